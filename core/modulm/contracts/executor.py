@@ -1,0 +1,142 @@
+"""Executor: where the steps run (group `modulm.executors`), and the values that cross to it.
+
+A plan holds all that a step needs, so that an executor may run it in this process, in another
+one or on another machine. Plans and results are numpy and plain values: they serialise.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from attrs import field, frozen
+
+from modulm.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from concurrent.futures import Future
+
+    import numpy as np
+
+    from modulm.contracts.sampling import PoolingParams, SamplingParams
+
+__all__ = ["API", "Capacity", "Executor", "Plan", "RowLogprobs", "RowStart", "StepResult"]
+
+API = 1
+
+
+@frozen(eq=False)
+class RowStart:
+    """Sampling state that a row brings when it first runs; the runner keeps it until release.
+
+    prompt: [tokens] int64; output: tokens that the row had produced before it was preempted.
+    `position` is the index of the first token the row will sample, for its random stream.
+    """
+
+    row: int
+    request: str
+    params: SamplingParams | PoolingParams
+    prompt: np.ndarray
+    output: np.ndarray
+    seed: int | None = None
+    grammar: Any = None
+    adapter: str | None = None
+    embeds: Any = None
+
+
+@frozen(eq=False)
+class Plan:
+    """What one engine step will run. Immutable.
+
+    rows: [rows] int32, stable row indices. starts: [rows] int32, tokens computed before the step.
+    counts: [rows] int32, tokens to compute now. tokens: [sum(counts)] int64; -1 stands for the
+    token that the row sampled in the step before (asynchronous scheduling). tables: per cache
+    group [rows, blocks] int32. samples: [rows] bool, the row yields a token at its last position.
+    """
+
+    step: int
+    rows: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+    tokens: np.ndarray
+    tables: tuple[np.ndarray, ...]
+    samples: np.ndarray
+    admit: tuple[RowStart, ...] = ()
+    release: tuple[int, ...] = ()
+
+
+@frozen(eq=False)
+class RowLogprobs:
+    """Log probabilities of one position: token ids and values, best first after the chosen one."""
+
+    ids: np.ndarray
+    values: np.ndarray
+    rank: int
+
+
+@frozen(eq=False)
+class StepResult:
+    """What a step gave.
+
+    tokens: [number of sampling rows] int64, in the plan's row order; -1 where the row failed.
+    logprobs: row -> the sampled position. prompt_logprobs: row -> one entry per prompt token
+    computed in this step. pooled: row -> array. errors: row -> a sentence; the other rows are
+    unhurt. seconds: time the step took in the executor.
+    """
+
+    step: int
+    tokens: np.ndarray
+    logprobs: Mapping[int, RowLogprobs] = field(factory=dict)
+    prompt_logprobs: Mapping[int, tuple[RowLogprobs, ...]] = field(factory=dict)
+    pooled: Mapping[int, np.ndarray] = field(factory=dict)
+    errors: Mapping[int, str] = field(factory=dict)
+    seconds: float = 0.0
+
+
+@frozen
+class Capacity:
+    """What an executor can hold once the model is loaded.
+
+    groups: one entry per cache group: (kind, block size in tokens, window or None, blocks).
+    vocabulary: the width of the logits, which may differ from the tokenizer's length.
+    """
+
+    groups: tuple[tuple[str, int, int | None, int], ...]
+    vocabulary: int
+    max_model_len: int
+    notes: tuple[str, ...] = ()
+
+
+class Executor(ABC):
+    """Runs plans on a model."""
+
+    name: ClassVar[str]
+    api: ClassVar[int | tuple[int, int]]
+
+    @abstractmethod
+    def start(self, config: Any) -> Capacity:
+        """Load the model and allocate its caches. `config`: modulm.config.EngineConfig."""
+
+    @abstractmethod
+    def run(self, plan: Plan) -> StepResult:
+        """Run one step. Raising means the whole step failed."""
+
+    def submit(self, plan: Plan) -> Future[StepResult]:
+        """Start one step; plans are run in the order submitted. The default runs it at once."""
+        from concurrent.futures import Future
+
+        future: Future[StepResult] = Future()
+        try:
+            future.set_result(self.run(plan))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def call(self, name: str, *args: Any) -> Any:
+        """A named operation outside the step loop (sleep, profile, add_adapter, ...)."""
+        raise UnsupportedError(f"executor {self.name} has no operation {name!r}")
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Release everything; may be called twice."""

@@ -1,0 +1,64 @@
+"""Grammar backend: constrains text to a format (group `modulm.grammars`)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from modulm.contracts.sampling import StructuredOutputs
+
+__all__ = ["API", "Grammar", "GrammarBackend", "Matcher"]
+
+API = 1
+
+
+class Matcher(ABC):
+    """Where one sequence stands in a grammar."""
+
+    @abstractmethod
+    def accept(self, token: int) -> bool:
+        """Advance by a token; False (and no change) if the grammar does not allow it."""
+
+    @abstractmethod
+    def fill(self, mask: np.ndarray) -> None:
+        """mask: [ceil(vocabulary / 32)] int32; bit i of word j: token 32 j + i is allowed."""
+
+    @abstractmethod
+    def rollback(self, tokens: int) -> None:
+        """Take back the last tokens that were accepted."""
+
+    @property
+    @abstractmethod
+    def finished(self) -> bool:
+        """Whether only an end-of-sequence token may follow."""
+
+
+class Grammar(ABC):
+    """A compiled constraint, shared by all sequences that use it."""
+
+    @abstractmethod
+    def matcher(self) -> Matcher:
+        """A fresh matcher at the start of the grammar."""
+
+
+class GrammarBackend(ABC):
+    """Compiles constraints for one tokenizer. Compiling happens off the step loop, in a thread."""
+
+    name: ClassVar[str]
+    api: ClassVar[int | tuple[int, int]]
+
+    def __init__(self, tokenizer: Any, vocabulary: int, stop_ids: tuple[int, ...]) -> None:
+        self.tokenizer = tokenizer
+        self.vocabulary = vocabulary
+        self.stop_ids = stop_ids
+
+    @abstractmethod
+    def rejects(self, constraint: StructuredOutputs) -> str | None:
+        """A reason why this backend cannot express the constraint, or None. Must be quick."""
+
+    @abstractmethod
+    def compile(self, constraint: StructuredOutputs) -> Grammar:
+        """Compile. Raises RequestError for a malformed schema, regex or grammar."""

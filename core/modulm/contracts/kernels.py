@@ -1,0 +1,48 @@
+"""Kernel provider: a table of op name -> callable (group `modulm.kernels`)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from modulm.contracts.platform import Probe
+
+if TYPE_CHECKING:
+    from modulm.contracts.platform import Platform
+
+__all__ = ["API", "KernelProvider", "Op", "Ops"]
+
+API = 1
+
+Op = Callable[..., Any]
+
+
+class Ops(Protocol):
+    """The table that the engine binds once: `ops.rms_norm(...)` is a provider's op or its twin."""
+
+    def __getattr__(self, name: str) -> Op: ...
+
+
+class KernelProvider(ABC):
+    """Implementations of ops for one kind of device.
+
+    The names, arguments and results are those of the twins in `modulm.ops.twins`, which are the
+    specification; an op that a provider lacks runs as its twin.
+    """
+
+    name: ClassVar[str]
+    api: ClassVar[int | tuple[int, int]]
+
+    @classmethod
+    @abstractmethod
+    def probe(cls, platform: Platform) -> Probe:
+        """Whether the provider's ops run on `platform` here; score 0 and a reason if not."""
+
+    @abstractmethod
+    def ops(self) -> Mapping[str, Op]:
+        """Op name -> callable. Called once; the callables are called per layer."""
+
+    def rejects(self, op: str, **facts: Any) -> str | None:
+        """A reason why `op` cannot run with these dtypes and sizes, or None if it can."""
+        return None

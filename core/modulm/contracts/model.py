@@ -1,0 +1,118 @@
+"""Model: the mathematics of one architecture, and what it keeps (group `modulm.models`)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from attrs import field, frozen
+
+from modulm.contracts.attention import AttentionSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+__all__ = ["API", "Batch", "CacheSpec", "Model", "StatePlan", "StateSpec"]
+
+API = 1
+
+
+@frozen
+class StateSpec:
+    """Per-sequence state of a recurrent layer: named tensors, each (shape, dtype), one per slot."""
+
+    tensors: tuple[tuple[str, tuple[int, ...], str], ...]
+
+
+@frozen
+class CacheSpec:
+    """One layer that keeps something between steps: a paged cache or a state.
+
+    `layer` is the module path; its position in the model's list is the index by which the layer
+    finds its cache in `Batch.caches`. Layers whose `spec` agree in what they keep form a group
+    with one block table. `shares` names an earlier layer whose cache this one reads.
+    """
+
+    layer: str
+    spec: AttentionSpec | StateSpec
+    shares: str | None = None
+
+
+@frozen
+class StatePlan:
+    """The plan of a state group: which slot each row of the step reads and writes.
+
+    slots: [rows] int64; fresh: [rows] bool, the row starts from zeros (its slot holds garbage);
+    query_starts: [rows + 1] int32; counts: tuple of the rows' token counts, on the host.
+    """
+
+    slots: torch.Tensor
+    fresh: torch.Tensor
+    query_starts: torch.Tensor
+    counts: tuple[int, ...]
+
+
+@frozen(eq=False)
+class Batch:
+    """One step's input: rows of any mix of lengths laid end to end.
+
+    tokens, positions: [tokens] int64. query_starts: [rows + 1] int32. caches: one entry per
+    CacheSpec of the model, in its order. plans: one entry per cache group; `groups[i]` is the
+    group of cache i. sample: [n] int64, the token positions whose logits are wanted. embeds:
+    [tokens, hidden] or None, replaces the embedding where `embeds_mask` [tokens] is true.
+    extras: named tensors that only some models read ("token_types", ...).
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    query_starts: torch.Tensor
+    caches: tuple[Any, ...]
+    plans: tuple[Any, ...]
+    groups: tuple[int, ...]
+    sample: torch.Tensor
+    embeds: torch.Tensor | None = None
+    embeds_mask: torch.Tensor | None = None
+    extras: Mapping[str, torch.Tensor] = field(factory=dict)
+
+    def plan(self, cache: int) -> Any:
+        """The plan for the layer that owns cache `cache`."""
+        return self.plans[self.groups[cache]]
+
+
+class Model(ABC):
+    """One architecture. Concrete models are also `torch.nn.Module`s (see `modulm.nn`).
+
+    A model states the mathematics; dtype, device, ranks, quantization, attention backend and
+    weight names come from the builder it is constructed with.
+    """
+
+    api: ClassVar[int | tuple[int, int]]
+    #: attrs class that config.json is structured into; a missing or absurd key is an error.
+    config_type: ClassVar[type]
+    #: What the model is for: "generate", or a pooling task ("embed", "classify", "score", ...).
+    tasks: ClassVar[tuple[str, ...]] = ("generate",)
+
+    @classmethod
+    @abstractmethod
+    def weights(cls, config: Any) -> Any:
+        """The table of renames and fusions from checkpoint names (`modulm.loading.WeightNames`)."""
+
+    @classmethod
+    @abstractmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        """config.json of a tiny random checkpoint for tests; loads in transformers as well."""
+
+    @property
+    @abstractmethod
+    def caches(self) -> tuple[CacheSpec, ...]:
+        """One entry per layer that keeps something, in layer order; empty for encoders."""
+
+    @abstractmethod
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Hidden states after the final norm: [tokens, hidden]."""
+
+    @abstractmethod
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [n, hidden] -> [n, vocabulary]."""

@@ -1,0 +1,130 @@
+"""Tool and reasoning parsers (groups `modulm.tool_parsers`, `modulm.reasoning_parsers`).
+
+A parser is one incremental core: it is fed text as it comes and answers with events; feeding a
+whole text at once is the same path. It must take linear time, give the same merged events for
+every way of cutting the text, leave quoted markers alone, flush a partial marker at the end as
+the text it is, and never present a call that was cut off as complete.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from attrs import field, frozen
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = [
+    "API",
+    "Content",
+    "Event",
+    "ParseContext",
+    "Parser",
+    "Reasoning",
+    "ReasoningParser",
+    "ToolArguments",
+    "ToolEnd",
+    "ToolParser",
+    "ToolStart",
+]
+
+API = 1
+
+
+@frozen
+class Content:
+    """Text for the user."""
+
+    text: str
+
+
+@frozen
+class Reasoning:
+    """Text of the model's reasoning, without its markers."""
+
+    text: str
+
+
+@frozen
+class ToolStart:
+    """A tool call begins; `index` counts the calls of the message from 0.
+
+    `id` is set only where the wire format carries an identifier; else the server makes one.
+    """
+
+    index: int
+    name: str
+    id: str | None = None
+
+
+@frozen
+class ToolArguments:
+    """More of a call's arguments; the deltas of one call concatenate to one JSON object."""
+
+    index: int
+    delta: str
+
+
+@frozen
+class ToolEnd:
+    """A tool call is complete: its arguments are whole. A cut call never gets this event."""
+
+    index: int
+
+
+Event = Content | Reasoning | ToolStart | ToolArguments | ToolEnd
+
+
+@frozen
+class ParseContext:
+    """What a parser may know before the first token.
+
+    tools: the request's tools in OpenAI's form. prompt_tail: the end of the rendered prompt (a
+    template may already have opened a think block). template_kwargs: chat_template_kwargs.
+    tokenizer: the tokenizer, or None when only text is at hand.
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: str | Mapping[str, Any] = "auto"
+    template_kwargs: Mapping[str, Any] = field(factory=dict)
+    prompt_tail: str = ""
+    tokenizer: Any = None
+
+
+class Parser(ABC):
+    """An incremental parser of one message; made anew for every message."""
+
+    name: ClassVar[str]
+    api: ClassVar[int | tuple[int, int]]
+    #: Special tokens that the wire format is made of: the detokenizer must not drop them.
+    special_tokens: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, context: ParseContext) -> None:
+        self.context = context
+
+    @abstractmethod
+    def feed(self, text: str, ids: Sequence[int] = ()) -> list[Event]:
+        """Take more text (and, where known, the token ids it came from); give what is certain."""
+
+    @abstractmethod
+    def finish(self) -> list[Event]:
+        """The text has ended: give what was held back."""
+
+
+class ToolParser(Parser):
+    """Turns text into content and tool-call events."""
+
+    def structural_tag(self) -> Mapping[str, Any] | None:
+        """A structural tag (see the grammar contract) that forces calls of the tools, if known."""
+        return None
+
+
+class ReasoningParser(Parser):
+    """Splits text into `Reasoning` and `Content`; the content goes on to the tool parser."""
+
+    @property
+    @abstractmethod
+    def reasoning(self) -> bool:
+        """Whether the text fed so far ends inside the reasoning (a grammar waits for its end)."""

@@ -1,0 +1,94 @@
+"""Platform: a kind of device (group `modulm.platforms`)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+from attrs import frozen
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+__all__ = ["API", "Memory", "Platform", "Probe"]
+
+API = 1
+
+
+@frozen
+class Probe:
+    """How well a driver fits this machine: the highest score wins, 0 means "not here"."""
+
+    score: int
+    reason: str
+
+
+@frozen
+class Memory:
+    """Device memory in bytes. `free` counts what a new allocation could take now."""
+
+    total: int
+    free: int
+
+
+class Platform(ABC):
+    """One kind of device. Everything that differs between devices is asked of this object.
+
+    An instance stands for one device of the process that made it. Making one must not allocate
+    device memory; `start` may.
+    """
+
+    name: ClassVar[str]
+    api: ClassVar[int | tuple[int, int]]
+
+    #: Attention drivers, best first; the first one that does not reject the layer is taken.
+    attention: ClassVar[tuple[str, ...]]
+    #: Kernel providers (group `modulm.kernels`), best first; an op nobody has runs as its twin.
+    kernels: ClassVar[tuple[str, ...]] = ()
+    #: Named abilities that other code may ask for, e.g. "graphs", "pin_memory", "sleep".
+    capabilities: ClassVar[frozenset[str]] = frozenset()
+    #: Flags that mean nothing here: field name -> the reason that is printed when one is given.
+    no_effect: ClassVar[Mapping[str, str]] = {}
+    #: Default of --max-num-batched-tokens and --max-num-seqs, for (offline, server).
+    batched_tokens: ClassVar[tuple[int, int]] = (8192, 2048)
+    sequences: ClassVar[tuple[int, int]] = (256, 256)
+    #: Default of --block-size in tokens, where the attention driver leaves a choice.
+    block_size: ClassVar[int] = 16
+
+    @classmethod
+    @abstractmethod
+    def probe(cls) -> Probe:
+        """Say whether this machine has the device. Cheap, never raises, allocates nothing."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """The device that tensors of this process live on."""
+
+    @abstractmethod
+    def memory(self) -> Memory:
+        """Total and free memory of the device now."""
+
+    @property
+    @abstractmethod
+    def dtypes(self) -> tuple[str, ...]:
+        """Names of the dtypes that models may run in ("bfloat16", ...), best first."""
+
+    def choose_dtype(self, stored: str) -> str:
+        """The dtype for `--dtype auto`, given the dtype that the checkpoint is stored in."""
+        return stored if stored in self.dtypes else self.dtypes[0]
+
+    def start(self, *, threads: int | None = None) -> None:
+        """Prepare the process for running models (threads, streams); called once per worker."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished all work that was queued."""
+
+    def empty_cache(self) -> None:
+        """Return memory that the allocator keeps but no tensor uses."""
+
+    def describe(self) -> str:
+        """One line for people: model of the device, size, relevant instruction sets."""
+        return self.name

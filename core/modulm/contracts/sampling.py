@@ -1,0 +1,177 @@
+"""How a request wants its tokens chosen: the values that cross from front ends to the engine.
+
+Field names and meaning are those of vLLM's SamplingParams and PoolingParams, which users bring.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from enum import Enum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from attrs import evolve, field, frozen
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+__all__ = [
+    "API",
+    "LogitsProcessor",
+    "OutputKind",
+    "PoolingParams",
+    "RowView",
+    "SamplingParams",
+    "StructuredOutputs",
+]
+
+API = 1
+
+
+class OutputKind(Enum):
+    """What a stream of outputs carries each time."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+@frozen
+class StructuredOutputs:
+    """A constraint on the text; exactly one of the first six is set."""
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+
+def _strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _ids(value: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if value is None else tuple(value)
+
+
+@frozen(kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when it ends.
+
+    `logprobs=k` asks for the k best tokens beside the chosen one, -1 for the whole vocabulary.
+    Ranges that do not depend on the model are checked by `modulm.engine.validate`, which names
+    the field in a RequestError; making the value never fails on a range.
+    """
+
+    n: int = 1
+    best_of: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = field(default=(), converter=_strings)
+    stop_token_ids: tuple[int, ...] = field(default=(), converter=lambda v: tuple(v or ()))
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = None
+    output_kind: OutputKind = OutputKind.CUMULATIVE
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = field(default=None, converter=_ids)
+    bad_words: tuple[str, ...] = field(default=(), converter=_strings)
+    structured_outputs: StructuredOutputs | None = None
+    extra_args: Mapping[str, Any] | None = None
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is taken (temperature below 1e-5, as in vLLM)."""
+        return self.temperature < 1e-5
+
+    def with_(self, **changes: Any) -> SamplingParams:
+        """A copy with some fields changed."""
+        return evolve(self, **changes)
+
+
+@frozen(kw_only=True)
+class PoolingParams:
+    """What a pooling request wants: `task` is embed, classify, score, token_embed, ..."""
+
+    task: str = "embed"
+    dimensions: int | None = None
+    normalize: bool | None = None
+    use_activation: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    extra_args: Mapping[str, Any] | None = None
+
+
+@frozen(eq=False)
+class RowView:
+    """One sequence as a logits processor sees it; `output` grows while the row runs."""
+
+    row: int
+    params: SamplingParams
+    prompt: Sequence[int]
+    output: Sequence[int]
+
+
+class LogitsProcessor(ABC):
+    """Changes the logits of some rows (group `modulm.logits_processors`, or a class by path).
+
+    One object serves the engine. It is told which rows come and go, never has to scan the batch,
+    and may raise from `admit` or `apply_row`: that ends the row with an error, not the others.
+    """
+
+    api: ClassVar[int | tuple[int, int]]
+
+    def __init__(self, vocabulary: int, device: torch.device) -> None:
+        self.vocabulary = vocabulary
+        self.device = device
+
+    @classmethod
+    def validate(cls, params: SamplingParams) -> None:
+        """Raise RequestError for parameters this processor cannot serve; called at the edge."""
+
+    @property
+    def keeps_argmax(self) -> bool:
+        """Whether greedy rows may skip this processor."""
+        return False
+
+    @abstractmethod
+    def admit(self, view: RowView) -> bool:
+        """A row starts. Whether this processor wants to see its logits."""
+
+    def release(self, row: int) -> None:
+        """A row that was admitted is gone."""
+
+    @abstractmethod
+    def apply_row(self, view: RowView, logits: torch.Tensor) -> torch.Tensor:
+        """logits: [vocabulary] fp32 of one row -> the same, changed in place or anew."""
+
+    def apply(
+        self, views: Sequence[RowView], logits: torch.Tensor, index: Sequence[int]
+    ) -> torch.Tensor:
+        """All rows of a step that want it; logits: [rows, vocabulary], `index` their places.
+
+        Override to work on the whole batch at once; the default goes row by row.
+        """
+        for view, place in zip(views, index, strict=True):
+            logits[place] = self.apply_row(view, logits[place])
+        return logits
