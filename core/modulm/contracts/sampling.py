@@ -58,6 +58,10 @@ def _strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
+def _id_tuple(value: Sequence[int] | None) -> tuple[int, ...]:
+    return tuple(value or ())
+
+
 def _ids(value: Sequence[int] | None) -> tuple[int, ...] | None:
     return None if value is None else tuple(value)
 
@@ -82,7 +86,7 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     stop: tuple[str, ...] = field(default=(), converter=_strings)
-    stop_token_ids: tuple[int, ...] = field(default=(), converter=lambda v: tuple(v or ()))
+    stop_token_ids: tuple[int, ...] = field(default=(), converter=_id_tuple)
     ignore_eos: bool = False
     max_tokens: int | None = 16
     min_tokens: int = 0
