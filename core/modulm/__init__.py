@@ -1,3 +1,59 @@
-"""modulm: an LLM inference and serving engine in which every replaceable part is a plugin."""
+"""modulm: an LLM inference and serving engine in which every replaceable part is a plugin.
+
+Public names are loaded on first use, so that `import modulm` costs nothing and the command line
+starts at once.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from modulm.config import EngineConfig
+    from modulm.contracts.sampling import PoolingParams, SamplingParams, StructuredOutputs
+    from modulm.engine.aio import AsyncLLM
+    from modulm.engine.llm import LLM
+    from modulm.engine.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
+    from modulm.plugins import register
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "PoolingParams",
+    "PoolingRequestOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputs",
+    "__version__",
+    "register",
+]
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "modulm.engine.llm",
+    "AsyncLLM": "modulm.engine.aio",
+    "CompletionOutput": "modulm.engine.outputs",
+    "EngineConfig": "modulm.config",
+    "PoolingParams": "modulm.contracts.sampling",
+    "PoolingRequestOutput": "modulm.engine.outputs",
+    "RequestOutput": "modulm.engine.outputs",
+    "SamplingParams": "modulm.contracts.sampling",
+    "StructuredOutputs": "modulm.contracts.sampling",
+    "register": "modulm.plugins",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'modulm' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
