@@ -53,6 +53,7 @@ class Plan:
     counts: [rows] int32, tokens to compute now. tokens: [sum(counts)] int64; -1 stands for the
     token that the row sampled in the step before (asynchronous scheduling). tables: per cache
     group [rows, blocks] int32. samples: [rows] bool, the row yields a token at its last position.
+    Releases take effect before admissions, so that a plan may give a freed row to another request.
     """
 
     step: int
@@ -79,10 +80,12 @@ class RowLogprobs:
 class StepResult:
     """What a step gave.
 
-    tokens: [number of sampling rows] int64, in the plan's row order; -1 where the row failed.
-    logprobs: row -> the sampled position. prompt_logprobs: row -> one entry per prompt token
-    computed in this step. pooled: row -> array. errors: row -> a sentence; the other rows are
-    unhurt. seconds: time the step took in the executor.
+    tokens: [number of sampling rows] int64, in the plan's row order; -1 where the row failed and
+    for pooling rows. logprobs: row -> the sampled position. prompt_logprobs: row -> one entry for
+    each of the prompt's tokens `start + 1 ... start + count` (the first token has none). pooled:
+    row -> array, in the step in which the row samples. errors: row -> a sentence; the other rows
+    are unhurt; a row that failed reports it again in every later plan until it is released.
+    seconds: time the step took in the executor.
     """
 
     step: int

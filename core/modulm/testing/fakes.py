@@ -1,0 +1,409 @@
+"""A model that is arithmetic, behind the executor contract, for tests of everything above it.
+
+The next token of a row is a hash of the row's whole history, *read back through its block tables*
+from a simulated cache: a wrong block, slot or position gives an error or tokens that differ from
+`reference_tokens`, which is computed outside of any engine.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, ClassVar
+
+import numpy as np
+from attrs import define, field, frozen
+
+from modulm.contracts.executor import Capacity, Executor, Plan, RowLogprobs, RowStart, StepResult
+from modulm.contracts.sampling import PoolingParams
+from modulm.errors import EngineError
+
+__all__ = ["FakeExecutor", "FakeFault", "Group", "Script", "reference_tokens"]
+
+_PRIME = np.uint64(0x9E3779B97F4A7C15)
+_NEVER = -1
+
+
+class FakeFault(EngineError):
+    """The engine gave the executor an inconsistent plan; the message says which row and where."""
+
+
+@frozen
+class Group:
+    """One cache group of the fake model: window in tokens (None: full attention)."""
+
+    block_size: int = 16
+    blocks: int = 64
+    window: int | None = None
+
+    def first_visible(self, position: int) -> int:
+        """The first position that the query at `position` reads."""
+        return 0 if self.window is None else max(0, position - self.window + 1)
+
+
+@frozen
+class Script:
+    """What one request's row does; `k` counts its sampled tokens from 0.
+
+    tokens: exact tokens; after the last one the hash goes on. delay: seconds per sampled token.
+    errors: k -> sentence, the row fails there. nan: as errors, worded as the runner words NaN
+    logits. crash: k at which the whole step raises. hang: k at which the step waits until
+    `FakeExecutor.resume` is set.
+    """
+
+    tokens: Sequence[int] = ()
+    delay: float = 0.0
+    errors: Mapping[int, str] = field(factory=dict)
+    nan: frozenset[int] = field(default=frozenset(), converter=frozenset)
+    crash: int | None = None
+    hang: int | None = None
+
+
+@define
+class _Row:
+    """What the fake keeps per row: the history it expects the plan to feed."""
+
+    start: RowStart
+    script: Script
+    history: list[int]
+    computed: int | None = None
+    sampled: int = 0
+    first: int = 0
+    failed: str | None = None
+
+    @property
+    def seed(self) -> int | None:
+        params = self.start.params
+        if isinstance(params, PoolingParams) or params.greedy:
+            return None
+        return self.start.seed
+
+
+def _powers(count: int) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return np.cumprod(np.full(count, _PRIME, dtype=np.uint64))
+
+
+def _mix(value: int) -> int:
+    """The finaliser of splitmix64: every input bit reaches every output bit."""
+    mask = (1 << 64) - 1
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+    return value ^ (value >> 31)
+
+
+def _digest(parts: Sequence[tuple[int, np.ndarray]], seed: int | None) -> int:
+    """Hash of what each group can see: (first position, tokens from there on) per group."""
+    total = 0
+    for first, tokens in parts:
+        powers = _powers(first + len(tokens))[first:]
+        with np.errstate(over="ignore"):
+            summed = int(((tokens.astype(np.uint64) + np.uint64(1)) * powers).sum(dtype=np.uint64))
+        total = _mix(total ^ summed)
+    return total if seed is None else _mix(total ^ _mix(seed & ((1 << 64) - 1)))
+
+
+def _token(digest: int, vocabulary: int, reserved: int) -> int:
+    return reserved + digest % (vocabulary - reserved)
+
+
+def reference_tokens(
+    prompt: Sequence[int],
+    n: int,
+    *,
+    vocabulary: int = 512,
+    reserved: int = 8,
+    windows: Sequence[int | None] = (None,),
+    seed: int | None = None,
+    script: Sequence[int] = (),
+) -> list[int]:
+    """The n tokens that FakeExecutor must give after `prompt`, without any engine.
+
+    windows: of the groups, in order; reserved: ids below it never come out by hash (make them
+    the stop ids); seed: only for rows that are not greedy.
+    """
+    history = list(prompt)
+    groups = [Group(window=window) for window in windows]
+    for k in range(n):
+        if k < len(script):
+            history.append(script[k])
+            continue
+        firsts = [group.first_visible(len(history) - 1) for group in groups]
+        parts = [(first, np.array(history[first:], dtype=np.int64)) for first in firsts]
+        history.append(_token(_digest(parts, seed), vocabulary, reserved))
+    return history[len(prompt) :]
+
+
+class FakeExecutor(Executor):
+    """Runs plans on the arithmetic model and checks every plan it is given.
+
+    scripts: request id -> Script, or a function of the RowStart. step_delay: seconds per step.
+    fail_steps: index of the step as run (from 0) -> the exception it raises. `plans` keeps the
+    plans that ran, `released` counts releases; `resume` lets hanging steps go on.
+    """
+
+    name = "fake"
+    api: ClassVar[int | tuple[int, int]] = 1
+
+    def __init__(
+        self,
+        groups: Sequence[Group] = (Group(),),
+        *,
+        vocabulary: int = 512,
+        reserved: int = 8,
+        max_model_len: int = 256,
+        scripts: Mapping[str, Script] | Callable[[RowStart], Script | None] | None = None,
+        step_delay: float = 0.0,
+        fail_steps: Mapping[int, Exception] | None = None,
+        keep_plans: bool = False,
+    ) -> None:
+        self.groups = tuple(groups)
+        self.vocabulary = vocabulary
+        self.reserved = reserved
+        self.max_model_len = max_model_len
+        self.scripts: Any = scripts or {}
+        self.step_delay = step_delay
+        self.fail_steps = dict(fail_steps or {})
+        self.plans: list[Plan] | None = [] if keep_plans else None
+        self.steps = 0
+        self.resume = threading.Event()
+        self.rows: dict[int, _Row] = {}
+        self._tokens = [np.zeros((g.blocks, g.block_size), dtype=np.int64) for g in self.groups]
+        self._positions = [np.full((g.blocks, g.block_size), _NEVER) for g in self.groups]
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="fake-executor")
+
+    def start(self, config: Any = None) -> Capacity:
+        groups = tuple(("attention", g.block_size, g.window, g.blocks) for g in self.groups)
+        return Capacity(groups=groups, vocabulary=self.vocabulary, max_model_len=self.max_model_len)
+
+    def submit(self, plan: Plan) -> Future[StepResult]:
+        return self._thread.submit(self.run, plan)
+
+    def stop(self) -> None:
+        self.resume.set()
+        self._thread.shutdown(wait=True)
+
+    def call(self, name: str, *args: Any) -> Any:
+        return None
+
+    def run(self, plan: Plan) -> StepResult:
+        began = time.perf_counter()
+        index, self.steps = self.steps, self.steps + 1
+        if self.plans is not None:
+            self.plans.append(plan)
+        self._rows_change(plan)
+        if self.step_delay:
+            time.sleep(self.step_delay)
+        if index in self.fail_steps:
+            raise self.fail_steps[index]
+        tokens = self._feed(plan)
+        sampled, result = self._sample(plan, tokens)
+        return StepResult(
+            step=plan.step,
+            tokens=np.array(sampled, dtype=np.int64),
+            seconds=time.perf_counter() - began,
+            **result,
+        )
+
+    def _rows_change(self, plan: Plan) -> None:
+        """Releases come before admissions, so that a row may be reused within one plan."""
+        for row in plan.release:
+            if self.rows.pop(row, None) is None:
+                raise FakeFault(f"step {plan.step} releases row {row}, which is not admitted")
+        for start in plan.admit:
+            if start.row in self.rows:
+                raise FakeFault(f"step {plan.step} admits row {start.row}, which is taken")
+            history = [int(t) for t in start.prompt] + [int(t) for t in start.output]
+            first = len(start.output)
+            self.rows[start.row] = _Row(start, self._script(start), history, first=first)
+
+    def _script(self, start: RowStart) -> Script:
+        found = self.scripts(start) if callable(self.scripts) else self.scripts.get(start.request)
+        return found or Script()
+
+    def _feed(self, plan: Plan) -> list[np.ndarray]:
+        """Check the plan and write its tokens to the cache; the tokens of each row."""
+        self._check_shapes(plan)
+        ends = np.cumsum(plan.counts)
+        fed = []
+        for i, row in enumerate(plan.rows.tolist()):
+            state = self.rows.get(row)
+            if state is None:
+                raise FakeFault(f"step {plan.step} runs row {row}, which is not admitted")
+            start, count = int(plan.starts[i]), int(plan.counts[i])
+            if state.failed is not None:
+                fed.append(np.zeros(0, dtype=np.int64))
+                continue
+            tokens = self._history(plan, state, row, start, plan.tokens[ends[i] - count : ends[i]])
+            for g in range(len(self.groups)):
+                self._write(g, row, plan.tables[g][i], start, tokens)
+            state.computed = start + count
+            fed.append(tokens)
+        return fed
+
+    def _check_shapes(self, plan: Plan) -> None:
+        rows = len(plan.rows)
+        if len(set(plan.rows.tolist())) != rows:
+            raise FakeFault(f"step {plan.step} runs a row twice: {plan.rows.tolist()}")
+        if not (len(plan.starts) == len(plan.counts) == len(plan.samples) == rows):
+            raise FakeFault(f"step {plan.step}: rows, starts, counts and samples differ in length")
+        if rows and int(plan.counts.min()) < 1:
+            raise FakeFault(f"step {plan.step}: a row computes no token")
+        if int(plan.counts.sum()) != len(plan.tokens):
+            raise FakeFault(
+                f"step {plan.step}: counts sum to {plan.counts.sum()}, "
+                f"{len(plan.tokens)} tokens were given"
+            )
+        if len(plan.tables) != len(self.groups):
+            raise FakeFault(
+                f"step {plan.step}: {len(plan.tables)} tables for {len(self.groups)} cache groups"
+            )
+
+    def _history(
+        self, plan: Plan, state: _Row, row: int, start: int, tokens: np.ndarray
+    ) -> np.ndarray:
+        """The row's tokens with placeholders resolved, checked against the history it has."""
+        if state.computed is not None and start != state.computed:
+            raise FakeFault(
+                f"step {plan.step} row {row} starts at {start}, "
+                f"but {state.computed} tokens are computed"
+            )
+        known = np.array(state.history[start : start + len(tokens)], dtype=np.int64)
+        if len(known) < len(tokens):
+            raise FakeFault(
+                f"step {plan.step} row {row} computes up to {start + len(tokens)}, "
+                f"but knows {len(state.history)} tokens"
+            )
+        given = tokens >= 0
+        if (tokens[given] != known[given]).any():
+            raise FakeFault(
+                f"step {plan.step} row {row} from {start}: tokens {tokens.tolist()}, "
+                f"but its history says {known.tolist()}"
+            )
+        holes = np.flatnonzero(~given)
+        if len(holes) and (state.sampled == 0 or start + int(holes[0]) < len(state.history) - 1):
+            raise FakeFault(f"step {plan.step} row {row}: a placeholder where no token was sampled")
+        return known
+
+    def _write(self, g: int, row: int, table: np.ndarray, start: int, tokens: np.ndarray) -> None:
+        positions = np.arange(start, start + len(tokens))
+        blocks, offsets = self._slots(g, row, table, positions)
+        self._tokens[g][blocks, offsets] = tokens
+        self._positions[g][blocks, offsets] = positions
+
+    def _slots(
+        self, g: int, row: int, table: np.ndarray, positions: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        size = self.groups[g].block_size
+        places = positions // size
+        if places[-1] >= len(table):
+            raise FakeFault(
+                f"row {row} group {g}: position {positions[-1]} needs "
+                f"{places[-1] + 1} blocks, its table has {len(table)}"
+            )
+        blocks = np.asarray(table)[places]
+        bad = (blocks <= 0) | (blocks >= self.groups[g].blocks)
+        if bad.any():
+            at = int(np.flatnonzero(bad)[0])
+            raise FakeFault(
+                f"row {row} group {g}: position {positions[at]} is in block "
+                f"{blocks[at]}, which is the null block or outside of the pool"
+            )
+        return blocks, positions % size
+
+    def _read(self, g: int, row: int, table: np.ndarray, position: int) -> tuple[int, np.ndarray]:
+        """(first visible position, tokens from it up to `position`) as the cache holds them."""
+        first = self.groups[g].first_visible(position)
+        positions = np.arange(first, position + 1)
+        blocks, offsets = self._slots(g, row, table, positions)
+        held = self._positions[g][blocks, offsets]
+        wrong = np.flatnonzero(held != positions)
+        if len(wrong):
+            at = int(wrong[0])
+            raise FakeFault(
+                f"row {row} group {g}: block {blocks[at]} offset {offsets[at]} should "
+                f"hold position {positions[at]}, holds {held[at]}"
+            )
+        return first, self._tokens[g][blocks, offsets]
+
+    def _sample(
+        self, plan: Plan, fed: Sequence[np.ndarray]
+    ) -> tuple[list[int], dict[str, dict[int, Any]]]:
+        sampled: list[int] = []
+        result: dict[str, dict[int, Any]] = {
+            "logprobs": {},
+            "prompt_logprobs": {},
+            "pooled": {},
+            "errors": {},
+        }
+        for i, row in enumerate(plan.rows.tolist()):
+            state = self.rows[row]
+            if state.failed is not None:
+                result["errors"][row] = state.failed
+                sampled.extend([-1] * bool(plan.samples[i]))
+                continue
+            self._prompt_logprobs(state, row, int(plan.starts[i]), len(fed[i]), result)
+            if not plan.samples[i]:
+                continue
+            end = int(plan.starts[i] + plan.counts[i])
+            if end != len(state.history):
+                raise FakeFault(
+                    f"step {plan.step} row {row} samples after {end} tokens, "
+                    f"but knows {len(state.history)}"
+                )
+            parts = [
+                self._read(g, row, plan.tables[g][i], end - 1) for g in range(len(self.groups))
+            ]
+            sampled.append(self._next(row, state, _digest(parts, state.seed), result))
+        return sampled, result
+
+    def _next(self, row: int, state: _Row, digest: int, result: dict[str, dict[int, Any]]) -> int:
+        params, script = state.start.params, state.script
+        if isinstance(params, PoolingParams):
+            result["pooled"][row] = np.array([digest % 997, digest % 991], dtype=np.float32)
+            return -1
+        k = state.first + state.sampled
+        self._incidents(script, k)
+        if k in script.nan or k in script.errors:
+            state.failed = script.errors.get(k, "the model gave NaN logits for this row")
+            result["errors"][row] = state.failed
+            return -1
+        scripted = k < len(script.tokens)
+        token = script.tokens[k] if scripted else _token(digest, self.vocabulary, self.reserved)
+        state.history.append(token)
+        state.sampled += 1
+        if params.logprobs is not None:
+            result["logprobs"][row] = self._best(token, params.logprobs)
+        return token
+
+    def _incidents(self, script: Script, k: int) -> None:
+        if script.delay:
+            time.sleep(script.delay)
+        if script.hang == k:
+            self.resume.wait()
+        if script.crash == k:
+            raise RuntimeError(f"scripted crash at token {k}")
+
+    def _best(self, token: int, count: int) -> RowLogprobs:
+        """Made-up logprobs with the shape of real ones: the chosen token, then the best."""
+        best = self.vocabulary if count < 0 else count
+        ids = (token + np.arange(best)) % self.vocabulary
+        values = -0.5 * (1.0 + np.arange(best, dtype=np.float32))
+        return RowLogprobs(
+            ids=np.concatenate([[token], ids]),
+            values=np.concatenate([[-0.5], values]).astype(np.float32),
+            rank=1,
+        )
+
+    def _prompt_logprobs(
+        self, state: _Row, row: int, start: int, count: int, result: dict[str, dict[int, Any]]
+    ) -> None:
+        params = state.start.params
+        if isinstance(params, PoolingParams) or params.prompt_logprobs is None:
+            return
+        following = state.start.prompt[start + 1 : start + 1 + count]
+        if len(following):
+            entries = tuple(self._best(int(t), params.prompt_logprobs) for t in following)
+            result["prompt_logprobs"][row] = entries
