@@ -20,6 +20,7 @@ __all__ = [
     "API",
     "Content",
     "Event",
+    "Example",
     "ParseContext",
     "Parser",
     "Reasoning",
@@ -82,15 +83,30 @@ class ParseContext:
     """What a parser may know before the first token.
 
     tools: the request's tools in OpenAI's form. prompt_tail: the end of the rendered prompt (a
-    template may already have opened a think block). template_kwargs: chat_template_kwargs.
+    template may already have opened a think block), None when the prompt is not known.
+    template_kwargs: chat_template_kwargs.
     tokenizer: the tokenizer, or None when only text is at hand.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: str | Mapping[str, Any] = "auto"
     template_kwargs: Mapping[str, Any] = field(factory=dict)
-    prompt_tail: str = ""
+    prompt_tail: str | None = None
     tokenizer: Any = None
+
+
+@frozen
+class Example:
+    """One output of a model and what it means: the contract kit runs every example of a parser.
+
+    calls: (name, arguments as a value) of the complete calls, in order.
+    """
+
+    text: str
+    content: str | None = None
+    reasoning: str | None = None
+    calls: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+    context: ParseContext = field(factory=ParseContext)
 
 
 class Parser(ABC):
@@ -100,6 +116,8 @@ class Parser(ABC):
     api: ClassVar[int | tuple[int, int]]
     #: Special tokens that the wire format is made of: the detokenizer must not drop them.
     special_tokens: ClassVar[tuple[str, ...]] = ()
+    #: Outputs as the models write them, at least one; `modulm plugins doctor` runs them too.
+    examples: ClassVar[tuple[Example, ...]]
 
     def __init__(self, context: ParseContext) -> None:
         self.context = context

@@ -1,0 +1,117 @@
+"""Looking for markers in text that arrives in pieces."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+__all__ = ["Cursor"]
+
+_QUOTES = "`\"'"
+_OPENERS = " \t\r\n([{<,;:=-"
+
+
+class Cursor:
+    """Text that has arrived and is not consumed yet.
+
+    `until` gives the text before the next marker, as far as it is certain: a tail that could be
+    the beginning of a marker stays here until more text decides. What stays is never longer than
+    the longest marker, so the work is linear in the text however it is cut.
+
+    A marker that is quoted (a quote mark or backtick opens right before it and the same one
+    follows) is prose about the marker and counts as text.
+    """
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._at = 0
+        self._before = ""  # the last two characters consumed: enough to see an opening quote
+
+    def push(self, text: str) -> None:
+        """More text has arrived."""
+        self._text = self._text[self._at :] + text
+        self._at = 0
+
+    @property
+    def empty(self) -> bool:
+        """Whether everything that arrived is consumed."""
+        return self._at >= len(self._text)
+
+    def rest(self) -> str:
+        """Consume everything."""
+        return self._consume(len(self._text))
+
+    def peek(self) -> str:
+        """What is there, unconsumed."""
+        return self._text[self._at :]
+
+    def space(self) -> str:
+        """Consume leading white space."""
+        end = self._at
+        while end < len(self._text) and self._text[end].isspace():
+            end += 1
+        return self._consume(end)
+
+    def take(self, count: int) -> str:
+        """Consume `count` characters."""
+        return self._consume(self._at + count)
+
+    def starts(self, word: str) -> bool | None:
+        """Whether the text begins with `word`; None while it could still become that."""
+        head = self._text[self._at : self._at + len(word)]
+        if head == word:
+            return True
+        return None if word.startswith(head) else False
+
+    def until(self, markers: tuple[str, ...], *, final: bool = False) -> tuple[str, str | None]:
+        """Consume text up to and including the first marker: (text before it, the marker).
+
+        The marker is None when none is complete yet; then the text is what certainly precedes
+        any marker. With `final`, no more text will come and nothing is held back.
+        """
+        search = _pattern(markers)
+        start = self._at
+        while match := search.search(self._text, start):
+            quoted = self._quoted(match.start(), match.end(), final)
+            if quoted is None:
+                return self._consume(match.start()), None
+            if not quoted:
+                text = self._consume(match.start())
+                return text, self._consume(match.end())
+            start = match.end()
+        end = len(self._text) if final else self._certain(markers, start)
+        return self._consume(end), None
+
+    def _consume(self, end: int) -> str:
+        end = min(end, len(self._text))
+        text = self._text[self._at : end]
+        self._at = end
+        self._before = (self._before + text[-2:])[-2:]
+        return text
+
+    def _quoted(self, start: int, end: int, final: bool) -> bool | None:
+        before = (self._before + self._text[max(self._at, start - 2) : start])[-2:]
+        quote = before[-1:]
+        if not quote or quote not in _QUOTES:
+            return False
+        if len(before) == 2 and before[0] not in _OPENERS:
+            return False
+        if end >= len(self._text):
+            return False if final else None
+        return self._text[end] == quote
+
+    def _certain(self, markers: tuple[str, ...], start: int) -> int:
+        """Where a tail begins that could grow into a marker."""
+        size = len(self._text)
+        longest = max(map(len, markers))
+        for at in range(max(start, self._at, size - longest + 1), size):
+            tail = self._text[at:]
+            if any(marker.startswith(tail) for marker in markers):
+                return at
+        return size
+
+
+@lru_cache(maxsize=256)
+def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
+    longest_first = sorted(markers, key=len, reverse=True)
+    return re.compile("|".join(re.escape(marker) for marker in longest_first))

@@ -1,0 +1,225 @@
+"""One message of a model, from its text to content, reasoning and tool calls."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from attrs import evolve, frozen
+
+from modulm.contracts.parser import (
+    Content,
+    Event,
+    ParseContext,
+    Reasoning,
+    ReasoningParser,
+    ToolArguments,
+    ToolEnd,
+    ToolParser,
+    ToolStart,
+)
+from modulm.errors import RequestError
+from modulm.parsing.forced import NamedCall, RequiredCalls
+from modulm.plugins import manager
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+__all__ = [
+    "MessageParser",
+    "ParsedMessage",
+    "ToolCall",
+    "assemble",
+    "merge",
+    "message_parser",
+    "new_call_id",
+    "parse",
+]
+
+#: How much of the prompt's end a parser gets to see, in characters.
+PROMPT_TAIL = 512
+
+
+@frozen
+class ToolCall:
+    """A call of a tool. `arguments` is JSON text; not `complete`: the text was cut inside it."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+    complete: bool
+
+    def as_openai(self) -> dict[str, Any]:
+        """The call as OpenAI's chat API spells it."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+@frozen
+class ParsedMessage:
+    """A whole message. `content` and `reasoning` are None when there is none.
+
+    `deltas` are the events in the order in which they became certain: what a stream sends.
+    """
+
+    content: str | None
+    reasoning: str | None
+    tool_calls: tuple[ToolCall, ...]
+    deltas: tuple[Event, ...]
+
+
+class MessageParser:
+    """The reasoning parser and the tool parser of one message, one behind the other."""
+
+    def __init__(self, tools: ToolParser | None, reasoning: ReasoningParser | None) -> None:
+        self._tools = tools
+        self._reasoning = reasoning
+
+    @property
+    def reasoning(self) -> bool:
+        """Whether the text so far ends inside the reasoning."""
+        return self._reasoning is not None and self._reasoning.reasoning
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Special tokens that the detokenizer must not drop."""
+        both = (self._reasoning, self._tools)
+        return tuple(t for parser in both if parser is not None for t in parser.special_tokens)
+
+    def feed(self, text: str, ids: Sequence[int] = ()) -> list[Event]:
+        """Take more text; give what is certain."""
+        if self._reasoning is None:
+            return self._content(text, ids)
+        return self._onward(self._reasoning.feed(text, ids))
+
+    def finish(self) -> list[Event]:
+        """The text has ended; give what was held back."""
+        events = self._onward(self._reasoning.finish()) if self._reasoning is not None else []
+        if self._tools is not None:
+            events += self._tools.finish()
+        return events
+
+    def _onward(self, events: list[Event]) -> list[Event]:
+        onward: list[Event] = []
+        for event in events:
+            onward += self._content(event.text, ()) if isinstance(event, Content) else [event]
+        return onward
+
+    def _content(self, text: str, ids: Sequence[int]) -> list[Event]:
+        if not text:
+            return []
+        return [Content(text)] if self._tools is None else self._tools.feed(text, ids)
+
+
+def message_parser(
+    context: ParseContext, tool_parser: str | None, reasoning_parser: str | None
+) -> MessageParser:
+    """The parsers by name, made for one message.
+
+    A forced tool choice is read as the JSON that its grammar produces. Raises PluginNotFound.
+    """
+    plugins = manager.current()
+    reasoning = None
+    if reasoning_parser:
+        reasoning = plugins.load("reasoning_parsers", reasoning_parser)(context)
+    return MessageParser(_tool_parser(context, tool_parser), reasoning)
+
+
+def _tool_parser(context: ParseContext, name: str | None) -> ToolParser | None:
+    choice = context.tool_choice
+    if choice == "none":
+        return None
+    if choice == "required":
+        return RequiredCalls(context)
+    if not isinstance(choice, str):
+        return NamedCall(context, _chosen(choice))
+    if not name:
+        return None
+    parser: ToolParser = manager.current().load("tool_parsers", name)(context)
+    return parser
+
+
+def _chosen(choice: Mapping[str, Any]) -> str:
+    function = choice.get("function", choice)
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name:
+        raise RequestError("a named tool choice needs function.name", "tool_choice")
+    return name
+
+
+def parse(
+    text: str,
+    *,
+    tool_parser: str | None = None,
+    reasoning_parser: str | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    tool_choice: str | Mapping[str, Any] = "auto",
+    tokenizer: Any = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    prompt: str | None = None,
+    chunks: Iterable[str] | None = None,
+) -> ParsedMessage:
+    """What the server does with a model's output, for anyone.
+
+    With `chunks`, the text deltas as they came, the same parsers are fed piece by piece and
+    `text` is not read. `prompt` is the rendered prompt, whose end tells some parsers whether the
+    template has opened the reasoning already; None means that it is not known. An empty list of
+    `tools` means that the request has none (nothing is parsed as a call); None that they are not
+    known. Raises PluginNotFound for a parser that no installed distribution offers.
+    """
+    context = ParseContext(
+        tools=tuple(tools or ()),
+        tool_choice=tool_choice if tools is None or tools else "none",
+        template_kwargs=dict(chat_template_kwargs or {}),
+        prompt_tail=None if prompt is None else prompt[-PROMPT_TAIL:],
+        tokenizer=tokenizer,
+    )
+    parser = message_parser(context, tool_parser, reasoning_parser)
+    deltas: list[Event] = []
+    for chunk in [text] if chunks is None else chunks:
+        deltas += parser.feed(chunk)
+    deltas += parser.finish()
+    return assemble(deltas)
+
+
+def assemble(deltas: Sequence[Event]) -> ParsedMessage:
+    """The whole message that a stream of events amounts to."""
+    content, reasoning = "", ""
+    calls: dict[int, ToolCall] = {}
+    for event in deltas:
+        match event:
+            case Content(text):
+                content += text
+            case Reasoning(text):
+                reasoning += text
+            case ToolStart(index, name, id_):
+                calls[index] = ToolCall(index, id_ or new_call_id(), name, "", complete=False)
+            case ToolArguments(index, delta):
+                call = calls[index]
+                calls[index] = evolve(call, arguments=call.arguments + delta)
+            case ToolEnd(index):
+                calls[index] = evolve(calls[index], complete=True)
+    ordered = tuple(calls[index] for index in sorted(calls))
+    return ParsedMessage(content or None, reasoning or None, ordered, tuple(deltas))
+
+
+def new_call_id() -> str:
+    """An identifier for a call whose wire format carries none."""
+    return f"call_{uuid4().hex[:24]}"
+
+
+def merge(events: Iterable[Event]) -> list[Event]:
+    """Join neighbours of one kind: equal for two streams that say the same in other pieces."""
+    merged: list[Event] = []
+    for event in events:
+        match merged[-1] if merged else None, event:
+            case Content(a), Content(b):
+                merged[-1] = Content(a + b)
+            case Reasoning(a), Reasoning(b):
+                merged[-1] = Reasoning(a + b)
+            case ToolArguments(i, a), ToolArguments(j, b) if i == j:
+                merged[-1] = ToolArguments(i, a + b)
+            case _:
+                merged.append(event)
+    return merged

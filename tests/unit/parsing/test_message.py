@@ -1,0 +1,110 @@
+"""parse(): what the server does with a model's output."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modulm.contracts.parser import ParseContext, ToolEnd
+from modulm.errors import PluginNotFound, RequestError
+from modulm.parsing import merge, message_parser, parse
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+
+
+def test_reasoning_then_content_then_calls():
+    text = f"<think>\nLet me see.\n</think>\n\nSure:\n{CALL}\n{CALL}"
+    message = parse(text, tool_parser="hermes", reasoning_parser="qwen3", tools=TOOLS)
+    assert message.reasoning == "Let me see."
+    assert message.content == "Sure:"
+    assert [(c.name, c.arguments, c.complete) for c in message.tool_calls] == [
+        ("f", '{"x": 1}', True)
+    ] * 2
+    assert len({call.id for call in message.tool_calls}) == 2
+
+
+def test_a_call_ends_the_reasoning():
+    message = parse(f"<think>Hm. {CALL}", tool_parser="hermes", reasoning_parser="qwen3")
+    assert message.reasoning == "Hm."
+    assert message.tool_calls[0].complete
+
+
+def test_without_tools_a_call_is_text():
+    assert parse(CALL, tool_parser="hermes", tools=[]).content == CALL
+    assert parse(CALL, tool_parser="hermes", tools=TOOLS, tool_choice="none").content == CALL
+
+
+def test_a_cut_call_is_not_complete():
+    message = parse(CALL[:40], tool_parser="hermes", tools=TOOLS)
+    (call,) = message.tool_calls
+    assert not call.complete
+    assert CALL[:40].endswith(call.arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ['"{\\"x\\": 1}"', '{"x": 1}', "null", '{"x": "__import__(\'os\').system(\'true\')"}'],
+)
+def test_arguments_come_out_as_an_object(arguments):
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    (call,) = parse(text, tool_parser="hermes").tool_calls
+    assert isinstance(json.loads(call.arguments), dict)
+
+
+@pytest.mark.parametrize("body", ["[1]", '{"name": 3}', "{'name': 'f'}", "hello", "{}"])
+def test_what_is_no_call_stays_text(body):
+    text = f"<tool_call>{body}</tool_call>"
+    message = parse(text, tool_parser="hermes")
+    assert message.content == text
+    assert message.tool_calls == ()
+
+
+def test_forced_choices_are_read_as_json():
+    named = {"type": "function", "function": {"name": "f"}}
+    (call,) = parse('{"x": [1, 2]}', tools=TOOLS, tool_choice=named).tool_calls
+    assert (call.name, call.arguments, call.complete) == ("f", '{"x": [1, 2]}', True)
+    text = '[{"name": "f", "parameters": {"x": 1}}, {"name": "f", "parameters": {}}]'
+    calls = parse(text, tools=TOOLS, tool_choice="required").tool_calls
+    assert [json.loads(call.arguments) for call in calls] == [{"x": 1}, {}]
+    with pytest.raises(RequestError) as error:
+        parse("{}", tools=TOOLS, tool_choice={"type": "function"})
+    assert error.value.param == "tool_choice"
+
+
+def test_an_unknown_parser_is_named():
+    with pytest.raises(PluginNotFound, match="hermess"):
+        parse("x", tool_parser="hermess")
+
+
+PIECES = st.sampled_from(
+    ["<tool_call>", "</tool_call>", "<think>", "</think>", "<tool", "`", '"', "{", "}", "\n", " ",
+     '{"name": "f", "arguments": {}}', '{"name": "f"', ', "arguments": {"a": "}"}', "text", "é"]
+)  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(PIECES, max_size=12), st.data())
+def test_every_way_of_cutting_gives_the_same(parts, data):
+    text = "".join(parts)
+    places = data.draw(st.lists(st.integers(0, len(text)), max_size=6).map(sorted))
+    pieces = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+    context = ParseContext(prompt_tail="assistant\n")
+
+    def events(chunks):
+        parser = message_parser(context, "hermes", "qwen3")
+        found = [event for chunk in chunks for event in parser.feed(chunk)]
+        return merge(found + parser.finish())
+
+    whole = events([text])
+    assert events(pieces) == whole
+    assert events(list(text)) == whole
+
+
+@pytest.mark.parametrize("text", ["[A(A=" * 10_000, "<tool_call>" * 6_000, '<tool_call>{"a":' * 4000,
+                                  "<" * 60_000, "<think>" * 9_000, '{"a":' * 12_000])  # fmt: skip
+def test_hostile_repetition_ends_and_invents_no_call(text):
+    message = parse("", tool_parser="hermes", reasoning_parser="qwen3", prompt="", chunks=text)
+    assert not any(isinstance(event, ToolEnd) for event in message.deltas)
+    assert message.content == text or message.reasoning
