@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from modulm.contracts.grammar import Grammar
     from modulm.contracts.sampling import PoolingParams, SamplingParams
 
 __all__ = ["API", "Capacity", "Executor", "Plan", "RowLogprobs", "RowStart", "StepResult"]
@@ -31,7 +32,11 @@ class RowStart:
     """Sampling state that a row brings when it first runs; the runner keeps it until release.
 
     prompt: [tokens] int64; output: tokens that the row had produced before it was preempted.
-    `position` is the index of the first token the row will sample, for its random stream.
+    seed: of the row's random stream, always set for rows that are not greedy: the front end draws
+    one where the request gives none, and gives each of n choices its own. grammar: a compiled
+    `contracts.grammar.Grammar` or None; the runner makes the matcher and replays `output`.
+    stop_ids: tokens that min_tokens holds back (end of sequence unless ignored, stop_token_ids).
+    bad_words: token sequences of `params.bad_words`, see `modulm.engine.validate.bad_word_ids`.
     """
 
     row: int
@@ -40,7 +45,9 @@ class RowStart:
     prompt: np.ndarray
     output: np.ndarray
     seed: int | None = None
-    grammar: Any = None
+    grammar: Grammar | None = None
+    stop_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
     adapter: str | None = None
     embeds: Any = None
 
