@@ -124,15 +124,18 @@ class NamedCall(ToolParser):
                 return events
             self._started = True
             events.append(ToolStart(0, self._tool))
-        if self._reader.done or self._reader.broken:
+        if self._over():
             return events
         _, rest = self._reader.feed(text)
-        used = text[: len(text) - len(rest)] if self._reader.done else text
+        used = text[: len(text) - len(rest)]
         self._text += used
         events.append(ToolArguments(0, used))
         if self._reader.done and isinstance(loads(self._text), dict):
             events.append(ToolEnd(0))
         return events
+
+    def _over(self) -> bool:
+        return self._reader.done or self._reader.broken
 
     def finish(self) -> list[Event]:
         return []

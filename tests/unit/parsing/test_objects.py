@@ -43,7 +43,9 @@ def test_members_equal_the_json_module(value, data, ascii_only):
     assert all(done for _, done in members.values())
 
 
-@pytest.mark.parametrize("text", ["[1]", "{1: 2}", '{"a" 1}', '{"a": 1]', '{"a": [1}', "{x}", "{:1}"])
+@pytest.mark.parametrize(
+    "text", ["[1]", "{1: 2}", '{"a" 1}', '{"a": 1]', '{"a": [1}', "{x}", "{:1}"]
+)
 def test_what_is_not_an_object_is_broken(text):
     reader, _, _ = read([text])
     assert reader.broken or not reader.done
