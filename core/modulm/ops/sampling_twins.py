@@ -42,7 +42,8 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 def _scramble(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    mixed: np.ndarray = x ^ (x >> np.uint64(31))
+    return mixed
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,116 @@
+"""Logits processors: found once when the sampler is built, confined to the row they break."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from modulm.contracts.sampling import LogitsProcessor, RowView
+from modulm.errors import ConfigError
+
+__all__ = ["Processors", "class_at"]
+
+
+def class_at(path: str) -> type[LogitsProcessor]:
+    """The processor class at "pkg.mod:Class" or "pkg.mod.Class"; ConfigError if there is none."""
+    module, _, name = path.replace(":", ".").rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError("logits_processors", f"{path!r} cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, LogitsProcessor)):
+        raise ConfigError(
+            "logits_processors", f"{path!r} is not a modulm.contracts.sampling.LogitsProcessor"
+        )
+    return found
+
+
+class Processors:
+    """All processors of an engine, and which of them want which row.
+
+    Those that keep the argmax run after the temperature and only for rows that are drawn; the
+    others run before the penalties.
+    """
+
+    def __init__(self, processors: Iterable[LogitsProcessor] = ()) -> None:
+        self.all = tuple(processors)
+        self._wants: dict[int, tuple[LogitsProcessor, ...]] = {}
+
+    def admit(self, view: RowView) -> tuple[bool, bool]:
+        """Ask every processor; (any before the penalties, any after the temperature).
+
+        Whatever a processor raises is raised here, after the others have let go of the row.
+        """
+        wanted: list[LogitsProcessor] = []
+        try:
+            wanted.extend(processor for processor in self.all if processor.admit(view))
+        except Exception:
+            self._let_go(wanted, view.row)
+            raise
+        self._wants[view.row] = tuple(wanted)
+        late = [processor.keeps_argmax for processor in wanted]
+        return not all(late), any(late)
+
+    def release(self, row: int) -> None:
+        """The row is gone; unknown rows are ignored."""
+        self._let_go(self._wants.pop(row, ()), row)
+
+    @staticmethod
+    def _let_go(processors: Sequence[LogitsProcessor], row: int) -> None:
+        for processor in processors:
+            try:
+                processor.release(row)
+            except Exception:  # noqa: S112 - the row is gone whatever this says
+                continue
+
+    def apply(
+        self, views: Mapping[int, RowView], logits: torch.Tensor, *, late: bool
+    ) -> dict[int, str]:
+        """Run the processors on their rows in place; place -> what went wrong there.
+
+        views: place in `logits` ([n, vocabulary] fp32) -> the row.
+        """
+        errors: dict[int, str] = {}
+        for processor in self.all:
+            if processor.keeps_argmax != late:
+                continue
+            places = [
+                place
+                for place, view in views.items()
+                if place not in errors and processor in self._wants.get(view.row, ())
+            ]
+            if places:
+                rows = [views[place] for place in places]
+                errors.update(_run(processor, rows, logits, places))
+        return errors
+
+
+def _run(
+    processor: LogitsProcessor, views: list[RowView], logits: torch.Tensor, places: list[int]
+) -> dict[int, str]:
+    """One processor on its rows; if its batch version fails, row by row to find who is to blame."""
+    if type(processor).apply is not LogitsProcessor.apply:
+        before = logits[places]
+        try:
+            changed = processor.apply(views, logits, places)
+            if changed is not logits:
+                logits[places] = changed[places]
+        except Exception:
+            logits[places] = before
+        else:
+            return {}
+    errors = {}
+    for view, place in zip(views, places, strict=True):
+        try:
+            logits[place] = processor.apply_row(view, logits[place].clone())
+        except Exception as error:
+            errors[place] = _sentence(processor, error)
+    return errors
+
+
+def _sentence(processor: Any, error: Exception) -> str:
+    words = f"{type(error).__name__}: {error}"[:200]
+    return f"logits processor {type(processor).__name__} failed: {words}"
