@@ -1,0 +1,1 @@
+"""Text on its way to tokens and back: tokenizer, chat templates, detokenizer, stop strings."""

@@ -1,0 +1,276 @@
+"""Messages to the text of a prompt, through the checkpoint's chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from jinja2 import nodes
+
+from modulm.errors import ConfigError, RequestError
+from modulm.text.templates import (
+    MAX_TEMPLATE,
+    TemplateFailed,
+    check_template,
+    execute,
+    parse_template,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from modulm.text.tokenizer import Tokenizer
+
+__all__ = [
+    "ContentFormat",
+    "choose_template",
+    "content_format",
+    "load_template",
+    "normalise",
+    "render",
+]
+
+ContentFormat = Literal["string", "openai"]
+
+#: Names that a request must not set: what render passes itself, and what transformers takes for
+#: arguments of the tokenizer.
+_RESERVED = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+#: One text under the names that templates know it by.
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+
+#: Stands at the end of the message that is to be continued. Whether its space survives tells
+#: whether the template trims messages.
+_MARK = "\ue000the-text-goes-on-here\ue001 "
+
+
+def render(
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tokenizer: Tokenizer,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    template: str | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    content: ContentFormat | Literal["auto"] = "auto",
+    kwargs: Mapping[str, Any] | None = None,
+    run: Callable[[str, Mapping[str, Any]], str] = execute,
+) -> str:
+    """The prompt that `messages` make.
+
+    template: source to use instead of the tokenizer's own. content: how the template wants the
+    content of a message, a string or OpenAI's list of parts. kwargs: more variables for the
+    template (`chat_template_kwargs`). run: what executes the template; one that comes from a
+    client is run in a process of its own. Raises RequestError naming the field to blame.
+    """
+    if continue_final_message and add_generation_prompt:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt exclude each other: the first goes "
+            "on with the last message, the second begins a new one",
+            "continue_final_message",
+        )
+    extra = dict(kwargs or {})
+    _refuse_reserved(extra)
+    source = template or choose_template(tokenizer, tools)
+    wanted = content_format(source) if content == "auto" else content
+    conversation = normalise(messages, wanted)
+    if continue_final_message:
+        _mark_last(conversation)
+    variables = {
+        **tokenizer.special,
+        **extra,
+        "messages": conversation,
+        "tools": None if tools is None else [dict(tool) for tool in tools],
+        "documents": None if documents is None else [dict(entry) for entry in documents],
+        "add_generation_prompt": add_generation_prompt,
+    }
+    text = run(source, variables)
+    return _cut_at_mark(text) if continue_final_message else text
+
+
+def _refuse_reserved(extra: Mapping[str, Any]) -> None:
+    for key in extra:
+        if key in _RESERVED or not key.isidentifier():
+            raise RequestError(
+                f"chat_template_kwargs: {key[:64]!r} is not a variable that a request may give "
+                "to the template",
+                "chat_template_kwargs",
+            )
+
+
+def choose_template(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None) -> str:
+    """The tokenizer's template; of several, `tool_use` where tools are given, else `default`."""
+    held = tokenizer.chat_template
+    if isinstance(held, Mapping):
+        held = (held.get("tool_use") if tools else None) or held.get("default")
+    if not held:
+        raise RequestError(
+            "this model's tokenizer has no chat template; start the server with --chat-template "
+            "or send a prompt to /v1/completions",
+            "messages",
+        )
+    return held
+
+
+def load_template(value: str) -> str:
+    """The source that `--chat-template` means: a file, or the template itself.
+
+    Raises ConfigError if it is neither, or does not compile.
+    """
+    source = value
+    if not any(mark in value for mark in ("{{", "{%", "\n")):
+        file = Path(value)
+        try:
+            if file.stat().st_size > 4 * MAX_TEMPLATE:
+                raise ConfigError("chat_template", f"{value} is too large for a template")
+            source = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                "chat_template", f"{value!r} is neither a readable file nor a Jinja template"
+            ) from error
+    try:
+        check_template(source)
+    except TemplateFailed as error:
+        raise ConfigError("chat_template", f"{value[:200]}: {error.message}") from error
+    return source
+
+
+@lru_cache(maxsize=32)
+def content_format(source: str) -> ContentFormat:
+    """How a template wants message contents: `openai` if it loops over them, else `string`."""
+    tree = parse_template(source)
+    holders = {
+        node.target.name
+        for node in tree.find_all(nodes.Assign)
+        if isinstance(node.target, nodes.Name) and _is_content(node.node, frozenset())
+    }
+    names = frozenset(holders)
+    loops = any(_is_content(node.iter, names) for node in tree.find_all(nodes.For))
+    return "openai" if loops else "string"
+
+
+def _is_content(node: nodes.Node | None, holders: frozenset[str]) -> bool:
+    """Whether an expression is the content of a message, perhaps filtered."""
+    if isinstance(node, nodes.Filter | nodes.Test):
+        return _is_content(node.node, holders)
+    if isinstance(node, nodes.Name):
+        return node.name in holders
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content"
+    if isinstance(node, nodes.Getitem):
+        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+    return False
+
+
+def normalise(
+    messages: Sequence[Mapping[str, Any]], content: ContentFormat
+) -> list[dict[str, Any]]:
+    """Messages as templates expect them: one kind of content, arguments of calls as objects.
+
+    Gives fresh values. Raises RequestError(param="messages").
+    """
+    if not messages:
+        raise RequestError("messages: at least one message is needed", "messages")
+    return [_message(index, message, content) for index, message in enumerate(messages)]
+
+
+def _message(index: int, message: Mapping[str, Any], wanted: ContentFormat) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError(f"messages[{index}]: an object with a role is expected", "messages")
+    fresh = {key: value for key, value in message.items() if value is not None}
+    fresh["content"] = _content(index, message.get("content"), wanted)
+    if fresh.get("tool_calls"):
+        fresh["tool_calls"] = [_call(index, call) for call in fresh["tool_calls"]]
+    else:
+        fresh.pop("tool_calls", None)
+    reasoning = next((fresh[key] for key in _REASONING if key in fresh), None)
+    if reasoning is not None:
+        fresh.update(dict.fromkeys(_REASONING, reasoning))
+    return fresh
+
+
+def _content(index: int, value: Any, wanted: ContentFormat) -> Any:
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value if wanted == "string" else [{"type": "text", "text": value}]
+    if not isinstance(value, Sequence):
+        raise RequestError(
+            f"messages[{index}].content: a string or a list of parts is expected", "messages"
+        )
+    parts = [_part(index, place, part) for place, part in enumerate(value)]
+    return parts if wanted == "openai" else "\n".join(part["text"] for part in parts)
+
+
+def _part(index: int, place: int, part: Any) -> dict[str, str]:
+    where = f"messages[{index}].content[{place}]"
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if not isinstance(part, Mapping):
+        raise RequestError(f"{where}: an object with a type is expected", "messages")
+    kind = part.get("type")
+    field = {"refusal": "refusal", "thinking": "thinking"}.get(str(kind), "text")
+    if kind not in ("text", "input_text", "output_text", "refusal", "thinking"):
+        raise RequestError(f"{where}: this model takes no {str(kind)[:64]!r} parts", "messages")
+    text = part.get(field)
+    if not isinstance(text, str):
+        raise RequestError(f"{where}.{field}: a string is expected", "messages")
+    return {"type": "text", "text": text}
+
+
+def _call(index: int, call: Any) -> dict[str, Any]:
+    """A tool call with its arguments as an object, which is what templates print as JSON."""
+    where = f"messages[{index}].tool_calls"
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RequestError(f"{where}: each call needs function.name", "messages")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{where}: function.arguments is not JSON", "messages") from error
+    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
+
+
+def _mark_last(conversation: list[dict[str, Any]]) -> None:
+    last = conversation[-1]
+    if isinstance(last["content"], str):
+        last["content"] += _MARK
+        return
+    if not last["content"]:
+        raise RequestError("the final message has no text to go on with", "continue_final_message")
+    last["content"][-1]["text"] += _MARK
+
+
+def _cut_at_mark(text: str) -> str:
+    place = text.rfind(_MARK.rstrip())
+    if place < 0:
+        raise RequestError(
+            "the chat template does not print the final message as it is, so that it cannot be "
+            "continued",
+            "continue_final_message",
+        )
+    kept = text[:place]
+    return kept if text.startswith(_MARK, place) else kept.rstrip()

@@ -1,0 +1,189 @@
+"""Chat templates as untrusted programs: a sandboxed Jinja with limits on size, output and time.
+
+The dialect is the one that checkpoints are written for (Hugging Face's): blocks trimmed, `break`
+and `continue`, a `generation` block, `tojson` without HTML escapes, `raise_exception` and
+`strftime_now`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import datetime
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from modulm.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from jinja2.parser import Parser
+    from jinja2.runtime import Context
+
+__all__ = ["MAX_TEMPLATE", "TemplateFailed", "check_template", "execute", "parse_template"]
+
+#: Characters of template source that are accepted; the longest known templates have 30 thousand.
+MAX_TEMPLATE = 512 * 1024
+#: Characters that one rendering may produce.
+MAX_OUTPUT = 64 * 1024 * 1024
+#: Seconds that one rendering may take.
+MAX_SECONDS = 5.0
+
+#: A name that neither a template nor a request can write.
+_DEADLINE = "\0deadline"
+
+
+class TemplateFailed(RequestError):
+    """A template could not be compiled or rendered."""
+
+
+class _Guard(Extension):
+    """`{% generation %}` marks what the assistant says: only training needs it, here it is plain.
+
+    Also the owner of `tick`, which `_bound_loops` puts into every loop and macro.
+    """
+
+    tags = {"generation"}  # noqa: RUF012 - jinja declares it as a plain set
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def tick(self, context: Context) -> str:
+        if time.monotonic() > context.parent.get(_DEADLINE, 0.0):
+            raise TemplateFailed("the chat template took too long to render", "chat_template")
+        return ""
+
+    def call(self) -> nodes.ExprStmt:
+        """The statement that a loop's body begins with."""
+        return nodes.ExprStmt(self.call_method("tick", [nodes.ContextReference()]))
+
+
+class _PlainDict:
+    """`dict(...)` for templates, without the attributes of the real one."""
+
+    def __call__(self, *args: Any, **keywords: Any) -> dict[Any, Any]:
+        return dict(*args, **keywords)
+
+
+def _raise(message: str) -> None:
+    raise TemplateFailed(str(message), "messages")
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _now(layout: str) -> str:
+    return datetime.now().strftime(layout)
+
+
+@lru_cache(maxsize=1)
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Guard, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = _now
+    environment.globals["dict"] = _PlainDict()
+    return environment
+
+
+def parse_template(source: str) -> nodes.Template:
+    """The syntax tree. Raises TemplateFailed for what is too long or is not Jinja."""
+    if len(source) > MAX_TEMPLATE:
+        raise TemplateFailed(
+            f"the chat template has {len(source)} characters, at most {MAX_TEMPLATE} are accepted",
+            "chat_template",
+        )
+    try:
+        return _environment().parse(source)
+    except TemplateSyntaxError as error:
+        raise TemplateFailed(
+            f"the chat template is not valid Jinja: line {error.lineno}: {error.message}",
+            "chat_template",
+        ) from error
+    except RecursionError as error:
+        raise TemplateFailed("the chat template is nested too deeply", "chat_template") from error
+
+
+def check_template(source: str) -> None:
+    """Raise TemplateFailed if the template cannot be compiled."""
+    _compile(source)
+
+
+@lru_cache(maxsize=32)
+def _compile(source: str) -> jinja2.Template:
+    environment = _environment()
+    tree = parse_template(source)
+    _bound_loops(tree, environment)
+    try:
+        code = environment.compile(tree)
+    except TemplateSyntaxError as error:
+        raise TemplateFailed(
+            f"the chat template is not valid Jinja: line {error.lineno}: {error.message}",
+            "chat_template",
+        ) from error
+    except (RecursionError, MemoryError, SyntaxError) as error:
+        raise TemplateFailed("the chat template is nested too deeply", "chat_template") from error
+    return jinja2.Template.from_code(environment, code, environment.make_globals(None))
+
+
+def _bound_loops(tree: nodes.Template, environment: jinja2.Environment) -> None:
+    """Make every loop and macro look at the clock, so that none can run for ever."""
+    guard: Any = environment.extensions[_Guard.identifier]
+    for node in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
+        node.body.insert(0, guard.call().set_lineno(node.lineno))  # type: ignore[attr-defined]
+    tree.set_environment(environment)
+
+
+def execute(source: str, variables: Mapping[str, Any], seconds: float = MAX_SECONDS) -> str:
+    """The text that the template makes of the variables.
+
+    Raises TemplateFailed, with the template's own words where it called `raise_exception`.
+    """
+    template = _compile(source)
+    deadline = time.monotonic() + seconds
+    pieces: list[str] = []
+    size = 0
+    try:
+        for piece in template.generate({**variables, _DEADLINE: deadline}):
+            pieces.append(piece)
+            size += len(piece)
+            if size > MAX_OUTPUT or time.monotonic() > deadline:
+                raise TemplateFailed("the chat template makes too much text", "chat_template")
+    except TemplateFailed:
+        raise
+    except SecurityError as error:
+        raise TemplateFailed(
+            f"the chat template does what the sandbox forbids: {error}", "chat_template"
+        ) from error
+    except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+        raise TemplateFailed(
+            f"the chat template rejects the messages: {error}", "messages"
+        ) from error
+    except (RecursionError, MemoryError, AttributeError, OverflowError) as error:
+        raise TemplateFailed(
+            "the chat template cannot render these messages", "messages"
+        ) from error
+    return "".join(pieces)

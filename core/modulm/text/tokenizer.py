@@ -1,0 +1,340 @@
+"""Tokenizers as checkpoints bring them, behind one small surface.
+
+A checkpoint whose tokenizer.json says everything is opened with the `tokenizers` package alone,
+which is about half a second quicker than importing transformers; others go through AutoTokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attrs import field, frozen
+
+from modulm.errors import CheckpointError, ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import tokenizers
+
+__all__ = ["Tokenizer", "load_tokenizer"]
+
+#: Tokenizer classes that add nothing to what tokenizer.json says.
+_PLAIN = frozenset({None, "PreTrainedTokenizerFast", "TokenizersBackend"})
+#: Settings that change what the file says.
+_BEYOND_FILE = ("add_bos_token", "add_eos_token", "auto_map")
+_MODES = ("auto", "hf", "slow")
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+
+
+class _Codec(ABC):
+    """The four operations that differ between tokenizer implementations."""
+
+    #: The Rust tokenizer where there is one: its decoder's description is known.
+    core: tokenizers.Tokenizer | None = None
+
+    @abstractmethod
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
+
+    @abstractmethod
+    def token(self, index: int) -> str | None: ...
+
+    @abstractmethod
+    def index(self, token: str) -> int | None: ...
+
+    @abstractmethod
+    def size(self) -> int: ...
+
+    @abstractmethod
+    def special_ids(self) -> frozenset[int]: ...
+
+
+class _RustCodec(_Codec):
+    def __init__(self, core: tokenizers.Tokenizer) -> None:
+        core.no_truncation()
+        core.no_padding()
+        self.core: tokenizers.Tokenizer = core
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self.core.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return self.core.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token(self, index: int) -> str | None:
+        return self.core.id_to_token(index)
+
+    def index(self, token: str) -> int | None:
+        return self.core.token_to_id(token)
+
+    def size(self) -> int:
+        known = self.core.get_added_tokens_decoder()
+        return max(self.core.get_vocab_size(), *(i + 1 for i in known), 0)
+
+    def special_ids(self) -> frozenset[int]:
+        added = self.core.get_added_tokens_decoder()
+        return frozenset(index for index, token in added.items() if token.special)
+
+
+class _PythonCodec(_Codec):
+    """A tokenizer that exists only as Python code in transformers."""
+
+    def __init__(self, hf: Any) -> None:
+        self._hf = hf
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return str(
+            self._hf.decode(
+                list(ids),
+                skip_special_tokens=skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
+        )
+
+    def token(self, index: int) -> str | None:
+        if not 0 <= index < len(self._hf):
+            return None
+        token = self._hf.convert_ids_to_tokens(index)
+        return None if token is None else str(token)
+
+    def index(self, token: str) -> int | None:
+        found = self._hf.get_vocab().get(token)
+        return None if found is None else int(found)
+
+    def size(self) -> int:
+        return len(self._hf)
+
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(self._hf.all_special_ids)
+
+
+@frozen(eq=False, slots=False)
+class Tokenizer:
+    """Turns text into token ids and back.
+
+    special: names to strings as templates see them (`eos_token` ...). stop_ids: ids that end a
+    turn: the end-of-sequence token and those that generation_config.json adds.
+    chat_template: one template, several by name, or None.
+    """
+
+    _codec: _Codec = field(alias="codec")
+    special: Mapping[str, str]
+    stop_ids: tuple[int, ...]
+    chat_template: str | Mapping[str, str] | None
+    name: str
+    _open: Callable[[], Any] = field(alias="open")
+
+    def __len__(self) -> int:
+        return self._size
+
+    @cached_property
+    def _size(self) -> int:
+        return self._codec.size()
+
+    @cached_property
+    def backend(self) -> Any:
+        """The transformers tokenizer (imported when first asked for)."""
+        return self._open()
+
+    @property
+    def core(self) -> tokenizers.Tokenizer | None:
+        """The Rust tokenizer, or None for one written in Python."""
+        return self._codec.core
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that `skip_special_tokens` leaves out."""
+        return self._codec.special_ids()
+
+    @cached_property
+    def special_tokens(self) -> tuple[str, ...]:
+        """The text of the special tokens, longest first."""
+        texts = {self._codec.token(index) or "" for index in self.special_ids} - {""}
+        return tuple(sorted(texts, key=lambda text: (-len(text), text)))
+
+    @property
+    def eos_id(self) -> int | None:
+        """The end-of-sequence id, or None where the tokenizer names none."""
+        eos = self.special.get("eos_token")
+        return None if eos is None else self._codec.index(eos)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of `text`; special tokens that are written out in it become their ids."""
+        return self._codec.encode(text, add_special_tokens)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`; what is not UTF-8 becomes U+FFFD."""
+        return self._codec.decode(ids, skip_special_tokens)
+
+    def id_to_token(self, index: int) -> str | None:
+        """The token as the vocabulary writes it, or None for an id without one."""
+        return self._codec.token(index) if index >= 0 else None
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary writes it."""
+        return self._codec.index(token)
+
+
+def load_tokenizer(
+    path: str | Path,
+    mode: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Tokenizer:
+    """The tokenizer of the checkpoint folder or Hugging Face id `path`.
+
+    mode: `auto` and `hf` prefer the Rust implementation, `slow` asks for the Python one. Raises
+    CheckpointError when files are missing or broken, ConfigError when the tokenizer would need
+    code from the checkpoint and `trust_remote_code` is off.
+    """
+    if mode not in _MODES:
+        raise UnsupportedError(
+            f"tokenizer_mode: {mode!r} is not there yet; use one of {', '.join(_MODES)}"
+        )
+    folder = Path(path)
+    settings = _settings(folder) if folder.is_dir() else {}
+    _refuse_code(path, settings, trust_remote_code)
+
+    def open_backend() -> Any:
+        return _transformers_tokenizer(path, mode, revision, trust_remote_code)
+
+    core = _plain_core(folder, settings) if mode != "slow" else None
+    if core is not None:
+        return _build(_RustCodec(core), settings, folder, str(path), open_backend)
+    backend = open_backend()
+    fast = mode != "slow" and getattr(backend, "is_fast", False)
+    codec: _Codec = _RustCodec(backend.backend_tokenizer) if fast else _PythonCodec(backend)
+    settings = {**settings, **backend.special_tokens_map}
+    settings["chat_template"] = backend.chat_template
+    return _build(codec, settings, folder, str(path), lambda: backend)
+
+
+def _build(
+    codec: _Codec,
+    settings: Mapping[str, Any],
+    folder: Path,
+    name: str,
+    open_backend: Callable[[], Any],
+) -> Tokenizer:
+    special = {key: _text(settings[key]) for key in _SPECIAL if settings.get(key)}
+    return Tokenizer(
+        codec=codec,
+        special=special,
+        stop_ids=_stop_ids(codec, special, folder),
+        chat_template=_templates(settings.get("chat_template")),
+        name=name,
+        open=open_backend,
+    )
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, with what older and newer layouts keep in files beside it."""
+    settings = _json(folder / "special_tokens_map.json") | _json(folder / "tokenizer_config.json")
+    single = folder / "chat_template.jinja"
+    if single.is_file():
+        settings["chat_template"] = _read(single)
+    extra = folder / "additional_chat_templates"
+    if extra.is_dir():
+        named = {"default": settings.get("chat_template") or ""}
+        named |= {file.stem: _read(file) for file in sorted(extra.glob("*.jinja"))}
+        settings["chat_template"] = named
+    return settings
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file}: cannot be read as UTF-8 text: {error}") from error
+
+
+def _json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(_read(file))
+    except ValueError as error:
+        raise CheckpointError(f"{file}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: an object is expected, not {type(value).__name__}")
+    return value
+
+
+def _refuse_code(path: str | Path, settings: Mapping[str, Any], trusted: bool) -> None:
+    auto = settings.get("auto_map")
+    if not trusted and isinstance(auto, dict) and "AutoTokenizer" in auto:
+        raise ConfigError(
+            "trust_remote_code",
+            f"the tokenizer of {path} runs code from the checkpoint; pass --trust-remote-code "
+            "if you have read that code",
+        )
+
+
+def _plain_core(folder: Path, settings: Mapping[str, Any]) -> tokenizers.Tokenizer | None:
+    """The Rust tokenizer, if tokenizer.json alone says all that transformers would do."""
+    file = folder / "tokenizer.json"
+    overrides = any(settings.get(key) is not None for key in ("add_bos_token", "add_eos_token"))
+    plain = (
+        settings.get("tokenizer_class") in _PLAIN and not overrides and not settings.get("auto_map")
+    )
+    if not plain or not file.is_file():
+        return None
+    from tokenizers import Tokenizer as Core
+
+    try:
+        core = Core.from_file(str(file))
+    except Exception as error:
+        raise CheckpointError(f"{file}: not a tokenizer: {error}") from error
+    wanted = {_text(token) for token in settings.get("additional_special_tokens") or ()}
+    wanted |= {_text(settings[key]) for key in _SPECIAL if settings.get(key)}
+    held = {token.content for token in core.get_added_tokens_decoder().values() if token.special}
+    return core if wanted <= held else None
+
+
+def _transformers_tokenizer(
+    path: str | Path, mode: str, revision: str | None, trust_remote_code: bool
+) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(path),
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            use_fast=mode != "slow",
+        )
+    except Exception as error:
+        raise CheckpointError(f"{path}: no tokenizer could be loaded: {error}") from error
+
+
+def _text(token: Any) -> str:
+    """A token given as text or as the object of an added token."""
+    return str(token["content"]) if isinstance(token, dict) else str(token)
+
+
+def _templates(value: Any) -> str | Mapping[str, str] | None:
+    if isinstance(value, list):
+        return {str(entry["name"]): str(entry["template"]) for entry in value}
+    if isinstance(value, dict):
+        return {str(name): str(template) for name, template in value.items()}
+    return str(value) if value else None
+
+
+def _stop_ids(codec: _Codec, special: Mapping[str, str], folder: Path) -> tuple[int, ...]:
+    eos = codec.index(special["eos_token"]) if "eos_token" in special else None
+    found = [] if eos is None else [eos]
+    more = _json(folder / "generation_config.json").get("eos_token_id")
+    listed = more if isinstance(more, list) else [more]
+    found += [index for index in listed if isinstance(index, int) and 0 <= index < codec.size()]
+    return tuple(dict.fromkeys(found))
