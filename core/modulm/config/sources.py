@@ -1,0 +1,189 @@
+"""Where values come from, best first: command line or keyword, YAML file, environment, default.
+
+The only module that reads the process's environment.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import field, frozen
+
+from modulm.config.schema.engine import EngineConfig, Notice, canonical, flatten, is_flag, spec_of
+from modulm.errors import ConfigError
+
+__all__ = [
+    "Draft",
+    "Source",
+    "client_key",
+    "draft",
+    "environment",
+    "hub_offline",
+    "keywords",
+    "plugin_selection",
+    "reported_environment",
+    "yaml_file",
+]
+
+_PREFIX = "MODULM_"
+_FOREIGN = "VLLM_"
+_REPORTED = ("MODULM_", "HF_", "OMP_", "KMP_", "MKL_", "TORCH_", "PYTORCH_", "PYTHON", "LD_PRELOAD")
+_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+
+
+@frozen
+class Source:
+    """Values of one origin. `label(flag)` says to a person where a value was written."""
+
+    title: str
+    values: Mapping[str, Any]
+    labels: Mapping[str, str] = field(factory=dict)
+    remarks: tuple[str, ...] = ()
+
+    def label(self, name: str) -> str:
+        """Where the value of a flag was given: `MODULM_PORT`, `serve.yaml`, `command line`."""
+        return self.labels.get(name, self.title)
+
+
+@frozen
+class Draft:
+    """A configuration with the origin of every value that somebody gave."""
+
+    config: EngineConfig
+    origins: Mapping[str, str] = field(factory=dict)
+    notices: tuple[Notice, ...] = ()
+
+    @property
+    def given(self) -> frozenset[str]:
+        """The flags that somebody set."""
+        return frozenset(self.origins)
+
+
+def draft(*sources: Source) -> Draft:
+    """One configuration of several sources, the strongest first.
+
+    Raises ConfigError that names the flag and where its value was written.
+    """
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for source in sources:
+        for name, value in _flat(source).items():
+            if name not in values:
+                values[name], origins[name] = value, source.label(name)
+    try:
+        config = EngineConfig().with_parts(values)
+    except ConfigError as error:
+        where = origins.get(error.field)
+        raise (
+            ConfigError(error.field, f"{error.message} (from {where})") if where else error
+        ) from None
+    remarks = [remark for source in sources for remark in source.remarks]
+    if remarks and config.frontend.fail_on_environ_validation:
+        raise ConfigError("fail_on_environ_validation", "; ".join(remarks))
+    noticed = tuple(Notice("environment", remark) for remark in remarks)
+    return Draft(config, origins, (*noticed, *config.notices()))
+
+
+def _flat(source: Source) -> dict[str, Any]:
+    try:
+        return flatten(source.values)
+    except ConfigError as error:
+        raise ConfigError(error.field, f"{error.message} (from {source.title})") from None
+
+
+def keywords(**flags: Any) -> Draft:
+    """What `LLM(**flags)` means: the keywords, then the environment, then the defaults."""
+    return draft(Source("keyword", flags), environment())
+
+
+def environment(environ: Mapping[str, str] | None = None) -> Source:
+    """`MODULM_<FLAG>` for every flag; lists are separated by commas or written as JSON."""
+    table = os.environ if environ is None else environ
+    values: dict[str, Any] = {}
+    labels: dict[str, str] = {}
+    remarks: list[str] = []
+    for key in sorted(table):
+        if key.startswith(_PREFIX):
+            name = canonical(key.removeprefix(_PREFIX).lower())
+            if name is None:
+                remarks.append(f"{key} is no flag of modulm and is not read")
+                continue
+            values[name], labels[name] = _from_text(name, table[key]), key
+        elif key.startswith(_FOREIGN) and is_flag(key.removeprefix(_FOREIGN).lower()):
+            remarks.append(f"{key} is not read; set {_PREFIX}{key.removeprefix(_FOREIGN)}")
+    return Source("environment", values, labels, tuple(remarks))
+
+
+def _from_text(name: str, text: str) -> Any:
+    spec = spec_of(name)
+    if spec is None or not spec.base.startswith("tuple") or text.lstrip().startswith("["):
+        return text
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def yaml_file(path: str | Path) -> Source:
+    """Flags from a YAML file: one key per flag, dashes or underscores, `no-` before switches.
+
+    Raises ConfigError for a file that cannot be read or is no table, and for an unknown key.
+    """
+    table = read_yaml(path)
+    return Source(f"file {path}", dict(table))
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The file's keys with underscores, switches written with `no-` turned round."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("config", f"cannot read {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError("config", f"{path} is not valid YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError("config", f"{path} is not a table of flags")
+    return dict(_unnegated(str(key).replace("-", "_"), value) for key, value in content.items())
+
+
+def _unnegated(name: str, value: Any) -> tuple[str, Any]:
+    positive = name.removeprefix("no_")
+    spec = spec_of(positive)
+    if positive != name and spec is not None and spec.base == "bool" and isinstance(value, bool):
+        return positive, not value
+    return name, value
+
+
+def plugin_selection() -> str:
+    """The allow and deny list of `MODULM_PLUGINS`, before any flag is read."""
+    return os.environ.get("MODULM_PLUGINS", "")
+
+
+def hub_offline() -> bool:
+    """Whether nothing may be fetched from the hub (HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE)."""
+    words = (os.environ.get(name, "") for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+    return any(word.lower() in ("1", "true", "yes", "on") for word in words)
+
+
+def client_key() -> str | None:
+    """The key that `chat` and `complete` send: MODULM_API_KEY (its first), else OPENAI_API_KEY."""
+    own = os.environ.get("MODULM_API_KEY", "").split(",")[0].strip()
+    return own or os.environ.get("OPENAI_API_KEY") or None
+
+
+def reported_environment() -> dict[str, str]:
+    """The variables that a bug report needs, secrets masked."""
+    names = sorted(name for name in os.environ if name.startswith(_REPORTED))
+    return {name: _masked(name, os.environ[name]) for name in names}
+
+
+def _masked(name: str, value: str) -> str:
+    return "***" if _any_in(_SECRET, name) and value else value
+
+
+def _any_in(words: Iterable[str], name: str) -> bool:
+    return any(word in name for word in words)

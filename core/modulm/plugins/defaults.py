@@ -1,0 +1,239 @@
+"""What is taken when the user left a choice open. Each function also says why.
+
+A driver that cannot be imported or was written for another contract is a rejected candidate here;
+it is an error only when the user asks for it by name. A choosing hook is asked first, and what it
+names must still be acceptable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from attrs import frozen
+
+from modulm.errors import ConfigError, PluginError, PluginNotFound, UnsupportedError
+from modulm.plugins.declaration import Choice
+from modulm.plugins.explain import Decision, Verdict
+from modulm.plugins.kinds import find_kind
+
+if TYPE_CHECKING:
+    from modulm.contracts.attention import AttentionBackend, AttentionSpec
+    from modulm.contracts.kernels import KernelProvider
+    from modulm.contracts.model import Model
+    from modulm.contracts.platform import Platform, Probe
+    from modulm.contracts.quantization import CheckpointInfo, QuantizationMethod
+    from modulm.plugins.manager import PluginManager
+
+__all__ = [
+    "Chosen",
+    "choose_attention",
+    "choose_kernels",
+    "choose_model",
+    "choose_parser",
+    "choose_platform",
+    "choose_quantization",
+]
+
+T = TypeVar("T")
+
+
+@frozen
+class Chosen(Generic[T]):
+    """The driver that was chosen, and how that came about."""
+
+    driver: T
+    decision: Decision
+
+
+def choose_platform(plugins: PluginManager, requested: str | None = None) -> Chosen[type[Platform]]:
+    """The platform that was asked for, or the one with the highest probe score.
+
+    Raises UnsupportedError if it, or none at all, can run on this machine.
+    """
+    if requested is not None:
+        return _requested(
+            plugins, "platform", "platforms", requested, lambda driver: _unfit(driver.probe())
+        )
+    drivers, failed = _load_all(plugins, "platforms", _names(plugins, "platforms"))
+    probes = {name: driver.probe() for name, driver in drivers.items()}
+    verdicts = (*failed, *(Verdict(name, _unfit(probe)) for name, probe in probes.items()))
+    choice = plugins.hook.modulm_choose_platform(probes=probes) or _highest(probes)
+    return _settle("platform", drivers, verdicts, choice)
+
+
+def _unfit(probe: Probe) -> str | None:
+    return None if probe.score > 0 else probe.reason
+
+
+def _highest(probes: Mapping[str, Probe]) -> Choice | None:
+    fit = [name for name, probe in probes.items() if probe.score > 0]
+    if not fit:
+        return None
+    name = max(fit, key=lambda name: probes[name].score)
+    return Choice(name, f"highest score, {probes[name].score}: {probes[name].reason}")
+
+
+def choose_model(
+    plugins: PluginManager, architectures: Sequence[str], config: Mapping[str, Any]
+) -> Chosen[type[Model]]:
+    """The driver for the first of config.json's architectures that is installed.
+
+    Raises ArchitectureNotFound if none is, and whatever loading the chosen one raises.
+    """
+    installed = {declaration.name for declaration in plugins.names("models")}
+    choice = plugins.hook.modulm_choose_model(architectures=architectures, config=config)
+    name = choice.name if choice else next((a for a in architectures if a in installed), None)
+    driver = plugins.load("models", name or "".join(architectures[:1]))
+    offer = plugins.find("models", name or architectures[0])
+    reason = choice.reason if choice else "named by config.json"
+    verdicts = [Verdict(a, None if a in installed else "not installed") for a in architectures]
+    if choice and choice.name not in architectures:
+        verdicts.append(Verdict(choice.name))
+    decision = Decision("architecture", tuple(verdicts), name, f"{reason}; {offer.origin}")
+    return Chosen(driver, decision)
+
+
+def choose_attention(
+    plugins: PluginManager, spec: AttentionSpec, platform: Platform, requested: str | None = None
+) -> Chosen[type[AttentionBackend]]:
+    """The attention backend that was asked for, or the first that does not reject the spec.
+
+    The platform's order comes first, then other installed backends by name. Raises
+    UnsupportedError with every backend's reason.
+    """
+    subject = f"attention (head_dim {spec.head_dim}, {spec.dtype})"
+    if requested is not None:
+        return _requested(
+            plugins, subject, "attention", requested, lambda driver: driver.rejects(spec, platform)
+        )
+    installed = _names(plugins, "attention")
+    order = [*platform.attention, *(name for name in installed if name not in platform.attention)]
+    drivers, failed = _load_all(plugins, "attention", order)
+    rejections = {name: driver.rejects(spec, platform) for name, driver in drivers.items()}
+    choice = plugins.hook.modulm_choose_attention(spec=spec, platform=platform)
+    if choice is None:
+        first = next((name for name in order if rejections.get(name, "") is None), None)
+        choice = first and Choice(first, f"first in the order of platform {platform.name}")
+    verdicts = (*failed, *(Verdict(name, reason) for name, reason in rejections.items()))
+    return _settle(subject, drivers, verdicts, choice)
+
+
+def choose_quantization(
+    plugins: PluginManager,
+    checkpoint: CheckpointInfo,
+    platform: Platform,
+    requested: str | None = None,
+) -> Chosen[type[QuantizationMethod]]:
+    """The quantization method that was asked for, or the one that claims the checkpoint.
+
+    Of several claimants the one called as the checkpoint's `quant_method` wins. Raises
+    UnsupportedError if nobody claims it, ConfigError if it stays open who should.
+    """
+    subject = "quantization"
+    if requested is not None:
+        return _requested(plugins, subject, "quantization", requested, lambda driver: None)
+    drivers, failed = _load_all(plugins, "quantization", _names(plugins, "quantization"))
+    claims = {name: driver.claims(checkpoint) for name, driver in drivers.items()}
+    choice = plugins.hook.modulm_choose_quantization(checkpoint=checkpoint, platform=platform)
+    choice = choice or _claimant(claims, checkpoint)
+    unclaimed = "does not claim the checkpoint"
+    verdicts = [Verdict(name, None if claim else unclaimed) for name, claim in claims.items()]
+    if choice is None and checkpoint.quantization:
+        stored = checkpoint.quantization.get("quant_method", "an unnamed method")
+        hint = find_kind("quantization").distribution(str(stored))
+        failed = (*failed, Verdict(str(stored), f"not installed; pip install {hint}"))
+    return _settle(subject, drivers, (*failed, *verdicts), choice)
+
+
+def _claimant(claims: Mapping[str, str | None], checkpoint: CheckpointInfo) -> Choice | None:
+    claiming = {name: reason for name, reason in claims.items() if reason}
+    stored = (checkpoint.quantization or {}).get("quant_method")
+    if stored in claiming:
+        return Choice(str(stored), claiming[str(stored)])
+    if len(claiming) > 1:
+        raise ConfigError(
+            "quantization", f"{' and '.join(claiming)} claim the checkpoint; say which one to use"
+        )
+    return next((Choice(name, reason) for name, reason in claiming.items()), None)
+
+
+def choose_kernels(
+    plugins: PluginManager, platform: Platform
+) -> Chosen[tuple[type[KernelProvider], ...]]:
+    """The kernel providers that run here, best first; an op that none has runs as its twin."""
+    drivers, failed = _load_all(plugins, "kernels", platform.kernels)
+    verdicts, chosen = list(failed), {}
+    for name, driver in drivers.items():
+        probe = driver.probe(platform)
+        verdicts.append(Verdict(name, _unfit(probe)))
+        if probe.score > 0:
+            chosen[name] = driver
+    reason = f"in the order of platform {platform.name}" if chosen else "no provider fits"
+    winner = ", ".join(chosen) or "twins"
+    return Chosen(tuple(chosen.values()), Decision("kernels", tuple(verdicts), winner, reason))
+
+
+def choose_parser(
+    plugins: PluginManager, kind: str, checkpoint: CheckpointInfo, requested: str | None = None
+) -> Chosen[Any]:
+    """The parser that was asked for, or the one a plugin chooses; else `driver` is None.
+
+    `kind` is "tool_parsers" or "reasoning_parsers".
+    """
+    subject = find_kind(kind).noun
+    if requested is not None:
+        return _requested(plugins, subject, kind, requested, lambda driver: None)
+    choice = plugins.hook.modulm_choose_parser(kind=kind, checkpoint=checkpoint)
+    verdicts = tuple(Verdict(name) for name in _names(plugins, kind))
+    if choice is None:
+        return Chosen(None, Decision(subject, verdicts, None, "no plugin chose one for this model"))
+    driver = plugins.load(kind, choice.name)
+    return Chosen(driver, Decision(subject, verdicts, choice.name, choice.reason))
+
+
+def _names(plugins: PluginManager, kind: str) -> list[str]:
+    plugins.load_hooks()
+    return list(dict.fromkeys(declaration.name for declaration in plugins.names(kind)))
+
+
+def _load_all(
+    plugins: PluginManager, kind: str, names: Iterable[str]
+) -> tuple[dict[str, Any], tuple[Verdict, ...]]:
+    """Drivers by name, in order, and a verdict for each one that cannot be used."""
+    drivers, failed = {}, []
+    for name in names:
+        try:
+            drivers[name] = plugins.load(kind, name)
+        except PluginNotFound:
+            hint = find_kind(kind).distribution(name)
+            failed.append(Verdict(name, f"not installed; pip install {hint}"))
+        except PluginError as error:
+            failed.append(Verdict(name, str(error)))
+    return drivers, tuple(failed)
+
+
+def _requested(
+    plugins: PluginManager,
+    subject: str,
+    kind: str,
+    name: str,
+    reject: Callable[[Any], str | None],
+) -> Chosen[Any]:
+    driver = plugins.load(kind, name)
+    reason = reject(driver)
+    if reason is not None:
+        raise UnsupportedError(f"{find_kind(kind).noun} {name!r} cannot be used: {reason}")
+    return Chosen(driver, Decision(subject, (Verdict(name),), name, "asked for by name"))
+
+
+def _settle(
+    subject: str, drivers: Mapping[str, T], verdicts: Sequence[Verdict], choice: Choice | None
+) -> Chosen[T]:
+    rejected = {verdict.name: verdict.reason for verdict in verdicts if verdict.reason}
+    if choice is None or choice.name not in drivers or choice.name in rejected:
+        listed = "; ".join(f"{name}: {reason}" for name, reason in rejected.items())
+        wanted = f"; a plugin chose {choice.name}" if choice else ""
+        raise UnsupportedError(f"{subject}: nothing installed will do{wanted} ({listed or 'none'})")
+    decision = Decision(subject, tuple(verdicts), choice.name, choice.reason)
+    return Chosen(drivers[choice.name], decision)

@@ -1,0 +1,249 @@
+"""The questions and notices that plugins may answer. One module, one docstring each.
+
+A hook plugin is a module (or object) named in the entry-point group `modulm` whose functions are
+marked with `modulm.plugins.hookimpl`. An implementation may leave out arguments it does not need.
+Notices are delivered by `PluginManager.notify`: an implementation that raises is reported and
+switched off, nothing else is hurt. No hook is called per token or per layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from modulm.plugins.declaration import Check, Choice, Declaration, Proposal
+
+if TYPE_CHECKING:
+    from modulm.contracts.attention import AttentionSpec
+    from modulm.contracts.platform import Platform, Probe
+    from modulm.contracts.quantization import CheckpointInfo
+    from modulm.contracts.sampling import LogitsProcessor, PoolingParams, SamplingParams
+
+__all__ = [
+    "hookimpl",
+    "hookspec",
+    "modulm_app_created",
+    "modulm_attention",
+    "modulm_choose_attention",
+    "modulm_choose_model",
+    "modulm_choose_parser",
+    "modulm_choose_platform",
+    "modulm_choose_quantization",
+    "modulm_config_final",
+    "modulm_config_proposals",
+    "modulm_doctor_checks",
+    "modulm_engine_failed",
+    "modulm_engine_started",
+    "modulm_engine_stopping",
+    "modulm_logits_steps",
+    "modulm_model_built",
+    "modulm_model_loaded",
+    "modulm_models",
+    "modulm_parsers",
+    "modulm_platforms",
+    "modulm_quantization",
+    "modulm_report_header",
+    "modulm_request_admitted",
+    "modulm_request_finished",
+    "modulm_step_finished",
+]
+
+hookspec = pluggy.HookspecMarker("modulm")
+hookimpl = pluggy.HookimplMarker("modulm")
+
+
+# What there is: declared once, when the hook plugins are loaded.
+
+
+@hookspec
+def modulm_models() -> Sequence[Declaration]:  # type: ignore[empty-body]
+    """Model architectures that the plugin offers beside its entry points.
+
+    Called once, when hook plugins are loaded. The declarations of one plugin are checked and
+    taken over together or, if one is malformed, not at all.
+    """
+
+
+@hookspec
+def modulm_attention() -> Sequence[Declaration]:  # type: ignore[empty-body]
+    """Attention backends that the plugin offers. Called once, as `modulm_models` is."""
+
+
+@hookspec
+def modulm_quantization() -> Sequence[Declaration]:  # type: ignore[empty-body]
+    """Quantization methods that the plugin offers. Called once, as `modulm_models` is."""
+
+
+@hookspec
+def modulm_platforms() -> Sequence[Declaration]:  # type: ignore[empty-body]
+    """Platforms that the plugin offers. Called once, as `modulm_models` is."""
+
+
+@hookspec
+def modulm_parsers() -> Sequence[Declaration]:  # type: ignore[empty-body]
+    """Tool and reasoning parsers that the plugin offers; each declaration states its `kind`.
+
+    Called once, as `modulm_models` is.
+    """
+
+
+# Which one: asked when the user left the choice open; the first answer that is not None counts.
+
+
+@hookspec(firstresult=True)
+def modulm_choose_model(architectures: Sequence[str], config: Mapping[str, Any]) -> Choice | None:
+    """Choose the driver that runs a checkpoint, e.g. an own variant for one fine-tune.
+
+    `architectures` are the names in config.json, `config` is that whole file. First result. Asked
+    once per engine, before the first architecture that is installed is taken.
+    """
+
+
+@hookspec(firstresult=True)
+def modulm_choose_attention(spec: AttentionSpec, platform: Platform) -> Choice | None:
+    """Choose the attention backend for the layers of one spec on `platform`.
+
+    First result. Asked once per distinct spec, when `--attention-backend` is not given; the chosen
+    backend must still accept the spec.
+    """
+
+
+@hookspec(firstresult=True)
+def modulm_choose_quantization(checkpoint: CheckpointInfo, platform: Platform) -> Choice | None:
+    """Choose the quantization method of a checkpoint.
+
+    First result. Asked once per engine, when `--quantization` is not given, before the methods
+    are asked whether they claim the checkpoint.
+    """
+
+
+@hookspec(firstresult=True)
+def modulm_choose_platform(probes: Mapping[str, Probe]) -> Choice | None:
+    """Choose the platform, given what each installed one says about this machine.
+
+    First result. Asked once per process, when `--device` is "auto", before the highest score is
+    taken.
+    """
+
+
+@hookspec(firstresult=True)
+def modulm_choose_parser(kind: str, checkpoint: CheckpointInfo) -> Choice | None:
+    """Choose the parser for a model's output.
+
+    `kind` is "tool_parsers" or "reasoning_parsers". First result. Asked once per served model and
+    kind, when the flag is not given; with no answer there is no parser.
+    """
+
+
+# Configuration.
+
+
+@hookspec
+def modulm_config_proposals(config: Any) -> Sequence[Proposal] | None:
+    """Propose values for flags that the user left open.
+
+    `config` is the draft EngineConfig, in which an open flag is None. Called once per engine,
+    before defaults are computed. Two plugins that propose different values for one flag are an
+    error that names both.
+    """
+
+
+@hookspec(historic=True)
+def modulm_config_final(config: Any) -> None:
+    """The engine's configuration is complete; it does not change after this.
+
+    `config` is the frozen EngineConfig. Historic: a plugin that is registered later is still
+    told. Notice.
+    """
+
+
+# Model and engine.
+
+
+@hookspec
+def modulm_model_built(model: Any, config: Any) -> None:
+    """The model's modules exist and hold no weights yet.
+
+    `model` is a `modulm.contracts.model.Model`, `config` the EngineConfig. Called in the process
+    that runs the model. Raising stops the load.
+    """
+
+
+@hookspec
+def modulm_model_loaded(model: Any, config: Any) -> None:
+    """The model's weights are in place and repacked; called before the first step.
+
+    Arguments and process as in `modulm_model_built`. Raising stops the load.
+    """
+
+
+@hookspec
+def modulm_engine_started(config: Any) -> None:
+    """The engine is ready for requests. `config`: EngineConfig. Notice, in the engine's process."""
+
+
+@hookspec
+def modulm_engine_stopping() -> None:
+    """The engine is about to stop; requests that still run will be aborted. Notice."""
+
+
+@hookspec
+def modulm_engine_failed(error: BaseException) -> None:
+    """The engine cannot go on because of `error`. Notice; nothing can be repaired here."""
+
+
+# Requests and steps.
+
+
+@hookspec
+def modulm_request_admitted(request: str, params: SamplingParams | PoolingParams) -> None:
+    """A request got its row and will run in this step.
+
+    `request` is its id. Called again when a preempted request comes back. Notice, in the engine's
+    loop: be quick.
+    """
+
+
+@hookspec
+def modulm_request_finished(request: str, reason: str) -> None:
+    """A request has ended; `reason` is "stop", "length", "abort" or "error". Notice."""
+
+
+@hookspec
+def modulm_logits_steps(config: Any, vocabulary: int) -> Sequence[LogitsProcessor]:  # type: ignore[empty-body]
+    """Logits processors that every request of the engine passes through.
+
+    `vocabulary` is the width of the logits. Called once, when the sampler is built; the objects
+    are then called directly by it, in the order of registration.
+    """
+
+
+@hookspec
+def modulm_step_finished(stats: Any) -> None:
+    """One engine step is done. `stats` is `modulm.engine.stats.StepStats`. Notice: be quick."""
+
+
+# Front ends.
+
+
+@hookspec
+def modulm_app_created(app: Any, config: Any) -> None:
+    """The HTTP application is built and not yet served: add routes, middleware, exception handlers.
+
+    `app` is a FastAPI object, `config` the EngineConfig. Raising stops the server.
+    """
+
+
+@hookspec
+def modulm_report_header(config: Any) -> Sequence[str]:  # type: ignore[empty-body]
+    """Lines for the banner that `modulm serve` prints and for `modulm collect-env`.
+
+    `config` is the EngineConfig, or None where there is none.
+    """
+
+
+@hookspec
+def modulm_doctor_checks() -> Sequence[Check]:  # type: ignore[empty-body]
+    """Checks for `modulm plugins doctor`: is what the plugin needs there, and does it work?"""

@@ -1,0 +1,424 @@
+"""The plugins of this process: what is installed, what may be used, and loading by name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from difflib import get_close_matches
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from attrs import evolve, frozen
+
+from modulm.errors import (
+    ArchitectureNotFound,
+    ConfigError,
+    PluginBroken,
+    PluginConflict,
+    PluginError,
+    PluginIncompatible,
+    PluginNotFound,
+)
+from modulm.plugins.declaration import Declaration
+from modulm.plugins.drivers import import_driver, installed
+from modulm.plugins.kinds import Kind, find_kind
+from modulm.plugins.selection import Selection
+
+__all__ = ["PluginManager", "PluginSet", "configure", "current", "register", "using"]
+
+log = logging.getLogger("modulm.plugins")
+
+#: A name registered at run time by a program stands in for an installed one.
+_REGISTERED_PRIORITY = 100
+
+
+@frozen
+class PluginSet:
+    """What a worker process needs to see the same plugins as the process that starts it."""
+
+    selection: Selection
+    installed: frozenset[tuple[str, str, str, str]]
+    registered: tuple[Declaration, ...] = ()
+    hook_modules: tuple[str, ...] = ()
+
+
+class PluginManager:
+    """One set of plugins. Listing imports nothing; loading imports one plugin.
+
+    Everything is done on first use: making a manager costs nothing.
+    """
+
+    def __init__(self, selection: Selection | None = None) -> None:
+        self.selection = selection or Selection()
+        #: Hook plugins that could not be registered: name -> the error.
+        self.problems: dict[str, PluginError] = {}
+        self._installed: tuple[Declaration, ...] | None = None
+        self._added: dict[tuple[str, str, str], Declaration] = {}
+        self._drivers: dict[Declaration, Any] = {}
+        self._hook_modules: dict[str, str | None] = {}
+        self._hooks: Any = None
+        self._hooks_loaded = False
+
+    # Listing.
+
+    def everything(self) -> tuple[Declaration, ...]:
+        """All that is installed or was added, allowed or not, hook plugins included."""
+        if self._installed is None:
+            found = tuple(installed())
+            self.selection.check(found)
+            self._installed = found
+        return (*self._installed, *self._added.values())
+
+    def names(self, kind: str) -> tuple[Declaration, ...]:
+        """What may be used of a kind, by name. Imports nothing.
+
+        Drivers that a hook plugin declares are among them once hook plugins have been loaded.
+        """
+        return self._allowed(find_kind(kind).name)
+
+    def _allowed(self, kind: str) -> tuple[Declaration, ...]:
+        of_kind = (d for d in self.everything() if d.kind == kind)
+        permitted = (d for d in of_kind if d.source == "registered" or self.selection.permits(d))
+        return tuple(sorted(permitted, key=lambda d: (d.name, d.distribution)))
+
+    # Finding and loading one.
+
+    def find(self, kind: str, name: str) -> Declaration:
+        """The one declaration for a name: of the highest priority, if nobody else has the same.
+
+        Raises PluginNotFound (ArchitectureNotFound for models) or PluginConflict.
+        """
+        known = find_kind(kind)
+        if known.hook is not None:
+            self.load_hooks()
+        offers = [d for d in self.names(kind) if d.name == name]
+        if not offers:
+            raise self._not_found(known, name)
+        highest = max(d.priority for d in offers)
+        best = [d for d in offers if d.priority == highest]
+        if len({d.target for d in best}) > 1:
+            raise PluginConflict(
+                f"{known.noun} {name!r} is offered by {' and by '.join(d.origin for d in best)}; "
+                f"switch one off: --plugins=-{best[-1].distribution}"
+            )
+        return best[0]
+
+    def load(self, kind: str, name: str) -> Any:
+        """The driver of a name, imported, of the right class and contract version.
+
+        Raises what `find` raises, PluginBroken, or PluginIncompatible. A failed import leaves
+        nothing registered.
+        """
+        return self.load_declared(self.find(kind, name))
+
+    def load_declared(self, declaration: Declaration) -> Any:
+        """Import one declaration, once, and check it; see `load`."""
+        if declaration in self._drivers and declaration.driver is None:
+            return self._drivers[declaration]
+        kind = find_kind(declaration.kind)
+        if declaration.api is not None:
+            check_api(declaration, declaration.api, kind)
+        with self._transaction():
+            driver = import_driver(declaration)
+            check_driver(declaration, driver, kind)
+        self._drivers[declaration] = driver
+        return driver
+
+    def options(self, kind: str, name: str, table: Mapping[str, Any]) -> Any:
+        """A driver's options structured into its `Config`, or None if it has none.
+
+        Raises ConfigError with the path of an unknown, missing or ill-typed key.
+        """
+        from modulm.plugins.options import structure
+
+        config = getattr(self.load(kind, name), "Config", None)
+        if config is not None:
+            return structure(table, config, f"{kind}.{name}")
+        if table:
+            keys = ", ".join(sorted(table))
+            raise ConfigError(f"{kind}.{name}", f"takes no options, got {keys}")
+        return None
+
+    def _not_found(self, kind: Kind, name: str) -> PluginNotFound:
+        error = ArchitectureNotFound if kind.name == "models" else PluginNotFound
+        off = [d for d in self.everything() if (d.kind, d.name) == (kind.name, name)]
+        if off:
+            return error(
+                f"{kind.noun} {name!r} of {off[0].origin} is switched off "
+                f"by --plugins={self.selection}"
+            )
+        names = sorted({d.name for d in self.names(kind.name)})
+        close = get_close_matches(name, names, n=3)
+        parts = [f"no installed plugin provides {kind.noun} {name!r}"]
+        parts += [f"did you mean {' or '.join(close)}?"] if close else []
+        parts += [f"pip install {kind.distribution(name)}"]
+        parts += ["or --model-impl transformers"] if kind.name == "models" else []
+        parts += [f"({problem})" for problem in self.problems.values()]
+        return error("; ".join(parts[:2]) + "".join(f"; {part}" for part in parts[2:]))
+
+    # Adding at run time.
+
+    def register(self, kind: str, name: str, driver: object) -> None:
+        """Offer a driver without packaging it; it stands in for an installed one of that name.
+
+        `driver` is "package.module:attribute", imported when it is needed, or the object itself.
+        Registering the same again changes nothing; another driver under the same name raises
+        PluginConflict.
+        """
+        known = find_kind(kind)
+        declaration = Declaration(
+            name=name,
+            target=driver if isinstance(driver, str) else _path_of(driver),
+            kind=known.name,
+            priority=_REGISTERED_PRIORITY,
+            source="registered",
+            driver=None if isinstance(driver, str) else driver,
+        )
+        if isinstance(driver, str):
+            declaration.check()
+        before = self._added.get((kind, name, ""))
+        if before is not None and (
+            before != declaration or before.driver is not declaration.driver
+        ):
+            raise PluginConflict(
+                f"{known.noun} {name!r} is already registered as {before.target!r}, "
+                f"not as {declaration.target!r}"
+            )
+        self._added[kind, name, ""] = declaration
+
+    def add(self, plugin: object, name: str | None = None) -> None:
+        """Register a hook plugin (a module or an object) and take over what it declares.
+
+        All or nothing; adding an object twice adds it once. Raises PluginBroken.
+        """
+        hooks = self._pluggy()
+        if hooks.has(plugin):
+            return
+        module = plugin.__name__ if isinstance(plugin, ModuleType) else None
+        title = name or module or type(plugin).__name__
+        with self._transaction():
+            self._commit(hooks.add(plugin, title), title, "")
+        self._hook_modules[title] = module
+
+    def _commit(self, declared: tuple[Declaration, ...], distribution: str, version: str) -> None:
+        for declaration in declared:
+            offered = evolve(declaration, distribution=distribution, version=version, source="hook")
+            self._added[offered.kind, offered.name, distribution] = offered
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """Forget what was registered inside if it raises."""
+        added = dict(self._added)
+        try:
+            yield
+        except BaseException:
+            self._added = added
+            raise
+
+    # Hooks.
+
+    @property
+    def hook(self) -> Any:
+        """The relay for asking hooks: `plugins.hook.modulm_report_header(config=config)`."""
+        self.load_hooks()
+        return self._pluggy().relay
+
+    def notify(self, hook: str, **arguments: Any) -> None:
+        """Deliver a notice to every hook plugin; one that raises is logged and switched off."""
+        self.load_hooks()
+        self._pluggy().notify(hook, **arguments)
+
+    def config_final(self, config: Any) -> None:
+        """Deliver `modulm_config_final`, also to hook plugins that are added later."""
+        self.load_hooks()
+        self._pluggy().replay("modulm_config_final", config=config)
+
+    def load_hooks(self) -> None:
+        """Import and register the hook plugins that are installed and allowed; once.
+
+        One that fails is kept in `problems` and logged; if `--plugins` asks for it by name the
+        error is raised.
+        """
+        if self._hooks_loaded:
+            return
+        self._hooks_loaded = True
+        for declaration in self._allowed("hooks"):
+            try:
+                self._load_hook(declaration)
+            except PluginError as error:
+                self.problems[declaration.name] = error
+                if self.selection.names(declaration):
+                    self._hooks_loaded = False
+                    raise
+                log.warning("%s", error)
+
+    def _load_hook(self, declaration: Declaration) -> None:
+        title = f"{declaration.name} ({declaration.origin})"
+        with self._transaction():
+            plugin = import_driver(declaration)
+            if not self._pluggy().has(plugin):
+                declared = self._pluggy().add(plugin, title)
+                self._commit(declared, declaration.distribution, declaration.version)
+
+    def _pluggy(self) -> Any:
+        if self._hooks is None:
+            from modulm.plugins.hooks import Hooks
+
+            self._hooks = Hooks()
+        return self._hooks
+
+    # Worker processes.
+
+    def snapshot(self) -> PluginSet:
+        """What `replay` needs in another process.
+
+        Raises PluginError for an object that was registered at run time and cannot be imported
+        there by its path.
+        """
+        registered = [d for d in self._added.values() if d.source == "registered"]
+        for declaration in registered:
+            if declaration.driver is not None and _resolve(declaration) is not declaration.driver:
+                raise PluginError(
+                    f"{declaration.kind}/{declaration.name} was registered as an object that a "
+                    "worker process cannot import; register it as 'package.module:attribute'"
+                )
+        for name, module in self._hook_modules.items():
+            if module is None:
+                raise PluginError(f"hook plugin {name} is an object; workers need a module")
+        return PluginSet(
+            self.selection,
+            self._fingerprint(),
+            tuple(evolve(d, driver=None) for d in registered),
+            tuple(module for module in self._hook_modules.values() if module),
+        )
+
+    @classmethod
+    def replay(cls, plugins: PluginSet) -> PluginManager:
+        """The same set of plugins in this process.
+
+        Raises PluginConflict if other distributions or versions are installed here.
+        """
+        manager = cls(plugins.selection)
+        here = manager._fingerprint()
+        if here != plugins.installed:
+            differing = sorted({item[0] for item in here ^ plugins.installed})
+            raise PluginConflict(
+                f"this process sees other plugins than the one that started it: "
+                f"{', '.join(differing)} differ"
+            )
+        for declaration in plugins.registered:
+            manager.register(declaration.kind, declaration.name, declaration.target)
+        for module in plugins.hook_modules:
+            manager.add(import_module(module), module)
+        return manager
+
+    def _fingerprint(self) -> frozenset[tuple[str, str, str, str]]:
+        return frozenset(
+            (d.distribution, d.version, f"{d.kind}/{d.name}", d.target)
+            for d in self.everything()
+            if d.source == "entry point" and self.selection.permits(d)
+        )
+
+
+def check_api(declaration: Declaration, api: Any, kind: Kind) -> None:
+    """Raises PluginIncompatible unless `api`, a version or a range, holds the core's version."""
+    version = kind.api
+    if version is None:
+        return
+    lowest, highest = api if isinstance(api, tuple) and len(api) == 2 else (api, api)
+    if not _is_version(lowest) or not _is_version(highest):
+        stated = "no contract version" if api is None else f"api = {api!r}"
+        raise PluginIncompatible(
+            f"{declaration} states {stated}; set `api = {version}` on the class"
+        )
+    if not lowest <= version <= highest:
+        written = f"{lowest}" if lowest == highest else f"{lowest} to {highest}"
+        raise PluginIncompatible(
+            f"{declaration} was written for version {written} of the {kind.noun} contract and "
+            f"this modulm has version {version}; install a matching release of "
+            f"{declaration.distribution or declaration.target}"
+        )
+
+
+def _is_version(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_driver(declaration: Declaration, driver: Any, kind: Kind) -> None:
+    """Raises PluginBroken for a driver that is not of the contract's class; checks its API."""
+    contract = kind.contract_class()
+    if contract is None:
+        return
+    if not isinstance(driver, type) or not issubclass(driver, contract):
+        raise PluginBroken(
+            f"{declaration}: {declaration.target} is not a subclass of "
+            f"{contract.__module__}.{contract.__name__}"
+        )
+    check_api(declaration, getattr(driver, "api", None), kind)
+
+
+def _path_of(driver: object) -> str:
+    named = driver if hasattr(driver, "__qualname__") else type(driver)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def _resolve(declaration: Declaration) -> object:
+    """The object at the target, or None if there is none."""
+    module, _, path = declaration.target.partition(":")
+    if module == "__main__":
+        return None
+    try:
+        found: object = import_module(module)
+        for name in path.split("."):
+            found = getattr(found, name)
+    except (ImportError, AttributeError):
+        return None
+    return found
+
+
+_current: PluginManager | None = None
+
+
+def current() -> PluginManager:
+    """The plugins of this process; the environment's selection applies on first use."""
+    global _current
+    if _current is None:
+        from modulm.config.sources import plugin_selection
+
+        _current = PluginManager(Selection.parse(plugin_selection()))
+    return _current
+
+
+def configure(selection: str) -> PluginManager:
+    """Use this selection from now on (`--plugins`); run-time registrations are kept."""
+    return _replace(PluginManager(Selection.parse(selection)))
+
+
+def _replace(manager: PluginManager) -> PluginManager:
+    global _current
+    if _current is not None:
+        for declaration in _current.everything():
+            if declaration.source == "registered":
+                manager.register(
+                    declaration.kind, declaration.name, declaration.driver or declaration.target
+                )
+    _current = manager
+    return manager
+
+
+@contextmanager
+def using(manager: PluginManager) -> Iterator[PluginManager]:
+    """Make `manager` the process's plugins for a while (workers, tests)."""
+    global _current
+    before, _current = _current, manager
+    try:
+        yield manager
+    finally:
+        _current = before
+
+
+def register(kind: str, name: str, driver: object) -> None:
+    """Offer a driver to this process without packaging it; see `PluginManager.register`."""
+    current().register(kind, name, driver)

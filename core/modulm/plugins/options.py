@@ -1,0 +1,51 @@
+"""A plugin's own options: an open table, structured into its attrs class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, TypeVar
+
+from modulm.errors import ConfigError
+
+__all__ = ["structure"]
+
+T = TypeVar("T")
+
+
+def structure(table: Mapping[str, Any], into: type[T], path: str) -> T:
+    """The table as a value of the attrs class `into`.
+
+    Values are not converted: "4" is no integer and 1 is no boolean; only an integer may stand for
+    a float. Raises ConfigError with the path of the first unknown, missing or ill-typed key;
+    `path` is where the table itself stands ("attention.foo").
+    """
+    from cattrs import transform_error
+    from cattrs.errors import BaseValidationError
+
+    try:
+        value: T = _converter().structure(dict(table), into)
+    except BaseValidationError as error:
+        first, *_ = transform_error(error, path=path)
+        message, _, field = first.rpartition(" @ ")
+        raise ConfigError(field or path, message or first) from error
+    return value
+
+
+@cache
+def _converter() -> Any:
+    from cattrs import Converter
+
+    converter = Converter(forbid_extra_keys=True)
+    for kind, accepted in ((int, (int,)), (float, (int, float)), (bool, (bool,)), (str, (str,))):
+        converter.register_structure_hook(kind, _exact(accepted))
+    return converter
+
+
+def _exact(accepted: tuple[type, ...]) -> Any:
+    def check(value: Any, target: type) -> Any:
+        if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
+            raise ValueError(f"{value!r} is not of type {target.__name__}")
+        return target(value)
+
+    return check

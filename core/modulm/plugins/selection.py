@@ -1,0 +1,74 @@
+"""Which installed plugins may be used: the allow and deny list of `--plugins`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+from attrs import frozen
+
+from modulm.errors import ConfigError
+from modulm.plugins.declaration import Declaration
+from modulm.plugins.drivers import normalized
+
+__all__ = ["CORE", "Selection"]
+
+#: The distribution of the core itself; an allow list never shuts it out.
+CORE = "modulm"
+
+
+@frozen
+class Selection:
+    """An allow list ("a,b": only these), a deny list ("-c": all but this), or both ("a,-c").
+
+    A term is a distribution ("modulm-foo"), a driver's name, or kind/name to be exact. Without
+    terms everything is allowed.
+    """
+
+    allow: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Selection:
+        """Read a comma-separated list. Raises ConfigError for a term that is only a minus."""
+        terms = [term.strip() for term in text.split(",") if term.strip()]
+        if "-" in terms:
+            raise ConfigError("plugins", "a '-' must be followed by a name, as in '-modulm-foo'")
+        return cls(
+            tuple(term for term in terms if not term.startswith("-")),
+            tuple(term[1:] for term in terms if term.startswith("-")),
+        )
+
+    def __str__(self) -> str:
+        return ",".join([*self.allow, *(f"-{term}" for term in self.deny)])
+
+    def permits(self, declaration: Declaration) -> bool:
+        """Whether the lists let the plugin be used."""
+        if any(_matches(term, declaration) for term in self.deny):
+            return False
+        return not self.allow or declaration.distribution == CORE or self.names(declaration)
+
+    def names(self, declaration: Declaration) -> bool:
+        """Whether the allow list asks for this plugin, so that its failure must not pass."""
+        return any(_matches(term, declaration) for term in self.allow)
+
+    def check(self, declarations: Iterable[Declaration]) -> None:
+        """Raises ConfigError for a term that matches nothing, with the names it is close to."""
+        if not self.allow and not self.deny:
+            return
+        known = tuple(declarations)
+        for term in (*self.allow, *self.deny):
+            if any(_matches(term, declaration) for declaration in known):
+                continue
+            names = {d.name for d in known} | {d.distribution for d in known}
+            close = get_close_matches(term, sorted(names), n=3)
+            hint = f"did you mean {' or '.join(close)}?" if close else "see `modulm plugins list`"
+            raise ConfigError("plugins", f"no installed plugin is called {term!r}; {hint}")
+
+
+def _matches(term: str, declaration: Declaration) -> bool:
+    return (
+        term == declaration.name
+        or term == f"{declaration.kind}/{declaration.name}"
+        or normalized(term) == normalized(declaration.distribution)
+    )
