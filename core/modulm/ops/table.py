@@ -1,0 +1,66 @@
+"""The op table: each op is bound once, to the best provider that has it or to its twin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from modulm.ops import sampling_twins, twins
+
+if TYPE_CHECKING:
+    from modulm.contracts.kernels import KernelProvider, Op
+
+__all__ = ["OpTable", "TWIN", "bind", "twin_ops"]
+
+#: Who computes an op that no provider has.
+TWIN = "torch"
+
+
+class OpTable:
+    """Ops by attribute: `ops.rms_norm(x, weight, eps)` calls the callable bound at start.
+
+    `providers` says who computes each op, `refusals` why a better provider did not get one.
+    """
+
+    providers: Mapping[str, str]
+    refusals: Mapping[str, str]
+
+    def __init__(
+        self, ops: Mapping[str, Op], providers: Mapping[str, str], refusals: Mapping[str, str]
+    ) -> None:
+        self.__dict__.update(ops)
+        self.providers = MappingProxyType(dict(providers))
+        self.refusals = MappingProxyType(dict(refusals))
+
+    def __getattr__(self, name: str) -> Op:
+        raise AttributeError(
+            f"no op is called {name!r}; ops are {', '.join(sorted(self.providers))}"
+        )
+
+
+def twin_ops() -> Mapping[str, Op]:
+    """Every op by name, as its plain-torch twin."""
+    return {
+        name: getattr(module, name) for module in (twins, sampling_twins) for name in module.__all__
+    }
+
+
+def bind(providers: Sequence[KernelProvider] = (), **facts: Any) -> OpTable:
+    """Bind every op to the first provider that has it and does not reject `facts`.
+
+    `providers` are ordered best first and already known to run on the platform. `facts` are what
+    holds for the whole model (dtype="bfloat16"). An op that only a provider knows, without a
+    twin, is bound too: attention and quantization drivers may ask for it by name.
+    """
+    ops = dict(twin_ops())
+    chosen = dict.fromkeys(ops, TWIN)
+    refusals: dict[str, str] = {}
+    for provider in reversed(providers):
+        for name, op in provider.ops().items():
+            reason = provider.rejects(name, **facts)
+            if reason is None:
+                ops[name], chosen[name] = op, provider.name
+            else:
+                refusals[name] = f"{provider.name}: {reason}"
+    return OpTable(ops, chosen, refusals)

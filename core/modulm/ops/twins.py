@@ -1,0 +1,271 @@
+"""Ops in plain torch: the specification, the fallback and the oracle of every kernel.
+
+Notation: T tokens, H hidden size, Hq query heads, Hk key and value heads, D head size. Ops with
+an `out` argument fill it if it is given and return it; without it they return a new tensor.
+Norms and rotations are computed in fp32 whatever the dtype of their input.
+
+The portable cache of a layer is one tensor [blocks, block size, Hk, D + Dv]: a token's key beside
+its value (a latent cache, DeepSeek-V2, arXiv 2405.04434, is [blocks, block size, 1, D] and its
+values are the first entries of its keys). A kernel provider may lay its cache out otherwise: then
+its attention backend, its `write_kv` and its `paged_attention` agree among themselves.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = [
+    "add_rms_norm",
+    "embedding",
+    "gelu_and_mul",
+    "layer_norm",
+    "linear",
+    "moe_gemm",
+    "moe_route",
+    "paged_attention",
+    "qkv_prepare",
+    "rms_norm",
+    "rotary",
+    "silu_and_mul",
+    "write_kv",
+]
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, offset: float = 0.0
+) -> Tensor:
+    """x / rms(x) * (weight + offset) over the last dimension; x: [T, H], weight: [H].
+
+    Zhang and Sennrich, arXiv 1910.07467. `offset` is 1 for models that store weight - 1.
+    """
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    scale = weight.float() + offset if offset else weight.float()
+    return _deliver((wide * scale).to(x.dtype), out)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor | None = None,
+    offset: float = 0.0,
+) -> Tensor:
+    """residual += x, in place, then the norm of residual. Shapes as in `rms_norm`."""
+    residual += x
+    return rms_norm(residual, weight, eps, out, offset)
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = None
+) -> Tensor:
+    """Ba et al., arXiv 1607.06450; x: [T, H], weight, bias: [H]."""
+    wide = F.layer_norm(
+        x.float(), weight.shape, weight.float(), None if bias is None else bias.float(), eps
+    )
+    return _deliver(wide.to(x.dtype), out)
+
+
+def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """silu(x[:, :I]) * x[:, I:]; x: [T, 2 I] -> [T, I]."""
+    gate, up = x.chunk(2, dim=-1)
+    return _deliver(F.silu(gate) * up, out)
+
+
+def gelu_and_mul(x: Tensor, approximate: str = "none", out: Tensor | None = None) -> Tensor:
+    """gelu(x[:, :I]) * x[:, I:]; approximate: "none" or "tanh"; x: [T, 2 I] -> [T, I]."""
+    gate, up = x.chunk(2, dim=-1)
+    return _deliver(F.gelu(gate, approximate=approximate) * up, out)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b; x: [T, K], weight: [N, K], bias: [N] -> [T, N]."""
+    return F.linear(x, weight, bias)
+
+
+def embedding(ids: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """Rows of a table; ids: [T] int64, weight: [V, H] -> [T, H]."""
+    return _deliver(F.embedding(ids, weight), out)
+
+
+def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, neox: bool = True) -> None:
+    """Rotate the first R dimensions of each head, in place (Su et al., arXiv 2104.09864).
+
+    q: [T, Hq, D]; k: [T, Hk, D]; positions: [T] int64; cos_sin: [max position, R], R <= D, whose
+    first half is the cosine and second half the sine of R / 2 angles. Neox pairs dimension i with
+    i + R / 2, otherwise 2 i with 2 i + 1.
+    """
+    cos, sin = cos_sin[positions].float().unsqueeze(1).chunk(2, dim=-1)
+    size = cos_sin.shape[-1]
+    for heads in (q, k):
+        part = heads[..., :size]
+        first, second = (
+            part.float().chunk(2, -1)
+            if neox
+            else torch.unflatten(part.float(), -1, (-1, 2)).unbind(-1)
+        )
+        turned = (first * cos - second * sin, second * cos + first * sin)
+        part.copy_(torch.cat(turned, -1) if neox else torch.stack(turned, -1).flatten(-2))
+
+
+def write_kv(k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """Put keys and values of T tokens at their slots.
+
+    k: [T, Hk, D]; v: [T, Hk, Dv], ignored where the cache holds only D values (a latent cache);
+    slots: [T] int64, block id * block size + offset.
+    """
+    flat = cache.view(-1, *cache.shape[2:])
+    size = k.shape[-1]
+    flat[slots, :, :size] = k.to(cache.dtype)
+    if cache.shape[-1] > size:
+        flat[slots, :, size:] = v.to(cache.dtype)
+
+
+def paged_attention(
+    q: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    out: Tensor,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    causal: bool = True,
+) -> Tensor:
+    """Attention of each row's new tokens over its cached ones, which hold the new ones already.
+
+    q: [T, Hq, D]; out: [T, Hq, Dv]; block_tables: [S, B] int32; query_starts: [S + 1] int32;
+    context_lens: [S] int32, cached tokens of the row with this step's. A row's queries are its
+    last tokens. `window` > 0 lets a token see that many tokens, itself included; `softcap` > 0
+    bounds the scores by tanh; `sinks` [Hq] fp32 are scores of a token without value; `alibi`
+    [Hq] fp32 are slopes per distance (Press et al., arXiv 2108.12409).
+    """
+    starts, lens = query_starts.tolist(), context_lens.tolist()
+    for row, length in enumerate(lens):
+        span = slice(starts[row], starts[row + 1])
+        if span.start == span.stop:
+            continue
+        keys, values = _gather(cache, block_tables[row], length, q.shape[-1], out.shape[-1])
+        group = q.shape[1] // keys.shape[1]
+        keys = keys.float().repeat_interleave(group, dim=1)
+        values = values.float().repeat_interleave(group, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", q[span].float() * scale, keys)
+        if softcap > 0:
+            scores = softcap * torch.tanh(scores / softcap)
+        queries = torch.arange(length - (span.stop - span.start), length, device=q.device)
+        distance = queries[:, None] - torch.arange(length, device=q.device)
+        if alibi is not None:
+            scores -= alibi[:, None, None] * distance
+        hidden = torch.zeros_like(distance, dtype=torch.bool)
+        if causal:
+            hidden |= distance < 0
+        if window > 0:
+            hidden |= distance.abs() >= window
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            column = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
+            scores = torch.cat([scores, column], dim=-1)
+        weights = scores.softmax(-1)[..., :length]
+        out[span] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
+    return out
+
+
+def qkv_prepare(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    cos_sin: Tensor | None,
+    positions: Tensor,
+    slots: Tensor,
+    cache: Tensor,
+    heads: int,
+    kv_heads: int,
+    neox: bool = True,
+    q_out: Tensor | None = None,
+    norm_offset: float = 0.0,
+) -> Tensor:
+    """Split, norm per head, rotate, and write keys and values to the cache; returns the queries.
+
+    qkv: [T, (Hq + 2 Hk) D]; q_norm, k_norm: [D]; cos_sin: None for no rotation -> q_out [T, Hq, D].
+    """
+    size = qkv.shape[-1] // (heads + 2 * kv_heads)
+    q, k, v = torch.unflatten(qkv, -1, (-1, size)).split([heads, kv_heads, kv_heads], dim=1)
+    q = q.clone() if q_norm is None else rms_norm(q, q_norm, eps, offset=norm_offset)
+    k = k.clone() if k_norm is None else rms_norm(k, k_norm, eps, offset=norm_offset)
+    if cos_sin is not None:
+        rotary(q, k, positions, cos_sin, neox)
+    write_kv(k, v, cache, slots)
+    return _deliver(q, q_out)
+
+
+def moe_route(
+    logits: Tensor,
+    top_k: int,
+    *,
+    scoring: str = "softmax",
+    renormalise: bool = True,
+    bias: Tensor | None = None,
+    groups: int = 1,
+    top_groups: int = 1,
+    group_score: str = "max",
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """The experts of each token and their weights: ([T, top_k] fp32, [T, top_k] int64).
+
+    logits: [T, experts]. scoring: "softmax" or "sigmoid" over all experts, in fp32. `bias`
+    [experts] is added for choosing only (DeepSeek-V3, arXiv 2412.19437). With `groups` > 1 only
+    experts of the best `top_groups` groups are chosen, a group's score being its best expert's
+    ("max") or the sum of its two best ("top2"). `renormalise` makes the weights sum to `scale`.
+    """
+    wide = logits.float()
+    scores = wide.softmax(-1) if scoring == "softmax" else wide.sigmoid()
+    ranking = scores if bias is None else scores + bias.float()
+    if groups > 1:
+        grouped = torch.unflatten(ranking, -1, (groups, -1))
+        best = grouped.amax(-1) if group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
+        kept = torch.zeros_like(best, dtype=torch.bool)
+        kept.scatter_(1, best.topk(top_groups, dim=-1).indices, True)
+        ranking = grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(1)
+    ids = ranking.topk(top_k, dim=-1).indices
+    weights = scores.gather(1, ids)
+    if renormalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights * scale, ids
+
+
+def moe_gemm(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A linear map per expert over tokens sorted by expert.
+
+    x: [n, K]; weight: [experts, N, K]; counts: [experts] int64, rows of x for each expert, in
+    order; bias: [experts, N] -> [n, N].
+    """
+    out = x.new_empty(x.shape[0], weight.shape[1])
+    start = 0
+    for expert, count in enumerate(counts.tolist()):
+        if count:
+            span = slice(start, start + count)
+            own = None if bias is None else bias[expert]
+            out[span] = F.linear(x[span], weight[expert], own)
+            start += count
+    return out
+
+
+def _gather(
+    cache: Tensor, table: Tensor, length: int, size: int, value_size: int
+) -> tuple[Tensor, Tensor]:
+    """Keys [length, Hk, D] and values [length, Hk, Dv] of one row."""
+    blocks = -(-length // cache.shape[1])
+    held = cache[table[:blocks].long()].flatten(0, 1)[:length]
+    values = held[..., size:] if held.shape[-1] > size else held[..., :value_size]
+    return held[..., :size], values
+
+
+def _deliver(result: Tensor, out: Tensor | None) -> Tensor:
+    return result if out is None else out.copy_(result)
