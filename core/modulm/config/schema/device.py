@@ -12,6 +12,13 @@ from modulm.config.schema.flags import equip, flag, later
 __all__ = ["DeviceConfig"]
 
 
+def _terms(value: Any) -> tuple[str, ...] | None:
+    """`a,-b` and ["a", "-b"] alike."""
+    items = [value] if isinstance(value, str) else list(value or ())
+    terms = tuple(term.strip() for item in items for term in str(item).split(",") if term.strip())
+    return terms or None
+
+
 @frozen(kw_only=True, field_transformer=equip)
 class DeviceConfig:
     """The machine: platform, threads, memory nodes, and which plugins take part."""
@@ -37,7 +44,9 @@ class DeviceConfig:
     )
     additional_config: Mapping[str, Any] = flag({}, "Options of the platform, checked by it.")
     plugins: tuple[str, ...] | None = flag(
-        None, "Plugins that take part, by name; None: all. -NAME leaves one out."
+        None,
+        "Plugins that take part, by name or distribution; None: all. -NAME leaves one out.",
+        parse=_terms,
     )
     plugin_config: Mapping[str, Any] = flag(
         {}, "Options of drivers: {kind: {name: {option: value}}}, checked by each."

@@ -25,7 +25,17 @@ from modulm.config.schema.speculative import SpeculativeConfig
 from modulm.config.schema.structured_outputs import StructuredOutputsConfig
 from modulm.errors import ConfigError
 
-__all__ = ["GROUPS", "TABLES", "EngineConfig", "Notice", "all_flags", "flatten"]
+__all__ = [
+    "EngineConfig",
+    "GROUPS",
+    "Notice",
+    "TABLES",
+    "all_flags",
+    "canonical",
+    "flatten",
+    "is_flag",
+    "spec_of",
+]
 
 #: attribute of EngineConfig -> class, in the order in which help and docs show them
 GROUPS: dict[str, type] = {
@@ -105,8 +115,12 @@ class EngineConfig:
 
     def with_(self, **flags: Any) -> EngineConfig:
         """A copy with some flags changed, by their flat names."""
+        return self.with_parts(flatten(flags))
+
+    def with_parts(self, flat: Mapping[str, Any]) -> EngineConfig:
+        """A copy with some fields changed, named as `flatten` returns them."""
         changed: dict[str, dict[str, Any]] = {}
-        for name, value in flatten(flags).items():
+        for name, value in flat.items():
             changed.setdefault(_OWNERS[name], {})[name] = value
         groups = {name: attrs.evolve(self.group(name), **own) for name, own in changed.items()}
         config = attrs.evolve(self, **groups)
@@ -160,7 +174,7 @@ def flatten(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Tables of whole groups spread over their flags, aliases resolved, unknown names refused."""
     flat: dict[str, Any] = {}
     for given, value in flags.items():
-        name = _canonical(given)
+        name = _known(given)
         parts = _spread(name, value) if name in TABLES else {name: value}
         for part, item in parts.items():
             if part in flat and flat[part] != item:
@@ -178,12 +192,31 @@ _ALIASES = {
 }
 
 
-def _canonical(given: str) -> str:
+_SPECS = {spec.name: spec for _, spec in all_flags()}
+
+
+def spec_of(name: str) -> Flag | None:
+    """The flag of this name, if there is one."""
+    return _SPECS.get(name)
+
+
+def is_flag(name: str) -> bool:
+    """Whether the name can be set: a flag, the table of a group, or another name of a flag."""
+    return canonical(name) is not None
+
+
+def canonical(given: str) -> str | None:
+    """The flag or table that a name means; None if it means nothing."""
     name = _ALIASES.get(given, given)
-    if name in _OWN or name in TABLES:
-        return name
-    known = (*_OWN, *TABLES, *_ALIASES)
-    raise ConfigError(given, f"is no flag{suggest(given, known)}")
+    return name if name in _OWN or name in TABLES else None
+
+
+def _known(given: str) -> str:
+    name = canonical(given)
+    if name is None:
+        known = (*_OWN, *TABLES, *_ALIASES)
+        raise ConfigError(given, f"is no flag{suggest(given, known)}")
+    return name
 
 
 def _spread(table: str, value: Any) -> dict[str, Any]:

@@ -1,0 +1,298 @@
+"""From a draft to a configuration without open ends: every `auto` decided, with who and why.
+
+Order: what the user gave stays; then what plugins propose; then what platform and checkpoint say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from attrs import field, frozen
+
+from modulm.config.schema.engine import EngineConfig, Notice, all_flags
+from modulm.config.schema.flags import Flag, suggest
+from modulm.contracts.platform import Platform, Probe
+from modulm.errors import ConfigError, PluginError, UnsupportedError
+from modulm.plugins.explain import Decision, Verdict
+from modulm.plugins.manager import PluginManager
+
+__all__ = ["Resolved", "Use", "check_names", "choose_platform", "resolve"]
+
+Use = Literal["offline", "server"]
+
+_LENGTH_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "max_sequence_length",
+    "seq_length",
+    "n_ctx",
+    "model_max_length",
+)
+_DTYPES = {"half": "float16", "float": "float32"}
+#: used where a checkpoint states no length
+_FALLBACK_LENGTH = 2048
+
+
+@frozen
+class Resolved:
+    """The final configuration, why it is what it is, and what the user should know."""
+
+    config: EngineConfig
+    decisions: tuple[Decision, ...]
+    notices: tuple[Notice, ...] = ()
+
+
+@frozen
+class _Open:
+    """What is known while values are being decided."""
+
+    config: EngineConfig
+    given: frozenset[str]
+    decisions: tuple[Decision, ...] = field(default=())
+
+    def is_open(self, name: str) -> bool:
+        """Whether the user left the flag to us."""
+        return name not in self.given and self.config.value(name) in (None, "auto")
+
+    def decide(self, name: str, value: Any, reason: str) -> _Open:
+        """The flag gets a value, and the reason is kept."""
+        decision = Decision(name, (Verdict(str(value)),), str(value), reason)
+        return _Open(self.config.with_parts({name: value}), self.given, (*self.decisions, decision))
+
+    def settle(self, name: str, value: Any, reason: str) -> _Open:
+        """Decide a flag if it is open."""
+        return self.decide(name, value, reason) if self.is_open(name) else self
+
+
+def choose_platform(config: EngineConfig, plugins: PluginManager) -> tuple[Platform, Decision]:
+    """The platform of `--device`, or the installed one with the best score on this machine.
+
+    Raises UnsupportedError when no installed platform fits the machine.
+    """
+    if config.device.device != "auto":
+        name = config.device.device
+        given: Platform = plugins.load("platforms", name)()
+        return given, Decision("device", (Verdict(name),), name, "given by --device")
+    probes, verdicts = _probe_all(plugins)
+    chosen = plugins.hook.modulm_choose_platform(probes=probes)
+    if chosen is not None:
+        best, reason = chosen.name, chosen.reason
+    else:
+        best = max(probes, key=lambda name: probes[name].score, default="")
+        if not best or probes[best].score <= 0:
+            tried = "; ".join(f"{v.name}: {v.reason}" for v in verdicts) or "none is installed"
+            raise UnsupportedError(f"no installed platform fits this machine ({tried})")
+        reason = f"{probes[best].reason}; score {probes[best].score}"
+    platform: Platform = plugins.load("platforms", best)()
+    return platform, Decision("device", verdicts, best, reason)
+
+
+def _probe_all(plugins: PluginManager) -> tuple[dict[str, Probe], tuple[Verdict, ...]]:
+    """What each installed platform says; a broken one is a rejected candidate."""
+    plugins.load_hooks()
+    probes: dict[str, Probe] = {}
+    verdicts: list[Verdict] = []
+    for declaration in plugins.names("platforms"):
+        try:
+            probe: Probe = plugins.load_declared(declaration).probe()
+        except PluginError as error:
+            verdicts.append(Verdict(declaration.name, str(error)))
+            continue
+        probes[declaration.name] = probe
+        verdicts.append(Verdict(declaration.name, None if probe.score > 0 else probe.reason))
+    return probes, tuple(verdicts)
+
+
+def check_names(config: EngineConfig, plugins: PluginManager) -> None:
+    """Raise ConfigError for a flag that names a driver which no installed plugin offers.
+
+    Flags of a plugin kind also take `pkg.mod:Class`, which is loaded by whoever needs it.
+    """
+    for _, spec in all_flags():
+        if spec.kind is None:
+            continue
+        value = config.value(spec.name)
+        for name in value if isinstance(value, tuple) else (value,):
+            if isinstance(name, str) and name and name not in spec.choices and ":" not in name:
+                _check_name(spec, name, plugins)
+
+
+def _check_name(spec: Flag, name: str, plugins: PluginManager) -> None:
+    try:
+        plugins.find(str(spec.kind), name)
+    except PluginError as error:
+        known = [*spec.choices, *(declared.name for declared in plugins.names(str(spec.kind)))]
+        hint = suggest(name, known) if "did you mean" not in str(error) else ""
+        raise ConfigError(spec.name, f"{error}{hint}") from error
+
+
+def resolve(
+    config: EngineConfig,
+    *,
+    platform: Platform,
+    hf_config: Mapping[str, Any],
+    plugins: PluginManager,
+    use: Use = "offline",
+    given: Iterable[str] | None = None,
+    stored_dtype: str | None = None,
+) -> Resolved:
+    """Decide everything that the user left open.
+
+    `hf_config` is the checkpoint's config.json, `stored_dtype` the format of its tensors where
+    config.json does not say; `given` the flags that the user set, else those that differ from
+    their defaults. Raises ConfigError for a value that checkpoint or platform cannot carry out.
+    """
+    check_names(config, plugins)
+    state = _Open(config, frozenset(config.changed() if given is None else given))
+    state = _proposals(state, plugins)
+    state = _dtype(state, platform, hf_config, stored_dtype)
+    state = _length(state, hf_config)
+    state = _steps(state, platform, use)
+    state = _rest(state, platform, plugins)
+    return Resolved(state.config, state.decisions, _platform_notices(state.config, platform))
+
+
+def _proposals(state: _Open, plugins: PluginManager) -> _Open:
+    """What plugins propose for open flags; two different proposals are an error."""
+    answers = plugins.hook.modulm_config_proposals(config=state.config)
+    made: dict[str, Any] = {}
+    for proposal in (one for answer in answers for one in answer or ()):
+        if proposal.field not in {spec.name for _, spec in all_flags()}:
+            raise ConfigError(
+                proposal.field, f"is proposed by a plugin but is no flag ({proposal.reason})"
+            )
+        before = made.setdefault(proposal.field, proposal)
+        if before.value != proposal.value:
+            raise ConfigError(
+                proposal.field,
+                f"two plugins differ: {before.value!r} ({before.reason}) and "
+                f"{proposal.value!r} ({proposal.reason}); give the flag to decide",
+            )
+    for name, proposal in made.items():
+        state = state.settle(name, proposal.value, f"proposed: {proposal.reason}")
+    return state
+
+
+def _text_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part that describes the language model, in files that nest it."""
+    nested = hf_config.get("text_config")
+    return nested if isinstance(nested, Mapping) else hf_config
+
+
+def _dtype(
+    state: _Open, platform: Platform, hf_config: Mapping[str, Any], stored_dtype: str | None
+) -> _Open:
+    wanted = state.config.model.dtype
+    if wanted in _DTYPES:
+        return state.decide("dtype", _DTYPES[wanted], f"{wanted} is another name of it")
+    if wanted != "auto":
+        return state
+    text = _text_config(hf_config)
+    named = text.get("dtype") or text.get("torch_dtype") or hf_config.get("torch_dtype")
+    stored = str(named or stored_dtype or "float32").removeprefix("torch.")
+    chosen = platform.choose_dtype(stored)
+    reason = f"the checkpoint is stored in {stored}"
+    if chosen != stored:
+        reason += f", which {platform.name} does not run best"
+    return state.decide("dtype", chosen, reason)
+
+
+def _length(state: _Open, hf_config: Mapping[str, Any]) -> _Open:
+    longest, reason = _longest(_text_config(hf_config))
+    if state.config.model.disable_sliding_window:
+        window = _text_config(hf_config).get("sliding_window")
+        if isinstance(window, int) and 0 < window < longest:
+            longest, reason = window, "the sliding window's length (--disable-sliding-window)"
+    wanted = state.config.model.max_model_len
+    if wanted is None:
+        return state.decide("max_model_len", longest, reason)
+    if wanted > longest:
+        raise ConfigError(
+            "max_model_len",
+            f"{wanted} is more than {longest} ({reason}); take less, or change the checkpoint's "
+            "own limit with --hf-overrides",
+        )
+    return state
+
+
+def _longest(text: Mapping[str, Any]) -> tuple[int, str]:
+    """The longest sequence that a checkpoint states, with the key that says so."""
+    stated = {key: text[key] for key in _LENGTH_KEYS if _is_length(text.get(key))}
+    if not stated:
+        return _FALLBACK_LENGTH, "config.json states no length"
+    key = min(stated, key=lambda name: stated[name])
+    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    factor = _scaling_factor(scaling) if isinstance(scaling, Mapping) else 1.0
+    if factor == 1.0:
+        return stated[key], f"{key} in config.json"
+    base = scaling.get("original_max_position_embeddings", stated[key])
+    return int(base * factor), f"{key} in config.json, with its rope scaling of {factor:g}"
+
+
+def _is_length(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _scaling_factor(scaling: Mapping[str, Any]) -> float:
+    """By how much positions are stretched beyond the stated length.
+
+    Kinds whose stated length already counts the stretching have no factor here.
+    """
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in ("linear", "dynamic", "yarn"):
+        return 1.0
+    factor = scaling.get("factor", 1.0)
+    return float(factor) if isinstance(factor, int | float) and factor > 0 else 1.0
+
+
+def _steps(state: _Open, platform: Platform, use: Use) -> _Open:
+    """How many sequences and tokens one step takes."""
+    chunked = state.config.scheduler.enable_chunked_prefill
+    if chunked is None:
+        state = state.decide("enable_chunked_prefill", True, "any prompt may be split over steps")
+    place = 0 if use == "offline" else 1
+    tokens, rows = platform.batched_tokens[place], platform.sequences[place]
+    budget = state.config.scheduler.max_num_batched_tokens
+    if budget is not None and budget < rows:
+        rows = budget
+    state = state.settle("max_num_seqs", rows, f"{platform.name}'s default for {use} use")
+    rows = state.config.scheduler.max_num_seqs or rows
+    longest = state.config.model.max_model_len or 0
+    reason = f"{platform.name}'s default for {use} use"
+    if tokens < rows:
+        tokens, reason = rows, "one token for each of --max-num-seqs"
+    if chunked is False and tokens < longest:
+        tokens, reason = longest, "a whole prompt, since --no-enable-chunked-prefill is given"
+    return state.settle("max_num_batched_tokens", tokens, reason)
+
+
+def _rest(state: _Open, platform: Platform, plugins: PluginManager) -> _Open:
+    state = state.settle("block_size", platform.block_size, f"{platform.name}'s default")
+    state = state.settle("enable_prefix_caching", True, "prompts that begin alike share blocks")
+    if state.is_open("device"):
+        state = state.decide("device", platform.name, "the platform in use")
+    if state.config.parallel.distributed_executor_backend is None:
+        _check_executor(plugins)
+        state = state.decide("distributed_executor_backend", "uni", "one device takes part")
+    if state.config.model.served_model_name is None:
+        state = state.decide("served_model_name", (state.config.model.model,), "--model")
+    return state
+
+
+def _check_executor(plugins: PluginManager) -> None:
+    try:
+        plugins.find("executors", "uni")
+    except PluginError as error:
+        raise ConfigError("distributed_executor_backend", str(error)) from error
+
+
+def _platform_notices(config: EngineConfig, platform: Platform) -> tuple[Notice, ...]:
+    """Flags that were set and mean nothing on this platform."""
+    changed = config.changed()
+    return tuple(
+        Notice("--" + name.replace("_", "-"), f"no effect on {platform.name}: {reason}")
+        for name, reason in platform.no_effect.items()
+        if name in changed
+    )
