@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from modulm.contracts.sampling import LogitsProcessor, RowView
 from modulm.errors import ConfigError
 
-__all__ = ["Processors", "class_at"]
+if TYPE_CHECKING:
+    from modulm.plugins.manager import PluginManager
+
+__all__ = ["Processors", "class_at", "processor_classes"]
 
 
 def class_at(path: str) -> type[LogitsProcessor]:
@@ -26,6 +29,23 @@ def class_at(path: str) -> type[LogitsProcessor]:
             "logits_processors", f"{path!r} is not a modulm.contracts.sampling.LogitsProcessor"
         )
     return found
+
+
+def processor_classes(
+    given: Sequence[str | type[LogitsProcessor]] | None, plugins: PluginManager
+) -> tuple[type[LogitsProcessor], ...]:
+    """Installed ones (group `modulm.logits_processors`), then those of `--logits-processors`.
+
+    given: classes, paths, or names of installed ones (which are there anyway).
+    """
+    installed = [declaration.name for declaration in plugins.names("logits_processors")]
+    found = [plugins.load("logits_processors", name) for name in installed]
+    for entry in given or ():
+        if isinstance(entry, str) and entry not in installed:
+            found.append(class_at(entry))
+        elif isinstance(entry, type):
+            found.append(entry)
+    return tuple(dict.fromkeys(found))
 
 
 class Processors:

@@ -1,0 +1,125 @@
+"""From a plan to the tensors of a step: vectorised over rows, into buffers that stay in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from attrs import frozen
+
+from modulm.contracts.attention import AttentionBackend, StepLayout
+from modulm.contracts.executor import Plan
+from modulm.contracts.model import Batch, StatePlan
+from modulm.errors import EngineError
+
+__all__ = ["BatchBuilder", "GroupPlanner"]
+
+#: Stands in a plan for the token that the row sampled in the step before.
+_PLACEHOLDER = -1
+
+
+@frozen
+class GroupPlanner:
+    """What the builder must know of a cache group; `backend` is None for groups of states."""
+
+    block_size: int
+    backend: AttentionBackend | None
+
+
+class BatchBuilder:
+    """Builds the `Batch` of each step and keeps the last token of every row.
+
+    rows, tokens: most rows and tokens of a step. caches, owners: the cache of each layer that
+    has one and the group it belongs to, in the model's order.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GroupPlanner],
+        caches: Sequence[Any],
+        owners: Sequence[int],
+        *,
+        rows: int,
+        tokens: int,
+        device: torch.device,
+    ) -> None:
+        self.groups = tuple(groups)
+        self.caches = tuple(caches)
+        self.owners = tuple(owners)
+        self.device = device
+        self.last = np.full(rows, _PLACEHOLDER, dtype=np.int64)
+        self._limit = tokens
+        self._ramp = np.arange(max(tokens, rows) + 1, dtype=np.int64)
+        self._tokens = np.zeros(tokens, dtype=np.int64)
+        self._positions = np.zeros(tokens, dtype=np.int64)
+        self._slots = np.zeros((len(self.groups), tokens), dtype=np.int64)
+        self._query_starts = np.zeros(rows + 1, dtype=np.int32)
+
+    def build(self, plan: Plan, sample: np.ndarray) -> Batch:
+        """The tensors of `plan`. sample: [n] int64, the step's tokens whose logits are wanted.
+
+        The tensors are valid until the next call.
+        """
+        rows, count = len(plan.rows), len(plan.tokens)
+        if count > self._limit or rows >= len(self._query_starts):
+            raise EngineError(
+                f"a step of {rows} rows and {count} tokens exceeds the buffers "
+                f"({len(self._query_starts) - 1} rows, {self._limit} tokens)"
+            )
+        query_starts = self._query_starts[: rows + 1]
+        np.cumsum(plan.counts, out=query_starts[1:])
+        # The step's rows, one entry per token; a step of single tokens needs no repetition.
+        owners = self._ramp[:rows] if count == rows else np.repeat(self._ramp[:rows], plan.counts)
+        positions = self._positions[:count]
+        np.add(self._ramp[:count], (plan.starts - query_starts[:-1])[owners], out=positions)
+        return Batch(
+            tokens=self._tensor(self._resolve(plan, owners)),
+            positions=self._tensor(positions),
+            query_starts=self._tensor(query_starts),
+            caches=self.caches,
+            plans=self._plans(plan, owners, positions, query_starts),
+            groups=self.owners,
+            sample=self._tensor(sample),
+        )
+
+    def _resolve(self, plan: Plan, owners: np.ndarray) -> np.ndarray:
+        """[tokens]: the plan's tokens with placeholders replaced by the rows' last tokens."""
+        tokens = self._tokens[: len(plan.tokens)]
+        tokens[:] = plan.tokens
+        holes = np.flatnonzero(tokens == _PLACEHOLDER)
+        if len(holes):
+            found = self.last[plan.rows[owners[holes]]]
+            # A row that failed has no last token; what it computes now is never looked at.
+            tokens[holes] = np.maximum(found, 0)
+        return tokens
+
+    def _plans(
+        self, plan: Plan, owners: np.ndarray, positions: np.ndarray, query_starts: np.ndarray
+    ) -> tuple[Any, ...]:
+        context_lens = (plan.starts + plan.counts).astype(np.int32)
+        plans: list[Any] = []
+        for index, group in enumerate(self.groups):
+            table = plan.tables[index]
+            if group.backend is None:
+                plans.append(self._state_plan(plan, table, query_starts))
+                continue
+            size = group.block_size
+            slots = self._slots[index, : len(positions)]
+            np.multiply(table[owners, positions // size], size, out=slots)
+            slots += positions % size
+            layout = StepLayout(size, table, query_starts, context_lens, slots)
+            plans.append(group.backend.plan(layout))
+        return tuple(plans)
+
+    def _state_plan(self, plan: Plan, table: np.ndarray, query_starts: np.ndarray) -> StatePlan:
+        return StatePlan(
+            slots=self._tensor(table[:, 0].astype(np.int64)),
+            fresh=self._tensor(plan.starts == 0),
+            query_starts=self._tensor(query_starts),
+            counts=tuple(plan.counts.tolist()),
+        )
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)

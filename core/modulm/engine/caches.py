@@ -1,0 +1,182 @@
+"""How much cache there is, how groups share it, and its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import frozen
+
+from modulm.contracts.model import CacheSpec, StateSpec
+from modulm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from modulm.config import EngineConfig
+    from modulm.contracts.platform import Platform
+    from modulm.loading import CacheGroup
+
+__all__ = ["Sizing", "allocate", "cache_budget", "share_out"]
+
+#: Share of what is left after the weights that a step's own tensors may take.
+_ACTIVATIONS = 0.1
+_GIB = 2**30
+
+
+@frozen
+class Sizing:
+    """blocks: one number per group, the null block included; max_model_len: what fits."""
+
+    blocks: tuple[int, ...]
+    max_model_len: int
+    notes: tuple[str, ...] = ()
+
+
+def cache_budget(config: EngineConfig, platform: Platform) -> int:
+    """Bytes for all caches, once the weights are loaded.
+
+    `kv_cache_memory_bytes` is taken as it is. Otherwise weights and caches together may take
+    `gpu_memory_utilization` of the device, but never more than what is free now.
+    """
+    if config.cache.kv_cache_memory_bytes is not None:
+        return config.cache.kv_cache_memory_bytes
+    memory = platform.memory()
+    share = config.cache.gpu_memory_utilization
+    left = min(memory.total * share - (memory.total - memory.free), memory.free * share)
+    if left <= 0:  # others hold most of the device: take a share of what they left
+        left = memory.free * share
+    return int(left * (1.0 - _ACTIVATIONS))
+
+
+def share_out(
+    groups: Sequence[CacheGroup],
+    budget: int,
+    *,
+    max_model_len: int,
+    chunk: int,
+    rows: int,
+    override: int | None = None,
+    may_shrink: bool = True,
+) -> Sizing:
+    """Blocks per group such that as many full-length sequences as possible fit, at most `rows`.
+
+    chunk: most tokens of one step; override: blocks of every paged group, whatever the budget.
+    When not even one sequence of `max_model_len` fits: a shorter length if `may_shrink`, else
+    ConfigError naming the figures.
+    """
+    if override is not None:
+        blocks = tuple(rows + 1 if g.kind == "state" else max(override, 2) for g in groups)
+        fits = _longest(groups, blocks, max_model_len, chunk)
+        notes = () if fits == max_model_len else (_shrunk(max_model_len, fits, "given blocks"),)
+        return Sizing(blocks, fits, notes)
+    states = sum(g.block_bytes * (rows + 1) for g in groups if g.kind == "state")
+    nulls = sum(g.block_bytes for g in groups if g.kind != "state")
+    left = budget - states - nulls
+    notes = ()
+    length = max_model_len
+    if left < _bytes_of_one(groups, length, chunk):
+        length = _fitting(groups, left, max_model_len, chunk)
+        if length == 0 or not may_shrink:
+            raise _too_small(groups, budget, states, max_model_len, chunk)
+        notes = (_shrunk(max_model_len, length, f"{max(budget, 0) / _GIB:.2f} GiB of cache"),)
+    one = _bytes_of_one(groups, length, chunk)
+    sequences = min(float(rows), left / one) if one else float(rows)
+    blocks = tuple(
+        rows + 1 if g.kind == "state" else int(sequences * _needs(g, length, chunk)) + 1
+        for g in groups
+    )
+    return Sizing(blocks, length, notes)
+
+
+def _needs(group: CacheGroup, length: int, chunk: int) -> int:
+    """Blocks that one sequence of `length` tokens holds at most.
+
+    A window and the chunks of two steps, which may all straddle blocks, are held at once.
+    """
+    full: int = -(-length // group.block_size)
+    if group.window is None:
+        return full
+    return min(full, -((-group.window - 2 * chunk) // group.block_size) + 2)
+
+
+def _bytes_of_one(groups: Sequence[CacheGroup], length: int, chunk: int) -> int:
+    paged = (g for g in groups if g.kind != "state")
+    return sum(_needs(g, length, chunk) * g.block_bytes for g in paged)
+
+
+def _fitting(groups: Sequence[CacheGroup], left: int, longest: int, chunk: int) -> int:
+    """The greatest length of which one sequence takes at most `left` bytes, 0 if none."""
+    low, high = 0, longest
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = _bytes_of_one(groups, middle, chunk) <= left
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low
+
+
+def _longest(groups: Sequence[CacheGroup], blocks: Sequence[int], longest: int, chunk: int) -> int:
+    """The greatest length of which one sequence fits into `blocks`."""
+    for group, count in zip(groups, blocks, strict=True):
+        if group.kind != "state" and _needs(group, longest, chunk) > count - 1:
+            longest = min(longest, (count - 1) * group.block_size)
+    return longest
+
+
+def _shrunk(wanted: int, fits: int, why: str) -> str:
+    return f"max_model_len is {fits} instead of {wanted}: no longer sequence fits into the {why}"
+
+
+def _too_small(
+    groups: Sequence[CacheGroup], budget: int, states: int, length: int, chunk: int
+) -> ConfigError:
+    needed = _bytes_of_one(groups, length, chunk) + states
+    return ConfigError(
+        "max_model_len",
+        f"one sequence of {length} tokens needs {needed / _GIB:.2f} GiB of cache and "
+        f"{max(budget, 0) / _GIB:.2f} GiB are available; lower max_model_len or raise "
+        "gpu_memory_utilization or kv_cache_memory_bytes",
+    )
+
+
+def allocate(
+    specs: Sequence[CacheSpec],
+    groups: Sequence[CacheGroup],
+    blocks: Sequence[int],
+    device: torch.device,
+) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """The cache of every layer in `specs`, zeroed, and the group that each belongs to.
+
+    A paged layer gets one tensor in its backend's layout, a state layer a table name ->
+    [slots, ...], a layer that shares another's cache the same object.
+    """
+    caches: list[Any] = [None] * len(specs)
+    owners = [0] * len(specs)
+    for index, (group, count) in enumerate(zip(groups, blocks, strict=True)):
+        for layer in group.layers:
+            owners[layer] = index
+            if specs[layer].shares is None:
+                caches[layer] = _one(specs[layer], group, count, device)
+    names = {spec.layer: place for place, spec in enumerate(specs)}
+    for place, spec in enumerate(specs):
+        if spec.shares is not None:
+            caches[place], owners[place] = caches[names[spec.shares]], owners[names[spec.shares]]
+    return tuple(caches), tuple(owners)
+
+
+def _one(spec: CacheSpec, group: CacheGroup, blocks: int, device: torch.device) -> Any:
+    if isinstance(spec.spec, StateSpec):
+        return {
+            name: torch.zeros((blocks, *shape), dtype=_dtype(dtype), device=device)
+            for name, shape, dtype in spec.spec.tensors
+        }
+    if group.backend is None:
+        raise ConfigError("attention_backend", f"layer {spec.layer} has no attention backend")
+    layout = group.backend.layout(blocks)
+    return torch.zeros(layout.shape, dtype=_dtype(layout.dtype), device=device)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = torch.__dict__[name]
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"torch has no dtype {name!r}")
+    return found
