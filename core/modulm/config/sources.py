@@ -76,10 +76,7 @@ def draft(*sources: Source) -> Draft:
     try:
         config = EngineConfig().with_parts(values)
     except ConfigError as error:
-        where = origins.get(error.field)
-        raise (
-            ConfigError(error.field, f"{error.message} (from {where})") if where else error
-        ) from None
+        raise _located(error, origins.get(error.field)) from None
     remarks = [remark for source in sources for remark in source.remarks]
     if remarks and config.frontend.fail_on_environ_validation:
         raise ConfigError("fail_on_environ_validation", "; ".join(remarks))
@@ -87,11 +84,19 @@ def draft(*sources: Source) -> Draft:
     return Draft(config, origins, (*noticed, *config.notices()))
 
 
+def _located(error: ConfigError, where: str | None) -> ConfigError:
+    """The error with where the value was written, unless that is plain from the flag's name."""
+    if where is None or where == "keyword" or where.startswith("--"):
+        return error
+    return ConfigError(error.field, f"{error.message} (from {where})")
+
+
 def _flat(source: Source) -> dict[str, Any]:
     try:
         return flatten(source.values)
     except ConfigError as error:
-        raise ConfigError(error.field, f"{error.message} (from {source.title})") from None
+        where = "keyword" if source.title == "command line" else source.title
+        raise _located(error, where) from None
 
 
 def keywords(**flags: Any) -> Draft:
