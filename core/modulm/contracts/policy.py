@@ -46,20 +46,52 @@ class Policy(ABC):
 
 
 class Scheduler(ABC):
-    """Chooses what each step runs. The built-in one is `modulm.engine.scheduler`."""
+    """Chooses what each step runs. The built-in one is `modulm.engine.scheduler.BudgetScheduler`.
+
+    A class given by path is constructed as `(limits, capacity, policy)`, see there. Requests and
+    what becomes of them are the values of `modulm.engine.requests`. One thread uses it. Plans are
+    committed (or failed) in the order in which they were made; several may be under way.
+    """
+
+    @property
+    @abstractmethod
+    def busy(self) -> bool:
+        """Whether any request waits or runs, or a plan's result is outstanding."""
+
+    @property
+    @abstractmethod
+    def running(self) -> int:
+        """Requests that have a row."""
+
+    @property
+    @abstractmethod
+    def waiting(self) -> int:
+        """Requests that wait for one."""
+
+    @abstractmethod
+    def check_room(self, requests: int, tokens: int) -> None:
+        """Raise QueueFull if that many more cannot wait. May be called from other threads."""
 
     @abstractmethod
     def add(self, request: Any) -> None:
-        """Queue a request. Raises QueueFull when the bound is reached."""
+        """Queue a `Request`. Raises QueueFull, or RequestError if it can never run."""
 
     @abstractmethod
-    def abort(self, request: str) -> None:
-        """End a request now and free what it holds; unknown names are ignored."""
+    def abort(self, request: str) -> Any:
+        """End a request now and free what it holds: its `Finish`, or None for an unknown name."""
 
     @abstractmethod
     def plan(self) -> Plan:
-        """The next step; a plan without rows when there is nothing to do."""
+        """The next step; a plan without rows when there is nothing to do, which is not run."""
 
     @abstractmethod
-    def commit(self, plan: Plan, result: StepResult) -> Sequence[Any]:
-        """Take a step's result and return its events, in row order."""
+    def commit(self, plan: Plan, result: StepResult) -> Any:
+        """Take a step's result: `StepEvents`, in row order."""
+
+    @abstractmethod
+    def fail(self, plan: Plan, error: Exception) -> Sequence[Any]:
+        """The step raised `error`: the `Finish` of each request it ran."""
+
+    @abstractmethod
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache; running requests go on."""

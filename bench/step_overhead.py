@@ -1,0 +1,82 @@
+"""Host time of the engine per step, with an executor that does nothing.
+
+What is measured is the work of one step outside of the model: plan, commit and the events for
+front ends. Every row decodes; blocks fill up and get named as in earnest. Run:
+
+    python bench/step_overhead.py [--rows 1 32 256 1024] [--steps 2000] [--block-size 16] [--async]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import deque
+
+import numpy as np
+
+from modulm.contracts.executor import Capacity, Plan, StepResult
+from modulm.contracts.policy import Policy
+from modulm.contracts.sampling import SamplingParams
+from modulm.engine.requests import Request
+from modulm.engine.scheduler import BudgetScheduler, Limits
+from modulm.plugins import manager
+
+PROMPT = 128
+
+
+def scheduler(rows: int, steps: int, block_size: int, policy: Policy) -> BudgetScheduler:
+    """A scheduler with `rows` requests that decode for more than `steps` steps."""
+    length = PROMPT + steps + 64
+    blocks = rows * (length // block_size + 2) + 1
+    capacity = Capacity((("attention", block_size, None, blocks),), 32_000, length + 1)
+    made = BudgetScheduler(Limits(rows=rows, tokens=rows * PROMPT), capacity, policy)
+    generator = np.random.default_rng(0)
+    for index in range(rows):
+        params = SamplingParams(temperature=0, max_tokens=steps + 32)
+        prompt = generator.integers(10, 30_000, PROMPT)
+        made.add(Request(id=f"request-{index}", prompt=prompt, params=params, eos=(2,)))
+    return made
+
+
+def result(plan: Plan) -> StepResult:
+    """What a model would give, at no cost."""
+    return StepResult(plan.step, np.full(int(plan.samples.sum()), 7 + plan.step % 1000))
+
+
+def measure(rows: int, steps: int, block_size: int, depth: int, policy: Policy) -> list[float]:
+    """Microseconds of host time for each step."""
+    made = scheduler(rows, steps, block_size, policy)
+    flights: deque[tuple[Plan, StepResult]] = deque()
+    times = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        plan = made.plan()
+        middle = time.perf_counter()
+        flights.append((plan, result(plan)))
+        resumed = time.perf_counter()
+        if len(flights) >= depth:
+            made.commit(*flights.popleft())
+        times.append((middle - began + time.perf_counter() - resumed) * 1e6)
+    return times[20:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 256, 1024])
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--async", dest="depth", action="store_const", const=2, default=1)
+    options = parser.parse_args()
+    policy = manager.current().load("schedulers", "fcfs")()
+    print(f"{'rows':>6} {'median us':>10} {'mean us':>10} {'p99 us':>10}")
+    for rows in options.rows:
+        times = measure(rows, options.steps, options.block_size, options.depth, policy)
+        p99 = statistics.quantiles(times, n=100)[98]
+        print(
+            f"{rows:>6} {statistics.median(times):>10.1f} {statistics.fmean(times):>10.1f} {p99:>10.1f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

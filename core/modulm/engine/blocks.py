@@ -1,0 +1,125 @@
+"""Block pool: which blocks of cache memory are free, and in what order they are taken again.
+
+A block is a fixed number of token slots. Blocks never move and a row's table of blocks only
+grows at its end, so an executor may keep what it was told before. Block 0 is the null block: it
+pads tables and is never handed out.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+
+from modulm.errors import EngineError
+
+__all__ = ["NULL", "BlockPool"]
+
+NULL = 0
+
+
+def _ignore(block: int) -> None:
+    """A pool without a prefix cache has nothing to forget."""
+
+
+class BlockPool:
+    """Reference counts and the free list of one pool, both over plain arrays.
+
+    The free list is doubly linked through two arrays, so that a block which a prefix hit revives
+    leaves the middle of it in constant time. Blocks are taken from the head. A released block
+    that holds a cached prefix goes to the tail, hence the head is the least recently used one;
+    any other released block goes to the head, for there is nothing to keep. `evict` is told when
+    a cached block is about to be overwritten.
+    """
+
+    def __init__(self, blocks: int, evict: Callable[[int], None] = _ignore) -> None:
+        if blocks < 1:
+            raise EngineError(f"a pool of {blocks} blocks: it needs at least the null block")
+        self.blocks = blocks
+        self.free = blocks - 1
+        self._evict = evict
+        self._refs = array("i", bytes(4 * blocks))
+        self._cached = bytearray(blocks)
+        # Slot NULL of the links is the list's sentinel: its next is the head, its prev the tail.
+        self._next = array("i", [*range(1, blocks), NULL])
+        self._prev = array("i", [blocks - 1, *range(blocks - 1)])
+
+    @property
+    def used(self) -> int:
+        """Blocks that some row holds."""
+        return self.blocks - 1 - self.free
+
+    def refs(self, block: int) -> int:
+        """How many rows hold the block."""
+        return self._refs[block]
+
+    def order(self) -> list[int]:
+        """The free blocks, next to be taken first (for tests and diagnosis)."""
+        found, block = [], self._next[NULL]
+        while block != NULL:
+            found.append(block)
+            block = self._next[block]
+        return found
+
+    def take(self, count: int) -> list[int]:
+        """`count` blocks with one reference each. Raises EngineError when fewer are free."""
+        if count > self.free:
+            raise EngineError(f"{count} blocks were asked for, {self.free} are free")
+        link, refs, cached = self._next, self._refs, self._cached
+        taken = []
+        block = link[NULL]
+        for _ in range(count):
+            taken.append(block)
+            refs[block] = 1
+            if cached[block]:
+                cached[block] = False
+                self._evict(block)
+            block = link[block]
+        link[NULL] = block
+        self._prev[block] = NULL
+        self.free -= count
+        return taken
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Add a reference to each block; free ones leave the free list. Null blocks are skipped."""
+        for block in blocks:
+            if block == NULL:
+                continue
+            if not self._refs[block]:
+                self._unlink(block)
+            self._refs[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop one reference from each block of a row's table, in the table's order.
+
+        The last block is released first: the tail of a prefix is worth less than its beginning.
+        """
+        for block in reversed(blocks):
+            if block == NULL:
+                continue
+            left = self._refs[block] - 1
+            if left < 0:
+                raise EngineError(f"block {block} is released more often than it was taken")
+            self._refs[block] = left
+            if not left:
+                self._link(block)
+
+    def mark(self, block: int) -> None:
+        """The block, which a row holds, now has content worth finding again."""
+        self._cached[block] = True
+
+    def unmark(self) -> None:
+        """No block's content is worth anything any more. `evict` is not told."""
+        self._cached = bytearray(self.blocks)
+
+    def _link(self, block: int) -> None:
+        """Into the free list: at the tail if it holds a cached prefix, else at the head."""
+        before = self._prev[NULL] if self._cached[block] else NULL
+        after = self._next[before]
+        self._next[before] = self._prev[after] = block
+        self._prev[block], self._next[block] = before, after
+        self.free += 1
+
+    def _unlink(self, block: int) -> None:
+        before, after = self._prev[block], self._next[block]
+        self._next[before], self._prev[after] = after, before
+        self.free -= 1

@@ -1,0 +1,149 @@
+"""What a front end asks of the engine, and what the engine answers: plain values both ways."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from attrs import field, frozen
+
+from modulm.contracts.executor import RowLogprobs
+from modulm.contracts.sampling import PoolingParams, SamplingParams
+
+__all__ = ["Finish", "Media", "Reason", "Request", "Start", "StepEvents", "StepStats"]
+
+Reason = Literal["stop", "length", "abort", "error"]
+
+
+@frozen
+class Media:
+    """An item inside a prompt: the placeholder tokens it stands at, and a hash of its content."""
+
+    start: int
+    length: int
+    hash: bytes
+
+
+def _ids(tokens: Any) -> np.ndarray:
+    return np.ascontiguousarray(tokens, dtype=np.int64)
+
+
+@frozen(eq=False, kw_only=True)
+class Request:
+    """One sequence to generate (or to pool). A front end makes several for n > 1.
+
+    prompt: [tokens] int64. eos: ids that end it unless `params.ignore_eos`; arrival: seconds of
+    the monotonic clock; salt: prefixes are only shared among requests of equal salt; seed: of
+    this sequence's random stream; grammar: a compiled grammar, a future of one, or None; bad_words:
+    the token sequences of `params.bad_words`.
+    """
+
+    id: str
+    prompt: np.ndarray = field(converter=_ids)
+    params: SamplingParams | PoolingParams
+    eos: tuple[int, ...] = ()
+    arrival: float = 0.0
+    priority: int = 0
+    salt: str | None = None
+    adapter: str | None = None
+    media: tuple[Media, ...] = ()
+    seed: int | None = None
+    grammar: Any = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    embeds: Any = None
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens in the prompt."""
+        return len(self.prompt)
+
+    @property
+    def reads_prefix(self) -> bool:
+        """Whether blocks of other requests may stand in for computing: not if every position's
+        output is wanted, nor if embeddings replace tokens, which the names do not cover.
+        """
+        params = self.params
+        plain = self.embeds is None and isinstance(params, SamplingParams)
+        return plain and params.prompt_logprobs is None  # type: ignore[union-attr]
+
+    def limit(self, max_model_len: int) -> int:
+        """The number of tokens, prompt included, at which the sequence ends."""
+        if isinstance(self.params, PoolingParams):
+            return self.prompt_len + 1
+        if self.params.max_tokens is None:
+            return max_model_len
+        return min(self.prompt_len + self.params.max_tokens, max_model_len)
+
+    @property
+    def least(self) -> int:
+        """The number of tokens, prompt included, below which stop ids do not end it."""
+        pooling = isinstance(self.params, PoolingParams)
+        return self.prompt_len + (0 if pooling else self.params.min_tokens)  # type: ignore[union-attr]
+
+    def stop_ids(self) -> tuple[int, ...]:
+        """The tokens that end it."""
+        if isinstance(self.params, PoolingParams):
+            return ()
+        return self.params.stop_token_ids + (() if self.params.ignore_eos else self.eos)
+
+    def stop_reason(self, token: int) -> int | None:
+        """What the caller is told of the token that ended it: None for end of sequence."""
+        ended = token in self.eos and not self.params.ignore_eos  # type: ignore[union-attr]
+        return None if ended else token
+
+
+class Start(NamedTuple):
+    """A request got its row. `cached`: prompt tokens that a prefix hit saved; `time`: monotonic."""
+
+    request: str
+    cached: int
+    time: float
+
+
+class Finish(NamedTuple):
+    """A request has ended. `error` says why for reason "error"; the front end may raise it."""
+
+    request: str
+    reason: Reason
+    stop: int | None = None
+    error: Exception | None = None
+
+
+class StepStats(NamedTuple):
+    """One step in numbers. Counts are of this step, except for the gauges running, waiting, usage.
+
+    usage: share of the cache's blocks in use. computed: tokens that went through the model.
+    queried, hit: tokens looked up and found in the prefix cache by requests that joined.
+    plan_seconds, run_seconds: host time of planning, time in the executor.
+    """
+
+    step: int
+    running: int
+    waiting: int
+    usage: float
+    computed: int = 0
+    generated: int = 0
+    preempted: int = 0
+    queried: int = 0
+    hit: int = 0
+    plan_seconds: float = 0.0
+    run_seconds: float = 0.0
+
+
+@frozen(eq=False)
+class StepEvents:
+    """What a step means to front ends: one value per step, in row order.
+
+    requests[i] sampled tokens[i]. prompt_logprobs: request -> (index of the prompt token that the
+    first entry is about, entries).
+    """
+
+    time: float
+    requests: list[str] = field(factory=list)
+    tokens: list[int] = field(factory=list)
+    started: list[Start] = field(factory=list)
+    finished: list[Finish] = field(factory=list)
+    logprobs: dict[str, RowLogprobs] = field(factory=dict)
+    prompt_logprobs: dict[str, tuple[int, tuple[RowLogprobs, ...]]] = field(factory=dict)
+    pooled: dict[str, np.ndarray] = field(factory=dict)
+    stats: StepStats | None = None

@@ -1,0 +1,24 @@
+"""First come, first served."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from modulm.contracts.policy import Candidate, Policy
+
+__all__ = ["FirstCome"]
+
+
+class FirstCome(Policy):
+    """First come, first served."""
+
+    name: ClassVar[str] = "fcfs"
+    api: ClassVar[int | tuple[int, int]] = 1
+
+    def key(self, request: Candidate) -> Any:
+        return request.arrival
+
+    def victim(self, running: Sequence[Candidate]) -> int:
+        """The latest arrival gives way, so the oldest request always gets on."""
+        return max(range(len(running)), key=lambda i: (running[i].arrival, i))
