@@ -68,7 +68,8 @@ class Group(ABC):
         room = self.room[rows]
         if not (ends > room).any():
             return None
-        return np.maximum(-((room - ends) // self.size), 0)
+        lack: np.ndarray = np.maximum(-((room - ends) // self.size), 0)
+        return lack
 
     def extend(self, rows: np.ndarray, lack: np.ndarray) -> None:
         """Append `lack` fresh blocks to the rows' tables."""
@@ -89,9 +90,9 @@ class Group(ABC):
         self.room[row] = len(blocks) * self.size
 
     def register(self, row: int, names: Sequence[bytes], first: int) -> None:
-        """Blocks first, first + 1, ... of the row are full and may be found by names[first:]."""
-        blocks = self.tables[row, first : len(names)].tolist()
-        for name, block in zip(names[first:], blocks, strict=True):
+        """Blocks first, first + 1, ... of the row are full and may be found by `names`."""
+        blocks = self.tables[row, first : first + len(names)].tolist()
+        for name, block in zip(names, blocks, strict=True):
             if block != NULL and self.index.add(name, block):
                 self.pool.mark(block)
 
@@ -285,7 +286,7 @@ class CacheGroups:
                 group.extend(rows, lack)
 
     def register(self, row: int, size: int, names: Sequence[bytes], first: int) -> None:
-        """Full blocks of the row, from `first` on, may be found by others from now on."""
+        """The row's full blocks from `first` on may be found by `names` from now on."""
         for group in self.groups:
             if group.size == size:
                 group.register(row, names, first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -138,7 +139,7 @@ class StepEvents:
     first entry is about, entries).
     """
 
-    time: float
+    time: float = field(factory=time.monotonic)
     requests: list[str] = field(factory=list)
     tokens: list[int] = field(factory=list)
     started: list[Start] = field(factory=list)

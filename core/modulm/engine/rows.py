@@ -82,14 +82,13 @@ class RowTable:
         """Tokens [start, start + count) of each row laid end to end: [sum(counts)] int64."""
         ends = np.cumsum(counts)
         total = int(ends[-1]) if len(ends) else 0
-        if total == len(rows):
-            return self.tokens[rows, starts].astype(np.int64)
         columns = np.arange(total) + np.repeat(starts - ends + counts, counts)
-        return self.tokens[np.repeat(rows, counts), columns].astype(np.int64)
+        tokens: np.ndarray = self.tokens[np.repeat(rows, counts), columns].astype(np.int64)
+        return tokens
 
     def stopped(self, rows: np.ndarray, tokens: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """[rows] bool: `tokens`, which make the rows `ends` long, end them by a stop id."""
-        hits = (self.stops[rows] == tokens[:, None]).any(axis=1)
+        hits: np.ndarray = (self.stops[rows] == tokens[:, None]).any(axis=1)
         if hits.any():
             hits &= ends >= self.least[rows]
         return hits

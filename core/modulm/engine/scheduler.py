@@ -225,12 +225,12 @@ class BudgetScheduler(Scheduler):
         """Divide the budget among running rows in their order of admission."""
         table, rows = self.table, self._ordered()
         starts = table.computed[rows]
-        if not (self._prefilling or self._flights or len(rows) > self.limits.tokens):
-            return _Draft(rows, starts, self._ones[: len(rows)], one_each=True)
         known = table.known[rows]
-        wants = known - starts
         # A row whose last token is being sampled already has nothing left to compute.
-        wants[known >= table.limit[rows]] = 0
+        open_ends = known < table.limit[rows]
+        if not self._prefilling and len(rows) <= self.limits.tokens and open_ends.all():
+            return _Draft(rows, starts, self._ones[: len(rows)], one_each=True)
+        wants = np.where(open_ends, known - starts, 0)
         if self.limits.long:
             np.minimum(wants, self.limits.long, out=wants)
         before = np.cumsum(wants) - wants
@@ -371,11 +371,10 @@ class BudgetScheduler(Scheduler):
         stopped = table.stopped(sampled, tokens, places + 1)
         ended = (stopped | (places + 1 >= table.limit[sampled])).nonzero()[0]
         events = StepEvents(
-            time.monotonic(),
-            table.names[sampled].tolist(),
-            tokens.tolist(),
-            flight.started,
-            failed,
+            requests=table.names[sampled].tolist(),
+            tokens=tokens.tolist(),
+            started=flight.started,
+            finished=failed,
             stats=self._stats(flight, result, len(tokens)),
         )
         if result.logprobs or result.prompt_logprobs or result.pooled:

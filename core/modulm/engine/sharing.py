@@ -73,16 +73,24 @@ class Sharing:
         if not self.enabled:
             return
         for index, (size, named) in enumerate(self._named):
-            full = (ends - named[rows] >= size).nonzero()[0]
-            for row, end in zip(rows[full].tolist(), ends[full].tolist(), strict=True):
-                chain = self._chains[row][index]
-                first, last = int(named[row]) // size, end // size
-                if last > len(chain.names):
-                    chain.extend(self._table.tokens[row, :end])
-                self._cache.register(row, size, chain.names[:last], first)
-                named[row] = last * size
-                if index == 0:
-                    self._filled(row, chain.names[first:last])
+            before = named[rows]
+            full = (ends - before >= size).nonzero()[0]
+            if len(full):
+                firsts, lasts = before[full] // size, ends[full] // size
+                named[rows[full]] = lasts * size
+                for row, first, last in zip(
+                    rows[full].tolist(), firsts.tolist(), lasts.tolist(), strict=True
+                ):
+                    self._name_blocks(index, row, first, last)
+
+    def _name_blocks(self, index: int, row: int, first: int, last: int) -> None:
+        chain = self._chains[row][index]
+        if last > len(chain.names):
+            chain.extend(self._table.tokens[row, : last * chain.size])
+        names = chain.names[first:last]
+        self._cache.register(row, chain.size, names, first)
+        if index == 0 and self._filling:
+            self._filled(row, names)
 
     def release(self, row: int) -> None:
         """The row is about to be released."""
