@@ -1,0 +1,1 @@
+"""The command line: a group that finds its commands by entry point."""
