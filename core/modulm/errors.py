@@ -11,6 +11,7 @@ ModulmError
 ├── UnsupportedError          understood, but nothing installed can do it
 ├── CheckpointError           files on disk are missing, truncated or inconsistent
 ├── RequestError              one request is wrong; it ends, nothing else does
+│   ├── ContextLengthExceeded prompt and answer do not fit into the model's context
 │   ├── QueueFull             try again later
 │   └── NotFound              the request names something that does not exist
 └── EngineError               the engine failed a step
@@ -24,6 +25,7 @@ __all__ = [
     "ArchitectureNotFound",
     "CheckpointError",
     "ConfigError",
+    "ContextLengthExceeded",
     "EngineDead",
     "EngineError",
     "ModulmError",
@@ -98,6 +100,10 @@ class RequestError(ModulmError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.message, self.param)
+
+
+class ContextLengthExceeded(RequestError):
+    """The prompt, with the least that must be generated, is longer than the model's context."""
 
 
 class QueueFull(RequestError):

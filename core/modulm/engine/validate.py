@@ -1,0 +1,402 @@
+"""Checks of what a request asks for, at the edge, against the engine's real numbers.
+
+Token ids are checked against the width of the logits, not the length of the tokenizer: an id that
+the tokenizer knows and the model does not have would otherwise end the step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from attrs import evolve, fields_dict
+
+from modulm.contracts.sampling import (
+    LogitsProcessor,
+    OutputKind,
+    PoolingParams,
+    SamplingParams,
+    StructuredOutputs,
+)
+from modulm.errors import ContextLengthExceeded, RequestError
+
+if TYPE_CHECKING:
+    from modulm.text.tokenizer import Tokenizer
+
+__all__ = ["bad_word_ids", "check", "check_pooling", "check_prompt", "truncated"]
+
+#: Limits on lists and texts, so that no request costs more to check than to run.
+MAX_CHOICES = 16_384
+MAX_STOPS = 64
+MAX_STOP_LENGTH = 4_096
+MAX_IDS = 1_024
+MAX_BAD_WORDS = 256
+MAX_CONSTRAINT = 1 << 18
+MAX_ALTERNATIVES = 10_000
+
+_CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+_Rule = Callable[[Any], str | None]
+
+
+def check(
+    params: SamplingParams,
+    *,
+    vocabulary: int,
+    max_model_len: int,
+    prompt_len: int | None = None,
+    max_logprobs: int = 20,
+    max_temperature: float = math.inf,
+    max_n: int = MAX_CHOICES,
+    processors: Sequence[type[LogitsProcessor]] = (),
+) -> SamplingParams:
+    """The parameters with numbers in their normal form, `max_tokens` cut to the context.
+
+    vocabulary: width of the logits. prompt_len: tokens of the prompt, where known already.
+    max_logprobs: -1 allows the whole vocabulary. Raises RequestError that names the field;
+    ContextLengthExceeded where the prompt leaves no room.
+    """
+    for name, rule in _FIELDS.items():
+        words = rule(getattr(params, name))
+        if words is not None:
+            raise RequestError(f"{name} {words}", name)
+    _check_limits(params, max_model_len, max_temperature, max_n)
+    for name in ("logprobs", "prompt_logprobs"):
+        _check_logprobs(name, getattr(params, name), max_logprobs)
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        check_ids(name, getattr(params, name) or (), vocabulary)
+    bias = params.logit_bias
+    if bias:
+        bias = {_id(key): float(value) for key, value in bias.items()}
+        check_ids("logit_bias", bias, vocabulary)
+    if params.structured_outputs is not None:
+        _check_constraint(params.structured_outputs)
+    for processor in processors:
+        processor.validate(params)
+    return evolve(
+        params,
+        logit_bias=bias or None,
+        top_k=0 if params.top_k == -1 else min(params.top_k, vocabulary),
+        max_tokens=_room(params, max_model_len, prompt_len),
+    )
+
+
+def check_prompt(ids: Sequence[int] | np.ndarray, *, vocabulary: int, max_model_len: int) -> None:
+    """Raise RequestError for a prompt that is empty, too long or holds ids the model lacks."""
+    if not len(ids):
+        raise RequestError("the prompt is empty; give at least one token", "prompt")
+    _check_length(len(ids), max_model_len, 1)
+    if isinstance(ids, np.ndarray) and ids.dtype.kind in "iu":
+        wrong = ids[(ids < 0) | (ids >= vocabulary)][:1].tolist()
+    else:
+        wrong = [i for i in ids if not _is_int(i) or not 0 <= i < vocabulary][:1]
+    if wrong:
+        raise RequestError(
+            f"prompt holds token id {wrong[0]!r:.40}, which is out of vocabulary: the model has "
+            f"ids 0 to {vocabulary - 1}",
+            "prompt",
+        )
+
+
+def truncated(ids: Sequence[int], limit: int | None, max_model_len: int) -> Sequence[int]:
+    """The last `limit` tokens of a prompt (truncate_prompt_tokens); -1 means what fits."""
+    if limit is None:
+        return ids
+    return ids[-(max_model_len - 1 if limit == -1 else limit) :]
+
+
+def check_pooling(
+    params: PoolingParams, *, tasks: Collection[str], hidden: int, max_model_len: int
+) -> None:
+    """Raise RequestError for a pooling request that the model cannot serve.
+
+    tasks: what the model is for; hidden: width of its vectors.
+    """
+    if params.task not in tasks:
+        raise RequestError(
+            f"task {params.task!r:.40} is not one that the model has: {', '.join(sorted(tasks))}",
+            "task",
+        )
+    if params.dimensions is not None:
+        words = _integer(params.dimensions, 1, hidden)
+        if words:
+            raise RequestError(f"dimensions {words}", "dimensions")
+    for name in ("normalize", "use_activation"):
+        if getattr(params, name) not in (None, True, False):
+            raise RequestError(f"{name} must be true or false", name)
+    _check_truncation(params.truncate_prompt_tokens, max_model_len)
+
+
+def bad_word_ids(
+    words: Sequence[str], tokenizer: Tokenizer, vocabulary: int
+) -> tuple[tuple[int, ...], ...]:
+    """Token sequences for `RowStart.bad_words`: each word as it stands and after a space."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for text in (word.lstrip(" "), " " + word.lstrip(" ")):
+            ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+            check_ids("bad_words", ids, vocabulary)
+            if ids:
+                found[ids] = None
+    return tuple(found)
+
+
+def check_ids(name: str, ids: Collection[Any], vocabulary: int) -> None:
+    """Raise RequestError unless all are token ids of the model."""
+    for token in ids:
+        if not _is_int(token) or not 0 <= token < vocabulary:
+            raise RequestError(
+                f"{name} holds {token!r:.40}, which is not a token id of the model "
+                f"(0 to {vocabulary - 1})",
+                name,
+            )
+
+
+def _check_limits(
+    params: SamplingParams, max_model_len: int, max_temperature: float, max_n: int
+) -> None:
+    if params.temperature > max_temperature:
+        raise RequestError(f"temperature must be at most {max_temperature:g}", "temperature")
+    if params.n > max_n:
+        raise RequestError(f"n must be at most {max_n}", "n")
+    if params.best_of is not None and not params.n <= params.best_of <= max_n:
+        raise RequestError(f"best_of must be from n ({params.n}) to {max_n}", "best_of")
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise RequestError(
+            f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({params.max_tokens})",
+            "min_tokens",
+        )
+    if params.min_tokens >= max_model_len:
+        raise RequestError(
+            f"min_tokens must be below the context length of {max_model_len}", "min_tokens"
+        )
+    if params.stop and not params.detokenize:
+        raise RequestError("stop strings need detokenize=True; use stop_token_ids", "stop")
+    _check_truncation(params.truncate_prompt_tokens, max_model_len)
+
+
+def _check_truncation(limit: Any, max_model_len: int) -> None:
+    if limit is not None and limit != -1 and _integer(limit, 1, max_model_len):
+        raise RequestError(
+            f"truncate_prompt_tokens must be -1 or an integer from 1 to {max_model_len}",
+            "truncate_prompt_tokens",
+        )
+
+
+def _check_logprobs(name: str, value: int | None, most: int) -> None:
+    if value is None or most == -1:
+        return
+    if value == -1 or value > most:
+        raise RequestError(
+            f"{name} must be from 0 to {most} (set by --max-logprobs; -1, the whole vocabulary, "
+            "needs --max-logprobs -1)",
+            name,
+        )
+
+
+def _room(params: SamplingParams, max_model_len: int, prompt_len: int | None) -> int | None:
+    """max_tokens, at most what the context leaves after the prompt."""
+    if prompt_len is None:
+        return params.max_tokens
+    _check_length(prompt_len, max_model_len, max(params.min_tokens, 1))
+    left = max_model_len - prompt_len
+    return left if params.max_tokens is None else min(params.max_tokens, left)
+
+
+def _check_length(prompt_len: int, max_model_len: int, wanted: int) -> None:
+    if prompt_len + wanted > max_model_len:
+        raise ContextLengthExceeded(
+            f"the prompt has {prompt_len} tokens and at least {wanted} must be generated, but the "
+            f"model's context is {max_model_len} tokens; shorten the prompt or set "
+            "truncate_prompt_tokens",
+            "prompt",
+        )
+
+
+def _check_constraint(constraint: Any) -> None:
+    name = "structured_outputs"
+    if not isinstance(constraint, StructuredOutputs):
+        raise RequestError(f"{name} must be a StructuredOutputs", name)
+    given = [key for key in _CONSTRAINTS if getattr(constraint, key) is not None]
+    if len(given) != 1:
+        raise RequestError(
+            f"{name} takes exactly one of {', '.join(_CONSTRAINTS)}; "
+            f"{' and '.join(given) or 'none'} given",
+            name,
+        )
+    words = _constraint_rule(given[0])(getattr(constraint, given[0]))
+    if words is not None:
+        raise RequestError(f"{name}.{given[0]} {words}", name)
+    pattern = constraint.whitespace_pattern
+    if pattern is not None and not isinstance(pattern, str):
+        raise RequestError(f"{name}.whitespace_pattern must be a string", name)
+
+
+def _constraint_rule(key: str) -> _Rule:
+    return {"json": _schema, "choice": _choice, "json_object": _true}.get(key, _source)
+
+
+def _true(value: Any) -> str | None:
+    return None if value is True else "must be true where it is given"
+
+
+def _source(value: Any) -> str | None:
+    if not isinstance(value, str) or not value.strip():
+        return "must be a string that is not empty"
+    if len(value) > MAX_CONSTRAINT:
+        return f"must be at most {MAX_CONSTRAINT} characters long"
+    return None
+
+
+def _schema(value: Any) -> str | None:
+    if not isinstance(value, str | Mapping):
+        return "must be a JSON schema: an object, or a string that holds one"
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
+        parsed = json.loads(text) if len(text) <= MAX_CONSTRAINT else None
+    except (TypeError, ValueError, RecursionError) as error:
+        return f"is not valid JSON: {error}"[:200]
+    if len(text) > MAX_CONSTRAINT:
+        return f"must be at most {MAX_CONSTRAINT} characters of JSON"
+    return None if isinstance(parsed, dict | bool) else "must hold an object"
+
+
+def _choice(value: Any) -> str | None:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        return "must be a list of at least one string"
+    if len(value) > MAX_ALTERNATIVES:
+        return f"must have at most {MAX_ALTERNATIVES} entries"
+    if not all(isinstance(text, str) and text for text in value):
+        return "must hold strings that are not empty"
+    return (
+        f"must be at most {MAX_CONSTRAINT} characters in all"
+        if sum(map(len, value)) > MAX_CONSTRAINT
+        else None
+    )
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _integer(value: Any, least: float, most: float = math.inf) -> str | None:
+    if _is_int(value) and least <= value <= most:
+        return None
+    if most == math.inf:
+        return f"must be an integer of at least {least}"
+    return f"must be an integer from {least} to {most}"
+
+
+def _whole(least: int, most: float = math.inf, *, optional: bool = False) -> _Rule:
+    return lambda value: None if optional and value is None else _integer(value, least, most)
+
+
+def _number(low: float, high: float = math.inf, *, open_low: bool = False) -> _Rule:
+    """A finite number in [low, high], or in (low, high]."""
+    start = f"above {low:g}" if open_low else f"of at least {low:g}"
+    words = f"must be a number {start}" + ("" if high == math.inf else f" and at most {high:g}")
+
+    def rule(value: Any) -> str | None:
+        if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+            return words
+        if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
+            return words
+        return None
+
+    return rule
+
+
+def _boolean(value: Any) -> str | None:
+    return None if isinstance(value, bool) else "must be true or false"
+
+
+def _texts(count: int, length: int) -> _Rule:
+    def rule(value: Any) -> str | None:
+        if len(value) > count:
+            return f"must have at most {count} entries"
+        if not all(isinstance(text, str) and text for text in value):
+            return "must hold strings that are not empty"
+        if any(len(text) > length for text in value):
+            return f"must hold strings of at most {length} characters"
+        return None
+
+    return rule
+
+
+def _bias(value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        return "must be an object: token id -> number from -100 to 100"
+    if len(value) > MAX_IDS:
+        return f"must have at most {MAX_IDS} entries"
+    number = _number(-100, 100)
+    for key, bias in value.items():
+        if _id(key) is None:
+            return f"holds the key {key!r:.40}, which is not a token id"
+        words = number(bias)
+        if words is not None:
+            return f"of token {key} {words}"
+    return None
+
+
+def _id(key: Any) -> Any:
+    """A token id given as an integer or, as in JSON, in decimal digits; None if it is neither."""
+    if isinstance(key, str):
+        return int(key) if key.isascii() and key.isdigit() and len(key) < 20 else None
+    return key if _is_int(key) else None
+
+
+def _some_ids(value: Any) -> str | None:
+    return None if value is None or len(value) else "must name at least one token"
+
+
+def _few_ids(value: Any) -> str | None:
+    return None if len(value) <= MAX_IDS else f"must have at most {MAX_IDS} entries"
+
+
+def _kind(value: Any) -> str | None:
+    return None if isinstance(value, OutputKind) else "must be an OutputKind"
+
+
+def _table(value: Any) -> str | None:
+    return None if value is None or isinstance(value, Mapping) else "must be an object"
+
+
+#: Field -> what is wrong with a value of it, None if nothing is; what depends on the model or on
+#: other fields follows in `check`.
+_FIELDS: dict[str, _Rule] = {
+    "n": _whole(1),
+    "best_of": _whole(1, optional=True),
+    "presence_penalty": _number(-2, 2),
+    "frequency_penalty": _number(-2, 2),
+    "repetition_penalty": _number(0, 100, open_low=True),
+    "temperature": _number(0),
+    "top_p": _number(0, 1, open_low=True),
+    "top_k": _whole(-1),
+    "min_p": _number(0, 1),
+    "seed": _whole(0, 2**63 - 1, optional=True),
+    "stop": _texts(MAX_STOPS, MAX_STOP_LENGTH),
+    "stop_token_ids": _few_ids,
+    "ignore_eos": _boolean,
+    "max_tokens": _whole(1, optional=True),
+    "min_tokens": _whole(0),
+    "logprobs": _whole(-1, optional=True),
+    "prompt_logprobs": _whole(-1, optional=True),
+    "detokenize": _boolean,
+    "skip_special_tokens": _boolean,
+    "spaces_between_special_tokens": _boolean,
+    "include_stop_str_in_output": _boolean,
+    "truncate_prompt_tokens": lambda value: None,
+    "output_kind": _kind,
+    "logit_bias": _bias,
+    "allowed_token_ids": _some_ids,
+    "bad_words": _texts(MAX_BAD_WORDS, MAX_STOP_LENGTH),
+    "structured_outputs": lambda value: None,
+    "extra_args": _table,
+}
+
+if missing := set(fields_dict(SamplingParams)) - set(_FIELDS):
+    raise TypeError(f"sampling fields without a check: {sorted(missing)}")
