@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -23,26 +24,25 @@ _COMMON = (
 )  # fmt: skip
 
 
-def print_help(command: FlagCommand, ctx: click.Context, args: list[str]) -> None:
-    """Answer `--help=TOPIC` and end; nothing happens for any other arguments."""
+def print_help(shown: Sequence[str], ctx: click.Context, args: list[str]) -> None:
+    """Answer `--help=TOPIC` about the groups `shown` and end; else do nothing."""
     before = args[: args.index("--")] if "--" in args else args
     topics = [word.partition("=")[2] for word in before if word.startswith("--help=")]
     if not topics:
         return
     formatter = ctx.make_formatter()
-    write_topic(formatter, command, topics[-1], ctx)
+    write_topic(formatter, shown, topics[-1], ctx)
     click.echo(formatter.getvalue().rstrip("\n"))
     ctx.exit()
 
 
 def write_topic(
-    formatter: click.HelpFormatter, command: FlagCommand, topic: str, ctx: click.Context
+    formatter: click.HelpFormatter, shown: Sequence[str], topic: str, ctx: click.Context
 ) -> None:
     """The help of `all`, a group, a flag, or every flag whose name holds the word.
 
     Raises click.UsageError for a topic that fits nothing.
     """
-    shown = [name for name in GROUPS if name in command.groups]
     titles = {_title(name).lower(): name for name in shown}
     if topic.lower() == "all":
         for name in shown:
@@ -70,7 +70,7 @@ def write_group(formatter: click.HelpFormatter, name: str) -> None:
 
 def write_overview(formatter: click.HelpFormatter, command: FlagCommand) -> None:
     """The flags that most users need, and where the others are."""
-    shown = [name for name in GROUPS if name in command.groups]
+    shown = [name for name in GROUPS if command.server or name != "frontend"]
     flags = {spec.name: spec for name in shown for spec in flags_of(GROUPS[name])}
     with formatter.section("Flags used most"):
         formatter.write_dl([write_flag(flags[name]) for name in _COMMON if name in flags])

@@ -80,7 +80,7 @@ def _select(ctx: click.Context, param: click.Parameter, value: str | None) -> No
     callback=_select,
     help="Use only these plugins (a,b) or all but some (-c). Default: $MODULM_PLUGINS.",
 )
-@click.version_option(__version__, "--version", prog_name="modulm")
+@click.version_option(__version__, "-v", "--version", prog_name="modulm")
 def cli() -> None:
     """modulm: LLM inference and serving in which every replaceable part is a plugin."""
 

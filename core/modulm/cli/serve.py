@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from modulm.cli.options import FlagCommand, print_notices
-from modulm.config.sources import Draft
+
+if TYPE_CHECKING:
+    from modulm.config.sources import Draft
 
 __all__ = ["command"]
 

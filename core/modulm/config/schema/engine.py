@@ -183,7 +183,7 @@ def flatten(flags: Mapping[str, Any]) -> dict[str, Any]:
     return _renamed(flat)
 
 
-_OWN = frozenset(spec.name for _, spec in all_flags() if spec.own or spec.name == "model_tag")
+_OWN = frozenset(spec.name for _, spec in all_flags() if spec.own)
 _ALIASES = {
     alias.removeprefix("--").replace("-", "_"): spec.name
     for _, spec in all_flags()
@@ -232,7 +232,6 @@ def _spread(table: str, value: Any) -> dict[str, Any]:
 
 #: deprecated flag -> the one whose value it sets
 _RENAMED = {
-    "model_tag": "model",
     "guided_decoding_backend": "backend",
     "guided_decoding_disable_any_whitespace": "disable_any_whitespace",
     "guided_decoding_disable_additional_properties": "disable_additional_properties",

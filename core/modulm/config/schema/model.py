@@ -35,9 +35,10 @@ class ModelConfig:
     TITLE: ClassVar[str] = "ModelConfig"
     TABLE: ClassVar[str | None] = None
 
-    model: str = flag("demo", "Model to run: a folder, a Hugging Face id, or a short name.")
-    model_tag: str | None = flag(
-        None, "The model, as the positional argument of `serve`; the same as --model.", own=False
+    model: str = flag(
+        "demo",
+        "Model to run: a folder, a Hugging Face id, or a short name.",
+        aliases=("--model-tag",),
     )
     runner: str = flag(
         "auto",

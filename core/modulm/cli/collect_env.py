@@ -1,0 +1,119 @@
+"""`modulm collect-env`: what a bug report needs to know about machine and installation."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import click
+
+import modulm
+
+__all__ = ["command"]
+
+_PACKAGES = (
+    "torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy", "pluggy",
+    "stevedore", "fastapi", "uvicorn", "triton",
+)  # fmt: skip
+
+
+@click.command("collect-env")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(as_json: bool) -> None:
+    """Print versions, machine, plugins and environment, with secrets masked."""
+    report = _report()
+    if as_json:
+        click.echo(json.dumps(report, indent=2))
+        return
+    for title, rows in report.items():
+        click.secho(title, bold=True)
+        width = max((len(name) for name in rows), default=0)
+        for name, value in rows.items():
+            click.echo(f"  {name:{width}}  {value}")
+
+
+def _report() -> dict[str, dict[str, Any]]:
+    from modulm.config.sources import reported_environment
+
+    return {
+        "modulm": {"version": modulm.__version__, "python": sys.version.split()[0]},
+        "packages": _packages(),
+        "machine": _machine(),
+        "platforms": _platforms(),
+        "plugins": _plugins(),
+        "environment": reported_environment(),
+    }
+
+
+def _packages() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _machine() -> dict[str, Any]:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "system": platform.platform(),
+        "processor": _processor(),
+        "cores": f"{usable} usable of {os.cpu_count()}",
+        "memory": _memory(),
+        "c++ compiler": _compiler(),
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory() -> str:
+    try:
+        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return "unknown"
+    return f"{size / 2**30:.1f} GiB"
+
+
+def _compiler() -> str:
+    from shutil import which
+
+    return next((found for name in ("c++", "g++", "clang++") if (found := which(name))), "none")
+
+
+def _platforms() -> dict[str, str]:
+    """What each installed platform says about this machine; a broken one says why."""
+    from modulm.errors import PluginError
+    from modulm.plugins import manager
+
+    plugins = manager.current()
+    said: dict[str, str] = {}
+    for declared in plugins.names("platforms"):
+        try:
+            probe = plugins.load_declared(declared).probe()
+            said[declared.name] = f"score {probe.score}: {probe.reason}"
+        except PluginError as error:
+            said[declared.name] = f"broken: {error}"
+    return said
+
+
+def _plugins() -> dict[str, str]:
+    from modulm.plugins import manager
+
+    found: dict[str, list[str]] = {}
+    for declared in manager.current().everything():
+        found.setdefault(declared.origin, []).append(f"{declared.kind}/{declared.name}")
+    return {origin: ", ".join(sorted(names)) for origin, names in sorted(found.items())}

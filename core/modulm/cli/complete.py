@@ -1,0 +1,67 @@
+"""`modulm complete`: text that goes on from a prompt, from a server or a model in this process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from modulm.cli.chat import open_talker, show
+from modulm.cli.options import FlagCommand
+
+if TYPE_CHECKING:
+    from modulm.cli.talk import Asked, Talker
+    from modulm.config.sources import Draft
+
+__all__ = ["command"]
+
+
+@click.command("complete", cls=FlagCommand)
+@click.argument("model_tag", required=False, metavar="[MODEL]")
+@click.option("--url", help="Server to ask, with /v1; without it the model runs here.")
+@click.option("--model-name", help="Model on the server; default: the first that it lists.")
+@click.option("--api-key", help="Key for the server; default: MODULM_API_KEY, OPENAI_API_KEY.")
+@click.option("-q", "--quick", metavar="PROMPT", help="Complete one prompt and end.")
+@click.option("--stats", is_flag=True, help="Print tokens per second after each text.")
+@click.option("--max-tokens", type=int, default=128, show_default=True, help="Most new tokens.")
+@click.option("--temperature", type=float, help="Sampling temperature.")
+@click.option("--top-p", type=float, help="Probability mass to sample from.")
+def command(
+    draft: Draft,
+    model_tag: str | None,
+    url: str | None,
+    model_name: str | None,
+    api_key: str | None,
+    quick: str | None,
+    stats: bool,
+    max_tokens: int | None,
+    temperature: float | None,
+    top_p: float | None,
+) -> None:
+    """Complete prompts, one per line, until Ctrl-D.
+
+    With --url the server there answers; else MODEL (by default the embedded one) runs in this
+    process.
+    """
+    from modulm.cli.talk import Asked
+
+    talker = open_talker(draft, url, api_key, model_name)
+    asked = Asked(max_tokens, temperature, top_p)
+    try:
+        if quick is not None:
+            _complete(talker, quick, asked, stats)
+            return
+        while True:
+            _complete(talker, input("> "), asked, stats)
+    except (EOFError, KeyboardInterrupt):
+        click.echo()
+    finally:
+        talker.close()
+
+
+def _complete(talker: Talker, prompt: str, asked: Asked, stats: bool) -> None:
+    if not prompt.strip():
+        return
+    _, whole = show(talker.complete(prompt, asked))
+    if stats and whole and talker.stats:
+        click.secho(str(talker.stats), dim=True, err=True)

@@ -1,0 +1,107 @@
+"""A configuration in words: as a YAML file, as differences, with the origin of each value."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import frozen
+
+from modulm.config.resolve import Use, choose_platform, resolve
+from modulm.config.schema.engine import TABLES, EngineConfig, all_flags, spec_of
+from modulm.config.sources import Draft, draft, yaml_file
+
+__all__ = ["differences", "explained", "written"]
+
+
+def written(config: EngineConfig, *, as_json: bool, everything: bool) -> str:
+    """The configuration as a file that `--config` reads; secrets are masked."""
+    names = [spec.name for _, spec in all_flags()]
+    values = {name: config.value(name) for name in names} if everything else config.changed()
+    tables = _tables({name: _masked(name, value) for name, value in values.items()})
+    if as_json:
+        return json.dumps(tables, indent=2, default=str)
+    if not tables:
+        return "# every flag has its default"
+    import yaml
+
+    text: str = yaml.safe_dump(tables, sort_keys=False, allow_unicode=True)
+    return text.rstrip("\n")
+
+
+def differences(first: str, second: str | None) -> list[str]:
+    """One line for each flag that two YAML files set differently; without a second, defaults."""
+    left = draft(yaml_file(first)).config
+    right = draft(yaml_file(second)).config if second else EngineConfig()
+    names = sorted({*left.changed(), *right.changed()})
+    return [
+        f"{name}: {_masked(name, left.value(name))!r} -> {_masked(name, right.value(name))!r}"
+        for name in names
+        if left.value(name) != right.value(name)
+    ]
+
+
+@frozen
+class _Row:
+    flag: str
+    value: str
+    origin: str
+
+
+def explained(given: Draft, use: Use, *, as_json: bool) -> str:
+    """Every value that somebody set or that was decided, with its origin."""
+    rows = [
+        _Row(name, str(_masked(name, given.config.value(name))), origin)
+        for name, origin in given.origins.items()
+    ]
+    rows += _decided(given, use)
+    if as_json:
+        table = [{"flag": row.flag, "value": row.value, "from": row.origin} for row in rows]
+        return json.dumps(table, indent=2)
+    width = max((len(row.flag) for row in rows), default=0)
+    return "\n".join(f"{row.flag:{width}}  {row.value}  ({row.origin})" for row in rows)
+
+
+def _decided(given: Draft, use: Use) -> list[_Row]:
+    """What is decided for the open flags on this machine, for this checkpoint."""
+    from modulm.loading import open_checkpoint
+    from modulm.plugins import manager
+
+    plugins = manager.current()
+    platform, device = choose_platform(given.config, plugins)
+    checkpoint = open_checkpoint(given.config)
+    resolved = resolve(
+        given.config,
+        platform=platform,
+        hf_config=checkpoint.config,
+        plugins=plugins,
+        use=use,
+        given=given.given,
+    )
+    decisions = [device, *(d for d in resolved.decisions if d.subject != "device")]
+    return [
+        _Row(decision.subject, decision.winner or "", decision.reason)
+        for decision in decisions
+        if decision.subject not in given.origins
+    ]
+
+
+def _masked(name: str, value: Any) -> Any:
+    spec = spec_of(name)
+    return "***" if value and spec is not None and spec.secret else value
+
+
+def _tables(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags that have no name of their own go back into their group's table."""
+    homes = {group: table for table, group in TABLES.items()}
+    groups = {spec.name: group for group, spec in all_flags()}
+    tables: dict[str, Any] = {}
+    for name, value in values.items():
+        spec = spec_of(name)
+        plain = list(value) if isinstance(value, tuple) else value
+        if spec is not None and not spec.own and spec.key:
+            tables.setdefault(homes[groups[name]], {})[spec.key] = plain
+        else:
+            tables[name] = plain
+    return tables

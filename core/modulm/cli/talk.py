@@ -1,0 +1,224 @@
+"""Where answers come from: a server, or an engine in this process. Both stream pieces of text."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
+from queue import Queue
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+from uuid import uuid4
+
+from attrs import frozen
+
+from modulm.cli.client import Client
+
+if TYPE_CHECKING:
+    from modulm.config.sources import Draft
+    from modulm.engine.aio import AsyncLLM
+
+__all__ = ["Asked", "Local", "Piece", "Remote", "Stats", "Talker"]
+
+
+@frozen
+class Piece:
+    """Some text of an answer. A `tool` piece is a call the model wants made."""
+
+    kind: Literal["text", "reasoning", "tool"]
+    text: str
+
+
+@frozen
+class Stats:
+    """What one answer took: seconds to the first token and in all, and tokens of the answer."""
+
+    first: float
+    total: float
+    tokens: int
+
+    def __str__(self) -> str:
+        rate = self.tokens / self.total if self.total > 0 else 0.0
+        return (
+            f"{self.tokens} tokens in {self.total:.2f} s ({rate:.1f} tokens/s), "
+            f"first after {self.first * 1000:.0f} ms"
+        )
+
+
+@frozen
+class Asked:
+    """Sampling values that the user gave; None leaves one to the model's defaults."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+
+    def given(self) -> dict[str, Any]:
+        """Those that were given, by their names in the API and in SamplingParams."""
+        values = {
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class Talker(Protocol):
+    """One model to talk to. `stats` is of the last answer."""
+
+    model: str
+    stats: Stats | None
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], asked: Asked) -> Iterator[Piece]:
+        """The answer to a conversation; closing the iterator stops it."""
+
+    def complete(self, prompt: str, asked: Asked) -> Iterator[Piece]:
+        """The text that goes on from `prompt`."""
+
+    def close(self) -> None:
+        """Let everything go."""
+
+
+class Remote:
+    """A model behind OpenAI's API."""
+
+    def __init__(self, url: str, key: str | None, model: str | None) -> None:
+        self._client = Client(url, key)
+        self.model = model or self._client.first_model()
+        self.stats: Stats | None = None
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], asked: Asked) -> Iterator[Piece]:
+        body = {"model": self.model, "messages": list(messages), **asked.given()}
+        yield from self._timed("/chat/completions", body)
+
+    def complete(self, prompt: str, asked: Asked) -> Iterator[Piece]:
+        yield from self._timed(
+            "/completions", {"model": self.model, "prompt": prompt, **asked.given()}
+        )
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _timed(self, path: str, body: dict[str, Any]) -> Iterator[Piece]:
+        start = perf_counter()
+        first, chunks, tokens = 0.0, 0, 0
+        for chunk in self._client.stream(path, body):
+            tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
+            for choice in chunk.get("choices", []):
+                for piece in _pieces(choice):
+                    first = first or perf_counter() - start
+                    chunks += 1
+                    yield piece
+        self.stats = Stats(first, perf_counter() - start, tokens or chunks)
+
+
+def _pieces(choice: Mapping[str, Any]) -> Iterator[Piece]:
+    delta = choice.get("delta", {})
+    reasoning = delta.get("reasoning") or delta.get("reasoning_content")
+    if reasoning:
+        yield Piece("reasoning", reasoning)
+    text = delta.get("content") or choice.get("text")
+    if text:
+        yield Piece("text", text)
+    for call in delta.get("tool_calls") or ():
+        function = call.get("function", {})
+        name = function.get("name")
+        yield Piece("tool", (f"{name} " if name else "") + (function.get("arguments") or ""))
+
+
+class Local:
+    """A model in this process: the engine runs on an event loop of its own thread."""
+
+    def __init__(self, draft: Draft) -> None:
+        self._config = draft.config
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.model = draft.config.model.model
+        self.stats: Stats | None = None
+        self._engine: AsyncLLM = self._wait(self._start())
+
+    async def _start(self) -> AsyncLLM:
+        from modulm.engine.aio import AsyncLLM
+
+        return AsyncLLM.from_config(self._config)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], asked: Asked) -> Iterator[Piece]:
+        from modulm.text.chat import render
+
+        prompt = render(messages, tokenizer=self._engine.tokenizer)
+        # The template has written the tokens that begin a prompt.
+        ids = self._engine.tokenizer.encode(prompt, add_special_tokens=False)
+        yield from self._parsed({"prompt_token_ids": ids}, prompt, asked)
+
+    def complete(self, prompt: str, asked: Asked) -> Iterator[Piece]:
+        for text in self._streamed(prompt, asked):
+            yield Piece("text", text)
+
+    def close(self) -> None:
+        async def stop() -> None:
+            result = self._engine.shutdown()
+            if asyncio.iscoroutine(result):
+                await result
+
+        self._wait(stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5)
+
+    def _parsed(self, prompt: Any, tail: str, asked: Asked) -> Iterator[Piece]:
+        """The answer through the reasoning parser, if one is set."""
+        from modulm.contracts.parser import Content, ParseContext, Reasoning
+        from modulm.parsing import message_parser
+
+        parser = message_parser(
+            ParseContext(prompt_tail=tail[-512:], tokenizer=self._engine.tokenizer),
+            None,
+            self._config.structured_outputs.reasoning_parser,
+        )
+        for text in self._streamed(prompt, asked):
+            for event in parser.feed(text):
+                if isinstance(event, Reasoning):
+                    yield Piece("reasoning", event.text)
+                elif isinstance(event, Content):
+                    yield Piece("text", event.text)
+        for event in parser.finish():
+            if isinstance(event, Content | Reasoning):
+                yield Piece("text" if isinstance(event, Content) else "reasoning", event.text)
+
+    def _streamed(self, prompt: Any, asked: Asked) -> Iterator[str]:
+        """New text as the engine makes it; leaving early aborts the request."""
+        queue: Queue[Any] = Queue()
+        job = asyncio.run_coroutine_threadsafe(self._feed(prompt, asked, queue), self._loop)
+        start = perf_counter()
+        first, tokens = 0.0, 0
+        try:
+            while (item := queue.get()) is not None:
+                text, new = item
+                first = first or perf_counter() - start
+                tokens += new
+                if text:
+                    yield text
+        finally:
+            job.cancel()
+            self.stats = Stats(first, perf_counter() - start, tokens)
+        try:
+            job.result()
+        except CancelledError:
+            return
+
+    async def _feed(self, prompt: Any, asked: Asked, queue: Queue[Any]) -> None:
+        from modulm.contracts.sampling import OutputKind, SamplingParams
+
+        given = {"max_tokens": None, **asked.given()}
+        params = SamplingParams(output_kind=OutputKind.DELTA, **given)
+        outputs: AsyncIterator[Any] = self._engine.generate(prompt, params, uuid4().hex)
+        try:
+            async for output in outputs:
+                new = output.outputs[0]
+                queue.put((new.text, len(new.token_ids)))
+        finally:
+            queue.put(None)
+
+    def _wait(self, job: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(job, self._loop).result()
