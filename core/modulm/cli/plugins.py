@@ -132,12 +132,11 @@ def _state(declaration: Declaration) -> str:
     manager = plugins.current()
     if not manager.selection.permits(declaration):
         return "off"
+    wanted = (declaration.kind, declaration.name, declaration.priority)
     same = [
         d
         for d in manager.everything()
-        if (d.kind, d.name, d.priority)
-        == (declaration.kind, declaration.name, declaration.priority)
-        and manager.selection.permits(d)
+        if (d.kind, d.name, d.priority) == wanted and manager.selection.permits(d)
     ]
     if declaration.kind != "hooks" and len({d.target for d in same}) > 1:
         return "conflict"

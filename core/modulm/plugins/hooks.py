@@ -50,21 +50,15 @@ class Hooks:
         Raises PluginBroken for a misspelt hook or argument, a hook that was not marked, a bad
         declaration, or anything that the plugin itself raises.
         """
-        for attribute in self._implementations(plugin, name):
-            if attribute not in self._known:
-                close = get_close_matches(attribute, self._known, n=1)
-                hint = f"; did you mean {close[0]}?" if close else ""
-                raise PluginBroken(f"{name}: there is no hook {attribute}{hint}")
         try:
+            self._check_names(plugin)
             self._manager.register(plugin, name)
             self._manager.check_pending()
-            return tuple(self._declarations(plugin, name))
+            return tuple(self._declarations(plugin))
         except Exception as error:
             self.remove(plugin)
-            if isinstance(error, PluginBroken):
-                raise
             reason = str(error) or type(error).__name__
-            raise PluginBroken(f"{name}: registering failed: {reason}") from error
+            raise PluginBroken(f"hook plugin {name}: {reason}") from error
 
     def remove(self, plugin: object) -> None:
         """Take a plugin out again; unknown ones are ignored."""
@@ -87,34 +81,38 @@ class Hooks:
         """Deliver a historic notice, now and to every plugin that is registered later."""
         getattr(self._manager.hook, hook).call_historic(kwargs=arguments)
 
-    def _implementations(self, plugin: object, name: str) -> Iterator[str]:
+    def _check_names(self, plugin: object) -> None:
+        """Before pluggy, which looks for misspelt hooks only when history has been delivered."""
         for attribute in dir(plugin):
             options = self._manager.parse_hookimpl_opts(plugin, attribute)
             if options is not None:
-                yield options.get("specname") or attribute
+                hook = options.get("specname") or attribute
+                if hook not in self._known:
+                    close = get_close_matches(hook, self._known, n=1)
+                    hint = f"; did you mean {close[0]}?" if close else ""
+                    raise PluginBroken(f"there is no hook {hook}{hint}")
             elif attribute.startswith(_PREFIX) and inspect.isroutine(
                 inspect.getattr_static(plugin, attribute)
             ):
                 raise PluginBroken(
-                    f"{name}: {attribute} is not marked as a hook; "
+                    f"{attribute} is not marked as a hook; "
                     "put @hookimpl (from modulm.plugins) above it"
                 )
 
-    def _declarations(self, plugin: object, name: str) -> Iterator[Declaration]:
+    def _declarations(self, plugin: object) -> Iterator[Declaration]:
         for hook, kinds in _KINDS_OF.items():
             for implementation in getattr(self._manager.hook, hook).get_hookimpls():
                 if implementation.plugin is plugin:
                     for declared in implementation.function():
-                        yield _complete(declared, hook, kinds, name)
+                        yield _complete(declared, hook, kinds)
 
 
-def _complete(declared: object, hook: str, kinds: tuple[str, ...], name: str) -> Declaration:
+def _complete(declared: object, hook: str, kinds: tuple[str, ...]) -> Declaration:
     if not isinstance(declared, Declaration):
-        raise PluginBroken(f"{name}: {hook} gave {declared!r}, which is not a Declaration")
+        raise PluginBroken(f"{hook} gave {declared!r}, which is not a Declaration")
     kind = declared.kind or (kinds[0] if len(kinds) == 1 else "")
     if kind not in kinds:
         raise PluginBroken(
-            f"{name}: {hook} declares {declared.name!r} of kind {kind!r}; it may be "
-            f"{' or '.join(kinds)}"
+            f"{hook} declares {declared.name!r} of kind {kind!r}; it may be {' or '.join(kinds)}"
         )
     return evolve(declared, kind=kind).check()

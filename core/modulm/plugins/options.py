@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, TypeVar
 
+from attrs import fields
+
 from modulm.errors import ConfigError
 
 __all__ = ["structure"]
@@ -26,10 +28,26 @@ def structure(table: Mapping[str, Any], into: type[T], path: str) -> T:
     try:
         value: T = _converter().structure(dict(table), into)
     except BaseValidationError as error:
-        first, *_ = transform_error(error, path=path)
+        first, *_ = transform_error(error, path, _describe)
         message, _, field = first.rpartition(" @ ")
         raise ConfigError(field or path, message or first) from error
     return value
+
+
+def _describe(error: BaseException, expected: type | None) -> str:
+    from cattrs.errors import ForbiddenExtraKeysError
+    from cattrs.v import format_exception
+
+    if isinstance(error, ForbiddenExtraKeysError):
+        known = ", ".join(a.name for a in fields(error.cl))
+        return f"unknown option {', '.join(sorted(error.extra_fields))}; there are {known}"
+    if isinstance(error, _WrongType):
+        return str(error)
+    return format_exception(error, expected)
+
+
+class _WrongType(ValueError):
+    """A value is of another type than its option."""
 
 
 @cache
@@ -45,7 +63,7 @@ def _converter() -> Any:
 def _exact(accepted: tuple[type, ...]) -> Any:
     def check(value: Any, target: type) -> Any:
         if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
-            raise ValueError(f"{value!r} is not of type {target.__name__}")
+            raise _WrongType(f"{value!r} is not of type {target.__name__}")
         return target(value)
 
     return check

@@ -1,0 +1,179 @@
+"""Hook plugins are registered whole or not at all, and cannot hurt what does not need them."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from modulm.errors import PluginBroken, PluginConflict, PluginIncompatible
+from modulm.plugins import Declaration, PluginManager, hookimpl
+from modulm.plugins.selection import Selection
+
+HOOK = {"modulm": {"extra": "mod_hook"}}
+DECLARES = """
+    from modulm.plugins import Declaration, hookimpl
+
+    @hookimpl
+    def modulm_models():
+        return [Declaration(f"Extra{i}", "mod_models:Extra", api=1) for i in range(3)]
+"""
+
+
+def models(manager: PluginManager) -> set[str]:
+    return {d.name for d in manager.names("models") if d.name.startswith("Extra")}
+
+
+def test_declared_lazily_and_once(install):
+    install("modulm-a", HOOK, {"mod_hook": DECLARES})
+    manager = PluginManager()
+    assert models(manager) == set()
+    assert "mod_hook" not in sys.modules
+    assert manager.find("models", "Extra1").origin == "modulm-a 1.0"
+    manager.load_hooks()
+    manager.add(sys.modules["mod_hook"])
+    assert models(manager) == {"Extra0", "Extra1", "Extra2"}
+    assert len(manager.hook.modulm_models()) == 1
+    assert "mod_models" not in sys.modules
+
+
+def test_declared_with_a_wrong_api_is_not_imported(install):
+    install("modulm-a", HOOK, {"mod_hook": DECLARES.replace("api=1", "api=7")})
+    manager = PluginManager()
+    with pytest.raises(PluginIncompatible, match="written for version 7"):
+        manager.load("models", "Extra1")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            "@hookimpl\ndef modulm_modles(): return []",
+            "no hook modulm_modles; did you mean",
+        ),
+        ("@hookimpl\ndef modulm_choose_attention(spek): ...", "spek"),
+        ("def modulm_models(): return []", "modulm_models is not marked as a hook"),
+        ("@hookimpl\ndef modulm_models(): return ['Extra']", "not a Declaration"),
+        ("@hookimpl\ndef modulm_models(): raise OSError('no list')", "no list"),
+        (
+            "@hookimpl\ndef modulm_models(): return [Declaration('ExtraBad', 'nonsense')]",
+            "package.module:attribute",
+        ),
+        (
+            "@hookimpl\ndef modulm_parsers(): return [Declaration('p', 'a:B')]",
+            "tool_parsers or reasoning_parsers",
+        ),
+        ("import no_such_module", "no_such_module"),
+    ],
+)
+def test_bad_plugin_leaves_nothing(install, driver, source, message):
+    header = "from modulm.plugins import Declaration, hookimpl\n"
+    good = "@hookimpl\ndef modulm_platforms(): return [Declaration('extra_chip', 'a:B', api=1)]\n"
+    install("modulm-a", HOOK, {"mod_hook": header + good + source})
+    install("modulm-b", {"modulm.schedulers": {"fine": "mod_b:Shortest"}}, {"mod_b": driver})
+    manager = PluginManager()
+    manager.load_hooks()
+    assert "extra_chip" not in {d.name for d in manager.names("platforms")}
+    assert models(manager) == set()
+    assert manager.hook.modulm_platforms() == []
+    assert manager.load("schedulers", "fine").name == "shortest"
+    problem = manager.problems["extra"]
+    assert isinstance(problem, PluginBroken)
+    assert message in str(problem)
+    assert "modulm-a 1.0" in str(problem)
+
+
+def test_bad_plugin_that_was_asked_for_is_an_error(install):
+    install("modulm-a", HOOK, {"mod_hook": "1 / 0"})
+    manager = PluginManager(Selection.parse("modulm-a"))
+    for _ in range(2):
+        with pytest.raises(PluginBroken, match="division by zero"):
+            manager.load_hooks()
+
+
+def test_name_that_may_come_from_a_broken_plugin_says_so(install):
+    install("modulm-a", HOOK, {"mod_hook": "1 / 0"})
+    with pytest.raises(Exception, match="division by zero"):
+        PluginManager().load("models", "Extra1")
+
+
+def test_entry_point_and_hook_with_one_name(install):
+    install("modulm-a", HOOK, {"mod_hook": DECLARES})
+    install("modulm-b", {"modulm.models": {"Extra1": "mod_b:Extra"}}, {})
+    manager = PluginManager()
+    with pytest.raises(PluginConflict, match="modulm-a 1.0 and by modulm-b 1.0|modulm-b.*modulm-a"):
+        manager.find("models", "Extra1")
+    assert manager.find("models", "Extra2").distribution == "modulm-a"
+
+
+def test_higher_priority_stands_in(install):
+    install("modulm-a", HOOK, {"mod_hook": DECLARES.replace("api=1", "priority=5")})
+    install("modulm-b", {"modulm.models": {"Extra1": "mod_b:Extra"}}, {})
+    assert PluginManager().find("models", "Extra1").distribution == "modulm-a"
+
+
+def test_notice_that_raises_switches_its_plugin_off(caplog):
+    told = []
+
+    class Bad:
+        @hookimpl
+        def modulm_step_finished(self, stats):
+            raise RuntimeError("no thanks")
+
+    class Good:
+        @hookimpl
+        def modulm_step_finished(self, stats):
+            told.append(stats)
+
+    manager = PluginManager()
+    manager.add(Good(), "good")
+    manager.add(Bad(), "bad")
+    manager.notify("modulm_step_finished", stats=1)
+    manager.notify("modulm_step_finished", stats=2)
+    assert told == [1, 2]
+    assert caplog.text.count("plugin bad raised in modulm_step_finished") == 1
+
+
+def test_historic_notice_reaches_later_plugins():
+    told = []
+
+    class Late:
+        @hookimpl
+        def modulm_config_final(self, config):
+            told.append(config)
+
+    manager = PluginManager()
+    manager.config_final("the config")
+    manager.add(Late())
+    assert told == ["the config"]
+
+
+def test_misspelt_hook_is_not_told_history():
+    told = []
+
+    class Late:
+        @hookimpl
+        def modulm_config_final(self, config):
+            told.append(config)
+
+        @hookimpl
+        def modulm_confg(self): ...
+
+    manager = PluginManager()
+    manager.config_final("the config")
+    with pytest.raises(PluginBroken, match="modulm_confg"):
+        manager.add(Late())
+    assert told == []
+
+
+def test_object_plugins_cannot_go_to_workers():
+    manager = PluginManager()
+    manager.add(SimpleNamespace(), "loose")
+    with pytest.raises(Exception, match="workers need a module"):
+        manager.snapshot()
+
+
+def test_declaration_is_plain_data():
+    declaration = Declaration("Extra", "a.b:C", kind="models", distribution="modulm-a", version="1")
+    assert str(declaration) == "models/Extra (modulm-a 1)"
