@@ -32,6 +32,11 @@ class Sharing:
         self._chains: dict[int, tuple[Chain, ...]] = {}
         self._filling: dict[bytes, int] = {}
 
+    @property
+    def expected(self) -> int:
+        """Named blocks that running rows are about to fill."""
+        return len(self._filling)
+
     def lookup(self, entry: Entry) -> Hit | None:
         """What of the entry's tokens is cached; None: better wait, a running row computes it."""
         if not self.enabled:

@@ -1,0 +1,151 @@
+"""What a caller gets: the values that `LLM` returns and `AsyncLLM` streams, with vLLM's fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attrs import define, field
+
+__all__ = [
+    "BeamSearchOutput",
+    "BeamSearchSequence",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
+    "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "Logprob",
+    "PoolingOutput",
+    "PoolingRequestOutput",
+    "RequestMetrics",
+    "RequestOutput",
+    "ScoringOutput",
+    "ScoringRequestOutput",
+]
+
+
+@define
+class Logprob:
+    """One token's log probability, its rank (1 is the most probable), and its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+#: One position: token id -> Logprob, the chosen token first, then the best in order.
+Position = dict[int, Logprob]
+
+
+@define
+class RequestMetrics:
+    """When things happened to a request, in seconds of the monotonic clock."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+
+
+@define
+class CompletionOutput:
+    """One of the n answers. In a delta stream text, token_ids and logprobs hold what is new.
+
+    finish_reason: None while it runs, then "stop", "length", "abort" or "error". stop_reason: the
+    stop string or token id that ended it, None for end of sequence; with "error", what went wrong.
+    cumulative_logprob: of all tokens so far, where logprobs were asked for.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[Position] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        """Whether nothing will be added."""
+        return self.finish_reason is not None
+
+
+@define
+class RequestOutput:
+    """What a request has given so far. prompt is None for a prompt given as token ids.
+
+    prompt_logprobs: one entry per prompt token, None for the first. num_cached_tokens: prompt
+    tokens that were found in the prefix cache, None until the request has run.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[Position | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int | None = None
+
+
+@define
+class PoolingOutput:
+    """data: a numpy array, [values] or [tokens, values]."""
+
+    data: Any
+
+
+@define
+class PoolingRequestOutput:
+    """What a pooling request gave."""
+
+    request_id: str
+    outputs: Any
+    prompt_token_ids: list[int]
+    finished: bool = True
+    num_cached_tokens: int | None = None
+
+
+@define
+class EmbeddingOutput:
+    """embedding: as many floats as the model's embeddings are wide."""
+
+    embedding: list[float]
+
+
+@define
+class ClassificationOutput:
+    """probs: one probability per class."""
+
+    probs: list[float]
+
+
+@define
+class ScoringOutput:
+    """score: the similarity of a pair of texts."""
+
+    score: float
+
+
+EmbeddingRequestOutput = PoolingRequestOutput
+ClassificationRequestOutput = PoolingRequestOutput
+ScoringRequestOutput = PoolingRequestOutput
+
+
+@define
+class BeamSearchSequence:
+    """One beam. tokens: prompt and answer; cum_logprob: of the answer's tokens."""
+
+    tokens: list[int]
+    logprobs: list[Position] = field(factory=list)
+    cum_logprob: float = 0.0
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@define
+class BeamSearchOutput:
+    """The best beams of one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]
