@@ -1,0 +1,41 @@
+# make serve, make test: set up .venv (once) and go. PYTHON=python3.12 picks the interpreter,
+# ARGS='...' is passed on: make serve ARGS='--port 8001', make test ARGS='tests/unit -k blocks'.
+
+SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c '$(SUITABLE)' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+ARGS ?=
+
+.PHONY: help setup serve test lint types check clean
+
+help:
+	@echo "make serve   serve the embedded model on http://127.0.0.1:8000"
+	@echo "make test    run all tests"
+	@echo "make lint    ruff and its formatter"
+	@echo "make types   mypy --strict on the core"
+	@echo "make check   lint, types, workspace and size rules: what CI runs before the tests"
+
+setup:
+	@test -n "$(PYTHON)" || { echo "setup: Python 3.11, 3.12 or 3.13 is needed"; exit 1; }
+	@$(PYTHON) tools/bootstrap.py
+
+serve: setup
+	@$(BIN)/modulm serve $(ARGS)
+
+test: setup
+	@$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+check: lint types
+	$(BIN)/python tools/workspace.py check
+	$(BIN)/python tools/size.py
+
+clean:
+	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,154 @@
+"""Set up .venv with everything a clone needs. Needs only Python; does nothing when up to date.
+
+torch comes first and through pip, which takes a CPU build where pip is configured to find one;
+all packages of this repository then come in one call of uv. Settings: UV and pip's own variables.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
+PYTHON = BIN / "python"
+STAMP = VENV / ".modulm-stamp"
+SUPPORTED = ((3, 11), (3, 14))
+TORCH_AT_LEAST = (2, 9)
+TORCH = "torch==2.13.*"
+UV = "uv>=0.9,<1"
+
+
+def say(message: str) -> None:
+    """Tell what is being done."""
+    print(f"setup: {message}", flush=True)
+
+
+def packages() -> list[Path]:
+    """Folders of the distributions that are pure Python, the core first."""
+    plugins = sorted(path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml"))
+    return [ROOT, *plugins]
+
+
+def kernels() -> list[Path]:
+    """Folders of the distributions that are compiled."""
+    return [path.parent for path in [ROOT / "kernels/cpu/pyproject.toml"] if path.exists()]
+
+
+def inputs() -> Iterator[Path]:
+    """Files whose change means that something must be installed again."""
+    yield ROOT / "constraints.txt"
+    yield Path(__file__)
+    for folder in packages():
+        yield folder / "pyproject.toml"
+    for folder in kernels():
+        for path in sorted(folder.rglob("*")):
+            if path.suffix in {".toml", ".txt", ".cpp", ".h", ".hpp", ".cc"}:
+                if "build" not in path.relative_to(folder).parts:
+                    yield path
+
+
+def fingerprint() -> str:
+    """Changes when an input, the interpreter or the compiler does."""
+    digest = hashlib.sha256(f"{sys.version_info[:2]} {compiler()} {VENV}".encode())
+    for path in inputs():
+        digest.update(path.relative_to(ROOT).as_posix().encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def compiler() -> str | None:
+    """The C++ compiler, if there is one."""
+    return next(
+        filter(None, map(shutil.which, [os.environ.get("CXX") or "c++", "g++", "clang++"])), None
+    )
+
+
+def run(*command: str | Path, quiet: bool = False) -> bool:
+    """Run a command and say whether it went well."""
+    output = subprocess.DEVNULL if quiet else None
+    return subprocess.run([str(part) for part in command], cwd=ROOT, stdout=output).returncode == 0
+
+
+def ask(code: str) -> str:
+    """What the interpreter of .venv prints; empty if it fails."""
+    done = subprocess.run([str(PYTHON), "-c", code], capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def installed(distribution: str) -> tuple[int, ...]:
+    """Major and minor version of a distribution in .venv; empty if it is not there."""
+    version = ask(f"from importlib.metadata import version; print(version({distribution!r}))")
+    return tuple(int(part) for part in version.split(".")[:2]) if version else ()
+
+
+def make_venv() -> None:
+    """Make .venv if it is not there or does not work."""
+    if PYTHON.exists() and ask("print(1)") == "1":
+        return
+    say(f"making .venv with Python {sys.version.split()[0]}")
+    venv.create(VENV, with_pip=True, clear=True)
+
+
+def get_torch() -> bool:
+    """Keep a torch that is new enough, else get one with pip."""
+    found = installed("torch")
+    if found >= TORCH_AT_LEAST:
+        say(f"keeping torch {'.'.join(map(str, found))}")
+        return True
+    say(f"installing {TORCH} (takes a while the first time)")
+    return run(PYTHON, "-m", "pip", "install", "--quiet", "--prefer-binary", TORCH)
+
+
+def get_packages() -> bool:
+    """Install everything else, editable, in one call; without kernels if they cannot be built."""
+    if not installed("uv") and not run(PYTHON, "-m", "pip", "install", "--quiet", UV):
+        return False
+    install = [BIN / "uv", "pip", "install", "--quiet", "--python", PYTHON]
+    install += ["--constraints", "constraints.txt", "--group", "dev"]
+    pure = [part for folder in packages() for part in ("-e", folder)]
+    compiled = [part for folder in kernels() for part in ("-e", folder)]
+    if compiled and compiler() is None:
+        say("no C++ compiler found: the CPU kernels are left out and plain torch is used")
+        say(
+            "for the fast path install one (Debian: apt install g++; macOS: xcode-select --install)"
+        )
+        compiled = []
+    say(f"installing {(len(pure) + len(compiled)) // 2} packages of this repository")
+    if run(*install, *pure, *compiled):
+        return True
+    if compiled:
+        say("the above failed; trying again without the CPU kernels, on plain torch")
+        return run(*install, *pure)
+    return False
+
+
+def main() -> int:
+    """Bring .venv up to date. 0 if all is well."""
+    if not SUPPORTED[0] <= sys.version_info[:2] < SUPPORTED[1]:
+        say(
+            f"Python 3.11 to 3.13 is needed, this is {sys.version.split()[0]}; make PYTHON=python3.12"
+        )
+        return 1
+    wanted = fingerprint()
+    if STAMP.exists() and STAMP.read_text() == wanted and PYTHON.exists():
+        say("up to date")
+        return 0
+    make_venv()
+    if not get_torch() or not get_packages():
+        say("failed; see the messages above")
+        return 1
+    STAMP.write_text(wanted)
+    say("done")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
