@@ -1,0 +1,35 @@
+"""CPU kernels of modulm: C++ behind a plain C ABI, one library per instruction set.
+
+`ops()` gives the op table of the best level this processor runs, `ops(level)` that of another.
+Importing this package raises LibraryMissing (an ImportError) when nothing was compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+from modulm_kernels_cpu.elementwise import elementwise_ops
+from modulm_kernels_cpu.library import LEVELS, Library, LibraryMissing, levels, load
+
+__all__ = ["LEVELS", "Library", "LibraryMissing", "levels", "load", "ops", "set_threads"]
+
+
+def ops(level: str | None = None) -> Mapping[str, Callable[..., Any]]:
+    """Op name -> callable on tensors, for `level` or the best one; names as in the core's twins."""
+    return _ops(load(level))
+
+
+@cache
+def _ops(library: Library) -> Mapping[str, Callable[..., Any]]:
+    return MappingProxyType(elementwise_ops(library))
+
+
+def set_threads(count: int) -> None:
+    """Use `count` threads in the best level's ops; 0 for one per core that this process may use."""
+    load().set_threads(count)
+
+
+load()

@@ -1,0 +1,204 @@
+"""Norms, gated activations, rotation and lookup. Shapes and meaning are those of the twins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modulm_kernels_cpu.check import CODES, contiguous, dense_rows, dtype_code, need, shape
+from modulm_kernels_cpu.library import Library
+
+__all__ = ["elementwise_ops"]
+
+_ACTIVATIONS = {"silu": 0, "none": 1, "tanh": 2}
+
+
+def elementwise_ops(library: Library) -> dict[str, Callable[..., Any]]:
+    """The ops of this module, bound to one level."""
+    return {
+        "rms_norm": _rms_norm(library),
+        "add_rms_norm": _add_rms_norm(library),
+        "layer_norm": _layer_norm(library),
+        "silu_and_mul": _silu_and_mul(library),
+        "gelu_and_mul": _gelu_and_mul(library),
+        "rotary": _rotary(library),
+        "embedding": _embedding(library),
+    }
+
+
+def _output(x: Tensor, out: Tensor | None, *sizes: int) -> Tensor:
+    if out is None:
+        return x.new_empty(sizes)
+    shape("out", out, *sizes)
+    contiguous("out", out, x.dtype)
+    return out
+
+
+def _weight_code(name: str, weight: Tensor, x: Tensor, size: int) -> int:
+    """Code of a per-channel weight: [size], of x's dtype or fp32."""
+    shape(name, weight, size)
+    contiguous(name, weight)
+    need(
+        weight.dtype in (x.dtype, torch.float32),
+        f"{name} must be {x.dtype} or float32, not {weight.dtype}",
+    )
+    return CODES[weight.dtype]
+
+
+def _rms_norm(library: Library) -> Callable[..., Tensor]:
+    call = library.call("rms_norm", "pnppffpnnii")
+
+    def rms_norm(
+        x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, offset: float = 0.0
+    ) -> Tensor:
+        code = dtype_code("x", x)
+        size = x.shape[-1]
+        rows = x if x.dim() == 2 else x.reshape(-1, size)
+        stride = dense_rows("x", rows)
+        weight_code = _weight_code("weight", weight, x, size)
+        out = _output(x, out, *x.shape)
+        call(
+            rows.data_ptr(), stride, None, weight.data_ptr(), eps, offset, out.data_ptr(),
+            rows.shape[0], size, code, weight_code,
+        )  # fmt: skip
+        return out
+
+    return rms_norm
+
+
+def _add_rms_norm(library: Library) -> Callable[..., Tensor]:
+    call = library.call("rms_norm", "pnppffpnnii")
+
+    def add_rms_norm(
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        out: Tensor | None = None,
+        offset: float = 0.0,
+    ) -> Tensor:
+        code = dtype_code("x", x)
+        stride = dense_rows("x", x)
+        tokens, size = x.shape
+        shape("residual", residual, tokens, size)
+        contiguous("residual", residual, x.dtype)
+        weight_code = _weight_code("weight", weight, x, size)
+        out = _output(x, out, tokens, size)
+        call(
+            x.data_ptr(), stride, residual.data_ptr(), weight.data_ptr(), eps, offset,
+            out.data_ptr(), tokens, size, code, weight_code,
+        )  # fmt: skip
+        return out
+
+    return add_rms_norm
+
+
+def _layer_norm(library: Library) -> Callable[..., Tensor]:
+    call = library.call("layer_norm", "pnppfpnnii")
+
+    def layer_norm(
+        x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = None
+    ) -> Tensor:
+        code = dtype_code("x", x)
+        size = x.shape[-1]
+        rows = x if x.dim() == 2 else x.reshape(-1, size)
+        stride = dense_rows("x", rows)
+        weight_code = _weight_code("weight", weight, x, size)
+        if bias is not None:
+            shape("bias", bias, size)
+            contiguous("bias", bias, weight.dtype)
+        out = _output(x, out, *x.shape)
+        call(
+            rows.data_ptr(), stride, weight.data_ptr(), None if bias is None else bias.data_ptr(),
+            eps, out.data_ptr(), rows.shape[0], size, code, weight_code,
+        )  # fmt: skip
+        return out
+
+    return layer_norm
+
+
+def _gated(library: Library) -> Callable[[Tensor, Tensor | None, int], Tensor]:
+    call = library.call("gated", "pnpnnii")
+
+    def gated(x: Tensor, out: Tensor | None, kind: int) -> Tensor:
+        code = dtype_code("x", x)
+        need(x.shape[-1] % 2 == 0, f"x must have an even last dimension, not {list(x.shape)}")
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        stride = dense_rows("x", rows)
+        size = x.shape[-1] // 2
+        out = _output(x, out, *x.shape[:-1], size)
+        call(rows.data_ptr(), stride, out.data_ptr(), rows.shape[0], size, kind, code)
+        return out
+
+    return gated
+
+
+def _silu_and_mul(library: Library) -> Callable[..., Tensor]:
+    gated = _gated(library)
+
+    def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
+        return gated(x, out, _ACTIVATIONS["silu"])
+
+    return silu_and_mul
+
+
+def _gelu_and_mul(library: Library) -> Callable[..., Tensor]:
+    gated = _gated(library)
+
+    def gelu_and_mul(x: Tensor, approximate: str = "none", out: Tensor | None = None) -> Tensor:
+        need(approximate in ("none", "tanh"), f"approximate must be none or tanh: {approximate!r}")
+        return gated(x, out, _ACTIVATIONS[approximate])
+
+    return gelu_and_mul
+
+
+def _rotary(library: Library) -> Callable[..., None]:
+    call = library.call("rotary", "pnnnpnnnppnniii")
+
+    def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, neox: bool = True) -> None:
+        code = dtype_code("q", q)
+        tokens, size = q.shape[0], cos_sin.shape[-1]
+        for name, heads in (("q", q), ("k", k)):
+            need(
+                heads.dim() == 3 and heads.shape[0] == tokens, f"{name} must be [tokens, heads, D]"
+            )
+            need(heads.stride(2) == 1 and heads.dtype == q.dtype, f"{name} must have dense heads")
+            need(heads.shape[2] >= size and size % 2 == 0, f"cos_sin is wider than {name}'s heads")
+        contiguous("positions", positions, torch.int64)
+        shape("positions", positions, tokens)
+        contiguous("cos_sin", cos_sin)
+        need(
+            cos_sin.dtype in (q.dtype, torch.float32),
+            f"cos_sin must be {q.dtype} or float32, not {cos_sin.dtype}",
+        )
+        call(
+            q.data_ptr(), q.stride(0), q.stride(1), q.shape[1],
+            k.data_ptr(), k.stride(0), k.stride(1), k.shape[1],
+            positions.data_ptr(), cos_sin.data_ptr(), tokens, size, int(neox), code,
+            CODES[cos_sin.dtype],
+        )  # fmt: skip
+
+    return rotary
+
+
+def _embedding(library: Library) -> Callable[..., Tensor]:
+    call = library.call("embedding", "ppnpn")
+
+    def embedding(ids: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        contiguous("ids", ids, torch.int64)
+        contiguous("weight", weight)
+        rows, size = weight.shape
+        if ids.numel():
+            low, high = ids.aminmax()
+            need(0 <= int(low) and int(high) < rows, f"ids must lie in [0, {rows})")
+        out = _output(weight, out, *ids.shape, size)
+        call(
+            ids.data_ptr(), weight.data_ptr(), size * weight.element_size(), out.data_ptr(),
+            ids.numel(),
+        )  # fmt: skip
+        return out
+
+    return embedding

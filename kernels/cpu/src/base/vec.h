@@ -1,0 +1,176 @@
+// Vectors of fp32 lanes, as wide as the level's registers, on GCC's vector extensions.
+//
+// Arithmetic, comparison and ?: are the compiler's; this file adds loads and stores that convert
+// from and to the storage types, partial ones for tails, and reductions in a fixed order.
+#pragma once
+
+#include <cstring>
+
+#include "base/types.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace modulm {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float vf __attribute__((vector_size(kLanes * 4)));
+typedef int32_t vi __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t vu __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t vh __attribute__((vector_size(kLanes * 2)));
+typedef uint8_t vb __attribute__((vector_size(kLanes)));
+
+inline vf splat(float x) { return vf{} + x; }
+inline vi splat_int(int32_t x) { return vi{} + x; }
+
+template <class V, class T>
+inline V load_raw(const T* p) {
+  V v;
+  std::memcpy(&v, p, sizeof(V));
+  return v;
+}
+template <class V, class T>
+inline void store_raw(T* p, V v) {
+  std::memcpy(p, &v, sizeof(V));
+}
+
+// Halves of a 32-bit lane that holds two bf16 values, as fp32: a shift and a mask.
+inline vf low_half(vu pairs) { return (vf)(pairs << 16); }
+inline vf high_half(vu pairs) { return (vf)(pairs & 0xffff0000u); }
+
+inline vf widen(vh h, bf16) { return (vf)(__builtin_convertvector(h, vu) << 16); }
+
+inline vf widen(vh h, fp16) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtph_ps((__m256i)h);
+#elif defined(__AVX2__)
+  return (vf)_mm256_cvtph_ps((__m128i)h);
+#else
+  // Move exponent and mantissa up, then rescale by 2^112: this also turns denormals right.
+  vu u = __builtin_convertvector(h, vu);
+  vu magnitude = (u & 0x7fffu) << 13;
+  vf scaled = (vf)magnitude * 0x1p112f;
+  vu special = (vu)(magnitude >= 0x0f800000u) & 0x7f800000u;
+  return (vf)((vu)scaled | special | ((u & 0x8000u) << 16));
+#endif
+}
+
+inline vh narrow(vf x, bf16) {
+#if defined(__AVX512BF16__)
+  return (vh)_mm512_cvtneps_pbh((__m512)x);
+#else
+  vu u = (vu)x;
+  vu rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  vu nan = (vu)(x != x);
+  return __builtin_convertvector((nan & 0x7fc0u) | (~nan & rounded), vh);
+#endif
+}
+
+inline uint16_t narrow_fp16(float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  uint32_t sign = (u >> 16) & 0x8000u;
+  u &= 0x7fffffffu;
+  if (u > 0x7f800000u) return sign | 0x7e00u;
+  if (u >= 0x477ff000u) return sign | 0x7c00u;  // 65520 and above round to infinity
+  if (u < 0x38800000u) {                        // below 2^-14: let an fp32 addition round
+    float magnitude, shifted;
+    std::memcpy(&magnitude, &u, 4);
+    shifted = magnitude + 0.5f;
+    std::memcpy(&u, &shifted, 4);
+    return sign | (u - 0x3f000000u);
+  }
+  return sign | ((u - 0x38000000u + 0xfffu + ((u >> 13) & 1u)) >> 13);
+}
+
+inline vh narrow(vf x, fp16) {
+#if defined(__AVX512F__)
+  return (vh)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__AVX2__)
+  return (vh)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+#else
+  vh h;
+  for (int i = 0; i < kLanes; i++) h[i] = narrow_fp16(x[i]);
+  return h;
+#endif
+}
+
+inline vf load(const float* p) { return load_raw<vf>(p); }
+template <class T>
+inline vf load(const T* p) {
+  return widen(load_raw<vh>(p), T{});
+}
+inline void store(float* p, vf x) { store_raw(p, x); }
+template <class T>
+inline void store(T* p, vf x) {
+  store_raw(p, narrow(x, T{}));
+}
+
+// The first n < kLanes elements; the others read as zero and are not written.
+template <class T>
+inline vf load_some(const T* p, int n) {
+  T buffer[kLanes] = {};
+  std::memcpy(buffer, p, n * sizeof(T));
+  return load(buffer);
+}
+template <class T>
+inline void store_some(T* p, vf x, int n) {
+  T buffer[kLanes];
+  store(buffer, x);
+  std::memcpy(p, buffer, n * sizeof(T));
+}
+
+// f(offset, lanes) over [0, n) in steps of a vector; load_n and store_n take its second argument.
+template <class F>
+inline void for_lanes(int64_t n, F&& f) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) f(i, kLanes);
+  if (i < n) f(i, int(n - i));
+}
+template <class T>
+inline vf load_n(const T* p, int n) {
+  return n == kLanes ? load(p) : load_some(p, n);
+}
+template <class T>
+inline void store_n(T* p, vf x, int n) {
+  if (n == kLanes) store(p, x);
+  else store_some(p, x, n);
+}
+
+inline float load_one(const float* p) { return *p; }
+inline float load_one(const bf16* p) {
+  uint32_t u = uint32_t(p->bits) << 16;
+  float x;
+  std::memcpy(&x, &u, 4);
+  return x;
+}
+inline float load_one(const fp16* p) { return load_some(p, 1)[0]; }
+template <class T>
+inline void store_one(T* p, float x) {
+  store_some(p, splat(x), 1);
+}
+
+inline float sum(vf x) {
+  for (int half = kLanes / 2; half; half /= 2)
+    for (int i = 0; i < half; i++) x[i] += x[i + half];
+  return x[0];
+}
+inline float largest(vf x) {
+  float m = x[0];
+  for (int i = 1; i < kLanes; i++) m = x[i] > m ? x[i] : m;
+  return m;
+}
+
+inline vf choose(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
+inline vf vmax(vf a, vf b) { return choose(a > b, a, b); }
+inline vf vmin(vf a, vf b) { return choose(a < b, a, b); }
+
+}  // namespace modulm

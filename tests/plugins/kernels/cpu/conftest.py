@@ -1,0 +1,32 @@
+"""Every test here runs on each level that this machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+kernels = pytest.importorskip("modulm_kernels_cpu", reason="no compiled CPU kernels")
+
+
+@pytest.fixture(params=kernels.levels())
+def level(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def ops(level):
+    return kernels.ops(level)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def library(level) -> Iterator[kernels.Library]:
+    library = kernels.load(level)
+    yield library
+    library.set_threads(0)

@@ -1,0 +1,126 @@
+"""Norms, activations, rotation and lookup against their twins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from modulm.ops import twins
+
+from tests.plugins.kernels.cpu.close import assert_close, poisoned
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES = ((0, 64), (1, 7), (3, 64), (5, 130), (33, 1024), (2, 4099))
+
+
+def strided(rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows that are dense but not adjacent."""
+    return torch.randn(rows, size + 3).to(dtype)[:, :size]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_norms(ops, shape, dtype):
+    rows, size = shape
+    x, weight, bias = strided(rows, size, dtype), torch.randn(size), torch.randn(size)
+    for w, b in ((weight, bias), (weight.to(dtype), bias.to(dtype))):
+        for offset in (0.0, 1.0):
+            out = poisoned(rows, size, dtype=dtype)
+            assert ops["rms_norm"](x, w, 1e-6, out, offset) is out
+            assert_close(out, twins.rms_norm(x, w, 1e-6, offset=offset))
+        assert_close(
+            ops["layer_norm"](x, w, b, 1e-5, poisoned(rows, size, dtype=dtype)),
+            twins.layer_norm(x, w, b, 1e-5),
+        )
+        assert_close(ops["layer_norm"](x, w, None, 1e-5), twins.layer_norm(x, w, None, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_add_rms_norm(ops, shape, dtype):
+    x, weight = strided(*shape, dtype), torch.randn(shape[1]).to(dtype)
+    mine = torch.randn(shape).to(dtype)
+    theirs = mine.clone()
+    got = ops["add_rms_norm"](x, mine, weight, 1e-6, poisoned(*shape, dtype=dtype))
+    wanted = twins.add_rms_norm(x, theirs, weight, 1e-6)
+    assert torch.equal(mine, theirs)
+    assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gated(ops, shape, dtype):
+    rows, size = shape
+    x = strided(rows, 2 * size, dtype) * 4
+    out = poisoned(rows, size, dtype=dtype)
+    assert_close(ops["silu_and_mul"](x, out), twins.silu_and_mul(x))
+    for kind in ("none", "tanh"):
+        assert_close(
+            ops["gelu_and_mul"](x, kind, poisoned(rows, size, dtype=dtype)),
+            twins.gelu_and_mul(x, kind),
+        )
+
+
+def test_gated_extremes(ops):
+    x = torch.tensor([[-200.0, -88.0, 0.0, 88.0, 200.0, 1.0, 1.0, 1.0, 1.0, 1.0]])
+    assert_close(ops["silu_and_mul"](x), twins.silu_and_mul(x))
+    assert_close(ops["gelu_and_mul"](x, "tanh"), twins.gelu_and_mul(x, "tanh"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("neox", [True, False])
+@pytest.mark.parametrize(("size", "turned"), [(64, 64), (128, 64), (80, 20), (6, 6)])
+def test_rotary(ops, size, turned, neox, dtype):
+    table = torch.randn(50, turned)
+    for tokens in (0, 1, 9):
+        packed = torch.randn(tokens, 6 * size).to(dtype)
+        mine, theirs = packed.clone(), packed.clone()
+        positions = torch.randint(50, (tokens,))
+        for rotary, x in ((ops["rotary"], mine), (twins.rotary, theirs)):
+            heads = x.unflatten(-1, (6, size))
+            rotary(heads[:, :4], heads[:, 4:5], positions, table, neox)
+        assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embedding(ops, dtype):
+    table = torch.randn(100, 33).to(dtype)
+    for count in (0, 1, 70):
+        ids = torch.randint(100, (count,))
+        out = poisoned(count, 33, dtype=dtype)
+        assert torch.equal(ops["embedding"](ids, table, out), twins.embedding(ids, table))
+
+
+def test_conversions_round_like_torch(ops):
+    """Identity through a table of ones exercises every rounding: denormals, ties, overflow."""
+    bits = torch.randint(-(2**31), 2**31 - 1, (64, 1024), dtype=torch.int32)
+    x = bits.view(torch.float32)
+    x = torch.where(x.isfinite() & (x.abs() > 1e-30) & (x.abs() < 1e30), x, 1.0)
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = x.clamp(-6e4, 6e4).to(dtype)
+        residual = narrow.clone()
+        ops["add_rms_norm"](torch.zeros_like(narrow), residual, torch.ones(1024), 1e-6)
+        assert torch.equal(residual, narrow)
+
+
+def test_refusals_name_the_argument(ops):
+    x, weight = torch.randn(4, 8), torch.randn(8)
+    with pytest.raises(ValueError, match="^weight must be"):
+        ops["rms_norm"](x, torch.randn(9), 1e-6)
+    with pytest.raises(ValueError, match="^out must be"):
+        ops["rms_norm"](x, weight, 1e-6, torch.empty(8, 4))
+    with pytest.raises(ValueError, match="^x must be float32"):
+        ops["rms_norm"](x.double(), weight, 1e-6)
+    with pytest.raises(ValueError, match="^x must be .* dense rows"):
+        ops["rms_norm"](torch.randn(8, 4).T, weight, 1e-6)
+    with pytest.raises(ValueError, match="^ids must lie in"):
+        ops["embedding"](torch.tensor([9]), torch.randn(9, 2))
+
+
+def test_threads_do_not_change_results(ops, library):
+    x, weight = torch.randn(500, 1024), torch.randn(1024)
+    results = []
+    for count in (1, 2, 3, 7):
+        library.set_threads(count)
+        for _ in range(20):
+            results.append(ops["silu_and_mul"](ops["rms_norm"](x, weight, 1e-6)))
+    assert all(torch.equal(results[0], other) for other in results[1:])
