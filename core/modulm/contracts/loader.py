@@ -43,6 +43,14 @@ class WeightLoader(ABC):
     def __init__(self, path: Path, options: Mapping[str, Any] | None = None) -> None:
         self.path = path
 
+    def expect(self, tensors: Mapping[str, StoredTensor]) -> bool:
+        """What the model takes, by its own names, told before `index` is asked.
+
+        A format that holds weights has no use for it and returns False. One that makes them up
+        returns True: its names are the model's own and are not rewritten.
+        """
+        return False
+
     @abstractmethod
     def index(self) -> Mapping[str, StoredTensor]:
         """Every tensor by name. Raises CheckpointError for truncated, missing or doubled ones."""

@@ -124,6 +124,19 @@ class QuantizationMethod(ABC):
     ) -> torch.Tensor:
         """x: [tokens, inputs] -> [tokens, outputs], in x's dtype."""
 
+    def apply_experts(
+        self,
+        layer: torch.nn.Module,
+        x: torch.Tensor,
+        counts: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """x: [n, inputs], sorted by expert; counts: [experts] int64, rows of each -> [n, outputs].
+
+        bias: [experts, outputs] or None. For layers that `kind == "expert"` created.
+        """
+        raise UnsupportedError(f"quantization method {self.name} does not hold experts: not yet")
+
     def embed(self, layer: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
         """Rows of an embedding table that `kind == "embedding"` created; ids: [tokens] int64."""
         return torch_embedding(layer, ids)

@@ -12,6 +12,8 @@ its attention backend, its `write_kv` and its `paged_attention` agree among them
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,6 +24,9 @@ __all__ = [
     "gelu_and_mul",
     "layer_norm",
     "linear",
+    "linear_pack",
+    "linear_packed",
+    "linear_unpack",
     "moe_gemm",
     "moe_route",
     "paged_attention",
@@ -84,6 +89,25 @@ def gelu_and_mul(x: Tensor, approximate: str = "none", out: Tensor | None = None
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b; x: [T, K], weight: [N, K], bias: [N] -> [T, N]."""
     return F.linear(x, weight, bias)
+
+
+def linear_pack(weight: Tensor) -> Any:
+    """The weight [N, K] in whatever form `linear_packed` of the same provider wants.
+
+    A provider has all of `linear_pack`, `linear_packed` and `linear_unpack`, or none of them.
+    """
+    return weight
+
+
+def linear_packed(x: Tensor, packed: Any, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b with a weight from `linear_pack`; x: [T, K], bias: [N] -> [T, N]."""
+    return F.linear(x, packed, bias)
+
+
+def linear_unpack(packed: Any) -> Tensor:
+    """The weight [N, K] back from its packed form."""
+    weight: Tensor = packed
+    return weight
 
 
 def embedding(ids: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
@@ -196,7 +220,7 @@ def qkv_prepare(
     qkv: [T, (Hq + 2 Hk) D]; q_norm, k_norm: [D]; cos_sin: None for no rotation -> q_out [T, Hq, D].
     """
     size = qkv.shape[-1] // (heads + 2 * kv_heads)
-    q, k, v = torch.unflatten(qkv, -1, (-1, size)).split([heads, kv_heads, kv_heads], dim=1)
+    q, k, v = torch.split(torch.unflatten(qkv, -1, (-1, size)), [heads, kv_heads, kv_heads], dim=1)
     q = q.clone() if q_norm is None else rms_norm(q, q_norm, eps, offset=norm_offset)
     k = k.clone() if k_norm is None else rms_norm(k, k_norm, eps, offset=norm_offset)
     if cos_sin is not None:

@@ -1,0 +1,16 @@
+"""From a model's name to a model with weights: checkpoints, the hub, weight tables, choices."""
+
+from modulm.loading.checkpoint import Checkpoint, open_checkpoint
+from modulm.loading.groups import CacheGroup
+from modulm.loading.model import Loaded, load_model
+from modulm.nn.names import Rewrite, WeightNames
+
+__all__ = [
+    "CacheGroup",
+    "Checkpoint",
+    "Loaded",
+    "Rewrite",
+    "WeightNames",
+    "load_model",
+    "open_checkpoint",
+]

@@ -1,0 +1,164 @@
+"""Loading a model: choose its drivers, build it without memory, check, then fill it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import frozen
+
+from modulm.errors import CheckpointError, ConfigError, UnsupportedError
+from modulm.loading.choices import Choices, choose_loader
+from modulm.loading.groups import CacheGroup, group_caches
+from modulm.loading.weights import fill, plan_weights, wanted, weight_bytes
+from modulm.nn.builder import Builder, Shared
+from modulm.nn.config import read_config
+from modulm.nn.names import WeightNames
+from modulm.parallel import Group, Mesh
+
+if TYPE_CHECKING:
+    from modulm.config import EngineConfig
+    from modulm.contracts.attention import AttentionBackend, AttentionSpec
+    from modulm.contracts.model import Model
+    from modulm.contracts.platform import Platform
+    from modulm.loading.checkpoint import Checkpoint
+    from modulm.ops import OpTable
+    from modulm.plugins.explain import Decision
+    from modulm.plugins.manager import PluginManager
+
+__all__ = ["Loaded", "load_model"]
+
+_DTYPES = {"half": "float16", "float": "float32"}
+_GIB = 2**30
+
+
+@frozen(eq=False)
+class Loaded:
+    """A model that is ready to run, what it keeps, and why it runs the way it does.
+
+    `vocabulary` is the width of the logits; `weight_bytes` what the weights took before
+    repacking.
+    """
+
+    model: Model
+    groups: tuple[CacheGroup, ...]
+    decisions: tuple[Decision, ...]
+    dtype: str
+    vocabulary: int
+    max_model_len: int
+    ops: OpTable
+    weight_bytes: int
+
+
+def load_model(
+    config: EngineConfig, checkpoint: Checkpoint, platform: Platform, plugins: PluginManager
+) -> Loaded:
+    """Build the checkpoint's model on `platform` and load its weights.
+
+    Raises CheckpointError before any weight is read if files, names or shapes do not fit, and
+    UnsupportedError or PluginError if a needed driver is missing.
+    """
+    choices = Choices(config, checkpoint, platform, plugins)
+    driver = choices.model()
+    file = str(checkpoint.path / "config.json")
+    settings = read_config(checkpoint.config, driver.config_type, file)
+    dtype = _choose_dtype(config, checkpoint, platform)
+    length = _choose_length(config, settings)
+    ops = choices.ops(dtype)
+    shared = _shared(config, choices, ops, dtype, length)
+    model = driver(settings, Builder(shared)).eval()
+    plugins.hook.modulm_model_built(model=model, config=config)
+    loader = choose_loader(config, checkpoint, plugins)
+    names = WeightNames() if loader.expect(wanted(shared.units)) else driver.weights(settings)
+    index = loader.index()
+    plan = plan_weights(shared.units, index, names, str(checkpoint.path))
+    size = weight_bytes(shared.units)
+    _check_memory(size, platform)
+    fill(
+        plan,
+        loader,
+        names,
+        device=platform.device,
+        total=sum(stored.bytes for stored in index.values()),
+        progress=config.load.use_tqdm_on_load,
+    )
+    plugins.hook.modulm_model_loaded(model=model, config=config)
+    return Loaded(
+        model=model,
+        groups=group_caches(model.caches, choices.backends),
+        decisions=tuple(choices.decisions),
+        dtype=dtype,
+        vocabulary=settings.vocab_size,
+        max_model_len=length,
+        ops=ops,
+        weight_bytes=size,
+    )
+
+
+def _shared(
+    config: EngineConfig, choices: Choices, ops: OpTable, dtype: str, length: int
+) -> Shared:
+    methods = choices.method(ops)
+    wanted_kv = config.cache.kv_cache_dtype
+    return Shared(
+        dtype=getattr(torch, dtype),
+        device=choices.platform.device,
+        ops=ops,
+        mesh=_mesh(config),
+        max_length=length,
+        choose_method=methods.of,
+        choose_backend=partial(_backend, choices, ops),
+        kv_dtype=dtype if wanted_kv == "auto" else wanted_kv,
+        windows=not config.model.disable_sliding_window,
+    )
+
+
+def _backend(choices: Choices, ops: OpTable, spec: AttentionSpec) -> AttentionBackend:
+    return choices.backend(spec, ops)
+
+
+def _mesh(config: EngineConfig) -> Mesh:
+    ranks = config.parallel.tensor_parallel_size
+    if ranks > 1:
+        raise UnsupportedError(f"tensor_parallel_size: {ranks} ranks: not yet")
+    return Mesh(Group())
+
+
+def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint, platform: Platform) -> str:
+    wanted = config.model.dtype
+    if wanted == "auto":
+        return platform.choose_dtype(checkpoint.info.dtype)
+    name = _DTYPES.get(wanted, wanted)
+    if name not in platform.dtypes:
+        raise ConfigError(
+            "dtype", f"{platform.name} runs {', '.join(platform.dtypes)} here, not {name}"
+        )
+    return name
+
+
+def _choose_length(config: EngineConfig, settings: Any) -> int:
+    """The longest sequence: --max-model-len, or what the checkpoint is meant for."""
+    longest: int = settings.max_length
+    if config.model.disable_sliding_window and settings.sliding_window:
+        longest = min(longest, settings.sliding_window)
+    length = config.model.max_model_len
+    if length is None:
+        return longest
+    if length > longest:
+        raise ConfigError(
+            "max_model_len",
+            f"{length} is more than the {longest} that config.json allows; lower it, or raise "
+            "the checkpoint's own limit with --hf-overrides",
+        )
+    return length
+
+
+def _check_memory(size: int, platform: Platform) -> None:
+    """Refuse weights that cannot fit, before memory for them is asked for."""
+    memory = platform.memory()
+    if size > memory.free:
+        raise CheckpointError(
+            f"the weights take {size / _GIB:.2f} GiB and {platform.name} has "
+            f"{memory.free / _GIB:.2f} GiB free of {memory.total / _GIB:.2f} GiB"
+        )

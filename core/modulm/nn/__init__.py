@@ -1,0 +1,60 @@
+"""The blocks that model files are written with.
+
+A model file states the mathematics; the `Builder` that its modules are made with knows dtype,
+device, ranks, quantization, attention backend and the names of the weights.
+"""
+
+from modulm.nn.activation import activation, gated
+from modulm.nn.attention import Attention, AttentionNames, alibi_slopes
+from modulm.nn.builder import Builder, Parts, Shared
+from modulm.nn.config import DecoderConfig, read_config, size
+from modulm.nn.decoder import (
+    DecoderForCausalLM,
+    PreNormLayer,
+    standard_attention,
+    standard_mlp,
+    tiny_config,
+)
+from modulm.nn.embedding import Embedding, Head, softcap
+from modulm.nn.linear import Linear
+from modulm.nn.mlp import GatedMLP, PlainMLP
+from modulm.nn.moe import ExpertNames, MoE, Routing
+from modulm.nn.names import Rewrite, WeightNames
+from modulm.nn.norm import LayerNorm, Norm, RMSNorm
+from modulm.nn.rope import Rope, cos_sin, parse_rope
+
+__all__ = [
+    "Attention",
+    "AttentionNames",
+    "Builder",
+    "DecoderConfig",
+    "DecoderForCausalLM",
+    "Embedding",
+    "ExpertNames",
+    "GatedMLP",
+    "Head",
+    "LayerNorm",
+    "Linear",
+    "MoE",
+    "Norm",
+    "Parts",
+    "PlainMLP",
+    "PreNormLayer",
+    "RMSNorm",
+    "Rewrite",
+    "Rope",
+    "Routing",
+    "Shared",
+    "WeightNames",
+    "activation",
+    "alibi_slopes",
+    "cos_sin",
+    "gated",
+    "parse_rope",
+    "read_config",
+    "size",
+    "softcap",
+    "standard_attention",
+    "standard_mlp",
+    "tiny_config",
+]

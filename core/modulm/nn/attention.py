@@ -1,0 +1,172 @@
+"""The attention layer: projections, norms, rotation; the backend keeps the cache and attends."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch.nn import Module
+
+from modulm.contracts.attention import AttentionSpec
+from modulm.nn.norm import Norm, RMSNorm
+
+if TYPE_CHECKING:
+    from modulm.contracts.model import Batch
+    from modulm.nn.builder import Builder
+    from modulm.nn.rope import Rope
+
+__all__ = ["Attention", "AttentionNames", "alibi_slopes"]
+
+
+@frozen
+class AttentionNames:
+    """How a checkpoint calls an attention layer's weights; `qkv` is the fused layer's own name."""
+
+    q: str = "q_proj"
+    k: str = "k_proj"
+    v: str = "v_proj"
+    out: str = "o_proj"
+    qkv: str = "qkv_proj"
+
+
+_NAMES = AttentionNames()
+
+
+class Attention(Module):
+    """Multi-head attention with grouped keys and values (Ainslie et al., arXiv 2305.13245).
+
+    What a family adds to that is an argument: `rope`; `qk_norm`, norms of queries and keys before
+    the rotation, over each head or (`norm_whole`) over all heads at once; `window`, `softcap`,
+    `sinks` and `alibi` as in the op `paged_attention`; `clip` bounds the projections. `scale`
+    multiplies the scores, 1 / sqrt(head_dim) if it is None.
+    """
+
+    sinks: Tensor | None
+    alibi: Tensor | None
+    q_norm: Norm | None
+    k_norm: Norm | None
+
+    def __init__(
+        self,
+        b: Builder,
+        *,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        rope: Rope | None = None,
+        bias: bool = False,
+        out_bias: bool = False,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float = 0.0,
+        sinks: bool = False,
+        alibi: bool = False,
+        clip: float | None = None,
+        causal: bool = True,
+        qk_norm: tuple[Norm, Norm] | None = None,
+        norm_whole: bool = False,
+        names: AttentionNames = _NAMES,
+    ) -> None:
+        super().__init__()
+        group = b.shared.mesh.tensor
+        self.heads, self.kv_heads = group.part(heads, b.prefix), group.part(kv_heads, b.prefix)
+        self.head_dim, self.clip, self.ops, self.norm_whole = head_dim, clip, b.ops, norm_whole
+        sizes = {names.q: heads * head_dim, names.k: kv_heads * head_dim}
+        sizes[names.v] = kv_heads * head_dim
+        self.qkv = b.linear(names.qkv, hidden, sizes, bias=bias)
+        self.out = b.row_linear(names.out, heads * head_dim, hidden, bias=out_bias)
+        self.q_norm, self.k_norm = qk_norm or (None, None)
+        self.neox = rope is None or rope.neox
+        self.cos_sin = None if rope is None else b.rope(rope)
+        self.register_parameter("sinks", None)
+        if sinks:
+            b.parameter("sinks", self, "sinks", (self.heads,), torch.float32)
+        self.alibi = (
+            alibi_slopes(heads, group.rank, group.size).to(b.shared.device) if alibi else None
+        )
+        spec = AttentionSpec(
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=head_dim,
+            scale=head_dim**-0.5 if scale is None else scale,
+            dtype=b.dtype,
+            kv_dtype=b.shared.kv_dtype,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            alibi=alibi,
+            causal=causal,
+        )
+        self.cache, self.backend = b.attention_cache(spec)
+        self.fusable = not (sinks or alibi or clip or norm_whole) and _fusable(qk_norm)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """x: [tokens, hidden] -> [tokens, hidden]."""
+        qkv = self.qkv(x)
+        out = qkv.new_empty(x.shape[0], self.heads, self.head_dim)
+        cache, plan = batch.caches[self.cache], batch.plan(self.cache)
+        if not (
+            self.fusable
+            and self.backend.forward_qkv(qkv, self._prepare(batch.positions), cache, plan, out)
+        ):
+            q, k, v = self._project(qkv, batch.positions)
+            self.backend.forward(q, k, v, cache, plan, out, sinks=self.sinks, alibi=self.alibi)
+        attended: Tensor = self.out(out.flatten(1))
+        return attended
+
+    def _prepare(self, positions: Tensor) -> dict[str, Any]:
+        """What a backend needs to do norm and rotation itself."""
+        q, k = self.q_norm, self.k_norm
+        return {
+            "q_norm": None if q is None else q.weight,
+            "k_norm": None if k is None else k.weight,
+            "eps": q.eps if isinstance(q, RMSNorm) else 0.0,
+            "norm_offset": q.offset if isinstance(q, RMSNorm) else 0.0,
+            "cos_sin": self.cos_sin,
+            "positions": positions,
+            "neox": self.neox,
+        }
+
+    def _project(self, qkv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [tokens, heads, head_dim], normed and rotated."""
+        if self.clip is not None:
+            qkv = qkv.clamp(-self.clip, self.clip)
+        sizes = [self.heads * self.head_dim] + 2 * [self.kv_heads * self.head_dim]
+        q, k, v = torch.split(qkv, sizes, dim=-1)
+        shape = (qkv.shape[0], -1, self.head_dim)
+        if self.norm_whole and self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = q.reshape(shape), k.reshape(shape), v.reshape(shape)
+        if not self.norm_whole and self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.cos_sin is not None:
+            q, k = q.contiguous(), k.contiguous()
+            self.ops.rotary(q, k, positions, self.cos_sin, self.neox)
+        return q, k, v
+
+
+def alibi_slopes(heads: int, rank: int = 0, ranks: int = 1) -> Tensor:
+    """[heads / ranks] fp32: a slope per head (Press et al., arXiv 2108.12409, section 3).
+
+    Powers of two down to 2^-8; where the number of heads is no power of two, every other slope
+    of the next larger set fills up.
+    """
+    whole = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * (i + 1) / whole) for i in range(whole)]
+    slopes += [2 ** (-4 * (2 * i + 1) / whole) for i in range(heads - whole)]
+    own = heads // ranks
+    return torch.tensor(slopes[rank * own : (rank + 1) * own], dtype=torch.float32)
+
+
+def _fusable(norms: tuple[Norm, Norm] | None) -> bool:
+    """Whether a backend can be asked to do the norms: both are RMS norms, alike."""
+    if norms is None:
+        return True
+    q, k = norms
+    return (
+        isinstance(q, RMSNorm) and isinstance(k, RMSNorm) and (q.eps, q.offset) == (k.eps, k.offset)
+    )

@@ -1,0 +1,144 @@
+"""The frame of a decoder: embedding, layers, final norm, head. Families state the layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor
+from torch.nn import Module, ModuleList
+
+from modulm.contracts.model import Batch, CacheSpec, Model
+from modulm.nn.attention import Attention
+from modulm.nn.config import DecoderConfig
+from modulm.nn.mlp import GatedMLP
+from modulm.nn.names import WeightNames
+
+if TYPE_CHECKING:
+    from modulm.nn.builder import Builder
+    from modulm.nn.embedding import Embedding, Head
+    from modulm.nn.norm import Norm
+
+__all__ = [
+    "DecoderForCausalLM",
+    "PreNormLayer",
+    "standard_attention",
+    "standard_mlp",
+    "tiny_config",
+]
+
+
+class DecoderForCausalLM(Module, Model):
+    """A decoder with a language-model head.
+
+    A family sets `config_type`, `layer` (built as `layer(config, builder, index)`, called as
+    `layer(x, residual, batch)`) and, where the checkpoint's names or layouts differ, `names`;
+    and overrides the `make_` method of what is not standard.
+    """
+
+    api = 1
+    config_type: ClassVar[type] = DecoderConfig
+    layer: ClassVar[Any]
+    names: ClassVar[WeightNames] = WeightNames()
+    root: ClassVar[str] = "model"
+
+    def __init__(self, config: Any, build: Builder) -> None:
+        super().__init__()
+        b = build.at(self.root)
+        self.config = config
+        self.embed = self.make_embedding(config, b)
+        self.layers = ModuleList(
+            self.layer(config, b.at(f"layers.{i}"), i) for i in range(config.num_hidden_layers)
+        )
+        self.norm = self.make_norm(config, b)
+        self.head = self.make_head(config, build)
+        self._caches = tuple(build.shared.caches)
+
+    def make_embedding(self, config: Any, b: Builder) -> Embedding:
+        """The module that turns a batch into vectors; `b` stands at the decoder."""
+        return b.embedding("embed_tokens", config.vocab_size, config.hidden_size)
+
+    def make_norm(self, config: Any, b: Builder) -> Norm:
+        """The final norm; `b` stands at the decoder."""
+        return b.rms_norm("norm", config.hidden_size, config.rms_norm_eps)
+
+    def make_head(self, config: Any, b: Builder) -> Head:
+        """The head; `b` stands at the top."""
+        tied = self.embed if config.tie_word_embeddings else None
+        return b.head("lm_head", config.hidden_size, config.vocab_size, tied=tied)
+
+    @classmethod
+    def weights(cls, config: Any) -> WeightNames:
+        return cls.names
+
+    @property
+    def caches(self) -> tuple[CacheSpec, ...]:
+        return self._caches
+
+    def forward(self, batch: Batch) -> Tensor:
+        x: Tensor = self.embed(batch)
+        residual: Tensor | None = None
+        for layer in self.layers:
+            x, residual = layer(x, residual, batch)
+        return self.norm.add(x, residual)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+class PreNormLayer(Module):
+    """norm, attention, norm, feed-forward, each branch added to the residual stream.
+
+    The addition that ends a branch is done together with the next norm, so a layer takes and
+    gives a pair: the last branch's output and the stream before it.
+    """
+
+    def __init__(self, attn_norm: Norm, attn: Module, mlp_norm: Norm, mlp: Module) -> None:
+        super().__init__()
+        self.attn_norm, self.attn = attn_norm, attn
+        self.mlp_norm, self.mlp = mlp_norm, mlp
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, batch: Batch
+    ) -> tuple[Tensor, Tensor | None]:
+        """x, residual: [tokens, hidden]."""
+        x, residual = self.attn_norm.add(x, residual)
+        x, residual = self.mlp_norm.add(self.attn(x, batch), residual)
+        return self.mlp(x), residual
+
+
+def standard_attention(c: DecoderConfig, b: Builder, index: int, **changes: Any) -> Attention:
+    """The attention layer that the common keys of config.json describe."""
+    settings: dict[str, Any] = {
+        "hidden": c.hidden_size,
+        "heads": c.heads,
+        "kv_heads": c.kv_heads,
+        "head_dim": c.head_size,
+        "rope": c.rope(c.layer_type(index)),
+        "bias": c.attention_bias,
+        "out_bias": c.attention_bias,
+        "window": c.window(index),
+    }
+    return Attention(b.at("self_attn"), **{**settings, **changes})
+
+
+def standard_mlp(c: DecoderConfig, b: Builder) -> GatedMLP:
+    """The gated feed-forward block that the common keys describe."""
+    return GatedMLP(b.at("mlp"), c.hidden_size, c.intermediate_size, c.hidden_act, bias=c.mlp_bias)
+
+
+def tiny_config(model_type: str, architecture: str, **changes: Any) -> Mapping[str, Any]:
+    """config.json of a tiny decoder with grouped keys and values, for `Model.tiny`."""
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        **changes,
+    }

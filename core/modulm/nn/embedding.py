@@ -1,0 +1,65 @@
+"""The table of token vectors, and the head that turns hidden states into logits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from modulm.nn.linear import Linear
+
+if TYPE_CHECKING:
+    from modulm.contracts.model import Batch
+    from modulm.contracts.quantization import LinearSpec, QuantizationMethod
+    from modulm.parallel import Group
+
+__all__ = ["Embedding", "Head", "softcap"]
+
+
+class Embedding(Module):
+    """Token vectors, times `scale`; where a batch brings vectors of its own, those instead."""
+
+    def __init__(self, spec: LinearSpec, method: QuantizationMethod, scale: float = 1.0) -> None:
+        super().__init__()
+        self.spec, self.method, self.scale = spec, method, scale
+
+    def forward(self, batch: Batch) -> Tensor:
+        """[tokens, hidden] for the batch's tokens."""
+        x = self.lookup(batch.tokens)
+        if batch.embeds is None or batch.embeds_mask is None:
+            return x
+        return torch.where(batch.embeds_mask[:, None], batch.embeds.to(x.dtype), x)
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """ids: [tokens] int64 -> [tokens, hidden]; the scale is rounded to the table's dtype."""
+        x = self.method.embed(self, ids)
+        return x if self.scale == 1.0 else x * torch.tensor(self.scale, dtype=x.dtype)
+
+
+class Head(Linear):
+    """Logits: [n, hidden] -> [n, vocabulary], gathered from all ranks, then scaled and capped."""
+
+    def __init__(
+        self,
+        spec: LinearSpec,
+        method: QuantizationMethod,
+        group: Group,
+        *,
+        scale: float = 1.0,
+        cap: float = 0.0,
+    ) -> None:
+        super().__init__(spec, method, None)
+        self.group, self.scale, self.cap = group, scale, cap
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.group.all_gather(super().forward(x))
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return softcap(logits, self.cap) if self.cap else logits
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap): bounds without a corner (Gemma 2, arXiv 2408.00118)."""
+    return cap * torch.tanh(x / cap)

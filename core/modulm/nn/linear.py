@@ -1,0 +1,37 @@
+"""Linear layers: how their weight is kept and applied is the quantization method's business."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch.nn import Module
+
+if TYPE_CHECKING:
+    from modulm.contracts.quantization import LinearSpec, QuantizationMethod
+    from modulm.parallel import Group
+
+__all__ = ["Linear"]
+
+
+class Linear(Module):
+    """y = x W^T + b, made by `Builder.linear`; x: [tokens, inputs] -> [tokens, outputs].
+
+    `reduce` is the group over which the partial sums of a row-parallel layer are added.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, spec: LinearSpec, method: QuantizationMethod, reduce: Group | None) -> None:
+        super().__init__()
+        self.spec = spec
+        self.method = method
+        self.reduce = reduce
+        self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [tokens, inputs] -> [tokens, outputs of this rank]."""
+        if self.reduce is None:
+            return self.method.apply(self, x, self.bias)
+        bias = self.bias if self.reduce.rank == 0 else None
+        return self.reduce.all_reduce(self.method.apply(self, x, bias))

@@ -1,0 +1,121 @@
+"""Mixture of experts: each token takes the few feed-forward blocks that its router prefers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch.nn import Module
+
+from modulm.errors import UnsupportedError
+from modulm.nn.activation import gated
+
+if TYPE_CHECKING:
+    from modulm.nn.builder import Builder
+    from modulm.nn.linear import Linear
+
+__all__ = ["ExpertNames", "MoE", "Routing"]
+
+
+@frozen
+class Routing:
+    """How tokens choose experts; the fields are the arguments of the op `moe_route`."""
+
+    top_k: int
+    scoring: str = "softmax"
+    renormalise: bool = True
+    groups: int = 1
+    top_groups: int = 1
+    group_score: str = "max"
+    scale: float = 1.0
+
+
+@frozen
+class ExpertNames:
+    """How a checkpoint calls the router and one expert's weights."""
+
+    router: str = "gate"
+    one: str = "experts.{expert}.{part}"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    gate_up_stack: str = "experts.gate_up_proj"
+    down_stack: str = "experts.down_proj"
+    bias: str = "gate.e_score_correction_bias"
+
+
+_NAMES = ExpertNames()
+
+
+class MoE(Module):
+    """Sparse gated feed-forward experts (Shazeer et al., arXiv 1701.06538).
+
+    `choice_bias` adds a stored bias to the scores for choosing only. `act` is an activation by
+    name or a function of [tokens, 2 inner]. The result is the same for a token whatever the
+    others are: each expert's output lands in its own place before the weighted sum.
+    """
+
+    choice_bias: Tensor | None
+
+    def __init__(
+        self,
+        b: Builder,
+        *,
+        hidden: int,
+        inner: int,
+        experts: int,
+        routing: Routing,
+        act: str | Callable[[Tensor], Tensor] = "silu",
+        router_bias: bool = False,
+        choice_bias: bool = False,
+        names: ExpertNames = _NAMES,
+    ) -> None:
+        super().__init__()
+        if b.ranks > 1:
+            raise UnsupportedError(f"{b.prefix}: experts on several ranks: not yet")
+        self.ops, self.routing, self.experts = b.ops, routing, experts
+        self.router = b.linear(names.router, hidden, experts, bias=router_bias, split=False)
+        sizes = {names.gate: inner, names.up: inner}
+        self.gate_up = b.experts(names.gate_up_stack, experts, hidden, sizes, names.one)
+        down = {names.down: hidden}
+        self.down = b.experts(names.down_stack, experts, inner, down, names.one)
+        self.act = gated(act, b.ops) if isinstance(act, str) else act
+        self.register_parameter("choice_bias", None)
+        if choice_bias:
+            b.parameter(names.bias, self, "choice_bias", (experts,), dtype=torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [tokens, hidden] -> [tokens, hidden]."""
+        weights, ids = self.route(self.router(x))
+        top_k = ids.shape[1]
+        order = ids.flatten().argsort(stable=True)
+        counts = torch.bincount(ids.flatten(), minlength=self.experts)
+        inner = self.act(_apply(self.gate_up, x[order // top_k], counts))
+        found = _apply(self.down, inner, counts)
+        placed = torch.empty_like(found)
+        placed[order] = found
+        summed = (placed.view(*ids.shape, -1).float() * weights.unsqueeze(-1)).sum(1)
+        return summed.to(x.dtype)
+
+    def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """logits: [tokens, experts] -> weights [tokens, top_k] fp32 and expert ids."""
+        r = self.routing
+        chosen: Any = self.ops.moe_route(
+            logits,
+            r.top_k,
+            scoring=r.scoring,
+            renormalise=r.renormalise,
+            bias=self.choice_bias,
+            groups=r.groups,
+            top_groups=r.top_groups,
+            group_score=r.group_score,
+            scale=r.scale,
+        )
+        return chosen  # type: ignore[no-any-return]
+
+
+def _apply(layer: Linear, x: Tensor, counts: Tensor) -> Tensor:
+    return layer.method.apply_experts(layer, x, counts, layer.bias)

@@ -1,0 +1,182 @@
+"""Rotary positions (Su et al., arXiv 2104.09864): what a checkpoint says, as a table of angles.
+
+The table is [positions, R]: cosines of the R / 2 angles, then their sines, already multiplied by
+the attention factor of the scaling, in fp32. A row depends on its position alone, so that a
+sequence gets the same numbers however it is cut into steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+__all__ = ["Rope", "cos_sin", "parse_rope"]
+
+
+@frozen
+class Rope:
+    """One kind of rotary positions. `size` is R, the number of dimensions of a head that turn.
+
+    `original` is the length the model was trained for before it was stretched by `factor`.
+    """
+
+    size: int
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    original: int = 0
+    attention_factor: float = 1.0
+    low_frequency: float = 1.0
+    high_frequency: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    neox: bool = True
+
+
+def parse_rope(
+    table: Mapping[str, Any], *, head_size: int, max_positions: int, neox: bool = True
+) -> Rope:
+    """The table that config.json gives (`rope_parameters`, or `rope_scaling` with `rope_theta`).
+
+    Raises ValueError for an unknown kind, or a missing or ill-typed key, which it names.
+    """
+    kind = str(table.get("rope_type", table.get("type", "default")))
+    if kind not in _FREQUENCIES:
+        raise ValueError(f"rope_type {kind!r} is not known; known are {', '.join(_FREQUENCIES)}")
+    size = int(head_size * _number(table, "partial_rotary_factor", 1.0))
+    original = int(_number(table, "original_max_position_embeddings", max_positions))
+    default = max_positions / original if kind in ("yarn", "longrope") else None
+    factor = 1.0 if kind == "default" else _number(table, "factor", default)
+    factors = [tuple(table.get(key) or ()) for key in ("short_factor", "long_factor")]
+    if kind == "longrope" and any(len(f) != size // 2 for f in factors):
+        raise ValueError(f"short_factor and long_factor: {size // 2} numbers each are needed")
+    return Rope(
+        size=size - size % 2,
+        theta=_number(table, "rope_theta", 10000.0),
+        kind=kind,
+        factor=factor,
+        original=original,
+        attention_factor=_attention_factor(kind, table, factor, original),
+        low_frequency=_number(table, "low_freq_factor", 1.0),
+        high_frequency=_number(table, "high_freq_factor", 4.0),
+        beta_fast=_number(table, "beta_fast", 32.0),
+        beta_slow=_number(table, "beta_slow", 1.0),
+        truncate=bool(table.get("truncate", True)),
+        short_factors=factors[0],
+        long_factors=factors[1],
+        neox=neox,
+    )
+
+
+def cos_sin(rope: Rope, length: int, device: torch.device) -> Tensor:
+    """The table for positions 0 to length - 1: [length, R] fp32.
+
+    `length` is the longest sequence the engine admits: longrope takes its long factors if that
+    is beyond the trained length, so that all keys of a cache agree.
+    """
+    positions = torch.arange(length, device=device, dtype=torch.float32)
+    if rope.kind == "dynamic":
+        angles = positions[:, None] * _dynamic(rope, positions)
+    else:
+        angles = torch.outer(positions, _FREQUENCIES[rope.kind](rope, length).to(device))
+    return torch.cat([angles.cos(), angles.sin()], dim=-1) * rope.attention_factor
+
+
+def _default(rope: Rope, length: int) -> Tensor:
+    return 1.0 / rope.theta ** (torch.arange(0, rope.size, 2, dtype=torch.float32) / rope.size)
+
+
+def _linear(rope: Rope, length: int) -> Tensor:
+    return _default(rope, length) / rope.factor
+
+
+def _dynamic(rope: Rope, positions: Tensor) -> Tensor:
+    """[positions, R / 2]: the base grows with the position, beyond the trained length.
+
+    This is what decoding token by token gives with the scaling known as dynamic NTK; taking the
+    base from the sequence's length instead would change the keys that are cached already.
+    """
+    reach = (positions + 1).clamp(min=rope.original) / rope.original
+    stretch = (rope.factor * reach - (rope.factor - 1)) ** (rope.size / (rope.size - 2))
+    exponent = torch.arange(0, rope.size, 2, dtype=torch.float32, device=positions.device)
+    return 1.0 / (rope.theta * stretch)[:, None] ** (exponent / rope.size)
+
+
+def _llama3(rope: Rope, length: int) -> Tensor:
+    """Short waves are kept, long ones divided by the factor, those between blended."""
+    plain = _default(rope, length)
+    turns = rope.original * plain / (2 * math.pi)
+    blend = (turns - rope.low_frequency) / (rope.high_frequency - rope.low_frequency)
+    blend = blend.clamp(0, 1)
+    return (1 - blend) * plain / rope.factor + blend * plain
+
+
+def _yarn(rope: Rope, length: int) -> Tensor:
+    """Peng et al., arXiv 2309.00071: by the number of turns a dimension makes in `original`."""
+    half = rope.size // 2
+    low, high = (_dimension(rope, turns) for turns in (rope.beta_fast, rope.beta_slow))
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.size - 1)
+    width = high - low if high != low else 0.001
+    ramp = ((torch.arange(half, dtype=torch.float32) - low) / width).clamp(0, 1)
+    plain = _default(rope, length)
+    return plain / rope.factor * ramp + plain * (1 - ramp)
+
+
+def _dimension(rope: Rope, turns: float) -> float:
+    """The (fractional) dimension that makes `turns` full turns within the original length."""
+    wave = rope.original / (turns * 2 * math.pi)
+    return rope.size * math.log(wave) / (2 * math.log(rope.theta))
+
+
+def _longrope(rope: Rope, length: int) -> Tensor:
+    """Ding et al., arXiv 2402.13753: a searched factor per dimension, for short and for long."""
+    factors = rope.long_factors if length > rope.original else rope.short_factors
+    return _default(rope, length) / torch.tensor(factors, dtype=torch.float32)
+
+
+_FREQUENCIES: Mapping[str, Callable[[Rope, int], Tensor]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _default,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
+
+
+def _attention_factor(kind: str, table: Mapping[str, Any], factor: float, original: int) -> float:
+    """What cosines and sines are multiplied by: 1 for all kinds but yarn and longrope."""
+    if kind not in ("yarn", "longrope"):
+        return 1.0
+    if table.get("attention_factor") is not None:
+        return _number(table, "attention_factor", None)
+    if kind == "longrope":
+        return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    whole, head = _number(table, "mscale", 0.0), _number(table, "mscale_all_dim", 0.0)
+    if whole and head:
+        return _mscale(factor, whole) / _mscale(factor, head)
+    return _mscale(factor, 1.0)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _number(table: Mapping[str, Any], key: str, default: float | None) -> float:
+    value = table.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        kind = table.get("rope_type", table.get("type", "default"))
+        raise ValueError(f"{key}: a number is needed for rope_type {kind!r}, got {value!r}")
+    return float(value)

@@ -1,0 +1,1 @@
+"""Portable attention over paged memory for modulm, in torch."""

@@ -1,0 +1,194 @@
+"""Attention over paged memory in plain torch: runs wherever torch does.
+
+A step is cut into pieces. A piece is some rows with the same number of new tokens, and for each
+of them the slots of the cached tokens it may see, laid out so that they end together. Rows with
+one new token go together, others by themselves, cut so that no piece grows beyond a bound. A
+piece gathers its keys and values and does one batched attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from attrs import frozen
+from torch import Tensor
+
+from modulm.contracts.attention import AttentionBackend, AttentionSpec, KVLayout, StepLayout
+from modulm.contracts.kernels import Ops
+from modulm.contracts.platform import Platform
+from modulm.errors import ConfigError
+from modulm.ops.twins import write_kv
+
+__all__ = ["SdpaAttention"]
+
+_KV_DTYPES = ("bfloat16", "float16", "float32")
+#: Most queries of one row in a piece, and most gathered tokens of a piece.
+_QUERIES = 256
+_GATHERED = 65536
+
+
+@frozen(eq=False)
+class _Piece:
+    """tokens: [R * Q] int64 places in the step; slots: [R, L] int64 of the keys;
+    distance: [R, Q, L] int32, query position less key position; keys that are no key have
+    a distance below zero."""
+
+    rows: int
+    tokens: Tensor
+    slots: Tensor
+    distance: Tensor
+    visible: Tensor
+
+
+@frozen(eq=False)
+class _StepPlan:
+    slots: Tensor
+    pieces: tuple[_Piece, ...]
+
+
+class SdpaAttention(AttentionBackend):
+    """The portable cache [blocks, block size, kv heads, head dim + value dim]."""
+
+    name = "sdpa"
+    api = 1
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        platform: Platform,
+        ops: Ops,
+        block_size: int,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(spec, platform, ops, block_size, options)
+        if options:
+            raise ConfigError("attention.sdpa", f"takes no options, got {sorted(options)}")
+
+    @classmethod
+    def rejects(cls, spec: AttentionSpec, platform: Platform) -> str | None:
+        if spec.kv_dtype not in _KV_DTYPES:
+            return f"keeps keys and values in {', '.join(_KV_DTYPES)}, not {spec.kv_dtype}"
+        return None
+
+    def layout(self, blocks: int) -> KVLayout:
+        spec = self.spec
+        width = spec.head_dim if spec.latent else spec.head_dim + (spec.value_dim or spec.head_dim)
+        heads = 1 if spec.latent else spec.kv_heads
+        one = self.block_size * heads * width * getattr(torch, spec.kv_dtype).itemsize
+        return KVLayout((blocks, self.block_size, heads, width), spec.kv_dtype, one)
+
+    def plan(self, step: StepLayout) -> _StepPlan:
+        device = self.platform.device
+        pieces = tuple(self._pieces(step, device))
+        return _StepPlan(torch.from_numpy(step.slots).to(device), pieces)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Tensor,
+        plan: _StepPlan,
+        out: Tensor,
+        *,
+        sinks: Tensor | None = None,
+        alibi: Tensor | None = None,
+    ) -> None:
+        write_kv(k, v, cache, plan.slots)
+        held = cache.view(-1, *cache.shape[2:])
+        for piece in plan.pieces:
+            found = held[piece.slots].to(q.dtype).transpose(1, 2)
+            keys = found[..., : q.shape[-1]]
+            values = found[..., : out.shape[-1]] if self.spec.latent else found[..., q.shape[-1] :]
+            queries = q[piece.tokens].view(piece.rows, -1, *q.shape[1:]).transpose(1, 2)
+            result = self._attend(queries, keys, values, piece, sinks, alibi)
+            out[piece.tokens] = result.transpose(1, 2).reshape(-1, *out.shape[1:])
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        piece: _Piece,
+        sinks: Tensor | None,
+        alibi: Tensor | None,
+    ) -> Tensor:
+        """q: [R, Hq, Q, D]; k: [R, Hk, L, D]; v: [R, Hk, L, Dv] -> [R, Hq, Q, Dv]."""
+        spec = self.spec
+        visible = piece.visible[:, None]
+        if not spec.softcap and sinks is None and alibi is None:
+            grouped = q.shape[1] != k.shape[1]
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=visible, scale=spec.scale, enable_gqa=grouped
+            )
+        group = q.shape[1] // k.shape[1]
+        scores = torch.matmul(
+            q.float() * spec.scale, k.float().repeat_interleave(group, 1).transpose(-1, -2)
+        )
+        if spec.softcap:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        if alibi is not None:
+            scores = scores - alibi[:, None, None] * piece.distance[:, None]
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if sinks is not None:
+            column = sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, column], dim=-1)
+        weights = scores.softmax(-1)[..., : k.shape[2]]
+        return torch.matmul(weights, v.float().repeat_interleave(group, 1)).to(q.dtype)
+
+    def _pieces(self, step: StepLayout, device: torch.device) -> Iterator[_Piece]:
+        counts = np.diff(step.query_starts)
+        single = np.flatnonzero(counts == 1)
+        while len(single):
+            lengths = self._reach(step.context_lens[single], 1)
+            take = max(1, int(np.count_nonzero(_padded(lengths) <= _GATHERED)))
+            some, single = single[:take], single[take:]
+            yield self._piece(step, some, np.zeros(len(some), np.int64), 1, device)
+        for row in np.flatnonzero(counts > 1):
+            for first in range(0, int(counts[row]), _QUERIES):
+                queries = min(_QUERIES, int(counts[row]) - first)
+                one = np.array([row])
+                yield self._piece(step, one, np.array([first]), queries, device)
+
+    def _reach(self, ends: np.ndarray, queries: int) -> np.ndarray:
+        """How many of the `ends` cached tokens the last `queries` of them look back over."""
+        if self.spec.window is None or not self.spec.causal:
+            return ends
+        return np.minimum(ends, self.spec.window + queries - 1)
+
+    def _piece(
+        self,
+        step: StepLayout,
+        rows: np.ndarray,
+        first: np.ndarray,
+        queries: int,
+        device: torch.device,
+    ) -> _Piece:
+        """`queries` tokens of each row, from its `first`; rows [R], first [R]."""
+        counts = np.diff(step.query_starts)[rows]
+        before = step.context_lens[rows] - counts + first
+        ends = before + queries if self.spec.causal else step.context_lens[rows]
+        length = int(self._reach(ends, queries).max())
+        keys = ends[:, None] - length + np.arange(length)
+        blocks = step.block_tables[rows[:, None], np.maximum(keys, 0) // step.block_size]
+        slots = blocks.astype(np.int64) * step.block_size + np.maximum(keys, 0) % step.block_size
+        positions = before[:, None] + np.arange(queries)
+        distance = positions[:, :, None] - keys[:, None, :]
+        visible = np.broadcast_to(keys[:, None, :] >= 0, distance.shape)
+        if self.spec.causal:
+            visible = visible & (distance >= 0)
+        if self.spec.window is not None:
+            visible = visible & (np.abs(distance) < self.spec.window)
+        tokens = (step.query_starts[rows] + first)[:, None] + np.arange(queries)
+        arrays = (tokens.ravel().astype(np.int64), slots, distance.astype(np.int32), visible)
+        return _Piece(len(rows), *(torch.from_numpy(a.copy()).to(device) for a in arrays))
+
+
+def _padded(lengths: np.ndarray) -> np.ndarray:
+    """Tokens that a piece of the first 1, 2, ... rows gathers; never falls."""
+    padded: np.ndarray = np.maximum.accumulate(lengths) * np.arange(1, len(lengths) + 1)
+    return padded

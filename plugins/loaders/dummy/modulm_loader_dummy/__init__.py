@@ -1,0 +1,1 @@
+"""Random weights for modulm, for measuring without a checkpoint."""

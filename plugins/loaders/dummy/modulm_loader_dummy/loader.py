@@ -1,0 +1,59 @@
+"""Random weights in the shapes that the model wants: for measuring speed without a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import frozen
+
+from modulm.contracts.loader import StoredTensor, WeightLoader
+from modulm.plugins.options import structure
+
+__all__ = ["DummyConfig", "DummyLoader"]
+
+
+@frozen
+class DummyConfig:
+    """`seed` of the weights; floats are normal with deviation `std`, vectors near one."""
+
+    seed: int = 0
+    std: float = 0.02
+
+
+class DummyLoader(WeightLoader):
+    """Invents what the model asks for. Reads nothing but config.json and the tokenizer."""
+
+    name = "dummy"
+    api = 1
+    Config = DummyConfig
+
+    def __init__(self, path: Path, options: Mapping[str, Any] | None = None) -> None:
+        super().__init__(path, options)
+        self.config = structure(options or {}, DummyConfig, "loaders.dummy")
+        self._wanted: Mapping[str, StoredTensor] = {}
+
+    @classmethod
+    def opens(cls, path: Path) -> str | None:
+        return None
+
+    def expect(self, tensors: Mapping[str, StoredTensor]) -> bool:
+        self._wanted = tensors
+        return True
+
+    def index(self) -> Mapping[str, StoredTensor]:
+        return self._wanted
+
+    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(self.config.seed)
+        for name, wanted in self._wanted.items():
+            yield name, self._invent(wanted, generator)
+
+    def _invent(self, wanted: StoredTensor, generator: torch.Generator) -> torch.Tensor:
+        tensor = torch.empty(wanted.shape, dtype=getattr(torch, wanted.dtype))
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            return tensor.zero_()
+        centre = 1.0 if tensor.dim() < 2 else 0.0
+        return tensor.normal_(centre, self.config.std, generator=generator)

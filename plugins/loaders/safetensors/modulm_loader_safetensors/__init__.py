@@ -1,0 +1,1 @@
+"""The safetensors format for modulm."""

@@ -1,0 +1,1 @@
+"""Llama 2 to 3 and Mistral for modulm."""

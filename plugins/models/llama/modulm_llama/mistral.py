@@ -1,0 +1,31 @@
+"""Mistral (arXiv 2310.06825): Llama's block with a head size of its own and a sliding window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import frozen
+
+from modulm.nn import DecoderConfig, DecoderForCausalLM, size, tiny_config
+from modulm_llama.llama import LlamaLayer
+
+__all__ = ["MistralConfig", "MistralForCausalLM"]
+
+
+@frozen(kw_only=True)
+class MistralConfig(DecoderConfig):
+    """config.json of Mistral; a `sliding_window` of null lets every layer see everything."""
+
+    max_position_embeddings: int = size(131072)
+
+
+class MistralForCausalLM(DecoderForCausalLM):
+    """Mistral with a language-model head."""
+
+    config_type = MistralConfig
+    layer = LlamaLayer
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        return tiny_config("mistral", "MistralForCausalLM", head_dim=24, sliding_window=12)

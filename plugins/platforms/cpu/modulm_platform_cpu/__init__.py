@@ -1,0 +1,1 @@
+"""Processors as a platform for modulm."""

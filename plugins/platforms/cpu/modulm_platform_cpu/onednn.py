@@ -1,0 +1,61 @@
+"""Linear layers through oneDNN with weights packed once, which plain `F.linear` does per call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modulm.contracts.kernels import KernelProvider, Op
+from modulm.contracts.platform import Platform, Probe
+
+__all__ = ["OneDNN"]
+
+
+class OneDNN(KernelProvider):
+    """torch's own oneDNN operations on packed weights, for bf16."""
+
+    name = "onednn"
+    api = 1
+
+    @classmethod
+    def probe(cls, platform: Platform) -> Probe:
+        if platform.device.type != "cpu":
+            return Probe(0, "oneDNN computes on processors")
+        if not torch.backends.mkldnn.is_available() or not hasattr(
+            torch.ops.mkldnn, "_reorder_linear_weight"
+        ):
+            return Probe(0, "this torch was built without oneDNN")
+        return Probe(1, "torch has oneDNN")
+
+    def ops(self) -> Mapping[str, Op]:
+        return {
+            "linear_pack": linear_pack,
+            "linear_packed": linear_packed,
+            "linear_unpack": linear_unpack,
+        }
+
+    def rejects(self, op: str, **facts: Any) -> str | None:
+        if facts.get("dtype") != "bfloat16":
+            return "packing pays for bfloat16 only"
+        return None
+
+
+def linear_pack(weight: Tensor) -> Tensor:
+    """weight: [N, K] -> an opaque tensor in the layout that oneDNN prefers here."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+    return packed
+
+
+def linear_packed(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x: [T, K] -> [T, N]."""
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return out
+
+
+def linear_unpack(packed: Tensor) -> Tensor:
+    """The weight [N, K] as it was."""
+    weight: Tensor = packed.to_dense()
+    return weight

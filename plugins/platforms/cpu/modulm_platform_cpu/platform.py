@@ -1,0 +1,83 @@
+"""Processors: always there, so the score is the lowest that counts."""
+
+from __future__ import annotations
+
+import os
+import platform as host
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from modulm.contracts.platform import Memory, Platform, Probe
+from modulm_platform_cpu.memory import read_memory
+
+__all__ = ["CpuPlatform"]
+
+#: Names under /proc/cpuinfo's "flags" (x86) and "Features" (Arm) of bf16 and fp16 arithmetic.
+_BF16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+_FP16 = frozenset({"avx512_fp16", "amx_fp16", "asimdhp"})
+_SHOWN = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2", "bf16", "i8mm", "sve")
+
+
+class CpuPlatform(Platform):
+    """The processors that this process may use."""
+
+    name = "cpu"
+    api = 1
+    attention = ("cpu_paged", "sdpa")
+    kernels = ("cpu", "onednn")
+    batched_tokens = (4096, 2048)
+    sequences = (256, 128)
+    block_size = 32
+
+    @classmethod
+    def probe(cls) -> Probe:
+        return Probe(1, "every machine has processors")
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def memory(self) -> Memory:
+        return read_memory()
+
+    @cached_property
+    def features(self) -> frozenset[str]:
+        """Instruction sets, as Linux names them; empty where it does not say."""
+        for line in self._cpuinfo:
+            key, _, value = line.partition(":")
+            if key.strip() in ("flags", "Features"):
+                return frozenset(value.split())
+        return frozenset()
+
+    @cached_property
+    def dtypes(self) -> tuple[str, ...]:  # type: ignore[override]
+        names = ["bfloat16", "float32"] if self.features & _BF16 else ["float32", "bfloat16"]
+        return (*names, "float16")
+
+    def choose_dtype(self, stored: str) -> str:
+        """fp16 without fp16 arithmetic is slow in torch: bf16 where there is that, else fp32."""
+        if stored == "float16" and not self.features & _FP16:
+            return self.dtypes[0]
+        return super().choose_dtype(stored)
+
+    def start(self, *, threads: int | None = None) -> None:
+        torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+
+    def describe(self) -> str:
+        sets = [name for name in _SHOWN if name in self.features]
+        size, cores = self.memory().total / 2**30, len(os.sched_getaffinity(0))
+        return f"{self._model}, {cores} cores, {size:.0f} GiB, {' '.join(sets)}"
+
+    @property
+    def _model(self) -> str:
+        for line in self._cpuinfo:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+        return host.machine()
+
+    @cached_property
+    def _cpuinfo(self) -> list[str]:
+        file = Path("/proc/cpuinfo")
+        return file.read_text().splitlines() if file.exists() else []

@@ -1,0 +1,1 @@
+"""NVIDIA GPUs as a platform for modulm, on torch operations."""

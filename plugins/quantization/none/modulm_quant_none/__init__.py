@@ -1,0 +1,1 @@
+"""Weights as they are, for modulm."""

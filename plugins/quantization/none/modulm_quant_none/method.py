@@ -1,0 +1,79 @@
+"""No quantization: weights in the model's dtype, packed where a kernel wants them packed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from attrs import frozen
+
+from modulm.contracts.platform import Platform
+from modulm.contracts.quantization import (
+    CheckpointInfo,
+    LinearSpec,
+    ParamSpec,
+    QuantizationMethod,
+)
+
+__all__ = ["Plain", "PlainConfig"]
+
+
+@frozen
+class PlainConfig:
+    """There is nothing to set."""
+
+
+class Plain(QuantizationMethod):
+    """Holds the weight as it is stored. Linear layers keep only its packed form (op
+    `linear_pack`); tables and stacks of experts keep the plain tensor."""
+
+    name = "none"
+    api = 1
+    Config = PlainConfig
+
+    @classmethod
+    def claims(cls, checkpoint: CheckpointInfo) -> str | None:
+        return None if checkpoint.quantization else "config.json has no quantization_config"
+
+    @classmethod
+    def rejects(cls, spec: LinearSpec, platform: Platform) -> str | None:
+        return None if spec.dtype in platform.dtypes else f"{platform.name} has no {spec.dtype}"
+
+    def create(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:
+        front = (spec.experts,) if spec.experts else ()
+        first = len(front)
+        shape = (*front, spec.outputs, spec.inputs)
+        return {
+            "weight": ParamSpec(shape, spec.dtype, output_dim=first, input_dim=first + 1),
+        }
+
+    def finish(self, layer: torch.nn.Module, spec: LinearSpec) -> None:
+        if spec.kind not in ("linear", "lm_head"):
+            return
+        layer.packed = self.ops.linear_pack(layer.weight)
+        if layer.packed is not layer.weight:
+            layer.register_parameter("weight", None)
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        out: torch.Tensor = self.ops.linear_packed(x, layer.packed, bias)
+        return out
+
+    def apply_experts(
+        self,
+        layer: torch.nn.Module,
+        x: torch.Tensor,
+        counts: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        out: torch.Tensor = self.ops.moe_gemm(x, layer.weight, counts, bias)
+        return out
+
+    def dequantize(self, layer: torch.nn.Module, spec: LinearSpec) -> torch.Tensor:
+        weight: torch.Tensor
+        if spec.kind in ("linear", "lm_head"):
+            weight = self.ops.linear_unpack(layer.packed)
+        else:
+            weight = layer.get_parameter("weight")
+        return weight
