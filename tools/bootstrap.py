@@ -50,9 +50,9 @@ def inputs() -> Iterator[Path]:
         yield folder / "pyproject.toml"
     for folder in kernels():
         for path in sorted(folder.rglob("*")):
-            if path.suffix in {".toml", ".txt", ".cpp", ".h", ".hpp", ".cc"}:
-                if "build" not in path.relative_to(folder).parts:
-                    yield path
+            built = "build" in path.relative_to(folder).parts
+            if path.suffix in {".toml", ".txt", ".cpp", ".h", ".hpp", ".cc"} and not built:
+                yield path
 
 
 def fingerprint() -> str:
@@ -66,20 +66,18 @@ def fingerprint() -> str:
 
 def compiler() -> str | None:
     """The C++ compiler, if there is one."""
-    return next(
-        filter(None, map(shutil.which, [os.environ.get("CXX") or "c++", "g++", "clang++"])), None
-    )
+    names = [os.environ.get("CXX") or "c++", "g++", "clang++"]
+    return next((found for name in names if (found := shutil.which(name))), None)
 
 
-def run(*command: str | Path, quiet: bool = False) -> bool:
+def run(*command: str | Path) -> bool:
     """Run a command and say whether it went well."""
-    output = subprocess.DEVNULL if quiet else None
-    return subprocess.run([str(part) for part in command], cwd=ROOT, stdout=output).returncode == 0
+    return subprocess.call([str(part) for part in command], cwd=ROOT) == 0
 
 
 def ask(code: str) -> str:
     """What the interpreter of .venv prints; empty if it fails."""
-    done = subprocess.run([str(PYTHON), "-c", code], capture_output=True, text=True)
+    done = subprocess.run([str(PYTHON), "-c", code], capture_output=True, text=True, check=False)
     return done.stdout.strip()
 
 
@@ -133,9 +131,8 @@ def get_packages() -> bool:
 def main() -> int:
     """Bring .venv up to date. 0 if all is well."""
     if not SUPPORTED[0] <= sys.version_info[:2] < SUPPORTED[1]:
-        say(
-            f"Python 3.11 to 3.13 is needed, this is {sys.version.split()[0]}; make PYTHON=python3.12"
-        )
+        say(f"Python 3.11 to 3.13 is needed, this is {sys.version.split()[0]}")
+        say("name another one: make PYTHON=python3.12 ...")
         return 1
     wanted = fingerprint()
     if STAMP.exists() and STAMP.read_text() == wanted and PYTHON.exists():
