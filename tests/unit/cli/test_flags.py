@@ -1,0 +1,208 @@
+"""Options made from the schema: states of documented flags, help by topic, errors by name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from modulm.cli.flags import FlagOption
+from modulm.cli.options import FlagCommand
+from modulm.config.docs import markdown
+from modulm.config.schema import Kind
+from modulm.config.sources import Draft
+
+ROOT = Path(__file__).parents[3]
+LISTED = [
+    line.rsplit(" ", 1)
+    for line in (Path(__file__).parent / "flags.txt").read_text().splitlines()
+    if not line.startswith("#")
+]
+
+
+def command(*words: str) -> click.Command:
+    """A command as `modulm` finds it, by its words."""
+    (point,) = entry_points(group="modulm.commands", name=words[0])
+    found: Any = point.load()
+    for word in words[1:]:
+        found = found.commands[word]
+    assert isinstance(found, click.Command)
+    return found
+
+
+def options(words: str) -> dict[str, click.Option]:
+    found = command(*words.split())
+    params = found.get_params(click.Context(found))
+    return {
+        name: param
+        for param in params
+        if isinstance(param, click.Option)
+        for name in (*param.opts, *param.secondary_opts)
+    }
+
+
+@pytest.mark.parametrize("words", sorted({words for words, _ in LISTED}))
+def test_every_documented_flag_has_a_state(words: str) -> None:
+    known = options(words)
+    # -O is read before click sees it, as a level or as a compilation config.
+    missing = [flag for name, flag in LISTED if name == words and flag not in {*known, "-O"}]
+    assert not missing
+    for _, flag in LISTED:
+        option = known.get(flag)
+        if isinstance(option, FlagOption):
+            assert option.spec.state.kind in Kind
+
+
+def catch(**attributes: Any) -> tuple[FlagCommand, list[Draft]]:
+    drafts: list[Draft] = []
+
+    @click.command("catch", cls=FlagCommand, **attributes)
+    @click.argument("model_tag", required=False)
+    @click.option("--own", type=int, default=1)
+    @click.option("-q", "--quick")
+    def caught(draft: Draft, model_tag: str | None, own: int, quick: str | None) -> None:
+        drafts.append(draft)
+        click.echo(f"own={own} quick={quick}")
+
+    return caught, drafts
+
+
+def run(*args: str, **attributes: Any) -> tuple[Result, Draft | None]:
+    caught, drafts = catch(**attributes)
+    result = CliRunner().invoke(caught, list(args))
+    return result, drafts[0] if drafts else None
+
+
+def draft_of(*args: str) -> Draft:
+    result, draft = run(*args, server=True)
+    assert result.exit_code == 0, result.output
+    assert draft is not None
+    return draft
+
+
+def test_all_forms_of_a_flag_at_once() -> None:
+    draft = draft_of(
+        "some/model", "--max_model_len", "25.6k", "-tp", "1", "-O3", "--no-enable-prefix-caching",
+        "--hf-overrides.a.b=1", "--served-model-name", "x", "y", "--api-key", "k",
+        "--structured-outputs-config.backend=auto", "--hf-token", "--allowed-origins", '["a","b"]',
+    )  # fmt: skip
+    config = draft.config
+    assert config.model.model == "some/model"
+    assert config.model.max_model_len == 25_600
+    assert config.compilation.optimization_level == 3
+    assert config.cache.enable_prefix_caching is False
+    assert config.model.hf_overrides == {"a": {"b": 1}}
+    assert config.model.served_model_name == ("x", "y")
+    assert config.model.hf_token is True
+    assert config.frontend.api_key == ("k",)
+    assert config.frontend.allowed_origins == ("a", "b")
+    assert draft.origins["max_model_len"] == "--max-model-len"
+    (notice,) = draft.notices
+    assert str(notice).startswith("--optimization-level: no effect: no graphs are compiled")
+
+
+def test_an_own_option_wins_its_short_name() -> None:
+    result, draft = run("-q", "hello", "--quantization", "x")
+    assert "quick=hello" in result.output
+    assert draft is not None
+    assert draft.config.model.quantization == "x"
+
+
+def test_a_file_fills_flags_and_own_options(tmp_path: Path) -> None:
+    path = tmp_path / "flags.yaml"
+    path.write_text("own: 7\nmodel: from-file\nseed: 5\ndtype: float32\n")
+    result, draft = run("--config", str(path), "--seed", "6")
+    assert "own=7" in result.output
+    assert draft is not None
+    assert (draft.config.model.seed, draft.config.model.dtype) == (6, "float32")
+    assert draft.config.model.model == "from-file"
+    result, draft = run("named", f"--config={path}")
+    assert draft is not None
+    assert draft.config.model.model == "named"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--max-model-len", "much"], ["--max-model-len", "whole number"]),
+        (["--dtype", "fp8"], ["--dtype", "bfloat16"]),
+        (["--max-modl-len", "3"], ["--max-modl-len", "--max-model-len"]),
+        (["-tp", "2"], ["--tensor-parallel-size", "not yet"]),
+        (["--rope-theta", "3"], ["--rope-theta", "--hf-overrides"]),
+        (["--config", "none.yaml"], ["--config", "none.yaml"]),
+        (["--hf-overrides", "{"], ["--hf-overrides", "JSON"]),
+        (["a", "--model", "b"], ["--model", "twice"]),
+        (["--port", "3"], ["--port"]),
+    ],
+)
+def test_errors_name_the_flag(args: list[str], words: list[str]) -> None:
+    result, draft = run(*args)
+    assert draft is None
+    assert result.exit_code == 2
+    assert all(word in result.output for word in words), result.output
+
+
+@pytest.mark.parametrize(
+    ("topic", "words", "absent"),
+    [
+        ("CacheConfig", ["--block-size", "[not yet:", "[no effect:"], "--dtype"),
+        ("cacheconfig", ["--block-size"], "--dtype"),
+        ("max-model-len", ["--max-model-len", "tokens"], "--dtype"),
+        ("--max_model_len", ["--max-model-len"], "--dtype"),
+        ("all", ["--block-size", "--dtype", "--port", "[refused:"], "nothing-like-this"),
+        ("parser", ["--tool-call-parser", "--reasoning-parser"], "--dtype"),
+    ],
+)
+def test_help_by_topic(topic: str, words: list[str], absent: str) -> None:
+    result, _ = run(f"--help={topic}", server=True)
+    assert result.exit_code == 0
+    assert all(word in result.output for word in words)
+    assert absent not in result.output
+
+
+def test_help_for_an_unknown_topic_suggests() -> None:
+    result, _ = run("--help=CachConfig")
+    assert result.exit_code == 2
+    assert "cacheconfig" in result.output
+
+
+def test_server_flags_only_where_there_is_a_server() -> None:
+    result, _ = run("--help")
+    assert "Frontend" not in result.output
+    assert "--own" in result.output
+    assert "--help=all" in result.output
+
+
+def test_choices_complete_from_plugins_and_lists() -> None:
+    caught, _ = catch(server=True)
+    ctx = click.Context(caught)
+    found = {param.name: param for param in caught.get_params(ctx)}
+    offered = found["dtype"].type.shell_complete(ctx, found["dtype"], "bf")
+    assert [item.value for item in offered] == ["bfloat16"]
+    parsers = found["tool_call_parser"].type.shell_complete(ctx, found["tool_call_parser"], "her")
+    assert [item.value for item in parsers] == ["hermes"]
+
+
+@pytest.mark.parametrize("words", [["serve", "--help"], ["--help"], ["serve", "--help=all"]])
+def test_help_loads_no_torch(words: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "from modulm.cli.main import cli\n"
+        f"cli.main({words!r}, standalone_mode=False)\n"
+        "heavy = {'torch', 'transformers', 'fastapi', 'numpy', 'httpx'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_page_of_flags_is_current() -> None:
+    assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == markdown(), (
+        "run `modulm config docs > docs/config.md`"
+    )

@@ -1,0 +1,141 @@
+"""Precedence, origins, and what the environment and YAML files may say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from modulm.config.sources import (
+    Source,
+    client_key,
+    draft,
+    environment,
+    hub_offline,
+    keywords,
+    reported_environment,
+    yaml_file,
+)
+from modulm.errors import ConfigError
+
+
+def file(path: Path, text: str) -> Source:
+    path = path / "flags.yaml"
+    path.write_text(text, encoding="utf-8")
+    return yaml_file(path)
+
+
+def test_command_line_beats_file_beats_environment_beats_default(tmp_path: Path) -> None:
+    said = file(tmp_path, "port: 2\nmax-num-seqs: 20\n")
+    env = environment({"MODULM_PORT": "3", "MODULM_MAX_NUM_SEQS": "30", "MODULM_SEED": "33"})
+    joined = draft(Source("command line", {"port": "1"}), said, env)
+    config = joined.config
+    assert (config.frontend.port, config.scheduler.max_num_seqs, config.model.seed) == (1, 20, 33)
+    assert config.model.dtype == "auto"
+    assert joined.origins == {
+        "port": "command line",
+        "max_num_seqs": f"file {tmp_path / 'flags.yaml'}",
+        "seed": "MODULM_SEED",
+    }
+    assert joined.given == {"port", "max_num_seqs", "seed"}
+
+
+def test_keywords_beat_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODULM_SEED", "5")
+    monkeypatch.setenv("MODULM_DTYPE", "float32")
+    joined = keywords(seed=7)
+    assert (joined.config.model.seed, joined.config.model.dtype) == (7, "float32")
+    assert joined.origins == {"seed": "keyword", "dtype": "MODULM_DTYPE"}
+
+
+def test_parts_of_a_table_come_from_several_sources(tmp_path: Path) -> None:
+    said = file(tmp_path, "structured-outputs-config:\n  disable_any_whitespace: true\n")
+    line = Source("command line", {"structured_outputs_config": '{"enable_in_reasoning": true}'})
+    group = draft(line, said).config.structured_outputs
+    assert group.enable_in_reasoning
+    assert group.disable_any_whitespace
+
+
+def test_yaml_takes_dashes_underscores_switches_and_lists(tmp_path: Path) -> None:
+    said = file(
+        tmp_path,
+        "max_model_len: 4k\nno-enable-prefix-caching: true\nserved-model-name: [a, b]\n"
+        "hf-overrides: {rope_theta: 5}\n",
+    )
+    config = draft(said).config
+    assert config.model.max_model_len == 4000
+    assert config.cache.enable_prefix_caching is False
+    assert config.model.served_model_name == ("a", "b")
+    assert config.model.hf_overrides == {"rope_theta": 5}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prot: 1", ["prot", "port", "flags.yaml"]),
+        ("port: many", ["port", "flags.yaml"]),
+        ("- a\n- b", ["config", "not a table"]),
+        ("a: [", ["config", "not valid YAML"]),
+    ],
+)
+def test_errors_name_flag_and_file(tmp_path: Path, text: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        draft(file(tmp_path, text))
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read"):
+        yaml_file(tmp_path / "none.yaml")
+
+
+def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
+    assert file(tmp_path, "# nothing\n").values == {}
+
+
+def test_lists_in_the_environment() -> None:
+    env = environment({"MODULM_API_KEY": "a, b", "MODULM_SERVED_MODEL_NAME": '["x,y"]'})
+    config = draft(env).config
+    assert config.frontend.api_key == ("a", "b")
+    assert config.model.served_model_name == ("x,y",)
+
+
+def test_an_error_in_the_environment_names_the_variable() -> None:
+    with pytest.raises(ConfigError, match="from MODULM_PORT"):
+        draft(environment({"MODULM_PORT": "x"}))
+
+
+def test_unknown_variables_are_told_or_refused() -> None:
+    env = environment({"MODULM_PROT": "1", "VLLM_PORT": "2", "OTHER": "3"})
+    told = [str(notice) for notice in draft(env).notices]
+    assert len(told) == 2
+    assert "MODULM_PROT" in told[0]
+    assert "MODULM_PORT" in told[1]
+    strict = Source("command line", {"fail_on_environ_validation": True})
+    with pytest.raises(ConfigError, match="MODULM_PROT"):
+        draft(strict, env)
+
+
+def test_offline_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
+    assert not hub_offline()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert hub_offline()
+
+
+def test_keys_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MODULM_API_KEY", raising=False)
+    monkeypatch.setenv("OPENAI_API_KEY", "theirs")
+    assert client_key() == "theirs"
+    monkeypatch.setenv("MODULM_API_KEY", "first, second")
+    assert client_key() == "first"
+
+
+def test_reports_mask_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODULM_API_KEY", "hunter2")
+    monkeypatch.setenv("HF_TOKEN", "hunter2")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    shown = reported_environment()
+    assert shown["MODULM_API_KEY"] == shown["HF_TOKEN"] == "***"
+    assert shown["OMP_NUM_THREADS"] == "1"
