@@ -21,6 +21,11 @@ def command(draft: Draft, model_tag: str | None) -> None:
 
     MODEL is a folder, a Hugging Face id or a short name; without one the embedded model answers.
     """
+    from modulm.cli.logs import configure_logging
+    from modulm.engine.aio import AsyncLLM
+    from modulm.server.serve import serve
+
+    configure_logging(draft.config)
     print_notices(draft.notices)
     if "model" not in draft.origins:
         click.echo(
@@ -28,6 +33,4 @@ def command(draft: Draft, model_tag: str | None) -> None:
             "`modulm serve MODEL` serves a folder or a Hugging Face id.",
             err=True,
         )
-    from modulm.server.serve import run
-
-    run(draft.config)
+    raise SystemExit(serve(draft.config, AsyncLLM.from_config, click.echo))

@@ -46,16 +46,10 @@ class SchedulerConfig:
         False, "Find that threshold while running.", state=later("an adaptive threshold")
     )
     max_num_partial_prefills: int = flag(
-        1,
-        "Prompts that are partly computed at once.",
-        least=1,
-        state=no_effect("any number of prompts may be partly computed within the token budget"),
+        1, "Prompts that are partly computed at once, if above 1.", unit="prompts", least=1
     )
     max_long_partial_prefills: int = flag(
-        1,
-        "Long prompts that are partly computed at once.",
-        least=1,
-        state=no_effect("any number of prompts may be partly computed within the token budget"),
+        1, "Long ones among --max-num-partial-prefills.", unit="prompts", least=1
     )
     scheduling_policy: str = flag(
         "fcfs", "Order of waiting requests.", kind="schedulers", aliases=("--scheduler-policy",)
@@ -82,11 +76,7 @@ class SchedulerConfig:
     disable_hybrid_kv_cache_manager: bool | None = flag(
         None, "Give every layer the same cache, windowed or not."
     )
-    async_scheduling: bool | None = flag(
-        None,
-        "Plan a step while the one before runs.",
-        state=no_effect("the engine decides this by what its executor allows"),
-    )
+    async_scheduling: bool | None = flag(None, "Plan a step while the one before runs.")
     stream_interval: int = flag(
         1, "Tokens gathered before a streamed answer sends them.", unit="tokens", least=1
     )

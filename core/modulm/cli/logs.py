@@ -1,0 +1,70 @@
+"""Logging of a process that modulm starts: one line per record on stderr, or what the user says."""
+
+from __future__ import annotations
+
+import json
+import logging
+import logging.config
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from modulm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from modulm.config import EngineConfig
+
+__all__ = ["configure_logging"]
+
+_FORMAT = "%(levelname)-7s %(asctime)s %(name)s: %(message)s"
+_TRACE = 5
+
+
+class _OneLine(logging.Formatter):
+    """Escapes control characters in messages: what a client sent must not forge log lines."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        shown, *rest = text.split("\nTraceback ", 1)
+        escaped = "".join(_visible(letter) for letter in shown)
+        return escaped + "".join(f"\nTraceback {part}" for part in rest)
+
+
+def _visible(letter: str) -> str:
+    return letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii")
+
+
+def configure_logging(config: EngineConfig) -> None:
+    """Set logging up as `--log-level`, `--logging-config` and `--log-config-file` say.
+
+    Raises ConfigError for a logging configuration that cannot be read or used.
+    """
+    given = config.observability
+    logging.addLevelName(_TRACE, "TRACE")
+    table = given.logging_config
+    field = "logging_config"
+    if given.log_config_file is not None:
+        table, field = _read(given.log_config_file), "log_config_file"
+    if table is not None:
+        try:
+            logging.config.dictConfig({"version": 1, **table})
+        except (ValueError, TypeError, AttributeError, ImportError) as error:
+            raise ConfigError(field, f"logging cannot be set up: {error}") from error
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(_OneLine(_FORMAT))
+    level = _TRACE if given.log_level == "trace" else given.log_level.upper()
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+    for chatty in ("httpx", "httpcore", "filelock", "urllib3"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        table = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("log_config_file", f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError("log_config_file", f"{path} is not valid JSON: {error}") from error
+    if not isinstance(table, dict):
+        raise ConfigError("log_config_file", f"{path} is not a table")
+    return table
