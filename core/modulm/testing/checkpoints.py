@@ -148,12 +148,11 @@ def make_tokenizer(path: str | Path, *, vocab: int = 512) -> Path:
 def _shape(architecture: str) -> Mapping[str, Any]:
     """The driver's own idea of a tiny config, or a generic decoder's."""
     from modulm.errors import PluginNotFound
+    from modulm.plugins import manager
 
     try:
-        from modulm.plugins import manager
-
         driver = manager.current().load("models", architecture)
-    except (ImportError, PluginNotFound):
+    except PluginNotFound:
         return _SMALL
     tiny: Mapping[str, Any] = driver.tiny()
     return tiny

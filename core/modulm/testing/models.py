@@ -1,0 +1,174 @@
+"""The contract kit for models.
+
+    from modulm.testing.models import check_model
+
+    def test_contract():
+        check_model(MyForCausalLM)
+
+A tiny random checkpoint of the driver's `tiny()` is written with transformers, whose own
+implementation is the oracle. In fp32, whole vocabularies of log probabilities are compared.
+
+Results do not depend on the batch to the last bit: a matrix product of one row and of many add
+up in different orders. The bound here is 1e-4; a wrong mask, position or norm is far outside it.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modulm.contracts.model import Model
+from modulm.plugins import manager
+from modulm.testing.checkpoints import make_tiny
+from modulm.testing.session import Session
+
+__all__ = [
+    "check_equals_transformers",
+    "check_model",
+    "check_steps",
+    "check_storage",
+    "tiny_folder",
+]
+
+TOLERANCE = 1e-4
+_STEPS = 64
+_PROMPTS = (37, 5, 1)
+
+
+def check_model(driver: type[Model], **flags: Any) -> None:
+    """Run the whole kit; `flags` go to the engine's configuration.
+
+    Raises AssertionError with what was expected.
+    """
+    with tempfile.TemporaryDirectory() as name, _offering(driver):
+        folder = tiny_folder(driver, Path(name) / "whole")
+        check_equals_transformers(folder, **flags)
+        check_steps(folder, **flags)
+        check_storage(driver, folder, Path(name), **flags)
+
+
+def tiny_folder(driver: type[Model], path: Path, **settings: Any) -> Path:
+    """A tiny checkpoint of the driver's architecture. `settings` as in `make_tiny`."""
+    return make_tiny(path, _architecture(driver), **settings)
+
+
+def check_equals_transformers(folder: Path, **flags: Any) -> None:
+    """64 greedy tokens, and the log probabilities of all tokens on the way, as transformers has."""
+    session = _session(folder, **flags)
+    prompts = _prompts(session)
+    found = session.greedy(prompts, _STEPS)
+    for row, (tokens, logprobs) in found.items():
+        expected = _reference(folder, [*prompts[row], *tokens[:-1]])
+        _compare(logprobs, expected, f"prompt of {len(prompts[row])} tokens, transformers")
+        best = expected[len(prompts[row]) - 1 :].argmax(-1).tolist()
+        assert tokens == best, f"greedy tokens differ from transformers': {tokens} and {best}"
+    seen = {token for tokens, _ in found.values() for token in tokens}
+    assert len(seen) > 3, f"the tiny model only ever says {seen}: nothing is tested by that"
+
+
+def check_steps(folder: Path, **flags: Any) -> None:
+    """However prompts are cut and rows are batched, and in blocks used before: the same."""
+    session = _session(folder, **flags)
+    prompts = _prompts(session)
+    whole = session.greedy(prompts, 8)
+    for chunk in (1, 7):
+        _restart(session, prompts)
+        _same(session.greedy(prompts, 8, chunk=chunk), whole, f"chunks of {chunk}")
+    for row, prompt in prompts.items():
+        _restart(session, prompts)
+        _same(session.greedy({row: prompt}, 8), {row: whole[row]}, "a row by itself")
+    _restart(session, prompts)
+    _check_mixed(session, prompts, whole)
+
+
+def check_storage(driver: type[Model], folder: Path, place: Path, **flags: Any) -> None:
+    """Shards load as one file does, and bf16 weights as those numbers in fp32."""
+    prompt = _prompts(_session(folder, **flags))[0]
+    whole = _session(folder, **flags).step({0: prompt})[0]
+    parts = _session(tiny_folder(driver, place / "parts", shards=3), **flags).step({0: prompt})[0]
+    assert torch.equal(whole, parts), "three shards give other numbers than one file"
+    half = tiny_folder(driver, place / "half", dtype="bfloat16")
+    found = _session(half, **flags).step({0: prompt})[0]
+    _compare(found, _reference(half, prompt), "bf16 weights computed in fp32, transformers")
+
+
+def _check_mixed(
+    session: Session,
+    prompts: Mapping[int, Sequence[int]],
+    whole: Mapping[int, tuple[list[int], torch.Tensor]],
+) -> None:
+    """A step in which one row prefills, one is in the middle of its prompt and one decodes."""
+    first, second, third = prompts
+    tokens, expected = whole[third]
+    session.step({third: prompts[third], second: prompts[second][:2]})
+    found = session.step({first: prompts[first], second: prompts[second][2:], third: tokens[:1]})
+    for row, logprobs in found.items():
+        length = len(prompts[row])
+        part = {first: slice(0, length), second: slice(2, length), third: slice(1, 2)}[row]
+        _compare(logprobs, whole[row][1][part], "a mixed step")
+    assert expected.shape[0] >= 2
+
+
+def _session(folder: Path, **flags: Any) -> Session:
+    settings = {"device": "cpu", "dtype": "float32", "block_size": 16, **flags}
+    return Session(folder, **settings)
+
+
+def _restart(session: Session, prompts: Mapping[int, Sequence[int]]) -> None:
+    for row in prompts:
+        session.release(row)
+
+
+def _prompts(session: Session) -> dict[int, list[int]]:
+    rng = random.Random(1)
+    return {
+        row: [rng.randrange(session.loaded.vocabulary) for _ in range(length)]
+        for row, length in enumerate(_PROMPTS)
+    }
+
+
+def _reference(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
+    """transformers' log probabilities [tokens, vocabulary], computed in one pass in fp32."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    with torch.inference_mode():
+        logits = model(torch.tensor([list(tokens)])).logits[0]
+    return logits.float().log_softmax(-1)
+
+
+def _same(
+    found: Mapping[int, tuple[list[int], torch.Tensor]],
+    expected: Mapping[int, tuple[list[int], torch.Tensor]],
+    what: str,
+) -> None:
+    for row, (tokens, logprobs) in expected.items():
+        _compare(found[row][1], logprobs, what)
+        assert found[row][0] == tokens, f"{what}: other tokens: {found[row][0]}, not {tokens}"
+
+
+def _compare(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    assert found.shape == expected.shape, f"{what}: {found.shape} log probabilities"
+    worst = (found - expected).abs().max().item()
+    assert worst <= TOLERANCE, f"{what}: log probabilities differ by {worst:.2g} > {TOLERANCE}"
+
+
+def _architecture(driver: type[Model]) -> str:
+    architectures = driver.tiny().get("architectures")
+    assert architectures, "tiny() names no architecture"
+    name: str = architectures[0]
+    return name
+
+
+def _offering(driver: type[Model]) -> Any:
+    """The installed plugins with this driver in front, while the kit runs."""
+    plugins = manager.PluginManager()
+    plugins.register("models", _architecture(driver), driver)
+    return manager.using(plugins)
