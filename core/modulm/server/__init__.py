@@ -1,0 +1,1 @@
+"""The HTTP server: everything around the routes, and what route families share."""

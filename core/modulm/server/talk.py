@@ -1,0 +1,205 @@
+"""One turn of a conversation: what the chat APIs share between their schema and the engine.
+
+A turn is a prompt, sampling parameters and the parsers that read the model's text back. Its
+steps say what became certain, for every choice, whatever the API then calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from attrs import field, frozen
+
+from modulm.contracts.parser import Content, ParseContext, Reasoning
+from modulm.errors import PluginNotFound
+from modulm.parsing import ParsedMessage, assemble, message_parser
+from modulm.plugins import manager
+from modulm.server.errors import ApiError
+
+if TYPE_CHECKING:
+    from modulm.contracts.parser import Event
+    from modulm.contracts.sampling import SamplingParams
+    from modulm.parsing import MessageParser
+    from modulm.server.desk import Desk, Prompt
+
+__all__ = ["Message", "Parsers", "Step", "Turn", "checkpoint_parsers"]
+
+#: Characters of the prompt's end that a parser gets to see.
+_TAIL = 512
+
+
+@frozen
+class Parsers:
+    """The parsers of the server by name; `auto`: whether the model may decide to call tools."""
+
+    tool: str | None = None
+    reasoning: str | None = None
+    auto: bool = False
+
+
+def checkpoint_parsers(config: Any) -> Parsers:
+    """Parsers as configured, or as the named checkpoint that is served declares them.
+
+    A driver of `modulm.checkpoints` may have an attribute `parsers` with the keys `tool` and
+    `reasoning`.
+    """
+    declared: Mapping[str, str] = {}
+    plugins = manager.current()
+    if any(entry.name == config.model.model for entry in plugins.names("checkpoints")):
+        try:
+            declared = getattr(plugins.load("checkpoints", config.model.model), "parsers", {})
+        except PluginNotFound:
+            declared = {}
+    tool = config.frontend.tool_call_parser
+    return Parsers(
+        tool=tool or declared.get("tool"),
+        reasoning=config.structured_outputs.reasoning_parser or declared.get("reasoning"),
+        auto=config.frontend.enable_auto_tool_choice or (tool is None and "tool" in declared),
+    )
+
+
+@frozen(kw_only=True)
+class Step:
+    """What is new of one choice. Counts are of the whole choice so far."""
+
+    index: int
+    events: Sequence[Event]
+    token_ids: Sequence[int]
+    logprobs: Sequence[Any] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    generated: int
+
+
+@frozen(kw_only=True)
+class Message:
+    """A whole choice."""
+
+    index: int
+    parsed: ParsedMessage
+    token_ids: Sequence[int]
+    logprobs: Sequence[Any] | None
+    finish_reason: str
+    stop_reason: int | str | None
+
+
+@frozen(kw_only=True)
+class Turn:
+    """A turn that is ready to run.
+
+    tools: in OpenAI's form. tool_choice: as in OpenAI's API. constrained: the text is held to a
+    grammar from its first token on, so that no reasoning can be in it.
+    """
+
+    desk: Desk
+    prompt: Prompt
+    params: SamplingParams
+    parsers: Parsers
+    tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: str | Mapping[str, Any] = "none"
+    template_kwargs: Mapping[str, Any] = field(factory=dict)
+    constrained: bool = False
+    priority: int = 0
+    cache_salt: str | None = None
+
+    def check(self) -> None:
+        """Raise ApiError(400) if the model may call tools and nothing here could read the calls."""
+        reads = self.parsers.auto and self.parsers.tool
+        if self.tools and self.tool_choice == "auto" and not reads:
+            raise ApiError(
+                400,
+                'tool_choice "auto" needs a server with --enable-auto-tool-choice and '
+                "--tool-call-parser",
+                param="tool_choice",
+            )
+
+    def parser(self) -> MessageParser:
+        """A fresh parser for one choice."""
+        text = self.prompt.text
+        forced = self.tool_choice == "required" or isinstance(self.tool_choice, Mapping)
+        reads = forced or (bool(self.tools) and self.tool_choice != "none")
+        context = ParseContext(
+            tools=tuple(self.tools),
+            tool_choice=self.tool_choice if reads else "none",
+            template_kwargs=self.template_kwargs,
+            prompt_tail=text[-_TAIL:] if text is not None else "",
+            tokenizer=self.desk.tokenizer,
+        )
+        return message_parser(
+            context,
+            self.parsers.tool if reads else None,
+            None if self.constrained else self.parsers.reasoning,
+        )
+
+    def tuned(self) -> SamplingParams:
+        """The parameters, with special tokens kept where a parser reads them."""
+        if self.params.skip_special_tokens and self.parser().special_tokens:
+            return self.params.with_(skip_special_tokens=False)
+        return self.params
+
+    async def start(self) -> Started:
+        """Hand the turn to the engine. Raises what the engine has against it."""
+        running = await self.desk.generate(
+            self.prompt, self.tuned(), priority=self.priority, cache_salt=self.cache_salt
+        )
+        return Started(turn=self, running=running)
+
+
+@frozen(kw_only=True)
+class Started:
+    """A turn in progress."""
+
+    turn: Turn
+    running: Any
+
+    async def steps(self) -> AsyncGenerator[tuple[Any, list[Step]], None]:
+        """The engine's outputs (of kind DELTA), each with what it means for the choices."""
+        parsers = [self.turn.parser() for _ in range(self.turn.params.n)]
+        counts = [0] * len(parsers)
+        async with aclosing(self.running) as outputs:
+            async for output in outputs:
+                steps = []
+                for choice in output.outputs:
+                    counts[choice.index] += len(choice.token_ids)
+                    events = parsers[choice.index].feed(choice.text, choice.token_ids)
+                    if choice.finish_reason is not None:
+                        events += parsers[choice.index].finish()
+                    steps.append(_step(choice, events, counts[choice.index]))
+                yield output, steps
+
+    async def messages(self) -> tuple[Any, list[Message]]:
+        """The engine's last output (of kind FINAL_ONLY), and the choices as messages."""
+        output = await self.running.last()
+        messages = []
+        for choice in output.outputs:
+            parser = self.turn.parser()
+            events = [*parser.feed(choice.text, choice.token_ids), *parser.finish()]
+            messages.append(
+                Message(
+                    index=choice.index,
+                    parsed=assemble(events),
+                    token_ids=choice.token_ids,
+                    logprobs=choice.logprobs,
+                    finish_reason=choice.finish_reason or "stop",
+                    stop_reason=choice.stop_reason,
+                )
+            )
+        return output, messages
+
+
+def _step(choice: Any, events: Sequence[Event], generated: int) -> Step:
+    return Step(
+        index=choice.index,
+        events=[event for event in events if not _empty(event)],
+        token_ids=choice.token_ids,
+        logprobs=choice.logprobs,
+        finish_reason=choice.finish_reason,
+        stop_reason=choice.stop_reason,
+        generated=generated,
+    )
+
+
+def _empty(event: Event) -> bool:
+    return isinstance(event, Content | Reasoning) and not event.text

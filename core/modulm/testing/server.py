@@ -1,0 +1,298 @@
+"""A scripted engine with AsyncLLM's interface, and a server around it on a free port.
+
+For tests of routes, of clients and of route plugins: real tokenizer, real HTTP, no model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import uvicorn
+from attrs import define, field, frozen
+
+from modulm.config import EngineConfig
+from modulm.contracts.executor import RowLogprobs
+from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
+from modulm.engine.answers import Choice
+from modulm.engine.host import EngineInfo
+from modulm.engine.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
+from modulm.engine.requests import Finish
+from modulm.engine.stats import Metrics
+from modulm.engine.validate import check, check_pooling, check_prompt, truncated
+from modulm.errors import EngineDead, EngineError
+from modulm.server.app import Served, create_app
+from modulm.server.serve import make_server, open_socket
+from modulm.text.tokenizer import Tokenizer
+
+__all__ = ["Reply", "ScriptedEngine", "scripted_info", "serve_in_thread"]
+
+
+@frozen
+class Reply:
+    """What the engine says to one request.
+
+    text: the answer, tokenized by the real tokenizer; tokens: ids to send instead. delay: seconds
+    before each token. error_at: index of the token at which the request fails; die_at: at which
+    the whole engine does. endless: repeat for ever.
+    """
+
+    text: str = "Hello there."
+    tokens: Sequence[int] | None = None
+    delay: float = 0.0
+    error_at: int | None = None
+    error: Exception = field(factory=lambda: EngineError("scripted failure"))
+    die_at: int | None = None
+    endless: bool = False
+
+
+def scripted_info(tokenizer: Tokenizer, **changes: Any) -> EngineInfo:
+    """What the scripted engine tells about itself: a model M with a context of 256 tokens."""
+    facts: dict[str, Any] = {
+        "config": EngineConfig(),
+        "models": ("M",),
+        "path": "",
+        "architecture": "Scripted",
+        "max_model_len": 256,
+        "vocabulary": len(tokenizer),
+        "hidden": 8,
+        "dtype": "float32",
+        "eos": tokenizer.stop_ids,
+    }
+    return EngineInfo(**{**facts, **changes})
+
+
+@define(eq=False)
+class _Running:
+    request: str
+    cut: asyncio.Event = field(factory=asyncio.Event)
+
+
+class ScriptedEngine:
+    """Answers by script: `reply(prompt text, params)` decides. Bad requests fail as in the engine.
+
+    seen: (prompt, params) of every request that was accepted. aborted: requests whose reader left.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        reply: Callable[[str, SamplingParams], Reply] = lambda prompt, params: Reply(),
+        info: EngineInfo | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.info = info or scripted_info(tokenizer)
+        self.metrics = Metrics(self.info.models[0])
+        self.reply = reply
+        self.dead = False
+        self.seen: list[tuple[Any, Any]] = []
+        self.aborted: list[str] = []
+        self.resets = 0
+        self._running: dict[str, _Running] = {}
+
+    async def check_health(self) -> None:
+        """Raise EngineDead after `die`."""
+        if self.dead:
+            raise EngineDead("scripted death")
+
+    def die(self) -> None:
+        """End the engine: every running request fails."""
+        self.dead = True
+        for running in self._running.values():
+            running.cut.set()
+
+    async def abort(self, request_id: str) -> None:
+        """End a request with reason "abort"."""
+        if request_id in self._running:
+            self._running[request_id].cut.set()
+
+    async def drain(self, timeout: float) -> None:
+        """Wait for the running requests, then abort them."""
+        for _ in range(max(1, round(timeout / 0.01))):
+            if not self._running:
+                return
+            await asyncio.sleep(0.01)
+        for running in list(self._running.values()):
+            running.cut.set()
+
+    def shutdown(self) -> None:
+        """Nothing to stop."""
+
+    async def reset_prefix_cache(self) -> bool:
+        """Count the calls."""
+        self.resets += 1
+        return True
+
+    @property
+    def active(self) -> int:
+        """Requests in progress."""
+        return len(self._running)
+
+    async def generate(
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        **_: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As AsyncLLM.generate."""
+        await self.check_health()
+        ids, text = self._ids(prompt)
+        ids = list(truncated(ids, params.truncate_prompt_tokens, self.info.max_model_len))
+        check_prompt(ids, vocabulary=self.info.vocabulary, max_model_len=self.info.max_model_len)
+        params = check(
+            params,
+            vocabulary=self.info.vocabulary,
+            max_model_len=self.info.max_model_len,
+            prompt_len=len(ids),
+        )
+        self.seen.append((prompt, params))
+        running = self._running[request_id] = _Running(request_id)
+        whole = False
+        try:
+            shown = text if text is not None else self.tokenizer.decode(ids, False)
+            play = _Play(self, ids, text, params, self.reply(shown, params), running)
+            async for output in play.outputs():
+                whole = output.finished
+                yield output
+        finally:
+            if not whole:
+                self.aborted.append(request_id)
+            del self._running[request_id]
+
+    async def encode(
+        self, prompt: Any, params: PoolingParams, request_id: str, **_: Any
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """As AsyncLLM.encode: a vector that depends on the ids alone."""
+        await self.check_health()
+        ids, _text = self._ids(prompt)
+        check_prompt(ids, vocabulary=self.info.vocabulary, max_model_len=self.info.max_model_len)
+        check_pooling(
+            params,
+            tasks=self.info.tasks,
+            hidden=self.info.hidden,
+            max_model_len=self.info.max_model_len,
+        )
+        vector = np.zeros(self.info.hidden, dtype=np.float32)
+        np.add.at(vector, np.array(ids) % len(vector), 1.0)
+        vector = vector[: params.dimensions] / np.linalg.norm(vector[: params.dimensions])
+        yield PoolingRequestOutput(request_id, PoolingOutput(vector), ids)
+
+    def _ids(self, prompt: Any) -> tuple[list[int], str | None]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt), prompt
+        return list(prompt["prompt_token_ids"]), prompt.get("prompt")
+
+
+@define(eq=False)
+class _Play:
+    """One request being answered."""
+
+    engine: ScriptedEngine
+    ids: list[int]
+    text: str | None
+    params: SamplingParams
+    script: Reply
+    running: _Running
+
+    def _tokens(self) -> list[int]:
+        given = self.script.tokens
+        if given is not None:
+            return list(given)
+        return self.engine.tokenizer.encode(self.script.text, add_special_tokens=False)
+
+    async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
+        params, tokens = self.params, self._tokens()
+        tokenizer = self.engine.tokenizer
+        choices = [Choice(i, self.ids, params, tokenizer) for i in range(params.n)]
+        limit = params.max_tokens or 16
+        length = limit if self.script.endless else min(limit, len(tokens) + 1)
+        for place in range(length):
+            await self._wait(place)
+            if self.running.cut.is_set():
+                await self.engine.check_health()
+                for choice in choices:
+                    choice.finish(Finish(self.running.request, "abort"))
+            over = place == len(tokens) and not self.script.endless
+            token = tokenizer.stop_ids[0] if over else tokens[place % len(tokens)]
+            reason = "stop" if over else "length" if place + 1 == limit else None
+            finish = Finish(self.running.request, reason) if reason else None  # type: ignore[arg-type]
+            for choice in choices:
+                if choice.reason is None:
+                    choice.add(token, self._logprobs(token), finish)
+            finished = all(choice.reason is not None for choice in choices)
+            if params.output_kind is not OutputKind.FINAL_ONLY or finished:
+                yield self._output(choices, finished)
+            if finished:
+                return
+
+    async def _wait(self, place: int) -> None:
+        if place == self.script.die_at:
+            self.engine.die()
+            await self.engine.check_health()
+        if place == self.script.error_at:
+            raise self.script.error
+        if self.script.delay:
+            try:
+                await asyncio.wait_for(self.running.cut.wait(), self.script.delay)
+            except TimeoutError:
+                return
+        else:
+            await asyncio.sleep(0)
+
+    def _logprobs(self, token: int) -> RowLogprobs | None:
+        count = self.params.logprobs
+        if count is None:
+            return None
+        others = (token + np.arange(max(count, 0))) % self.engine.info.vocabulary
+        values = [-0.5, *(-0.5 * (1.0 + np.arange(len(others))))]
+        return RowLogprobs(np.array([token, *others]), np.array(values), 1)
+
+    def _output(self, choices: list[Choice], finished: bool) -> RequestOutput:
+        delta = self.params.output_kind is OutputKind.DELTA
+        outputs = [choice.delta() if delta else choice.output() for choice in choices]
+        prompt_logprobs = None
+        if self.params.prompt_logprobs is not None:
+            from modulm.engine.answers import position
+
+            entries = [RowLogprobs(np.array([i]), np.array([-1.0]), 1) for i in self.ids[1:]]
+            prompt_logprobs = [None, *(position(e, self.engine.tokenizer) for e in entries)]
+        return RequestOutput(
+            request_id=self.running.request,
+            prompt=self.text,
+            prompt_token_ids=self.ids,
+            prompt_logprobs=prompt_logprobs,
+            outputs=[output for output in outputs if output is not None],
+            finished=finished,
+            num_cached_tokens=0,
+        )
+
+
+@contextmanager
+def serve_in_thread(engine: Any, config: EngineConfig) -> Iterator[tuple[str, Served]]:
+    """A real server on a free port of the loopback interface: (its URL, what it serves)."""
+    config = config.with_(host="127.0.0.1", port=0)
+    served = create_app(engine, config)
+    sock = open_socket(config.frontend)
+    server = make_server(served, config.frontend)
+    thread = threading.Thread(target=_run, args=(server, sock), name="test-server")
+    thread.start()
+    try:
+        while not server.started and thread.is_alive():
+            threading.Event().wait(0.01)
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}", served
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        sock.close()
+
+
+def _run(server: uvicorn.Server, sock: Any) -> None:
+    server.run(sockets=[sock])

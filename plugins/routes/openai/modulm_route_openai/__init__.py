@@ -1,0 +1,5 @@
+"""OpenAI's API: models, completions and chat completions, with vLLM's fields beside OpenAI's."""
+
+from modulm_route_openai.family import OpenAI
+
+__all__ = ["OpenAI"]

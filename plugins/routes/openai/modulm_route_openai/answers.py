@@ -1,0 +1,194 @@
+"""What completions and chat answers have in common: ids, usage, log probabilities."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+import modulm
+from modulm.server.limits import safe_id
+from modulm.server.wire import bad_field
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from starlette.requests import Request
+
+    from modulm.server.sampling import SamplingFields
+
+__all__ = [
+    "StreamUsage",
+    "answer_id",
+    "chat_logprobs",
+    "check_priority",
+    "completion_logprobs",
+    "fingerprint",
+    "prompt_logprobs",
+    "usage",
+]
+
+#: What a probability of zero is shown as, since JSON has no word for minus infinity.
+_LEAST = -9999.0
+
+
+def answer_id(prefix: str, request: Request, body: SamplingFields) -> str:
+    """The id of an answer: what the client calls its request, else a fresh one."""
+    return f"{prefix}-{safe_id(body.request_id or '') or request.scope['modulm.id']}"
+
+
+def fingerprint(config: Any, engine: Any) -> str | None:
+    """`system_fingerprint`, as --fingerprint-mode wants it."""
+    server = config.frontend
+    if server.fingerprint_mode == "custom":
+        text: str | None = server.fingerprint_value
+        return text
+    if server.fingerprint_mode == "none":
+        return None
+    full = f"modulm-{modulm.__version__}-{engine.info.dtype}"
+    return full if server.fingerprint_mode == "full" else sha256(full.encode()).hexdigest()[:16]
+
+
+def check_priority(config: Any, priority: int | None) -> int:
+    """A priority needs a scheduler that looks at it. Raises ApiError(400)."""
+    if priority and config.scheduler.scheduling_policy == "fcfs":
+        raise bad_field(
+            "priority", "priority: this server takes requests in order of arrival; "
+            "it would need --scheduling-policy priority"
+        )  # fmt: skip
+    return priority or 0
+
+
+def usage(prompt: int, generated: int, cached: int | None) -> dict[str, Any]:
+    """OpenAI's usage; `cached` only where the server shows it."""
+    counted: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+    }
+    if cached is not None:
+        counted["prompt_tokens_details"] = {"cached_tokens": cached}
+    return counted
+
+
+class StreamUsage:
+    """Usage of a stream: in every chunk, in a last one, or not at all."""
+
+    def __init__(self, body: SamplingFields, config: Any) -> None:
+        options = body.stream_options
+        forced = config.frontend.enable_force_include_usage
+        self.last = forced or bool(options and options.include_usage)
+        self.each = self.last and bool(options and options.continuous_usage_stats)
+        self._details = config.frontend.enable_prompt_tokens_details
+        self._prompts: dict[int, tuple[int, int | None]] = {}
+        self._generated: dict[int, int] = {}
+
+    def prompt(self, place: int, tokens: int, cached: int | None) -> None:
+        """What is known of a prompt."""
+        self._prompts[place] = (tokens, cached)
+
+    def generated(self, index: int, tokens: int) -> None:
+        """How many tokens a choice has so far."""
+        self._generated[index] = tokens
+
+    def total(self) -> dict[str, Any]:
+        """Of all prompts and choices so far."""
+        cached = sum(hit or 0 for _, hit in self._prompts.values()) if self._details else None
+        prompt = sum(tokens for tokens, _ in self._prompts.values())
+        return usage(prompt, sum(self._generated.values()), cached)
+
+    def now(self, index: int, place: int = 0) -> dict[str, Any]:
+        """Of one choice so far."""
+        return usage(self._prompts[place][0], self._generated.get(index, 0), None)
+
+
+def _name(token: int, entry: Any, as_ids: bool) -> str:
+    if as_ids or entry.decoded_token is None:
+        return f"token_id:{token}"
+    text: str = entry.decoded_token
+    return text
+
+
+def chat_logprobs(
+    positions: Sequence[Mapping[int, Any]] | None,
+    token_ids: Sequence[int],
+    top: int,
+    as_ids: bool,
+) -> dict[str, Any] | None:
+    """`logprobs` of a chat choice."""
+    if positions is None:
+        return None
+    content = []
+    for token, position in zip(token_ids, positions, strict=True):
+        best = [_entry(t, e, as_ids) for t, e in position.items() if e.rank and e.rank <= top]
+        chosen = _entry(token, position[token], as_ids)
+        content.append({**chosen, "top_logprobs": best[:top]})
+    return {"content": content}
+
+
+def _entry(token: int, entry: Any, as_ids: bool) -> dict[str, Any]:
+    text = _name(token, entry, as_ids)
+    return {
+        "token": text,
+        "logprob": max(entry.logprob, _LEAST),
+        "bytes": list(text.encode("utf-8", "replace")),
+    }
+
+
+def completion_logprobs(
+    positions: Sequence[Mapping[int, Any] | None] | None,
+    token_ids: Sequence[int],
+    top: int,
+    as_ids: bool,
+    offset: int,
+    text_of: Callable[[int], str],
+) -> dict[str, Any] | None:
+    """`logprobs` of a completion; `offset`: characters before the first token.
+
+    text_of: the text of a token that has no probability, as the first one of a prompt.
+    """
+    if positions is None:
+        return None
+    shown: dict[str, list[Any]] = {
+        "text_offset": [],
+        "token_logprobs": [],
+        "tokens": [],
+        "top_logprobs": [],
+    }
+    for token, position in zip(token_ids, positions, strict=True):
+        entry = None if position is None else position[token]
+        entry_name = text_of(token) if not as_ids else f"token_id:{token}"
+        name = entry_name if entry is None else _name(token, entry, as_ids)
+        shown["text_offset"].append(offset)
+        shown["tokens"].append(name)
+        shown["token_logprobs"].append(None if entry is None else max(entry.logprob, _LEAST))
+        shown["top_logprobs"].append(_best(position, token, top, as_ids))
+        offset += len(name)
+    return shown
+
+
+def _best(
+    position: Mapping[int, Any] | None, token: int, top: int, as_ids: bool
+) -> dict[str, float] | None:
+    if position is None:
+        return None
+    wanted = {t: e for t, e in position.items() if t == token or (e.rank or 0) <= top}
+    return {_name(t, e, as_ids): max(e.logprob, _LEAST) for t, e in wanted.items()}
+
+
+def prompt_logprobs(positions: Sequence[Mapping[int, Any] | None] | None) -> list[Any] | None:
+    """`prompt_logprobs` as vLLM shows them: per token an object keyed by token id."""
+    if positions is None:
+        return None
+    return [
+        None
+        if position is None
+        else {
+            str(token): {
+                "logprob": max(entry.logprob, _LEAST),
+                "rank": entry.rank,
+                "decoded_token": entry.decoded_token,
+            }
+            for token, entry in position.items()
+        }
+        for position in positions
+    ]

@@ -1,0 +1,380 @@
+"""`/v1/chat/completions`: conversations with tools, reasoning, formats, streamed or whole."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+
+from modulm.contracts.parser import Content, Reasoning, ToolArguments, ToolStart
+from modulm.errors import RequestError
+from modulm.parsing import new_call_id
+from modulm.server.constraints import (
+    check_tools,
+    forced_tool,
+    from_response_format,
+    from_structured,
+    only_one,
+)
+from modulm.server.desk import ChatOptions
+from modulm.server.sampling import not_yet, sampling_params
+from modulm.server.sse import DONE, EventStream, frame, until_gone
+from modulm.server.talk import Message, Started, Step, Turn, checkpoint_parsers
+from modulm.server.wire import bad_field, json_response
+from modulm_route_openai.answers import (
+    StreamUsage,
+    answer_id,
+    chat_logprobs,
+    check_priority,
+    fingerprint,
+    prompt_logprobs,
+    usage,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Mapping, Sequence
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from modulm.contracts.route import RouteContext
+    from modulm.contracts.sampling import SamplingParams
+    from modulm_route_openai.schema import ChatRequest
+
+__all__ = ["Chat"]
+
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+
+
+@frozen
+class _Job:
+    """One request, checked and rendered. `origin`: the field that the constraint comes from."""
+
+    id: str
+    created: int
+    model: str
+    body: ChatRequest
+    turn: Turn
+    role: str
+    echo: str
+    origin: str | None
+
+    @property
+    def reasoning(self) -> bool:
+        return self.body.include_reasoning is not False
+
+    @property
+    def single_call(self) -> bool:
+        return self.body.parallel_tool_calls is False
+
+
+class Chat:
+    """Answers chat requests."""
+
+    def __init__(self, context: RouteContext) -> None:
+        self._context = context
+        self._desk = context.desk
+        self._parsers = checkpoint_parsers(context.config)
+
+    async def answer(self, request: Request, body: ChatRequest) -> Response:
+        """The answer to one request."""
+        job = await self._job(request, body)
+        started = await self._start(job)
+        if body.stream:
+            quiet = self._context.config.frontend.sse_keep_alive_interval
+            return EventStream(self._frames(job, started), quiet=quiet)
+        return json_response(await until_gone(self._whole(job, started), request.receive))
+
+    # Reading the request.
+
+    async def _job(self, request: Request, body: ChatRequest) -> _Job:
+        model = self._desk.model(body.model)
+        self._desk.check_open()
+        self._refuse(body)
+        _check_messages(body.messages)
+        tools = check_tools(body.tools)
+        choice = body.tool_choice or ("auto" if tools else "none")
+        origin, params = self._params(body, tools, choice)
+        variables = self._variables(body)
+        turn = Turn(
+            desk=self._desk,
+            prompt=await self._desk.from_messages(
+                body.messages, self._options(body, tools, choice, variables)
+            ),
+            params=params,
+            parsers=self._parsers,
+            tools=tools,
+            tool_choice=choice,
+            template_kwargs=variables,
+            constrained=origin is not None,
+            priority=check_priority(self._context.config, body.priority),
+            cache_salt=body.cache_salt,
+        )
+        turn.check()
+        continued = bool(body.continue_final_message)
+        server = self._context.config.frontend
+        return _Job(
+            id=answer_id("chatcmpl", request, body),
+            created=int(time.time()),
+            model=model,
+            body=body,
+            turn=turn,
+            role=body.messages[-1]["role"] if continued else server.response_role,
+            echo=_last_text(body.messages) if body.echo else "",
+            origin=origin,
+        )
+
+    def _refuse(self, body: ChatRequest) -> None:
+        """What is understood but not there."""
+        not_yet(body, "audio", "prediction", "web_search_options", "thinking_token_budget")
+        not_yet(body, "media_io_kwargs", "mm_processor_kwargs", "functions", "function_call")
+        if body.modalities not in (None, ["text"]):
+            raise bad_field("modalities", 'modalities: this model gives ["text"]')
+        if body.service_tier not in (None, "auto", "default"):
+            raise bad_field("service_tier", "service_tier: auto or default")
+        if body.top_logprobs and not body.logprobs:
+            raise bad_field("top_logprobs", "top_logprobs: only with logprobs: true")
+        trusted = self._context.config.frontend.trust_request_chat_template
+        if body.chat_template is not None and not trusted:
+            raise bad_field(
+                "chat_template",
+                "chat_template: this server renders only its own; it would need "
+                "--trust-request-chat-template",
+            )
+
+    def _params(
+        self, body: ChatRequest, tools: Sequence[Mapping[str, Any]], choice: Any
+    ) -> tuple[str | None, SamplingParams]:
+        formats, structured = body.response_format, body.structured_outputs
+        found = only_one(
+            tools=forced_tool(choice, tools, body.parallel_tool_calls is not False),
+            response_format=None if formats is None else from_response_format(formats),
+            structured_outputs=None if structured is None else from_structured(structured),
+        )
+        both = (body.max_tokens, body.max_completion_tokens)
+        if None not in both and both[0] != both[1]:
+            raise bad_field("max_tokens", "max_tokens and max_completion_tokens differ: send one")
+        limit = body.max_completion_tokens or body.max_tokens
+        defaults = self._context.engine.info.defaults
+        params = sampling_params(
+            body,
+            defaults=defaults,
+            max_tokens=defaults.get("max_tokens") if limit is None else limit,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            constraint=None if found is None else found[1],
+        )
+        return (None if found is None else found[0]), params
+
+    def _variables(self, body: ChatRequest) -> dict[str, Any]:
+        variables = dict(body.chat_template_kwargs or {})
+        if body.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", body.reasoning_effort)
+        return variables
+
+    def _options(
+        self, body: ChatRequest, tools: Any, choice: Any, variables: Mapping[str, Any]
+    ) -> ChatOptions:
+        server = self._context.config.frontend
+        hidden = choice == "none" and server.exclude_tools_when_tool_choice_none
+        continued = bool(body.continue_final_message)
+        return ChatOptions(
+            tools=() if hidden else tools,
+            documents=body.documents,
+            template=body.chat_template,
+            variables=variables,
+            add_generation_prompt=not continued
+            if body.add_generation_prompt is None
+            else body.add_generation_prompt,
+            continue_final_message=continued,
+            add_special_tokens=bool(body.add_special_tokens),
+        )
+
+    async def _start(self, job: _Job) -> Started:
+        """The turn in progress; a constraint that does not compile is blamed on its field."""
+        try:
+            return await job.turn.start()
+        except RequestError as error:
+            param = {"structured_outputs": job.origin, "prompt": "messages"}.get(
+                error.param or "", error.param
+            )
+            if param == error.param:
+                raise
+            error.param = param
+            raise
+
+    # A whole answer.
+
+    async def _whole(self, job: _Job, started: Started) -> dict[str, Any]:
+        output, messages = await started.messages()
+        details = self._context.config.frontend.enable_prompt_tokens_details
+        body = {
+            **self._head(job, "chat.completion"),
+            "choices": [self._choice(job, message) for message in messages],
+            "usage": usage(
+                len(output.prompt_token_ids),
+                sum(len(message.token_ids) for message in messages),
+                output.num_cached_tokens or 0 if details else None,
+            ),
+        }
+        if job.body.prompt_logprobs is not None:
+            body["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        if job.body.return_token_ids:
+            body["prompt_token_ids"] = list(output.prompt_token_ids)
+        return body
+
+    def _head(self, job: _Job, kind: str) -> dict[str, Any]:
+        return {
+            "id": job.id,
+            "object": kind,
+            "created": job.created,
+            "model": job.model,
+            "system_fingerprint": fingerprint(self._context.config, self._context.engine),
+        }
+
+    def _choice(self, job: _Job, message: Message) -> dict[str, Any]:
+        parsed = message.parsed
+        calls = parsed.tool_calls[:1] if job.single_call else parsed.tool_calls
+        content = job.echo + parsed.content if parsed.content else job.echo or None
+        reasoning = parsed.reasoning if job.reasoning else None
+        shown: dict[str, Any] = {
+            "role": job.role,
+            "content": content if content or calls else content or "",
+            "refusal": None,
+            "reasoning": reasoning,
+            "reasoning_content": reasoning,
+        }
+        if calls:
+            shown["tool_calls"] = [call.as_openai() for call in calls]
+        choice = {
+            "index": message.index,
+            "message": shown,
+            "logprobs": self._logprobs(job, message.logprobs, message.token_ids),
+            "finish_reason": _reason(job, message.finish_reason, bool(calls)),
+            "stop_reason": message.stop_reason,
+        }
+        if job.body.return_token_ids:
+            choice["token_ids"] = list(message.token_ids)
+        return choice
+
+    def _logprobs(self, job: _Job, positions: Any, ids: Sequence[int]) -> dict[str, Any] | None:
+        as_ids = job.body.return_tokens_as_token_ids
+        if as_ids is None:
+            as_ids = self._context.config.frontend.return_tokens_as_token_ids
+        return chat_logprobs(positions, ids, job.body.top_logprobs or 0, as_ids)
+
+    # A stream.
+
+    async def _frames(self, job: _Job, started: Started) -> AsyncGenerator[bytes, None]:
+        counted = StreamUsage(job.body, self._context.config)
+        head = self._head(job, "chat.completion.chunk")
+        deltas = [_Deltas(job) for _ in range(job.turn.params.n)]
+        first = True
+        async for output, steps in started.steps():
+            counted.prompt(0, len(output.prompt_token_ids), output.num_cached_tokens)
+            if first:
+                first = False
+                for index in range(len(deltas)):
+                    yield frame({**head, "choices": [_opening(job, index)]})
+            for step in steps:
+                counted.generated(step.index, step.generated)
+                choice = self._piece(job, step, deltas[step.index])
+                if choice is None:
+                    continue
+                body = {**head, "choices": [choice]}
+                if counted.each:
+                    body["usage"] = counted.now(step.index)
+                yield frame(body)
+        if counted.last:
+            yield frame({**head, "choices": [], "usage": counted.total()})
+        yield DONE
+
+    def _piece(self, job: _Job, step: Step, deltas: _Deltas) -> dict[str, Any] | None:
+        """A chunk's choice; None where there is nothing to say."""
+        delta = deltas.of(step)
+        if not (delta or step.finish_reason or step.logprobs or job.body.return_token_ids):
+            return None
+        choice: dict[str, Any] = {
+            "index": step.index,
+            "delta": delta,
+            "logprobs": self._logprobs(job, step.logprobs, step.token_ids),
+            "finish_reason": None,
+        }
+        if step.finish_reason is not None:
+            choice["finish_reason"] = _reason(job, step.finish_reason, deltas.called)
+            choice["stop_reason"] = step.stop_reason
+        if job.body.return_token_ids:
+            choice["token_ids"] = list(step.token_ids)
+        return choice
+
+
+class _Deltas:
+    """Events of one choice as OpenAI's deltas."""
+
+    def __init__(self, job: _Job) -> None:
+        self._job = job
+        self.called = False
+
+    def of(self, step: Step) -> dict[str, Any]:
+        """One delta for all that is new."""
+        delta: dict[str, Any] = {}
+        for event in step.events:
+            match event:
+                case Content(text):
+                    delta["content"] = delta.get("content", "") + text
+                case Reasoning(text) if self._job.reasoning:
+                    for name in ("reasoning", "reasoning_content"):
+                        delta[name] = delta.get(name, "") + text
+                case ToolStart(index, name, call_id) if self._wanted(index):
+                    self.called = True
+                    function = {"name": name, "arguments": ""}
+                    call = {"id": call_id or new_call_id(), "type": "function"}
+                    delta.setdefault("tool_calls", []).append(
+                        {"index": index, **call, "function": function}
+                    )
+                case ToolArguments(index, text) if self._wanted(index):
+                    _add_arguments(delta.setdefault("tool_calls", []), index, text)
+        return delta
+
+    def _wanted(self, index: int) -> bool:
+        return index == 0 or not self._job.single_call
+
+
+def _add_arguments(calls: list[dict[str, Any]], index: int, text: str) -> None:
+    if calls and calls[-1]["index"] == index:
+        calls[-1]["function"]["arguments"] += text
+    else:
+        calls.append({"index": index, "function": {"arguments": text}})
+
+
+def _opening(job: _Job, index: int) -> dict[str, Any]:
+    delta = {"role": job.role, "content": job.echo}
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _reason(job: _Job, reason: str, called: bool) -> str:
+    """ "tool_calls" where the model chose to call; a call that was named ends with "stop"."""
+    named = not isinstance(job.turn.tool_choice, str)
+    return "tool_calls" if called and reason == "stop" and not named else reason
+
+
+def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    for index, message in enumerate(messages):
+        role = message.get("role")
+        if role not in _ROLES:
+            raise bad_field(
+                "messages", f"messages[{index}].role: one of {', '.join(sorted(_ROLES))}"
+            )
+        if role == "tool" and not isinstance(message.get("tool_call_id"), str):
+            raise bad_field("messages", f"messages[{index}].tool_call_id: a string is needed")
+        optional = role == "assistant" or role == "function"
+        if message.get("content") is None and not optional:
+            raise bad_field("messages", f"messages[{index}].content: is missing")
+
+
+def _last_text(messages: Sequence[Mapping[str, Any]]) -> str:
+    content = messages[-1].get("content")
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))

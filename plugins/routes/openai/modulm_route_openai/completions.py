@@ -1,0 +1,281 @@
+"""`/v1/completions`: prompts in any form, several at once, streamed or whole."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+
+from modulm.server.constraints import from_response_format, from_structured, only_one
+from modulm.server.desk import Prompt, Running, merged
+from modulm.server.sampling import LIMITS, not_yet, sampling_params
+from modulm.server.sse import DONE, EventStream, frame, until_gone
+from modulm.server.wire import bad_field, json_response
+from modulm_route_openai.answers import (
+    StreamUsage,
+    answer_id,
+    check_priority,
+    completion_logprobs,
+    fingerprint,
+    prompt_logprobs,
+    usage,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Sequence
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from modulm.contracts.route import RouteContext
+    from modulm.contracts.sampling import SamplingParams
+    from modulm_route_openai.schema import CompletionRequest
+
+__all__ = ["Completions"]
+
+#: OpenAI's default for completions, which are not bounded by a chat template's end of turn.
+_MAX_TOKENS = 16
+
+
+@frozen
+class _Job:
+    """One request, checked and tokenized. `nothing`: no token is wanted, only the prompt's echo."""
+
+    id: str
+    created: int
+    model: str
+    body: CompletionRequest
+    prompts: tuple[Prompt, ...]
+    params: SamplingParams
+    nothing: bool
+
+    @property
+    def n(self) -> int:
+        return self.params.n
+
+
+class Completions:
+    """Answers completion requests."""
+
+    def __init__(self, context: RouteContext) -> None:
+        self._context = context
+        self._desk = context.desk
+
+    async def answer(self, request: Request, body: CompletionRequest) -> Response:
+        """The answer to one request."""
+        job = await self._job(request, body)
+        runs = await self._start(job)
+        if body.stream:
+            quiet = self._context.config.frontend.sse_keep_alive_interval
+            return EventStream(self._frames(job, runs), quiet=quiet)
+        return json_response(await until_gone(self._whole(job, runs), request.receive))
+
+    async def _job(self, request: Request, body: CompletionRequest) -> _Job:
+        model = self._desk.model(body.model)
+        self._desk.check_open()
+        if body.suffix:
+            raise bad_field("suffix", "suffix: this model cannot fill in the middle")
+        not_yet(body, "prompt_embeds")
+        nothing = body.max_tokens == 0
+        if nothing and not body.echo:
+            raise bad_field("max_tokens", "max_tokens: at least 1, or 0 with echo: true")
+        params = self._params(body, nothing)
+        prompts = await self._prompts(body.prompt, body.add_special_tokens is not False)
+        return _Job(
+            id=answer_id("cmpl", request, body),
+            created=int(time.time()),
+            model=model,
+            body=body,
+            prompts=prompts,
+            params=params,
+            nothing=nothing,
+        )
+
+    def _params(self, body: CompletionRequest, nothing: bool) -> SamplingParams:
+        formats = body.response_format
+        found = only_one(
+            response_format=None if formats is None else from_response_format(formats),
+            structured_outputs=None
+            if body.structured_outputs is None
+            else from_structured(body.structured_outputs),
+        )
+        defaults = self._context.engine.info.defaults
+        limit = defaults.get("max_tokens", _MAX_TOKENS)
+        params = sampling_params(
+            body,
+            defaults=defaults,
+            max_tokens=1 if nothing else limit if body.max_tokens is None else body.max_tokens,
+            logprobs=body.logprobs,
+            constraint=None if found is None else found[1],
+        )
+        if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
+            params = params.with_(prompt_logprobs=body.logprobs)
+        return params
+
+    async def _prompts(self, given: Any, add_special_tokens: bool) -> tuple[Prompt, ...]:
+        many = given if isinstance(given, list) and not _is_ids(given) else [given]
+        if not 0 < len(many) <= LIMITS.prompts:
+            raise bad_field("prompt", f"prompt: 1 to {LIMITS.prompts} prompts")
+        for one in many:
+            if not isinstance(one, str) and not _is_ids(one):
+                raise bad_field(
+                    "prompt", "prompt: a string, a list of token ids, or a list of either"
+                )
+        return tuple(
+            [
+                await self._desk.tokenize(one, add_special_tokens)
+                if isinstance(one, str)
+                else Prompt(tuple(one))
+                for one in many
+            ]
+        )
+
+    async def _start(self, job: _Job) -> list[Running]:
+        """All prompts handed to the engine, or none."""
+        priority = check_priority(self._context.config, job.body.priority)
+        started = await asyncio.gather(
+            *(
+                self._desk.generate(
+                    prompt, job.params, priority=priority, cache_salt=job.body.cache_salt
+                )
+                for prompt in job.prompts
+            ),
+            return_exceptions=True,
+        )
+        runs = [run for run in started if isinstance(run, Running)]
+        for run in started:
+            if isinstance(run, BaseException):
+                for other in runs:
+                    await other.aclose()
+                raise run
+        return runs
+
+    async def _whole(self, job: _Job, runs: Sequence[Running]) -> dict[str, Any]:
+        async with AsyncExitStack() as stack:
+            for run in runs:
+                stack.push_async_callback(run.aclose)
+            outputs = await asyncio.gather(*(run.last() for run in runs))
+        choices, generated = [], 0
+        for place, output in enumerate(outputs):
+            for choice in output.outputs:
+                index = place * job.n + choice.index
+                choices.append(self._choice(job, output, choice, index))
+                generated += 0 if job.nothing else len(choice.token_ids)
+        details = self._context.config.frontend.enable_prompt_tokens_details
+        cached = sum(output.num_cached_tokens or 0 for output in outputs) if details else None
+        tokens = sum(len(output.prompt_token_ids) for output in outputs)
+        return {**self._head(job), "choices": choices, "usage": usage(tokens, generated, cached)}
+
+    def _head(self, job: _Job) -> dict[str, Any]:
+        return {
+            "id": job.id,
+            "object": "text_completion",
+            "created": job.created,
+            "model": job.model,
+            "system_fingerprint": fingerprint(self._context.config, self._context.engine),
+        }
+
+    def _choice(self, job: _Job, output: Any, choice: Any, index: int) -> dict[str, Any]:
+        text, ids, positions = choice.text, list(choice.token_ids), choice.logprobs
+        if job.nothing:
+            text, ids, positions = "", [], None if positions is None else []
+        if job.body.echo:
+            text = self._prompt_text(output) + text
+            if positions is not None and output.prompt_logprobs is not None:
+                positions = [*output.prompt_logprobs, *positions]
+                ids = [*output.prompt_token_ids, *ids]
+        shown = {
+            "index": index,
+            "text": text,
+            "logprobs": self._logprobs(job, positions, ids, 0),
+            "finish_reason": "length" if job.nothing else choice.finish_reason,
+            "stop_reason": None if job.nothing else choice.stop_reason,
+        }
+        if job.body.prompt_logprobs is not None:
+            shown["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        if job.body.return_token_ids:
+            shown["prompt_token_ids"] = list(output.prompt_token_ids)
+            shown["token_ids"] = [] if job.nothing else list(choice.token_ids)
+        return shown
+
+    def _logprobs(
+        self, job: _Job, positions: Any, ids: Sequence[int], offset: int
+    ) -> dict[str, Any] | None:
+        as_ids = job.body.return_tokens_as_token_ids
+        if as_ids is None:
+            as_ids = self._context.config.frontend.return_tokens_as_token_ids
+        return completion_logprobs(
+            positions, ids, job.params.logprobs or 0, as_ids, offset, self._token_text
+        )
+
+    def _token_text(self, token: int) -> str:
+        return str(self._desk.tokenizer.decode([token], False))
+
+    def _prompt_text(self, output: Any) -> str:
+        if output.prompt is not None:
+            return str(output.prompt)
+        return str(self._desk.tokenizer.decode(output.prompt_token_ids, False))
+
+    async def _frames(self, job: _Job, runs: Sequence[Running]) -> AsyncGenerator[bytes, None]:
+        counted = StreamUsage(job.body, self._context.config)
+        head = self._head(job)
+        sent: dict[int, int] = {}
+        begun: set[int] = set()
+        totals: dict[int, int] = {}
+        async with AsyncExitStack() as stack:
+            for run in runs:
+                stack.push_async_callback(run.aclose)
+            async for place, output in merged(runs):
+                counted.prompt(place, len(output.prompt_token_ids), output.num_cached_tokens)
+                for choice in output.outputs:
+                    index = place * job.n + choice.index
+                    first = index not in begun
+                    begun.add(index)
+                    chunk = self._piece(job, output, choice, index, first, sent)
+                    totals[index] = totals.get(index, 0) + len(choice.token_ids)
+                    counted.generated(index, 0 if job.nothing else totals[index])
+                    body = {**head, "choices": [chunk]}
+                    if counted.each:
+                        body["usage"] = counted.now(index, place)
+                    yield frame(body)
+        if counted.last:
+            yield frame({**head, "choices": [], "usage": counted.total()})
+        yield DONE
+
+    def _piece(
+        self, job: _Job, output: Any, choice: Any, index: int, first: bool, sent: dict[int, int]
+    ) -> dict[str, Any]:
+        """A chunk's choice; the first one carries the echo."""
+        text, ids, positions = choice.text, list(choice.token_ids), choice.logprobs
+        if job.nothing:
+            text, ids, positions = "", [], None if positions is None else []
+        if first and job.body.echo:
+            text = self._prompt_text(output) + text
+            if positions is not None and output.prompt_logprobs is not None:
+                positions = [*output.prompt_logprobs, *positions]
+                ids = [*output.prompt_token_ids, *ids]
+        shown = {
+            "index": index,
+            "text": text,
+            "logprobs": self._logprobs(job, positions, ids, sent.get(index, 0)),
+            "finish_reason": "length" if job.nothing else choice.finish_reason,
+            "stop_reason": None if job.nothing else choice.stop_reason,
+        }
+        sent[index] = sent.get(index, 0) + len(text)
+        if job.body.return_token_ids:
+            shown["token_ids"] = [] if job.nothing else list(choice.token_ids)
+            if first:
+                shown["prompt_token_ids"] = list(output.prompt_token_ids)
+        return shown
+
+
+def _is_ids(value: Any) -> bool:
+    """A list that can only be meant as one prompt of token ids; what is in it is checked later."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
+    )

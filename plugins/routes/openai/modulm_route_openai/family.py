@@ -1,0 +1,72 @@
+"""The route family: what is served where."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request
+
+from modulm.contracts.route import RouteFamily
+from modulm.server.errors import model_error
+from modulm.server.wire import json_response, read
+from modulm_route_openai.chat import Chat
+from modulm_route_openai.completions import Completions
+from modulm_route_openai.schema import ChatRequest, CompletionRequest
+
+if TYPE_CHECKING:
+    from starlette.responses import Response
+
+__all__ = ["OpenAI"]
+
+
+class OpenAI(RouteFamily):
+    """`/v1/models`, `/v1/completions`, `/v1/chat/completions`."""
+
+    name = "openai"
+    api = 1
+
+    def router(self) -> APIRouter:
+        router = APIRouter(prefix="/v1", tags=["OpenAI"])
+        completions, chat = Completions(self.context), Chat(self.context)
+
+        @router.get("/models")
+        async def models() -> Response:
+            """The models that are served."""
+            return json_response(
+                {"object": "list", "data": [self._card(name) for name in self.context.models]}
+            )
+
+        @router.head("/models")
+        async def models_head() -> Response:
+            """Whether models are served."""
+            return json_response({})
+
+        @router.get("/models/{model:path}")
+        async def model(model: str) -> Response:
+            """One model."""
+            if model not in self.context.models:
+                raise model_error(model)
+            return json_response(self._card(model))
+
+        @router.post("/completions")
+        async def complete(request: Request) -> Response:
+            """Go on with a prompt."""
+            return await completions.answer(request, await read(request, CompletionRequest))
+
+        @router.post("/chat/completions")
+        async def converse(request: Request) -> Response:
+            """Answer a conversation."""
+            return await chat.answer(request, await read(request, ChatRequest))
+
+        return router
+
+    def _card(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.context.created,
+            "owned_by": "modulm",
+            "root": self.context.models[0],
+            "parent": None,
+            "max_model_len": self.context.engine.info.max_model_len,
+        }

@@ -1,0 +1,62 @@
+"""Request bodies."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from modulm.server.sampling import LIMITS, SamplingFields
+
+__all__ = ["ChatRequest", "CompletionRequest"]
+
+Metadata = Annotated[
+    dict[str, Annotated[str, Meta(max_length=LIMITS.metadata_value)]],
+    Meta(max_length=LIMITS.metadata),
+]
+Name = Annotated[str, Meta(max_length=LIMITS.name)]
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    """`POST /v1/completions`."""
+
+    prompt: Any = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=-1)] | None = None
+    suffix: str | None = None
+    prompt_embeds: Any = None
+
+
+class ChatRequest(SamplingFields, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=LIMITS.messages)]
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    echo: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None
+    reasoning_effort: Name | None = None
+    thinking_token_budget: int | None = None
+    metadata: Metadata | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    media_io_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    verbosity: Name | None = None
+    prompt_cache_key: Name | None = None
+    safety_identifier: Name | None = None

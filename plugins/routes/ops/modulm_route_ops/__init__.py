@@ -1,0 +1,93 @@
+"""Signs of life and numbers: /health, /ready, /ping, /load, /version, /metrics, /server_info."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+import modulm
+from modulm.contracts.route import RouteFamily
+from modulm.server.errors import ApiError
+from modulm.server.metrics import exposition
+from modulm.server.wire import json_response
+
+__all__ = ["Ops"]
+
+
+class Ops(RouteFamily):
+    """Routes for those who operate the server."""
+
+    name = "ops"
+    api = 1
+
+    def router(self) -> APIRouter:
+        router = APIRouter(tags=["Operations"])
+        for path in ("/health", "/ping"):
+            router.add_api_route(path, self.health, methods=["GET", "HEAD"])
+        router.add_api_route("/ping", self.health, methods=["POST"])
+        router.add_api_route("/ready", self.ready, methods=["GET", "HEAD"])
+        router.add_api_route("/load", self.load, methods=["GET"])
+        router.add_api_route("/version", self.version, methods=["GET"])
+        router.add_api_route("/metrics", self.metrics, methods=["GET"])
+        router.add_api_route("/server_info", self.server_info, methods=["GET"])
+        return router
+
+    async def health(self) -> Response:
+        """200 while the engine lives, 503 when it is dead."""
+        await self.context.engine.check_health()
+        return Response(status_code=200)
+
+    async def ready(self) -> Response:
+        """200 while new requests are welcome: alive, and neither going down nor full."""
+        self.context.desk.check_open()
+        await self.context.engine.check_health()
+        full = self.context.config.scheduler.max_num_queued_reqs
+        if full is not None and self.context.engine.stats.waiting >= full:
+            raise ApiError(
+                503, "the queue is full", code="overloaded", headers={"Retry-After": "1"}
+            )
+        return Response(status_code=200)
+
+    async def load(self) -> Response:
+        """How many requests are being answered."""
+        return json_response({"server_load": self.context.desk.active})
+
+    async def version(self) -> Response:
+        """The version of modulm."""
+        return json_response({"version": modulm.__version__})
+
+    async def metrics(self) -> Response:
+        """Metrics of server and engine in Prometheus' text format."""
+        body, kind = exposition(self.context.registry)
+        return Response(body, media_type=None, headers={"Content-Type": kind})
+
+    async def server_info(self) -> Response:
+        """The configuration: every flag that differs from its default, secrets left out."""
+        config = self.context.config
+        changed = {name: _plain(value) for name, value in config.changed().items()}
+        for secret in ("api_key", "api_key_file", "hf_token", "ssl_keyfile"):
+            if secret in changed:
+                changed[secret] = "(set)"
+        info = self.context.engine.info
+        return json_response(
+            {
+                "version": modulm.__version__,
+                "models": list(self.context.models),
+                "max_model_len": info.max_model_len,
+                "dtype": str(info.dtype),
+                "config": changed,
+            }
+        )
+
+
+def _plain(value: Any) -> Any:
+    """A flag's value as JSON."""
+    if isinstance(value, str | int | float | bool | None):
+        return value
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value)

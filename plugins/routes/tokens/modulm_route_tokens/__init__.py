@@ -1,0 +1,126 @@
+"""Text to token ids and back: /tokenize, /detokenize, /tokenizer_info."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from msgspec import UNSET, Meta, Struct, UnsetType
+from starlette.responses import Response
+
+from modulm.contracts.route import RouteFamily
+from modulm.server.constraints import check_tools
+from modulm.server.desk import ChatOptions
+from modulm.server.sampling import LIMITS
+from modulm.server.wire import bad_field, json_response, read
+
+__all__ = ["Tokens"]
+
+Id = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+
+
+class TokenizeRequest(Struct, kw_only=True):
+    """`POST /tokenize`: a prompt, or messages."""
+
+    model: str | UnsetType = UNSET
+    prompt: str | None = None
+    messages: Annotated[list[dict[str, Any]], Meta(max_length=LIMITS.messages)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    """`POST /detokenize`."""
+
+    tokens: list[Id]
+    model: str | UnsetType = UNSET
+
+
+class Tokens(RouteFamily):
+    """What the tokenizer does, over HTTP."""
+
+    name = "tokens"
+    api = 1
+
+    def absent(self) -> str | None:
+        return None if self.context.engine.tokenizer is not None else "the server has no tokenizer"
+
+    def router(self) -> APIRouter:
+        router = APIRouter(tags=["Tokens"])
+        router.add_api_route("/tokenize", self.tokenize, methods=["POST"])
+        router.add_api_route("/detokenize", self.detokenize, methods=["POST"])
+        if self.context.config.frontend.enable_tokenizer_info_endpoint:
+            router.add_api_route("/tokenizer_info", self.info, methods=["GET"])
+        return router
+
+    async def tokenize(self, request: Request) -> Response:
+        """The ids that a prompt or a conversation becomes."""
+        body = await read(request, TokenizeRequest)
+        desk = self.context.desk
+        desk.model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise bad_field("prompt", "either prompt or messages is needed")
+        if body.prompt is not None:
+            prompt = await desk.tokenize(body.prompt, body.add_special_tokens is not False)
+        else:
+            prompt = await desk.from_messages(body.messages, self._options(body))
+        ids = list(prompt.ids)
+        token = desk.tokenizer.id_to_token
+        return json_response(
+            {
+                "count": len(ids),
+                "max_model_len": self.context.engine.info.max_model_len,
+                "tokens": ids,
+                "token_strs": [token(i) for i in ids] if body.return_token_strs else None,
+            }
+        )
+
+    def _options(self, body: TokenizeRequest) -> ChatOptions:
+        trusted = self.context.config.frontend.trust_request_chat_template
+        if body.chat_template is not None and not trusted:
+            raise bad_field(
+                "chat_template",
+                "chat_template: this server renders only its own; it would need "
+                "--trust-request-chat-template",
+            )
+        if body.mm_processor_kwargs:
+            raise bad_field("mm_processor_kwargs", "mm_processor_kwargs: not yet supported")
+        return ChatOptions(
+            tools=check_tools(body.tools),
+            template=body.chat_template,
+            variables=body.chat_template_kwargs or {},
+            add_generation_prompt=body.add_generation_prompt is not False
+            and not body.continue_final_message,
+            continue_final_message=bool(body.continue_final_message),
+            add_special_tokens=bool(body.add_special_tokens),
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids."""
+        body = await read(request, DetokenizeRequest)
+        desk = self.context.desk
+        desk.model(body.model)
+        size = max(len(desk.tokenizer), self.context.engine.info.vocabulary)
+        wrong = next((token for token in body.tokens if token >= size), None)
+        if wrong is not None:
+            raise bad_field("tokens", f"tokens: {wrong} is out of vocabulary (0 to {size - 1})")
+        return json_response({"prompt": desk.tokenizer.decode(body.tokens, False)})
+
+    async def info(self) -> Response:
+        """What the tokenizer is."""
+        tokenizer = self.context.desk.tokenizer
+        return json_response(
+            {
+                "tokenizer_class": type(tokenizer.backend).__name__,
+                "vocab_size": len(tokenizer),
+                "special_tokens": dict(tokenizer.special),
+                "stop_token_ids": list(tokenizer.stop_ids),
+                "chat_template": tokenizer.chat_template,
+            }
+        )
