@@ -1,0 +1,254 @@
+"""The engine's side of the wall: everything from a configuration to a running engine.
+
+A `Host` lives where steps are run: in the caller's thread (`LLM`), in a thread beside an event
+loop, or in a process of its own. Front ends meet it through `EngineInfo`, requests and events.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attrs import evolve, field, frozen
+
+from modulm.config.resolve import Use, choose_platform, resolve
+from modulm.contracts.executor import Capacity, Executor
+from modulm.contracts.policy import Policy, Scheduler
+from modulm.contracts.sampling import SamplingParams
+from modulm.engine.loop import Engine, Listener
+from modulm.engine.requests import Request
+from modulm.engine.scheduler import BudgetScheduler, Limits
+from modulm.errors import ConfigError, UnsupportedError
+from modulm.loading import Checkpoint, open_checkpoint
+from modulm.plugins import manager
+
+if TYPE_CHECKING:
+    from modulm.config import EngineConfig
+    from modulm.text.tokenizer import Tokenizer
+
+__all__ = ["EngineInfo", "Host", "limits_of", "open_tokenizer"]
+
+log = logging.getLogger("modulm.engine")
+
+#: Keys of generation_config.json that are defaults of SamplingParams, by their name there.
+_DEFAULTS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+@frozen(kw_only=True)
+class EngineInfo:
+    """What front ends need to know of an engine.
+
+    config: resolved; models: served names; path: the checkpoint's folder; vocabulary: width of
+    the logits; eos: ids that end an answer; defaults: sampling defaults of the checkpoint, by
+    field of SamplingParams; tasks: what the model is for; notes: for people; description: of the
+    executor.
+    """
+
+    config: EngineConfig
+    models: tuple[str, ...]
+    path: str
+    architecture: str
+    max_model_len: int
+    vocabulary: int
+    hidden: int
+    dtype: str
+    eos: tuple[int, ...]
+    defaults: Mapping[str, Any] = field(factory=dict)
+    tasks: tuple[str, ...] = ("generate",)
+    notes: tuple[str, ...] = ()
+    description: Mapping[str, Any] = field(factory=dict)
+
+    def default_params(self) -> SamplingParams:
+        """What a caller gets who gives no parameters."""
+        return SamplingParams(**self.defaults)
+
+
+def open_tokenizer(config: EngineConfig, path: str) -> Tokenizer | None:
+    """The tokenizer of a checkpoint folder; None with --skip-tokenizer-init."""
+    from modulm.text.tokenizer import load_tokenizer
+
+    model = config.model
+    if model.skip_tokenizer_init:
+        return None
+    return load_tokenizer(
+        model.tokenizer or path,
+        model.tokenizer_mode,
+        model.tokenizer_revision if model.tokenizer else None,
+        model.trust_remote_code,
+    )
+
+
+def limits_of(config: EngineConfig, use: Use) -> Limits:
+    """The scheduler's numbers. Offline callers wait for their own queue: it has no bound."""
+    scheduler, cache = config.scheduler, config.cache
+    rows, tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+    if rows is None or tokens is None:
+        raise ConfigError("max_num_seqs", "is not resolved")
+    chunks = max(1, int(0.04 * (config.model.max_model_len or 0)))
+    several = scheduler.max_num_partial_prefills > 1
+    return Limits(
+        rows=rows,
+        tokens=min(tokens, scheduler.max_num_scheduled_tokens or tokens),
+        chunked=scheduler.enable_chunked_prefill is not False,
+        long=scheduler.long_prefill_token_threshold or (chunks if several else 0),
+        partial=scheduler.max_num_partial_prefills,
+        long_partial=scheduler.max_long_partial_prefills,
+        spare=scheduler.watermark,
+        reserve=scheduler.scheduler_reserve_full_isl,
+        prefixes=cache.enable_prefix_caching is not False,
+        hash=cache.prefix_caching_hash_algo,
+        queued_requests=scheduler.max_num_queued_reqs if use == "server" else None,
+        queued_tokens=scheduler.max_num_queued_tokens if use == "server" else None,
+    )
+
+
+class Host:
+    """An engine that is ready to run, and what belongs to it."""
+
+    def __init__(self, config: EngineConfig, listener: Listener, use: Use = "offline") -> None:
+        plugins = manager.current()
+        plugins.load_hooks()
+        checkpoint = open_checkpoint(config)
+        platform, _ = choose_platform(config, plugins)
+        resolved = resolve(
+            config,
+            platform=platform,
+            hf_config=checkpoint.config,
+            plugins=plugins,
+            use=use,
+            stored_dtype=checkpoint.info.dtype,
+        )
+        self.config = resolved.config
+        plugins.config_final(self.config)
+        name = self.config.parallel.distributed_executor_backend or "uni"
+        self.executor: Executor = plugins.load("executors", name)()
+        capacity = self.executor.start(self.config)
+        scheduler = _scheduler(self.config, capacity, use)
+        depth = 2 if self.config.scheduler.async_scheduling else 1
+        self.engine = Engine(scheduler, self.executor, listener, plugins.notify, depth)
+        notes = (*map(str, resolved.notices), *capacity.notes)
+        self.info = _info(self.config, checkpoint, capacity, scheduler, self.executor, notes)
+        self._grammars: Callable[[Any], Any] | None = None
+        self._notify = plugins.notify
+        for note in notes:
+            log.info("%s", note)
+        self._notify("modulm_engine_started", config=self.config)
+
+    def submit(self, request: Request) -> None:
+        """Hand in a request; a grammar that it asks for is compiled beside the steps."""
+        params = request.params
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            request = evolve(request, grammar=self._compiler()(params.structured_outputs))
+        self.engine.submit(request)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes; call on the engine's thread."""
+        self.engine.scheduler.forget_prefixes()
+
+    def stop(self) -> None:
+        """Stop the loop and release the model; may be called twice."""
+        if self.engine.dead is None:
+            self._notify("modulm_engine_stopping")
+        self.engine.stop()
+        self.executor.stop()
+
+    def _compiler(self) -> Callable[[Any], Any]:
+        if self._grammars is None:
+            raise UnsupportedError("structured outputs: not yet")
+        return self._grammars
+
+
+def _scheduler(config: EngineConfig, capacity: Capacity, use: Use) -> Scheduler:
+    policy: Policy = manager.current().load("schedulers", config.scheduler.scheduling_policy)()
+    path = config.scheduler.scheduler_cls
+    made: type[Any] = BudgetScheduler
+    if path is not None:
+        made = _class_at(path)
+    scheduler: Scheduler = made(limits_of(config, use), capacity, policy)
+    return scheduler
+
+
+def _class_at(path: str) -> type[Any]:
+    """The scheduler class at "pkg.mod:Class" or "pkg.mod.Class"."""
+    module, _, name = path.replace(":", ".").rpartition(".")
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError("scheduler_cls", f"{path!r} cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Scheduler)):
+        raise ConfigError("scheduler_cls", f"{path!r} is not a modulm.contracts.policy.Scheduler")
+    return found
+
+
+def _info(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    capacity: Capacity,
+    scheduler: Scheduler,
+    executor: Executor,
+    notes: tuple[str, ...],
+) -> EngineInfo:
+    try:
+        description = executor.call("describe") or {}
+    except UnsupportedError:
+        description = {}
+    most = scheduler.most if isinstance(scheduler, BudgetScheduler) else capacity.max_model_len
+    return EngineInfo(
+        config=config,
+        models=config.model.served_model_name or (config.model.model,),
+        path=str(checkpoint.path),
+        architecture=checkpoint.architecture,
+        max_model_len=most,
+        vocabulary=capacity.vocabulary,
+        hidden=int(checkpoint.config.get("hidden_size", 0)),
+        dtype=description.get("dtype", config.model.dtype),
+        eos=_eos(checkpoint),
+        defaults=_defaults(config, checkpoint),
+        tasks=description.get("tasks", ("generate",)),
+        notes=notes,
+        description=description,
+    )
+
+
+def _eos(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """End-of-sequence ids of generation_config.json, else config.json."""
+    found = checkpoint.generation_config.get("eos_token_id", checkpoint.config.get("eos_token_id"))
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list) else (int(found),)
+
+
+def _defaults(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Sampling defaults: of the checkpoint unless it is not to be asked, then the overrides."""
+    source = config.model.generation_config
+    table: dict[str, Any] = {}
+    if source == "auto":
+        table = dict(checkpoint.generation_config)
+    elif source not in ("vllm", "modulm"):
+        table = dict(_generation_file(source))
+    table |= config.model.override_generation_config
+    return {
+        ours: table[theirs] for theirs, ours in _DEFAULTS.items() if table.get(theirs) is not None
+    }
+
+
+def _generation_file(folder: str) -> Mapping[str, Any]:
+    file = Path(folder).expanduser() / "generation_config.json"
+    try:
+        table = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError("generation_config", f"{file}: {error}") from error
+    if not isinstance(table, dict):
+        raise ConfigError("generation_config", f"{file}: a JSON object is needed")
+    return table

@@ -1,0 +1,354 @@
+"""LLM: many prompts in, all answers out. The engine runs in the caller's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from tqdm import tqdm
+
+from modulm.config.sources import keywords
+from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
+from modulm.engine.answers import Answer, Answers
+from modulm.engine.beam import beam_search
+from modulm.engine.host import Host, open_tokenizer
+from modulm.engine.logits import processor_classes
+from modulm.engine.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    ClassificationOutput,
+    EmbeddingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+)
+from modulm.engine.prepare import Preparer, PromptLike, Work
+from modulm.engine.requests import Finish, StepEvents
+from modulm.engine.stats import Metrics
+from modulm.errors import EngineDead, ModulmError, RequestError, UnsupportedError
+from modulm.plugins import manager
+
+if TYPE_CHECKING:
+    from modulm.config import EngineConfig
+    from modulm.text.tokenizer import Tokenizer
+
+__all__ = ["LLM"]
+
+T = TypeVar("T")
+
+
+class LLM:
+    """A model for offline use.
+
+        with LLM(model="demo") as llm:
+            outputs = llm.generate(["One", "Two"], SamplingParams(max_tokens=20))
+
+    Keywords are the flags of `modulm serve` with underscores. Not safe for use by several
+    threads. Raises ConfigError, CheckpointError or PluginError where it cannot start.
+    """
+
+    def __init__(self, model: str = "demo", **flags: Any) -> None:
+        self._open(keywords(model=model, **flags).config)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> LLM:
+        """An LLM of a configuration that is complete."""
+        llm = cls.__new__(cls)
+        llm._open(config)
+        return llm
+
+    def _open(self, config: EngineConfig) -> None:
+        self._host = Host(config, self, "offline")
+        self.info = self._host.info
+        self.tokenizer: Tokenizer | None = open_tokenizer(config, self.info.path)
+        self.metrics = Metrics(self.info.models[0])
+        processors = processor_classes(config.model.logits_processors, manager.current())
+        self._preparer = Preparer(self.info, self.tokenizer, processors)
+        self._answers = Answers(self.metrics)
+        self._numbers = count()
+        self._done: list[Answer] = []
+
+    # What the engine tells (see `loop.Listener`).
+
+    def events(self, events: StepEvents) -> None:
+        """A step is done."""
+        news, stopped = self._answers.feed(events)
+        for identity in stopped:
+            self._host.engine.abort(identity)
+        self._done += [answer for answer in news if answer.finished]
+
+    def died(self, error: EngineDead) -> None:
+        """The engine cannot go on."""
+        self._done += self._answers.fail_all(error)
+
+    # What callers ask.
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises UnsupportedError if there is none."""
+        if self.tokenizer is None:
+            raise UnsupportedError("there is no tokenizer: skip_tokenizer_init was given")
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` uses where it is given no parameters."""
+        return self.info.default_params()
+
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        priority: Sequence[int] | None = None,
+        cache_salt: str | None = None,
+    ) -> list[RequestOutput]:
+        """Answer every prompt, in the order given. Prompts are text, token ids, or tables.
+
+        sampling_params: for all, or one per prompt. Raises RequestError if a prompt or a parameter
+        is wrong, before anything runs; what goes wrong later is in that output's finish_reason.
+        """
+        listed = _listed(prompts)
+        params = _spread(sampling_params, len(listed), self.get_default_sampling_params())
+        finals = [given.with_(output_kind=OutputKind.FINAL_ONLY) for given in params]
+        works = [
+            self._preparer.work(
+                prompt,
+                given,
+                str(next(self._numbers)),
+                priority=priority[place] if priority is not None else 0,
+                cache_salt=cache_salt,
+            )
+            for place, (prompt, given) in enumerate(zip(listed, finals, strict=True))
+        ]
+        return self._run(works, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several."""
+        from modulm.text.chat import render
+
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations: Any = messages if several else [messages]
+        tokenizer = self.get_tokenizer()
+        prompts = []
+        for conversation in conversations:
+            text = render(
+                conversation,
+                tokenizer=tokenizer,
+                tools=tools,
+                template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                kwargs=chat_template_kwargs,
+            )
+            # The template has written the special tokens already.
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            prompts.append({"prompt": text, "prompt_token_ids": ids})
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        *,
+        beam_width: int,
+        max_tokens: int,
+        ignore_eos: bool = False,
+        length_penalty: float = 1.0,
+        early_stopping: bool | str = False,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` best answers to each prompt, as transformers' beam search finds them."""
+        found = []
+        for prompt in tqdm(_listed(prompts), disable=not use_tqdm, desc="Beams"):
+            _, ids, _ = self._preparer.read(prompt)
+            beams = beam_search(
+                self._best_tokens,
+                ids,
+                width=beam_width,
+                max_tokens=min(max_tokens, self.info.max_model_len - len(ids)),
+                eos=() if ignore_eos else self._preparer.eos,
+                length_penalty=length_penalty,
+                early_stopping=early_stopping,
+            )
+            for beam in beams:
+                self._decode(beam, len(ids))
+            found.append(BeamSearchOutput(beams))
+        return found
+
+    def encode(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_task: str | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """Pool every prompt; `outputs.data` is a numpy array."""
+        listed = _listed(prompts)
+        default = PoolingParams(task=pooling_task or "embed")
+        params = _spread(pooling_params, len(listed), default)
+        works = [
+            self._preparer.work(prompt, given, str(next(self._numbers)))
+            for prompt, given in zip(listed, params, strict=True)
+        ]
+        return self._run(works, use_tqdm)
+
+    def embed(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+    ) -> list[PoolingRequestOutput]:
+        """One embedding per prompt: `outputs.embedding`."""
+        found = self.encode(prompts, pooling_params, use_tqdm=use_tqdm, pooling_task="embed")
+        for output in found:
+            output.outputs = EmbeddingOutput(output.outputs.data.tolist())
+        return found
+
+    def classify(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+    ) -> list[PoolingRequestOutput]:
+        """Probabilities of the model's classes for every prompt: `outputs.probs`."""
+        found = self.encode(prompts, pooling_params, use_tqdm=use_tqdm, pooling_task="classify")
+        for output in found:
+            output.outputs = ClassificationOutput(output.outputs.data.tolist())
+        return found
+
+    def score(self, *texts: Any, **options: Any) -> list[PoolingRequestOutput]:
+        """Similarity of pairs of texts."""
+        raise UnsupportedError("scoring pairs of texts: not yet")
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes."""
+        self._host.reset_prefix_cache()
+        return True
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the model's memory back."""
+        raise UnsupportedError("sleeping engines: not yet")
+
+    def wake_up(self) -> None:
+        """Take the memory again."""
+        raise UnsupportedError("sleeping engines: not yet")
+
+    def shutdown(self) -> None:
+        """Release the model; may be called twice."""
+        self._host.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    # How it is done.
+
+    def _run(self, works: Sequence[Work], use_tqdm: bool | Callable[..., Any]) -> list[Any]:
+        """Run the work to its end; outputs in its order."""
+        self._done.clear()
+        bar = _bar(use_tqdm, len(works))
+        try:
+            for work in works:
+                self._answers.open(work.answer)
+                for request in work.requests:
+                    self._host.submit(request)
+            while len(self._answers):
+                self._host.engine.check()
+                self._host.engine.tick()
+                bar.update(len(self._done))
+                self._done.clear()
+        except BaseException:
+            self._withdraw(works)
+            raise
+        finally:
+            bar.close()
+        return [_final(work.answer) for work in works]
+
+    def _withdraw(self, works: Sequence[Work]) -> None:
+        """The caller will not wait: what is left of the work leaves the engine."""
+        for work in works:
+            for identity in self._answers.abort(work.answer):
+                self._host.engine.abort(identity)
+        if self._host.engine.dead is None:
+            self._host.engine.tick()
+
+    def _best_tokens(self, beams: Sequence[Sequence[int]], best: int) -> list[dict[int, float]]:
+        """The `best` next tokens of each sequence with their log probabilities."""
+        params = SamplingParams(
+            temperature=0, max_tokens=1, logprobs=best, ignore_eos=True, detokenize=False,
+            output_kind=OutputKind.FINAL_ONLY,
+        )  # fmt: skip
+        works = [
+            self._preparer.unchecked(list(beam), params, str(next(self._numbers))) for beam in beams
+        ]
+        outputs = self._run(works, False)
+        found = []
+        for output in outputs:
+            positions = output.outputs[0].logprobs
+            if not positions:
+                raise ModulmError(f"a beam failed: {output.outputs[0].stop_reason}")
+            found.append({token: entry.logprob for token, entry in positions[0].items()})
+        return found
+
+    def _decode(self, beam: BeamSearchSequence, prompt: int) -> None:
+        if self.tokenizer is not None:
+            beam.text = self.tokenizer.decode(beam.tokens[prompt:])
+
+
+def _listed(prompts: Any) -> list[Any]:
+    """One prompt or many, as a list."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    listed = list(prompts)
+    return [listed] if listed and all(isinstance(item, int) for item in listed) else listed
+
+
+def _spread(given: T | Sequence[T] | None, amount: int, default: T) -> list[T]:
+    """One value per prompt."""
+    if given is None:
+        return [default] * amount
+    if not isinstance(given, Sequence):
+        return [given] * amount
+    if len(given) != amount:
+        raise RequestError(f"{amount} prompts and {len(given)} parameters were given", "params")
+    return list(given)
+
+
+def _final(answer: Answer) -> Any:
+    """What the caller gets. A request that the engine refused is an answer of its own here, so
+    that it does not take the others with it.
+    """
+    if isinstance(answer.error, RequestError) and answer.choices:
+        refused, answer.error = answer.error, None
+        for choice in answer.choices:
+            choice.finish(Finish(answer.id, "error", None, refused))
+    output = answer.take()
+    if output is None:
+        raise ModulmError(f"request {answer.id} has no answer")
+    return output
+
+
+def _bar(wanted: bool | Callable[..., Any], total: int) -> Any:
+    make: Any = wanted if callable(wanted) else tqdm
+    return make(total=total, desc="Prompts", disable=not wanted, dynamic_ncols=True)
