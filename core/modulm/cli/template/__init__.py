@@ -1,0 +1,117 @@
+"""Packages for `modulm plugins new`: the files beside this module, with names filled in."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from string import Template
+
+from attrs import frozen
+
+from modulm.errors import ConfigError, UnsupportedError
+from modulm.plugins.kinds import HOOKS_GROUP, KINDS, Kind, find_kind
+
+__all__ = ["Names", "names_of", "render", "rendered", "templates"]
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9]*([_-][A-Za-z0-9]+)*")
+_HOOKS = Kind("hooks", "hook plugin", "hooks")
+#: What follows the package in an entry point, where it is not the class of the kind.
+_ATTRIBUTE = {"hooks": "", "commands": ":command"}
+_CLASS = {
+    "models": "ForCausalLM",
+    "attention": "Attention",
+    "quantization": "Method",
+    "platforms": "Platform",
+    "tool_parsers": "ToolParser",
+    "reasoning_parsers": "ReasoningParser",
+}
+
+
+@frozen
+class Names:
+    """What one plugin is called in its files.
+
+    `driver` is the name that users type, `stem` the class names' beginning.
+    """
+
+    kind: str
+    group: str
+    driver: str
+    stem: str
+    distribution: str
+    package: str
+
+
+def templates() -> tuple[str, ...]:
+    """Kinds that there is a template for."""
+    return tuple(kind for kind in ("hooks", *KINDS) if files(__name__).joinpath(kind).is_dir())
+
+
+def names_of(kind: str, name: str) -> Names:
+    """The names that follow from a kind and a name, by the rules for all plugins.
+
+    A model's name is its family or its architecture; the driver of family "foo" is called
+    FooForCausalLM. Raises UnsupportedError for a kind without a template, ConfigError for a name
+    that makes no package.
+    """
+    known = _HOOKS if kind == "hooks" else find_kind(kind)
+    if kind not in templates():
+        raise UnsupportedError(
+            f"no template for {known.noun}s yet; there are {', '.join(templates())}"
+        )
+    if not _NAME.fullmatch(name):
+        raise ConfigError("name", f"{name!r}: use letters, digits and single hyphens")
+    stem = "".join(part[:1].upper() + part[1:] for part in re.split("[-_]", name))
+    driver = name
+    if kind == "models":
+        stem = stem.removesuffix("ForCausalLM")
+        driver = f"{stem}ForCausalLM"
+    base = stem if kind == "models" else name
+    prefix = f"modulm-{known.short}-" if known.short else "modulm-"
+    distribution = prefix + base.lower().replace("_", "-")
+    group = HOOKS_GROUP if kind == "hooks" else known.group
+    return Names(kind, group, driver, stem, distribution, distribution.replace("-", "_"))
+
+
+def rendered(names: Names) -> dict[str, str]:
+    """Path inside the package's folder -> content."""
+    attribute = _ATTRIBUTE.get(names.kind, f":{names.stem}{_CLASS.get(names.kind, '')}")
+    values = {
+        "kind": names.kind,
+        "group": names.group,
+        "driver": names.driver,
+        "stem": names.stem,
+        "distribution": names.distribution,
+        "package": names.package,
+        "target": names.package + attribute,
+    }
+    folder = files(__name__)
+    found = {
+        "pyproject.toml": folder.joinpath("pyproject.toml.txt"),
+        f"{names.package}/__init__.py": folder.joinpath(names.kind, "package.py.txt"),
+        f"tests/test_{names.package}.py": folder.joinpath(names.kind, "test.py.txt"),
+    }
+    return {path: _fill(source, values) for path, source in found.items()}
+
+
+def _fill(source: Traversable, values: dict[str, str]) -> str:
+    return Template(source.read_text(encoding="utf-8")).substitute(values)
+
+
+def render(kind: str, name: str, into: Path) -> Path:
+    """Write the package's folder inside `into` and return it.
+
+    Raises ConfigError if there is such a folder already.
+    """
+    names = names_of(kind, name)
+    folder = into / names.distribution
+    if folder.exists():
+        raise ConfigError("name", f"{folder} is there already")
+    for path, content in rendered(names).items():
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(content, encoding="utf-8")
+    (folder / names.package / "py.typed").touch()
+    return folder
