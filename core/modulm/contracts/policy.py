@@ -93,5 +93,9 @@ class Scheduler(ABC):
         """The step raised `error`: the `Finish` of each request it ran."""
 
     @abstractmethod
+    def gauges(self) -> Any:
+        """`StepStats` of this moment, with no step in them."""
+
+    @abstractmethod
     def forget_prefixes(self) -> None:
         """Empty the prefix cache; running requests go on."""

@@ -148,7 +148,8 @@ class Answer:
     """A request as its caller sees it, over all of its sequences.
 
     ids: the engine's ids of the sequences; keep: how many of them the caller gets, the most
-    probable ones (best_of runs more), without the logprobs if `ranks_only`. error: set when the
+    probable ones (best_of runs more), without the logprobs if `ranks_only`. fresh: tokens since
+    the last `take`; streamed, told: whether anything, and its end, was taken. error: set when the
     request never ran; its caller gets it raised.
     """
 
@@ -164,10 +165,12 @@ class Answer:
     choices: list[Choice] = field(factory=list)
     metrics: RequestMetrics = field(init=False)
     cached: int | None = None
+    fresh: int = 0
+    streamed: bool = False
+    told: bool = False
     error: Exception | None = None
     _prompt_logprobs: list[Position | None] | None = None
     _pooled: np.ndarray | None = None
-    _told: bool = False
     _last: list[float | None] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -224,6 +227,7 @@ class Answer:
     def token(self, place: int, now: float) -> float | None:
         """A sequence has its next token; seconds since its last one, None for its first."""
         before, self._last[place] = self._last[place], now
+        self.fresh += 1
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = now
         self.metrics.last_token_time = now
@@ -236,9 +240,9 @@ class Answer:
         if isinstance(self.params, PoolingParams):
             return self._take_pooled()
         kind, finished = self.params.output_kind, self.finished
-        if self._told or (kind is OutputKind.FINAL_ONLY and not finished):
+        if self.told or (kind is OutputKind.FINAL_ONLY and not finished):
             return None
-        self._told = finished
+        self.told, self.streamed, self.fresh = finished, True, 0
         outputs = self._deltas() if kind is OutputKind.DELTA else self._best()
         return RequestOutput(
             request_id=self.id,
@@ -268,9 +272,9 @@ class Answer:
         return outputs[: self.keep]
 
     def _take_pooled(self) -> PoolingRequestOutput | None:
-        if self._pooled is None or self._told:
+        if self._pooled is None or self.told:
             return None
-        self._told = True
+        self.told = True
         return PoolingRequestOutput(
             self.id, PoolingOutput(self._pooled), self.prompt_ids, True, self.cached
         )

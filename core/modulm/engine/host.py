@@ -145,16 +145,19 @@ class Host:
             log.info("%s", note)
         self._notify("modulm_engine_started", config=self.config)
 
-    def submit(self, request: Request) -> None:
-        """Hand in a request; a grammar that it asks for is compiled beside the steps."""
-        params = request.params
+    def submit(self, *requests: Request) -> None:
+        """Hand in requests; a grammar that they ask for is compiled beside the steps."""
+        params = requests[0].params
         if isinstance(params, SamplingParams) and params.structured_outputs is not None:
-            request = evolve(request, grammar=self._compiler()(params.structured_outputs))
-        self.engine.submit(request)
+            grammar = self._compiler()(params.structured_outputs)
+            requests = tuple(evolve(request, grammar=grammar) for request in requests)
+        self.engine.submit(*requests)
 
-    def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes; call on the engine's thread."""
-        self.engine.scheduler.forget_prefixes()
+    def operation(self, name: str) -> Callable[[], Any]:
+        """What a front end may have run between two steps. Raises UnsupportedError."""
+        if name != "reset_prefix_cache":
+            raise UnsupportedError(f"the engine has no operation {name!r}")
+        return self.engine.scheduler.forget_prefixes
 
     def stop(self) -> None:
         """Stop the loop and release the model; may be called twice."""

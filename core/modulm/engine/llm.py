@@ -236,7 +236,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes."""
-        self._host.reset_prefix_cache()
+        self._host.operation("reset_prefix_cache")()
         return True
 
     def sleep(self, level: int = 1) -> None:
@@ -271,8 +271,7 @@ class LLM:
         try:
             for work in works:
                 self._answers.open(work.answer)
-                for request in work.requests:
-                    self._host.submit(request)
+                self._host.submit(*work.requests)
             while len(self._answers):
                 self._host.engine.check()
                 self._host.engine.tick()

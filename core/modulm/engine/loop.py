@@ -125,6 +125,7 @@ class Engine:
         self._flights: deque[_Flight] = deque()
         self._compiling: dict[str, Request] = {}
         self._failures = 0
+        self._ended_between = False
         self._stopping = False
 
     def tick(self) -> bool:
@@ -134,10 +135,17 @@ class Engine:
         if len(plan.rows):
             self._start(plan)
         if not self._flights:
+            self._rest()
             return False
         if len(self._flights) >= self._depth or not len(plan.rows):
             self._land(self._flights.popleft())
         return True
+
+    def _rest(self) -> None:
+        """Nothing runs: if something ended outside of a step, the last numbers were wrong."""
+        if self._ended_between:
+            self._ended_between = False
+            self._listener.events(StepEvents(stats=self.scheduler.gauges()))
 
     def _start(self, plan: Plan) -> None:
         for start in plan.admit:
@@ -198,16 +206,19 @@ class Engine:
         """Aborts are not events: who aborts knows."""
         compiling = self._compiling.pop(request, None)
         if compiling is not None or self.scheduler.abort(request) is not None:
+            self._ended_between = True
             self._notify("modulm_request_finished", request=request, reason="abort")
 
     # From other threads.
 
-    def submit(self, request: Request) -> None:
-        """Hand in a request. Raises QueueFull at once if it cannot wait, EngineDead if dead."""
+    def submit(self, *requests: Request) -> None:
+        """Hand in requests, all or none. Raises QueueFull if they cannot wait, or EngineDead."""
         self.check()
         inbox = self._inbox
-        self.scheduler.check_room(inbox.requests + 1, inbox.tokens + request.prompt_len)
-        inbox.put(request)
+        tokens = sum(request.prompt_len for request in requests)
+        self.scheduler.check_room(inbox.requests + len(requests), inbox.tokens + tokens)
+        for request in requests:
+            inbox.put(request)
 
     def abort(self, request: str) -> None:
         """End a request before the next step; unknown ones are ignored. There is no event."""
@@ -262,6 +273,7 @@ class Engine:
         """End the requests of the step, and of those already under way behind it."""
         log.error("step %d failed", flight.plan.step, exc_info=error)
         failed = EngineError(f"the step failed: {error or type(error).__name__}")
+        self._ended_between = True
         finished = list(self.scheduler.fail(flight.plan, failed))
         while self._flights:
             behind = self._flights.popleft()

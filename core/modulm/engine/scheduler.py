@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from attrs import define, field, frozen
@@ -199,6 +200,9 @@ class BudgetScheduler(Scheduler):
         del self._entries[request]
         return Finish(request, "abort")
 
+    def gauges(self) -> StepStats:
+        return StepStats(self._steps, len(self._running), len(self.queue), self.cache.usage)
+
     def forget_prefixes(self) -> None:
         self.sharing.forget()
 
@@ -369,20 +373,23 @@ class BudgetScheduler(Scheduler):
         self.sharing.advance(rows, ends)
         self.cache.trim(rows, ends)
         stopped = table.stopped(sampled, tokens, places + 1)
-        ended = (stopped | (places + 1 >= table.limit[sampled])).nonzero()[0]
-        events = StepEvents(
-            requests=table.names[sampled].tolist(),
-            tokens=tokens.tolist(),
-            started=flight.started,
-            finished=failed,
-            stats=self._stats(flight, result, len(tokens)),
-        )
+        ended = (stopped | (places + 1 >= table.limit[sampled])).nonzero()[0].tolist()
+        names, ids = table.names[sampled].tolist(), tokens.tolist()
+        extras: dict[str, Any] = {}
         if result.logprobs or result.prompt_logprobs or result.pooled:
-            self._attach(events, result, flight, rows)
-        for index in ended.tolist():
-            row, token = int(sampled[index]), int(tokens[index])
-            events.finished.append(self._end(row, token, bool(stopped[index])))
-        return events
+            extras = self._extras(result, flight, rows)
+        finished = [self._end(int(sampled[i]), ids[i], bool(stopped[i])) for i in ended]
+        if result.pooled:
+            names = [name for name, token in zip(names, ids, strict=True) if token >= 0]
+            ids = [token for token in ids if token >= 0]
+        return StepEvents(
+            requests=names,
+            tokens=ids,
+            started=flight.started,
+            finished=failed + finished,
+            stats=self._stats(flight, result, len(ids)),
+            **extras,
+        )
 
     def fail(self, plan: Plan, error: Exception) -> list[Finish]:
         """The step raised: what it ran ends with `error`, as its memory is in doubt."""
@@ -406,32 +413,34 @@ class BudgetScheduler(Scheduler):
             if epochs.get(row) == int(self.table.epoch[row])
         ]
 
-    def _attach(
-        self, events: StepEvents, result: StepResult, flight: _Flight, rows: np.ndarray
-    ) -> None:
-        """Hand what the executor gave beside tokens to the requests of the rows."""
+    def _extras(
+        self, result: StepResult, flight: _Flight, rows: np.ndarray
+    ) -> dict[str, Any]:
+        """What the executor gave beside tokens, by request instead of by row."""
         names = {row: self.table.names[row] for row in rows.tolist()}
-        for row, entry in result.logprobs.items():
-            if row in names:
-                events.logprobs[names[row]] = entry
         starts = dict(zip(flight.rows.tolist(), flight.plan.starts.tolist(), strict=True))
-        for row, entries in result.prompt_logprobs.items():
-            if row in names:
-                events.prompt_logprobs[names[row]] = (starts[row] + 1, entries)
-        for row, values in result.pooled.items():
-            if row in names:
-                events.pooled[names[row]] = values
-                place = events.requests.index(names[row])
-                del events.requests[place], events.tokens[place]
+        return {
+            "logprobs": {names[r]: given for r, given in result.logprobs.items() if r in names},
+            "pooled": {names[r]: given for r, given in result.pooled.items() if r in names},
+            "prompt_logprobs": {
+                names[row]: (starts[row] + 1, entries)
+                for row, entries in result.prompt_logprobs.items()
+                if row in names
+            },
+        }
 
     def _stats(self, flight: _Flight, result: StepResult, generated: int) -> StepStats:
         queried, hits = self.sharing.take_counts()
         preempted, self._preempted = self._preempted, 0
-        return StepStats(
-            flight.plan.step, len(self._running), len(self.queue), self.cache.usage,
-            len(flight.plan.tokens), generated, preempted, queried, hits,
-            flight.seconds, result.seconds,
-        )  # fmt: skip
+        return self.gauges()._replace(
+            computed=len(flight.plan.tokens),
+            generated=generated,
+            preempted=preempted,
+            queried=queried,
+            hit=hits,
+            plan_seconds=flight.seconds,
+            run_seconds=result.seconds,
+        )
 
     def _end(self, row: int, token: int, stopped: bool) -> Finish:
         request = self._running[row].request

@@ -112,7 +112,8 @@ class Metrics(Collector):
         counters["generation_tokens"] += stats.generated
         counters["prefix_cache_queries"] += stats.queried
         counters["prefix_cache_hits"] += stats.hit
-        self._histograms["iteration_tokens_total"].add((stats.computed,))
+        if stats.computed:
+            self._histograms["iteration_tokens_total"].add((stats.computed,))
 
     def gaps(self, seconds: Sequence[float]) -> None:
         """Times since the last token, of all sequences that got one in a step."""

@@ -1,0 +1,336 @@
+"""AsyncLLM: many callers on an event loop, one engine beside it.
+
+The engine runs in a thread or in a process of its own (`process.py`); here is the side that
+tokenizes, turns tokens into text and hands it out. A caller that reads slowly finds what came
+meanwhile merged into one output; a caller that goes away takes its request with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from modulm.config.sources import keywords
+from modulm.contracts.sampling import PoolingParams, SamplingParams
+from modulm.engine.answers import Answer, Answers
+from modulm.engine.host import EngineInfo, Host, open_tokenizer
+from modulm.engine.logits import processor_classes
+from modulm.engine.outputs import PoolingRequestOutput, RequestOutput
+from modulm.engine.prepare import Preparer, PromptLike, Work
+from modulm.engine.requests import Request, StepEvents, StepStats
+from modulm.engine.stats import Metrics
+from modulm.errors import EngineDead, NotFound, UnsupportedError
+from modulm.plugins import manager
+
+if TYPE_CHECKING:
+    from modulm.config import EngineConfig
+    from modulm.text.tokenizer import Tokenizer
+
+__all__ = ["AsyncLLM", "Line", "ThreadLine"]
+
+#: Characters up to which a prompt is tokenized on the event loop: a thread costs more than that.
+_INLINE = 20_000
+
+
+class Line(ABC):
+    """The line to an engine. What it tells arrives on any thread, through `events` and `died`."""
+
+    info: EngineInfo
+    #: Which of the engine's front ends this is.
+    number: int = 0
+
+    @abstractmethod
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Hand in requests, all or none. Raises QueueFull or EngineDead."""
+
+    @abstractmethod
+    def abort(self, request: str) -> None:
+        """End a request; unknown ones are ignored."""
+
+    @abstractmethod
+    def call(self, name: str) -> Future[Any]:
+        """A named operation of the engine between two steps ("reset_prefix_cache", ...)."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop the engine, or leave it if others use it; may be called twice."""
+
+
+class ThreadLine(Line):
+    """An engine in a thread of this process: it loads the model there and runs there."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        events: Callable[[StepEvents], None],
+        died: Callable[[EngineDead], None],
+    ) -> None:
+        self.events = events
+        self.died = died
+        ready: Future[Host] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(config, ready), name="modulm-engine", daemon=True
+        )
+        self._thread.start()
+        self._host = ready.result()
+        self.info = self._host.info
+
+    def _run(self, config: EngineConfig, ready: Future[Host]) -> None:
+        try:
+            host = Host(config, self, "server")
+        except BaseException as error:
+            ready.set_exception(error)
+            return
+        ready.set_result(host)
+        host.engine.run()
+        host.stop()
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._host.submit(*requests)
+
+    def abort(self, request: str) -> None:
+        self._host.engine.abort(request)
+
+    def call(self, name: str) -> Future[Any]:
+        return self._host.engine.call(self._host.operation(name))
+
+    def close(self) -> None:
+        self._host.engine.stop()
+        self._thread.join()
+
+
+class AsyncLLM:
+    """An engine for servers.
+
+    Keywords are the flags of `modulm serve` with underscores. Use it from one event loop.
+    Raises ConfigError, CheckpointError or PluginError where it cannot start.
+    """
+
+    def __init__(self, model: str = "demo", **flags: Any) -> None:
+        self._open(keywords(model=model, **flags).config)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> AsyncLLM:
+        """An engine of a configuration that is complete."""
+        made = cls.__new__(cls)
+        made._open(config)
+        return made
+
+    @classmethod
+    def on_line(cls, line: Callable[..., Line]) -> AsyncLLM:
+        """A front end of an engine that is there; `line` is called with `events` and `died`."""
+        made = cls.__new__(cls)
+        made._begin()
+        made._attach(line(made._hear, made._hear_death))
+        return made
+
+    def _open(self, config: EngineConfig) -> None:
+        self._begin()
+        self._attach(ThreadLine(config, self._hear, self._hear_death))
+
+    def _begin(self) -> None:
+        self.dead: EngineDead | None = None
+        self._heard: deque[StepEvents | EngineDead] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._open_answers: dict[str, tuple[Answer, asyncio.Event]] = {}
+        self._idle: asyncio.Event | None = None
+
+    def _attach(self, line: Line) -> None:
+        self._line = line
+        self.info = info = line.info
+        self.tokenizer: Tokenizer | None = open_tokenizer(info.config, info.path)
+        self.metrics = Metrics(info.models[0])
+        processors = processor_classes(info.config.model.logits_processors, manager.current())
+        self._preparer = Preparer(info, self.tokenizer, processors, line.number)
+        self._answers = Answers(self.metrics)
+        self._interval = info.config.scheduler.stream_interval
+
+    # What callers ask.
+
+    async def generate(
+        self,
+        prompt: PromptLike,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs as they come, by `params.output_kind`; the last one has `finished`.
+
+        Leaving early aborts the request. Raises RequestError if the request is wrong, QueueFull if
+        it cannot wait, EngineDead. What goes wrong while it runs is in `finish_reason`.
+        """
+        work = await self._prepare(prompt, params, request_id, priority, cache_salt)
+        async for output in self._follow(work):
+            yield output
+
+    async def encode(
+        self,
+        prompt: PromptLike,
+        params: PoolingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """One output, when it is there. Raises as `generate` does."""
+        work = await self._prepare(prompt, params, request_id, priority, None)
+        async for output in self._follow(work):
+            yield output
+
+    async def abort(self, request_id: str) -> None:
+        """End a request now; whoever reads it gets its last output. Unknown ones are ignored."""
+        found = self._open_answers.get(request_id)
+        if found is not None:
+            self._end(*found)
+
+    async def check_health(self) -> None:
+        """Raise EngineDead if the engine cannot go on."""
+        if self.dead is not None:
+            raise self.dead
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """Wait until no request is left, at most `timeout` seconds; what is left is aborted."""
+        self._idle = asyncio.Event()
+        try:
+            if self._open_answers:
+                await asyncio.wait_for(self._idle.wait(), timeout)
+        except TimeoutError:
+            for answer, news in list(self._open_answers.values()):
+                self._end(answer, news)
+            return False
+        finally:
+            self._idle = None
+        return True
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; running requests go on."""
+        await self._call("reset_prefix_cache")
+        return True
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give the model's memory back."""
+        raise UnsupportedError("sleeping engines: not yet")
+
+    async def wake_up(self) -> None:
+        """Take the memory again."""
+        raise UnsupportedError("sleeping engines: not yet")
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises NotFound if there is none."""
+        if self.tokenizer is None:
+            raise NotFound("there is no tokenizer: skip_tokenizer_init was given")
+        return self.tokenizer
+
+    @property
+    def stats(self) -> StepStats | None:
+        """The last step in numbers; None before the first."""
+        return self.metrics.last
+
+    @property
+    def active(self) -> int:
+        """Requests that have not ended."""
+        return len(self._open_answers)
+
+    def shutdown(self) -> None:
+        """Stop the engine; requests that are left end with EngineDead. May be called twice."""
+        self._line.close()
+        if self.dead is None:
+            self._die(EngineDead("the engine was shut down"))
+
+    # How it is done.
+
+    async def _prepare(
+        self,
+        prompt: PromptLike,
+        params: SamplingParams | PoolingParams,
+        request_id: str,
+        priority: int,
+        cache_salt: str | None,
+    ) -> Work:
+        await self.check_health()
+        make = partial(
+            self._preparer.work,
+            prompt,
+            params,
+            request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        long = isinstance(prompt, str) and len(prompt) > _INLINE
+        return await asyncio.to_thread(make) if long else make()
+
+    async def _follow(self, work: Work) -> AsyncGenerator[Any, None]:
+        """Run the work and give its outputs; whatever ends this ends the work."""
+        answer, news = work.answer, asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._answers.open(answer)
+        self._open_answers[answer.id] = (answer, news)
+        try:
+            self._line.submit(work.requests)
+            while not (answer.finished and answer.told):
+                await news.wait()
+                news.clear()
+                if self._gathers(answer):
+                    continue
+                output = answer.take()
+                if output is not None:
+                    yield output
+        finally:
+            self._end(answer, news)
+            del self._open_answers[answer.id]
+            if self._idle is not None and not self._open_answers:
+                self._idle.set()
+
+    def _gathers(self, answer: Answer) -> bool:
+        """Whether to wait for more tokens before the next output (`--stream-interval`)."""
+        return answer.streamed and not answer.finished and answer.fresh < self._interval
+
+    def _end(self, answer: Answer, news: asyncio.Event) -> None:
+        if not answer.finished or not answer.told:
+            for identity in self._answers.abort(answer):
+                self._line.abort(identity)
+            news.set()
+
+    async def _call(self, name: str) -> Any:
+        return await asyncio.wrap_future(self._line.call(name))
+
+    # What the engine tells, on its thread.
+
+    def _hear(self, events: StepEvents) -> None:
+        self._post(events)
+
+    def _hear_death(self, error: EngineDead) -> None:
+        self.dead = error
+        self._post(error)
+
+    def _post(self, item: StepEvents | EngineDead) -> None:
+        self._heard.append(item)
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(self._listen)
+
+    # The same, on the event loop.
+
+    def _listen(self) -> None:
+        while self._heard:
+            item = self._heard.popleft()
+            if isinstance(item, EngineDead):
+                self._die(item)
+                continue
+            answers, stopped = self._answers.feed(item)
+            for identity in stopped:
+                self._line.abort(identity)
+            for answer in answers:
+                self._open_answers[answer.id][1].set()
+
+    def _die(self, error: EngineDead) -> None:
+        self.dead = error
+        for answer in self._answers.fail_all(error):
+            self._open_answers[answer.id][1].set()
