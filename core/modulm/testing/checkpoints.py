@@ -167,7 +167,7 @@ def _randomise(model: torch.nn.Module) -> None:
     import torch
 
     tables = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     tied = head is not None and id(head.weight) in tables
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:

@@ -1,0 +1,136 @@
+"""The contract kit for quantization methods.
+
+    from modulm.testing.quantization import check_quantization
+
+    def test_contract():
+        check_quantization(MyMethod)
+
+A layer of each kind that the method does not reject is made, filled with random numbers in the
+shapes that `create` asks for, finished and applied; the oracle is a plain product with what
+`dequantize` gives. Where random numbers make no sense, pass `fill`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from modulm.contracts.platform import Platform
+from modulm.contracts.quantization import CheckpointInfo, LinearSpec, ParamSpec, QuantizationMethod
+from modulm.errors import UnsupportedError
+from modulm.ops import bind
+from modulm.plugins import manager
+from modulm.plugins.options import structure
+
+__all__ = ["check_quantization"]
+
+Fill = Callable[[LinearSpec, str, ParamSpec], Tensor]
+
+_BASE = LinearSpec("model.layers.0.mlp.gate_up_proj", 256, (128, 64), False, "float32")
+_LAYERS: Mapping[str, LinearSpec] = {
+    "two fused parts": _BASE,
+    "with a bias": evolve(_BASE, bias=True),
+    "a head": evolve(_BASE, parts=(512,), kind="lm_head"),
+    "an embedding": evolve(_BASE, parts=(512,), kind="embedding"),
+    "experts": evolve(_BASE, experts=3, kind="expert"),
+}
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2, "float16": 1e-2}
+
+
+def check_quantization(
+    method: type[QuantizationMethod],
+    *,
+    platform: Platform | None = None,
+    config: Mapping[str, Any] | None = None,
+    fill: Fill | None = None,
+) -> None:
+    """Run the whole kit; `config` are the method's settings, defaults if None.
+
+    Raises AssertionError with what was expected.
+    """
+    assert method.name, "the method has no name"
+    plain = CheckpointInfo(config={"architectures": ["Any"]})
+    foreign = evolve(plain, quantization={"quant_method": "unheard_of"})
+    assert not method.claims(foreign), "claims() takes a checkpoint of another method"
+    assert method.claims(plain) is None or method.name == "none", (
+        "claims() takes a checkpoint that is not quantized"
+    )
+    platform = platform or manager.current().load("platforms", "cpu")()
+    made = method(structure(config or {}, method.Config, "kit"), platform, bind())
+    held = 0
+    for dtype in platform.dtypes:
+        for what, base in _LAYERS.items():
+            spec = evolve(base, dtype=dtype)
+            reason = method.rejects(spec, platform)
+            assert reason is None or reason, f"rejects() gives an empty reason for {what}"
+            if reason is None:
+                held += 1
+                _check_layer(made, spec, f"{what} in {dtype}", fill or _random)
+    assert held, f"{method.name} rejects every kind of layer on {platform.name}"
+
+
+def _check_layer(method: QuantizationMethod, spec: LinearSpec, what: str, fill: Fill) -> None:
+    torch.manual_seed(0)
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    device = method.platform.device
+    layer = torch.nn.Module()
+    for name, param in method.create(spec).items():
+        _check_param(param, spec, f"{what}: {name}")
+        tensor = fill(spec, name, param).to(device)
+        assert tuple(tensor.shape) == param.shape, f"{what}: fill() gave {name} another shape"
+        layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+    method.finish(layer, spec)
+    try:
+        weight = method.dequantize(layer, spec).float()
+    except UnsupportedError:
+        return
+    expected_shape = (*((spec.experts,) if spec.experts else ()), spec.outputs, spec.inputs)
+    assert tuple(weight.shape) == expected_shape, f"{what}: dequantize() gives {weight.shape}"
+    if spec.kind == "embedding":
+        ids = torch.tensor([0, 5, 5, 511], device=device)
+        _close(method.embed(layer, ids), weight[ids], spec.dtype, f"{what}: embed()")
+        return
+    x = torch.randn(9, spec.inputs, device=device, dtype=dtype)
+    if spec.experts:
+        counts = torch.tensor([4, 0, 5], device=device)
+        owners = torch.repeat_interleave(torch.arange(3, device=device), counts)
+        expected = torch.einsum("nk,nok->no", x.float(), weight[owners])
+        _close(method.apply_experts(layer, x, counts, None), expected, spec.dtype, what)
+        return
+    bias = torch.randn(spec.outputs, device=device, dtype=dtype) if spec.bias else None
+    expected = x.float() @ weight.T + (0.0 if bias is None else bias.float())
+    for rows in (9, 1):
+        found = method.apply(layer, x[:rows], bias)
+        assert found.dtype == dtype, f"{what}: apply() gives {found.dtype}"
+        _close(found, expected[:rows], spec.dtype, f"{what}: apply() on {rows} rows")
+
+
+def _check_param(param: ParamSpec, spec: LinearSpec, what: str) -> None:
+    """What the loader relies on: dimensions and scales account for the layer's sizes."""
+    for dim, scale, size in (
+        (param.output_dim, param.output_scale, spec.outputs),
+        (param.input_dim, param.input_scale, spec.inputs),
+    ):
+        if dim is not None:
+            assert param.shape[dim] == -(-size // scale), (
+                f"{what}: dimension {dim} of {param.shape} is not {size} / {scale}"
+            )
+
+
+def _random(spec: LinearSpec, name: str, param: ParamSpec) -> Tensor:
+    """Small normal numbers; scales are positive, whole numbers are any bits."""
+    dtype: torch.dtype = getattr(torch, param.dtype)
+    if not dtype.is_floating_point:
+        limits = torch.iinfo(dtype)
+        return torch.randint(limits.min, limits.max, param.shape, dtype=dtype)
+    made: Tensor = torch.randn(param.shape) * float(spec.inputs**-0.5)
+    return (made.abs() if "scale" in name else made).to(dtype)
+
+
+def _close(found: Tensor, expected: Tensor, dtype: str, what: str) -> None:
+    worst = (found.float() - expected).abs().max().item() / max(expected.abs().max().item(), 1e-6)
+    assert worst <= _TOLERANCE[dtype], f"{what}: differs from the plain product by {worst:.2g}"

@@ -1,0 +1,15 @@
+"""Every installed attention backend keeps the contract: the kit that plugin authors run."""
+
+from __future__ import annotations
+
+import pytest
+
+from modulm.plugins import manager
+from modulm.testing.attention import check_attention
+
+BACKENDS = [declared.name for declared in manager.current().names("attention")]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_contract(name):
+    check_attention(manager.current().load("attention", name))
