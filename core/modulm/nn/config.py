@@ -27,7 +27,7 @@ def size(default: Any = attrs.NOTHING, least: int = 1) -> Any:
 
     def check(_: object, attribute: attrs.Attribute[Any], value: int | None) -> None:
         if value is not None and value < least:
-            raise ValueError(f"{value} is less than {least}")
+            raise ValueError(f"{attribute.name}: {value} is less than {least}")
 
     return field(default=default, validator=check)
 
@@ -161,24 +161,27 @@ def read_config(table: Mapping[str, Any], into: type[T], file: str = "config.jso
     that names the file and the key.
     """
     from cattrs import transform_error
+    from cattrs.errors import BaseValidationError
 
     aliases: Mapping[str, str] = into.ALIASES if issubclass(into, DecoderConfig) else {}
     named = {aliases.get(key, key): value for key, value in table.items() if value is not None}
     try:
         return _converter().structure(named, into)  # type: ignore[no-any-return]
-    except Exception as error:
-        lines = transform_error(error, path="")
+    except (BaseValidationError, ValueError) as error:
+        lines = transform_error(error, path="", format_exception=_words)
         raise CheckpointError(f"{file}: {'; '.join(_tidy(line) for line in lines)}") from error
 
 
+def _words(error: BaseException, kind: type | None) -> str:
+    """What went wrong with one key."""
+    return "is required" if isinstance(error, KeyError) else str(error)
+
+
 def _tidy(line: str) -> str:
-    """cattrs' "message @ .path" as "path: message"."""
+    """cattrs' "message @ .path" as "path: message"; what the class itself says has no path."""
     message, _, path = line.rpartition(" @ ")
-    for prefix in ("invalid value for type, expected ", "invalid value ("):
-        if message.startswith(prefix):
-            message = message.removeprefix(prefix).removesuffix(")")
     where = path.lstrip(".")
-    return f"{where}: {message}" if where and message else line.strip(" @")
+    return f"{where}: {message}" if where else message
 
 
 @cache
