@@ -11,7 +11,10 @@ from modulm.ops import sampling_twins, twins
 if TYPE_CHECKING:
     from modulm.contracts.kernels import KernelProvider, Op
 
-__all__ = ["OpTable", "TWIN", "bind", "twin_ops"]
+__all__ = ["BUNDLES", "OpTable", "TWIN", "bind", "twin_ops"]
+
+#: Ops that hand each other values in a format of their provider's own.
+BUNDLES = (("linear", "pack_linear", "unpack_linear"),)
 
 #: Who computes an op that no provider has.
 TWIN = "torch"
@@ -51,14 +54,21 @@ def bind(providers: Sequence[KernelProvider] = (), **facts: Any) -> OpTable:
 
     `providers` are ordered best first and already known to run on the platform. `facts` are what
     holds for the whole model (dtype="bfloat16"). An op that only a provider knows, without a
-    twin, is bound too: attention and quantization drivers may ask for it by name.
+    twin, is bound too: attention and quantization drivers may ask for it by name. The ops of a
+    bundle share a private format and come from one provider.
     """
     ops = dict(twin_ops())
     chosen = dict.fromkeys(ops, TWIN)
     refusals: dict[str, str] = {}
     for provider in reversed(providers):
-        for name, op in provider.ops().items():
-            reason = provider.rejects(name, **facts)
+        offered = provider.ops()
+        reasons = {name: provider.rejects(name, **facts) for name in offered}
+        for bundle in BUNDLES:
+            lacking = [name for name in bundle if name not in offered or reasons[name]]
+            for name in bundle if lacking else ():
+                reasons[name] = reasons.get(name) or f"has no {', '.join(lacking)} beside it"
+        for name, op in offered.items():
+            reason = reasons[name]
             if reason is None:
                 ops[name], chosen[name] = op, provider.name
             else:

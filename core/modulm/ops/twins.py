@@ -24,16 +24,15 @@ __all__ = [
     "gelu_and_mul",
     "layer_norm",
     "linear",
-    "linear_pack",
-    "linear_packed",
-    "linear_unpack",
     "moe_gemm",
     "moe_route",
+    "pack_linear",
     "paged_attention",
     "qkv_prepare",
     "rms_norm",
     "rotary",
     "silu_and_mul",
+    "unpack_linear",
     "write_kv",
 ]
 
@@ -86,25 +85,20 @@ def gelu_and_mul(x: Tensor, approximate: str = "none", out: Tensor | None = None
     return _deliver(F.gelu(gate, approximate=approximate) * up, out)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b; x: [T, K], weight: [N, K], bias: [N] -> [T, N]."""
-    return F.linear(x, weight, bias)
-
-
-def linear_pack(weight: Tensor) -> Any:
-    """The weight [N, K] in whatever form `linear_packed` of the same provider wants.
-
-    A provider has all of `linear_pack`, `linear_packed` and `linear_unpack`, or none of them.
-    """
+def pack_linear(weight: Tensor) -> Any:
+    """The weight [N, K] in whatever form `linear` of the same provider wants; here, as it is."""
     return weight
 
 
-def linear_packed(x: Tensor, packed: Any, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b with a weight from `linear_pack`; x: [T, K], bias: [N] -> [T, N]."""
+def linear(x: Tensor, packed: Any, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b; x: [T, K], packed: from `pack_linear`, bias: [N] -> [T, N].
+
+    One row and many rows add up in different orders, so fp32 results differ in the last bits.
+    """
     return F.linear(x, packed, bias)
 
 
-def linear_unpack(packed: Any) -> Tensor:
+def unpack_linear(packed: Any) -> Tensor:
     """The weight [N, K] back from its packed form."""
     weight: Tensor = packed
     return weight

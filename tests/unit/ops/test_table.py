@@ -91,3 +91,14 @@ def test_group_limited_routing_stays_in_the_best_groups():
     )
     assert sorted(ids[0].tolist()) == [2, 3]
     torch.testing.assert_close(weights.sum(), torch.tensor(2.0))
+
+
+def test_ops_that_share_a_format_come_from_one_provider():
+    halfway = Marked("halfway", ["linear", "pack_linear"])
+    whole = Marked("whole", ["linear", "pack_linear", "unpack_linear"])
+    assert bind([halfway]).linear is twins.linear
+    assert bind([halfway]).refusals["linear"] == "halfway: has no unpack_linear beside it"
+    ops = bind([halfway, whole])
+    assert (ops.linear(), ops.pack_linear()) == ("whole", "whole")
+    picky = Marked("picky", ["linear", "pack_linear", "unpack_linear"], {"linear": "no fp16"})
+    assert bind([picky], dtype="float16").pack_linear is twins.pack_linear

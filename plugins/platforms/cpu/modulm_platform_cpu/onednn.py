@@ -32,9 +32,9 @@ class OneDNN(KernelProvider):
 
     def ops(self) -> Mapping[str, Op]:
         return {
-            "linear_pack": linear_pack,
-            "linear_packed": linear_packed,
-            "linear_unpack": linear_unpack,
+            "pack_linear": pack_linear,
+            "linear": linear,
+            "unpack_linear": unpack_linear,
         }
 
     def rejects(self, op: str, **facts: Any) -> str | None:
@@ -43,19 +43,19 @@ class OneDNN(KernelProvider):
         return None
 
 
-def linear_pack(weight: Tensor) -> Tensor:
+def pack_linear(weight: Tensor) -> Tensor:
     """weight: [N, K] -> an opaque tensor in the layout that oneDNN prefers here."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
     return packed
 
 
-def linear_packed(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
     """x: [T, K] -> [T, N]."""
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return out
 
 
-def linear_unpack(packed: Tensor) -> Tensor:
+def unpack_linear(packed: Tensor) -> Tensor:
     """The weight [N, K] as it was."""
     weight: Tensor = packed.to_dense()
     return weight

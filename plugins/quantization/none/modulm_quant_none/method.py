@@ -25,7 +25,7 @@ class PlainConfig:
 
 class Plain(QuantizationMethod):
     """Holds the weight as it is stored. Linear layers keep only its packed form (op
-    `linear_pack`); tables and stacks of experts keep the plain tensor."""
+    `pack_linear`); tables and stacks of experts keep the plain tensor."""
 
     name = "none"
     api = 1
@@ -50,14 +50,14 @@ class Plain(QuantizationMethod):
     def finish(self, layer: torch.nn.Module, spec: LinearSpec) -> None:
         if spec.kind not in ("linear", "lm_head"):
             return
-        layer.packed = self.ops.linear_pack(layer.weight)
+        layer.packed = self.ops.pack_linear(layer.weight)
         if layer.packed is not layer.weight:
             layer.register_parameter("weight", None)
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        out: torch.Tensor = self.ops.linear_packed(x, layer.packed, bias)
+        out: torch.Tensor = self.ops.linear(x, layer.packed, bias)
         return out
 
     def apply_experts(
@@ -73,7 +73,7 @@ class Plain(QuantizationMethod):
     def dequantize(self, layer: torch.nn.Module, spec: LinearSpec) -> torch.Tensor:
         weight: torch.Tensor
         if spec.kind in ("linear", "lm_head"):
-            weight = self.ops.linear_unpack(layer.packed)
+            weight = self.ops.unpack_linear(layer.packed)
         else:
             weight = layer.get_parameter("weight")
         return weight
