@@ -127,12 +127,13 @@ def _answers(
 
     given = {name: sampling[name] for name in _SAMPLING if sampling[name] not in (None, ())}
     params = SamplingParams(**given)
-    engine = LLM.from_config(draft.config)
     chats = [job["messages"] for job in jobs if "messages" in job]
     texts = [_prompt(job["prompt"]) for job in jobs if "prompt" in job]
-    chatted = iter(engine.chat(chats, params, use_tqdm=progress) if chats else ())
-    written = iter(engine.generate(texts, params, use_tqdm=progress) if texts else ())
-    return [next(chatted) if "messages" in job else next(written) for job in jobs]
+    with LLM.from_config(draft.config) as engine:
+        chatted: list[Any] = engine.chat(chats, params, use_tqdm=progress) if chats else []
+        written: list[Any] = engine.generate(texts, params, use_tqdm=progress) if texts else []
+    of_chats, of_texts = iter(chatted), iter(written)
+    return [next(of_chats if "messages" in job else of_texts) for job in jobs]
 
 
 def _prompt(prompt: Any) -> Any:

@@ -22,11 +22,8 @@ _TRACE = 5
 class _OneLine(logging.Formatter):
     """Escapes control characters in messages: what a client sent must not forge log lines."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        shown, *rest = text.split("\nTraceback ", 1)
-        escaped = "".join(_visible(letter) for letter in shown)
-        return escaped + "".join(f"\nTraceback {part}" for part in rest)
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        return "".join(_visible(letter) for letter in super().formatMessage(record))
 
 
 def _visible(letter: str) -> str:

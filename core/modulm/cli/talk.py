@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from queue import Queue
 from time import perf_counter
@@ -137,9 +137,9 @@ class Local:
         self._thread.start()
         self.model = draft.config.model.model
         self.stats: Stats | None = None
-        self._engine: AsyncLLM = self._wait(self._start())
+        self._engine = self._start()
 
-    async def _start(self) -> AsyncLLM:
+    def _start(self) -> AsyncLLM:
         from modulm.engine.aio import AsyncLLM
 
         return AsyncLLM.from_config(self._config)
@@ -147,9 +147,10 @@ class Local:
     def chat(self, messages: Sequence[Mapping[str, Any]], asked: Asked) -> Iterator[Piece]:
         from modulm.text.chat import render
 
-        prompt = render(messages, tokenizer=self._engine.tokenizer)
+        tokenizer = self._engine.get_tokenizer()
+        prompt = render(messages, tokenizer=tokenizer)
         # The template has written the tokens that begin a prompt.
-        ids = self._engine.tokenizer.encode(prompt, add_special_tokens=False)
+        ids = tokenizer.encode(prompt, add_special_tokens=False)
         yield from self._parsed({"prompt_token_ids": ids}, prompt, asked)
 
     def complete(self, prompt: str, asked: Asked) -> Iterator[Piece]:
@@ -157,12 +158,7 @@ class Local:
             yield Piece("text", text)
 
     def close(self) -> None:
-        async def stop() -> None:
-            result = self._engine.shutdown()
-            if asyncio.iscoroutine(result):
-                await result
-
-        self._wait(stop())
+        self._engine.shutdown()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
 
@@ -208,17 +204,14 @@ class Local:
             return
 
     async def _feed(self, prompt: Any, asked: Asked, queue: Queue[Any]) -> None:
-        from modulm.contracts.sampling import OutputKind, SamplingParams
+        from modulm.contracts.sampling import OutputKind
 
-        given = {"max_tokens": None, **asked.given()}
-        params = SamplingParams(output_kind=OutputKind.DELTA, **given)
-        outputs: AsyncIterator[Any] = self._engine.generate(prompt, params, uuid4().hex)
+        defaults = {"max_tokens": None, **self._engine.info.defaults}
+        given = {**defaults, **asked.given(), "output_kind": OutputKind.DELTA}
+        params = self._engine.info.default_params().with_(**given)
         try:
-            async for output in outputs:
+            async for output in self._engine.generate(prompt, params, uuid4().hex):
                 new = output.outputs[0]
                 queue.put((new.text, len(new.token_ids)))
         finally:
             queue.put(None)
-
-    def _wait(self, job: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(job, self._loop).result()

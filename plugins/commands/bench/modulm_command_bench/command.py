@@ -1,0 +1,434 @@
+"""The `bench` group and the flags of its commands; what they run is imported when they run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from modulm.cli.options import FlagCommand, print_notices
+
+if TYPE_CHECKING:
+    from modulm.config.sources import Draft
+
+__all__ = ["command"]
+
+_DATASETS = ("random", "sharegpt", "sonnet", "burstgpt", "prefix_repetition", "custom", "hf")
+_BACKENDS = ("modulm", "vllm", "openai", "openai-chat", "openai-embeddings")
+_METRICS = "ttft,tpot,itl"
+
+
+@click.group("bench")
+def command() -> None:
+    """Measure latency, throughput and serving; compare and plot results."""
+
+
+@command.command("latency", cls=FlagCommand)
+@click.option("--input-len", type=int, default=32, show_default=True, help="Prompt tokens.")
+@click.option("--output-len", type=int, default=128, show_default=True, help="New tokens.")
+@click.option("--batch-size", type=int, default=8, show_default=True, help="Prompts at once.")
+@click.option("--n", type=int, default=1, show_default=True, help="Answers per prompt.")
+@click.option("--use-beam-search", is_flag=True, help="Search with --n beams.")
+@click.option("--num-iters-warmup", type=int, default=10, show_default=True, help="Runs before.")
+@click.option("--num-iters", type=int, default=30, show_default=True, help="Runs that count.")
+@click.option("--profile", is_flag=True, help="Profile one batch instead of timing.")
+@click.option(
+    "--profile-output",
+    default="modulm-profile.json",
+    show_default=True,
+    help="File of the trace, with --profile.",
+)
+@click.option("--output-json", metavar="FILE", help="Save the result as JSON.")
+@click.option("--disable-detokenize", is_flag=True, help="Leave text out of the answers.")
+def latency(draft: Draft, **given: Any) -> None:
+    """Time one batch of requests, many times over."""
+    from modulm_command_bench.figures import save
+    from modulm_command_bench.offline import Latency
+    from modulm_command_bench.offline import latency as measure
+
+    print_notices(draft.notices)
+    flags = Latency(
+        input_len=given["input_len"],
+        output_len=given["output_len"],
+        batch_size=given["batch_size"],
+        n=given["n"],
+        iterations=given["num_iters"],
+        warmups=given["num_iters_warmup"],
+        beams=given["use_beam_search"],
+        detokenize=not given["disable_detokenize"],
+        profile=given["profile_output"] if given["profile"] else None,
+    )
+    result = measure(draft.config, flags)
+    if given["output_json"] and result:
+        save(given["output_json"], result)
+
+
+@command.command("throughput", cls=FlagCommand)
+@click.option(
+    "--backend",
+    "backends",
+    multiple=True,
+    default=("modulm",),
+    type=click.Choice(["modulm", "vllm", "vllm-chat", "hf", "mii"]),
+    help="What runs: this engine or transformers (hf); give both to compare.",
+)
+@click.option(
+    "--dataset-name",
+    type=click.Choice(_DATASETS),
+    default="random",
+    show_default=True,
+    help="Where prompts come from.",
+)
+@click.option("--dataset", metavar="FILE", help="Deprecated: a ShareGPT file; use --dataset-path.")
+@click.option("--dataset-path", metavar="FILE", help="File of the dataset.")
+@click.option("--input-len", type=int, help="Prompt tokens.")
+@click.option("--output-len", type=int, help="New tokens, in place of the dataset's.")
+@click.option("--n", type=int, default=1, show_default=True, help="Answers per prompt.")
+@click.option("--num-prompts", type=int, default=1000, show_default=True, help="Prompts.")
+@click.option("--hf-max-batch-size", type=int, help="Batch of transformers.")
+@click.option("--output-json", metavar="FILE", help="Save the result as JSON.")
+@click.option("--async-engine", is_flag=True, help="Use the engine as the server does.")
+@click.option(
+    "--disable-frontend-multiprocessing",
+    is_flag=True,
+    help="With --async-engine: engine and front end in one process.",
+)
+@click.option("--disable-detokenize", is_flag=True, help="Leave text out of the answers.")
+@click.option("--lora-path", help="Not yet: an adapter to use.")
+@click.option(
+    "--prefix-len",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Tokens that all random prompts share.",
+)
+@click.option(
+    "--random-range-ratio",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="Spread of random lengths, 0 to 1.",
+)
+@click.option("--hf-subset", help="Not yet: subset of a hub dataset.")
+@click.option("--hf-split", help="Not yet: split of a hub dataset.")
+@click.option("--prefix-repetition-prefix-len", type=int, help="Tokens of each prefix.")
+@click.option("--prefix-repetition-suffix-len", type=int, help="Tokens after a prefix.")
+@click.option("--prefix-repetition-num-prefixes", type=int, help="Number of prefixes.")
+@click.option("--prefix-repetition-output-len", type=int, help="New tokens.")
+def throughput(draft: Draft, **given: Any) -> None:
+    """Answer many prompts as fast as possible."""
+    from modulm_command_bench.figures import save
+    from modulm_command_bench.offline import throughput as measure
+
+    _refuse_later(given)
+    print_notices(draft.notices)
+    if given["dataset"]:
+        click.echo("note: --dataset is deprecated: use --dataset-path", err=True)
+        given["dataset_path"] = given["dataset_path"] or given["dataset"]
+        given["dataset_name"] = "sharegpt"
+    config = draft.config
+    if given["disable_frontend_multiprocessing"]:
+        config = config.with_(disable_frontend_multiprocessing=True)
+    result = measure(
+        config,
+        _own(given["backends"], given["async_engine"]),
+        _recipe(given, draft.config.model.seed),
+        n=given["n"],
+        hf_batch=given["hf_max_batch_size"],
+        detokenize=not given["disable_detokenize"],
+    )
+    if given["output_json"]:
+        save(given["output_json"], result)
+
+
+def _own(backends: tuple[str, ...], asynchronous: bool) -> list[str]:
+    """The backends that exist here; vLLM's names mean this engine."""
+    if "mii" in backends:
+        raise click.UsageError("--backend mii: refused; run DeepSpeed-MII's own benchmark")
+    here = "async" if asynchronous else "modulm"
+    return list(dict.fromkeys("hf" if name == "hf" else here for name in backends))
+
+
+def _refuse_later(given: dict[str, Any]) -> None:
+    for name in ("lora_path", "hf_subset", "hf_split"):
+        if given.get(name) is not None:
+            raise click.UsageError(f"--{name.replace('_', '-')}: not yet")
+    if given["dataset_name"] == "hf":
+        raise click.UsageError(
+            "--dataset-name hf: not yet; write the prompts to a JSONL file and use custom"
+        )
+
+
+def _recipe(given: dict[str, Any], seed: int) -> Any:
+    """What the flags say about prompts, whichever command they belong to."""
+    from modulm_command_bench.samples import Recipe
+
+    name = given["dataset_name"]
+    repeated = name == "prefix_repetition"
+    prefix = given.get("prefix_repetition_prefix_len") if repeated else given.get("prefix_len")
+    return Recipe(
+        name=name,
+        path=given["dataset_path"],
+        count=given["num_prompts"],
+        input_len=given.get("prefix_repetition_suffix_len") if repeated else given["input_len"],
+        output_len=(
+            given.get("prefix_repetition_output_len") or given["output_len"]
+            if repeated
+            else given["output_len"]
+        ),
+        prefix_len=prefix or 0,
+        range_ratio=given["random_range_ratio"],
+        prefixes=given.get("prefix_repetition_num_prefixes") or 10,
+        shuffle=not given.get("disable_shuffle", False),
+        oversample=not given.get("no_oversample", False),
+        seed=seed,
+    )
+
+
+@command.command("serve")
+@click.option(
+    "--backend",
+    "--endpoint-type",
+    type=click.Choice(_BACKENDS),
+    default="openai",
+    show_default=True,
+    help="Which API to use.",
+)
+@click.option("--base-url", help="Server, without /v1; in place of --host and --port.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Host of the server.")
+@click.option("--port", type=int, default=8000, show_default=True, help="Port of the server.")
+@click.option("--endpoint", metavar="PATH", help="Path of the API; default: the backend's.")
+@click.option("--header", "headers", multiple=True, metavar="NAME=VALUE", help="Extra header.")
+@click.option("--extra-body", metavar="JSON", help="Keys to add to every request.")
+@click.option("--model", help="Model in requests, and its tokenizer; default: the server's first.")
+@click.option("--served-model-name", help="Name of the model in requests, if it is another.")
+@click.option("--tokenizer", help="Tokenizer for counting: folder, short name or id.")
+@click.option("--tokenizer-mode", default="auto", show_default=True, help="Its implementation.")
+@click.option("--trust-remote-code", is_flag=True, help="Let the tokenizer's code run.")
+@click.option(
+    "--dataset-name",
+    type=click.Choice(_DATASETS),
+    default="random",
+    show_default=True,
+    help="Where prompts come from.",
+)
+@click.option("--dataset-path", metavar="FILE", help="File of the dataset.")
+@click.option("--num-prompts", type=int, default=1000, show_default=True, help="Requests.")
+@click.option("--no-oversample", is_flag=True, help="Send a small dataset once only.")
+@click.option("--disable-shuffle", is_flag=True, help="Keep the dataset's order.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of prompts and times.")
+@click.option("--input-len", type=int, help="Prompt tokens, for any dataset.")
+@click.option("--output-len", type=int, help="New tokens, for any dataset.")
+@click.option(
+    "--random-input-len", type=int, default=1024, show_default=True, help="Prompt tokens of random."
+)
+@click.option(
+    "--random-output-len", type=int, default=128, show_default=True, help="New tokens of random."
+)
+@click.option(
+    "--random-range-ratio",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="Spread of random lengths, 0 to 1.",
+)
+@click.option(
+    "--random-prefix-len",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Tokens that all random prompts share.",
+)
+@click.option(
+    "--sonnet-input-len", type=int, default=550, show_default=True, help="Prompt tokens of sonnet."
+)
+@click.option(
+    "--sonnet-output-len", type=int, default=150, show_default=True, help="New tokens of sonnet."
+)
+@click.option(
+    "--sonnet-prefix-len", type=int, default=200, show_default=True, help="Shared tokens of sonnet."
+)
+@click.option("--sharegpt-output-len", type=int, help="New tokens of sharegpt.")
+@click.option("--custom-output-len", type=int, help="New tokens of custom.")
+@click.option("--prefix-repetition-prefix-len", type=int, default=256, help="Tokens of a prefix.")
+@click.option("--prefix-repetition-suffix-len", type=int, default=256, help="Tokens after it.")
+@click.option("--prefix-repetition-num-prefixes", type=int, default=10, help="Prefixes.")
+@click.option("--prefix-repetition-output-len", type=int, default=128, help="New tokens.")
+@click.option(
+    "--request-rate",
+    type=float,
+    default=float("inf"),
+    show_default=True,
+    help="Requests per second; inf: all at once.",
+)
+@click.option(
+    "--burstiness",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Shape of the gaps: 1 Poisson, less is burstier, more is steadier.",
+)
+@click.option("--max-concurrency", type=int, help="Most requests at once.")
+@click.option(
+    "--ramp-up-strategy",
+    type=click.Choice(["linear", "exponential"]),
+    help="Change the rate over the run.",
+)
+@click.option("--ramp-up-start-rps", type=float, help="Rate at the start of the ramp.")
+@click.option("--ramp-up-end-rps", type=float, help="Rate at its end.")
+@click.option("--replay-times", is_flag=True, help="Send burstgpt at its recorded times.")
+@click.option("--ignore-eos", is_flag=True, help="Make all the tokens asked for.")
+@click.option("--temperature", type=float, help="Sampling temperature; default: 0.")
+@click.option("--top-p", type=float, help="Probability mass to sample from.")
+@click.option("--top-k", type=int, help="Number of tokens to sample from.")
+@click.option("--min-p", type=float, help="Least relative probability.")
+@click.option("--logprobs", type=int, help="Log probabilities to ask for.")
+@click.option(
+    "--percentile-metrics",
+    default=_METRICS,
+    show_default=True,
+    help="Metrics to report: ttft, tpot, itl, e2el.",
+)
+@click.option("--metric-percentiles", default="99", show_default=True, help="E.g. 50,90,99.")
+@click.option(
+    "--goodput",
+    multiple=True,
+    metavar="NAME:MS",
+    help="Count requests within these limits: ttft:200, tpot:50, e2el:5000.",
+)
+@click.option("--num-warmups", type=int, default=0, show_default=True, help="Requests before.")
+@click.option(
+    "--ready-check-timeout-sec",
+    type=float,
+    default=600.0,
+    show_default=True,
+    help="Wait for the server.",
+)
+@click.option("--disable-tqdm", is_flag=True, help="Show no progress bar.")
+@click.option("--label", help="Name of this run in files and plots.")
+@click.option("--metadata", multiple=True, metavar="KEY=VALUE", help="Kept in the result.")
+@click.option("--save-result", is_flag=True, help="Save the result as JSON.")
+@click.option("--save-detailed", is_flag=True, help="Save every request's times and text too.")
+@click.option("--append-result", is_flag=True, help="Add to the result file.")
+@click.option("--result-dir", metavar="DIR", help="Folder for results.")
+@click.option("--result-filename", metavar="FILE", help="Name of the result file.")
+def serve(**given: Any) -> None:
+    """Send requests to a running server of any OpenAI-compatible kind."""
+    from modulm_command_bench.serve import bench, save_result
+
+    _refuse_later(given)
+    result = bench(_settings(given), _recipe(_lengths(given), given["seed"]), _schedule(given))
+    if given["save_result"] or given["append_result"]:
+        save_result(
+            result, given["result_dir"], given["result_filename"], append=given["append_result"]
+        )
+
+
+def _lengths(given: dict[str, Any]) -> dict[str, Any]:
+    """The flags of the chosen dataset under the common names; the common flags win."""
+    name = given["dataset_name"]
+    chosen = {
+        part: given.get(f"{name}_{part}") for part in ("input_len", "output_len", "prefix_len")
+    }
+    return {
+        **given,
+        "input_len": given["input_len"] or chosen["input_len"],
+        "output_len": given["output_len"] or chosen["output_len"],
+        "prefix_len": chosen["prefix_len"],
+    }
+
+
+def _settings(given: dict[str, Any]) -> Any:
+    from modulm_command_bench.serve import Settings
+
+    base = given["base_url"] or f"http://{given['host']}:{given['port']}"
+    names = ("temperature", "top_p", "top_k", "min_p", "logprobs")
+    return Settings(
+        backend=given["backend"],
+        base_url=base.rstrip("/").removesuffix("/v1"),
+        endpoint=given["endpoint"],
+        model=given["model"],
+        served_model_name=given["served_model_name"],
+        tokenizer=given["tokenizer"],
+        tokenizer_mode=given["tokenizer_mode"],
+        trust_remote_code=given["trust_remote_code"],
+        headers=given["headers"],
+        extra_body=given["extra_body"],
+        sampling={name: given[name] for name in names},
+        ignore_eos=given["ignore_eos"],
+        max_concurrency=given["max_concurrency"],
+        metrics=_metrics(given["percentile_metrics"]),
+        percentiles=_percentiles(given["metric_percentiles"]),
+        goodput=given["goodput"],
+        warmups=given["num_warmups"],
+        ready_timeout=given["ready_check_timeout_sec"],
+        quiet=given["disable_tqdm"],
+        label=given["label"],
+        metadata=given["metadata"],
+        detailed=given["save_detailed"],
+    )
+
+
+def _metrics(text: str) -> list[str]:
+    from modulm_command_bench.figures import METRICS
+
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in METRICS]
+    if unknown:
+        raise click.UsageError(f"--percentile-metrics {unknown[0]}: use {', '.join(METRICS)}")
+    return names
+
+
+def _percentiles(text: str) -> list[float]:
+    try:
+        values = [float(part) for part in text.split(",") if part.strip()]
+    except ValueError as error:
+        raise click.UsageError(f"--metric-percentiles {text}: write numbers, 50,99") from error
+    if any(not 0 <= value <= 100 for value in values):
+        raise click.UsageError(f"--metric-percentiles {text}: between 0 and 100")
+    return values
+
+
+def _schedule(given: dict[str, Any]) -> Any:
+    from modulm_command_bench.load import Schedule
+
+    ramp, start, end = (
+        given["ramp_up_strategy"], given["ramp_up_start_rps"], given["ramp_up_end_rps"],
+    )  # fmt: skip
+    if ramp is not None and not (start and end and start > 0 and end > 0):
+        raise click.UsageError("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps")
+    if given["request_rate"] <= 0 or given["burstiness"] <= 0:
+        raise click.UsageError("--request-rate and --burstiness are above 0")
+    return Schedule(
+        rate=given["request_rate"],
+        burstiness=given["burstiness"],
+        ramp=ramp,
+        start_rate=start or 1.0,
+        end_rate=end or 1.0,
+        recorded=given["replay_times"],
+        seed=given["seed"],
+    )
+
+
+@command.command("compare")
+@click.argument("first", type=click.Path(exists=True, dir_okay=False))
+@click.argument("second", type=click.Path(exists=True, dir_okay=False))
+def compare(first: str, second: str) -> None:
+    """Show two saved results side by side."""
+    from modulm_command_bench.figures import compare as side_by_side
+    from modulm_command_bench.plots import read_results
+
+    results = read_results([first, second])
+    click.echo(side_by_side(results[0], results[-1]))
+
+
+@command.command("plot")
+@click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
+@click.option("-o", "--output", default="bench.png", show_default=True, help="PNG to write.")
+def plot(files: tuple[str, ...], output: str) -> None:
+    """Draw throughput and waiting of saved results over concurrency or rate."""
+    from modulm_command_bench.plots import plot as draw
+    from modulm_command_bench.plots import read_results
+
+    draw(read_results(files), output)
+    click.echo(f"written: {output}", err=True)

@@ -1,0 +1,149 @@
+"""From times of single requests to the figures that people compare."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from attrs import field, frozen
+
+__all__ = ["METRICS", "Timed", "compare", "figures", "parse_goodput", "save", "table"]
+
+#: short name -> how tables call it
+METRICS = {
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "itl": "time between tokens",
+    "e2el": "time of a request",
+}
+
+
+@frozen
+class Timed:
+    """One request as it went. Times in seconds; `gaps` between one piece of text and the next."""
+
+    input_len: int
+    output_len: int = 0
+    ttft: float = 0.0
+    latency: float = 0.0
+    gaps: tuple[float, ...] = field(default=(), repr=False)
+    text: str = field(default="", repr=False)
+    error: str | None = None
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds per token after the first; None where there is only one."""
+        if self.output_len < 2:
+            return None
+        return (self.latency - self.ttft) / (self.output_len - 1)
+
+    def times(self, metric: str) -> tuple[float, ...]:
+        """The request's contribution to a metric, in seconds."""
+        if metric == "itl":
+            return self.gaps
+        if metric == "tpot":
+            return () if self.tpot is None else (self.tpot,)
+        return (self.ttft,) if metric == "ttft" else (self.latency,)
+
+
+def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
+    """`ttft:200 tpot:50` in milliseconds to seconds by metric. Raises click.UsageError."""
+    limits: dict[str, float] = {}
+    for pair in (part for given in pairs for part in given.split()):
+        name, colon, number = pair.partition(":")
+        if not colon or name not in METRICS or name == "itl":
+            raise click.UsageError(f"--goodput {pair}: write ttft:MS, tpot:MS or e2el:MS")
+        try:
+            limits[name] = float(number) / 1000
+        except ValueError as error:
+            raise click.UsageError(f"--goodput {pair}: {number} is no number") from error
+    return limits
+
+
+def figures(
+    requests: Sequence[Timed],
+    seconds: float,
+    *,
+    metrics: Sequence[str] = tuple(METRICS),
+    percentiles: Sequence[float] = (99,),
+    goodput: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """Throughputs and the spread of each metric, under the names that vLLM's result files use."""
+    done = [request for request in requests if request.error is None]
+    read = sum(request.input_len for request in done)
+    made = sum(request.output_len for request in done)
+    shown: dict[str, Any] = {
+        "duration": seconds,
+        "completed": len(done),
+        "failed": len(requests) - len(done),
+        "total_input_tokens": read,
+        "total_output_tokens": made,
+        "request_throughput": len(done) / seconds,
+        "output_throughput": made / seconds,
+        "total_token_throughput": (read + made) / seconds,
+    }
+    if goodput:
+        shown["request_goodput"] = sum(_good(request, goodput) for request in done) / seconds
+    for metric in metrics:
+        shown |= _spread(
+            metric, [t for request in done for t in request.times(metric)], percentiles
+        )
+    return shown
+
+
+def _good(request: Timed, limits: Mapping[str, float]) -> bool:
+    return all(time <= limit for name, limit in limits.items() for time in request.times(name))
+
+
+def _spread(metric: str, times: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
+    """Mean, median, deviation and percentiles in milliseconds."""
+    values = np.array(times or [0.0]) * 1000
+    shown = {
+        f"mean_{metric}_ms": float(values.mean()),
+        f"median_{metric}_ms": float(np.median(values)),
+        f"std_{metric}_ms": float(values.std()),
+    }
+    for percentile in percentiles:
+        shown[f"p{percentile:g}_{metric}_ms"] = float(np.percentile(values, percentile))
+    return shown
+
+
+def table(shown: Mapping[str, Any]) -> str:
+    """The figures for people, one per line."""
+    rows = [(name.replace("_", " "), value) for name, value in shown.items()]
+    rows = [(name, value) for name, value in rows if isinstance(value, int | float)]
+    width = max((len(name) for name, _ in rows), default=0)
+    return "\n".join(f"{name:{width}}  {_number(value):>12}" for name, value in rows)
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.2f}"
+
+
+def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
+    """Two results side by side, with the second over the first."""
+    names = [name for name in first if _is_figure(first[name]) and _is_figure(second.get(name))]
+    width = max((len(name) for name in names), default=0)
+    lines = [f"{'':{width}}  {'first':>12}  {'second':>12}  {'ratio':>7}"]
+    for name in names:
+        one, other = first[name], second[name]
+        ratio = f"{other / one:7.2f}" if one else "      -"
+        lines.append(f"{name:{width}}  {_number(one):>12}  {_number(other):>12}  {ratio}")
+    return "\n".join(lines)
+
+
+def _is_figure(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def save(path: str, result: Mapping[str, Any], *, append: bool = False) -> None:
+    """Write a result as JSON; appended ones stand one per line."""
+    text = json.dumps(result, indent=None if append else 2, default=str)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with Path(path).open("a" if append else "w", encoding="utf-8") as file:
+        file.write(text + "\n")
+    click.echo(f"written: {path}", err=True)

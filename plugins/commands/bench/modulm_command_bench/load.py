@@ -1,0 +1,194 @@
+"""Sending requests to a server at chosen times, and timing every piece of the answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import nullcontext
+from itertools import pairwise
+from time import perf_counter
+from typing import Any, Literal
+
+import httpx
+import numpy as np
+from attrs import frozen
+
+from modulm_command_bench.figures import Timed
+from modulm_command_bench.samples import Sample
+
+__all__ = ["BACKENDS", "Schedule", "Target", "arrivals", "run"]
+
+#: name of a backend -> path of its API
+BACKENDS = {
+    "vllm": "/v1/completions",
+    "modulm": "/v1/completions",
+    "openai": "/v1/completions",
+    "openai-chat": "/v1/chat/completions",
+    "openai-embeddings": "/v1/embeddings",
+}
+
+
+#: An answer may take as long as it takes; a connection may not.
+_TIMEOUT = httpx.Timeout(None, connect=60.0)
+
+
+@frozen(kw_only=True)
+class Target:
+    """Where requests go and what is the same in all of them."""
+
+    base: str
+    path: str
+    model: str
+    headers: Mapping[str, str]
+    extra: Mapping[str, Any]
+    ignore_eos: bool = False
+
+    def body(self, sample: Sample) -> dict[str, Any]:
+        """The request for one sample."""
+        body: dict[str, Any] = {"model": self.model}
+        if self.path.endswith("/embeddings"):
+            return {**body, "input": sample.text or list(sample.ids), **self.extra}
+        body |= {"max_tokens": sample.output_len, "stream": True, "temperature": 0.0}
+        body["stream_options"] = {"include_usage": True}
+        if self.path.endswith("/chat/completions"):
+            body["messages"] = [{"role": "user", "content": sample.text}]
+        else:
+            body["prompt"] = sample.text or list(sample.ids)
+        if self.ignore_eos:
+            body["ignore_eos"] = True
+        return {**body, **self.extra}
+
+
+@frozen(kw_only=True)
+class Schedule:
+    """When requests are sent. `rate` per second; infinite: all at once.
+
+    `burstiness` is the shape of the gamma distribution of gaps: 1 is a Poisson process, less is
+    burstier. `ramp` goes from one rate to another over the run. `recorded` keeps samples' times.
+    """
+
+    rate: float = float("inf")
+    burstiness: float = 1.0
+    ramp: Literal["linear", "exponential"] | None = None
+    start_rate: float = 1.0
+    end_rate: float = 1.0
+    recorded: bool = False
+    seed: int = 0
+
+
+def arrivals(schedule: Schedule, samples: Sequence[Sample]) -> list[float]:
+    """The second at which each request is sent, from 0."""
+    if schedule.recorded and all(sample.arrival is not None for sample in samples):
+        return sorted(float(sample.arrival or 0) for sample in samples)
+    count = len(samples)
+    if schedule.ramp is None and schedule.rate == float("inf"):
+        return [0.0] * count
+    rng = np.random.default_rng(schedule.seed)
+    rates = np.array([_rate(schedule, place / max(1, count - 1)) for place in range(count)])
+    gaps = rng.gamma(schedule.burstiness, 1.0 / (rates * schedule.burstiness))
+    times: list[float] = np.cumsum(gaps).tolist()
+    if schedule.ramp is None:
+        # A run lasts count / rate seconds whatever the draw was.
+        times = [time * count / schedule.rate / times[-1] for time in times]
+    return [time - times[0] for time in times]
+
+
+def _rate(schedule: Schedule, progress: float) -> float:
+    if schedule.ramp is None:
+        return schedule.rate
+    low, high = schedule.start_rate, schedule.end_rate
+    if schedule.ramp == "linear":
+        return low + (high - low) * progress
+    return float(low * (high / low) ** progress)
+
+
+async def run(
+    target: Target,
+    samples: Sequence[Sample],
+    times: Sequence[float],
+    *,
+    concurrency: int | None = None,
+    finished: Callable[[Timed], object] = lambda timed: None,
+) -> tuple[list[Timed], float]:
+    """Send everything; the requests as they went, in order, and the seconds of the whole."""
+    gate = asyncio.Semaphore(concurrency) if concurrency else None
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(
+        base_url=target.base, headers=dict(target.headers), limits=limits, timeout=_TIMEOUT
+    ) as client:
+        start = perf_counter()
+
+        async def one(sample: Sample, at: float) -> Timed:
+            await asyncio.sleep(max(0.0, start + at - perf_counter()))
+            async with gate or nullcontext():
+                timed = await _send(client, target, sample)
+            finished(timed)
+            return timed
+
+        jobs = [one(sample, at) for sample, at in zip(samples, times, strict=True)]
+        done = await asyncio.gather(*jobs)
+        return list(done), perf_counter() - start
+
+
+async def _send(client: httpx.AsyncClient, target: Target, sample: Sample) -> Timed:
+    """One request; a failure is part of the result."""
+    start = perf_counter()
+    try:
+        async with client.stream("POST", target.path, json=target.body(sample)) as answer:
+            if answer.is_error:
+                text = (await answer.aread()).decode("utf-8", errors="replace")
+                return Timed(sample.input_len, error=f"{answer.status_code}: {text[:200]}")
+            if target.path.endswith("/embeddings"):
+                await answer.aread()
+                taken = perf_counter() - start
+                return Timed(sample.input_len, ttft=taken, latency=taken)
+            return await _listen(answer.aiter_lines(), start, sample)
+    except (httpx.HTTPError, ValueError) as error:
+        return Timed(sample.input_len, error=f"{type(error).__name__}: {error}")
+
+
+async def _listen(lines: AsyncIterator[str], start: float, sample: Sample) -> Timed:
+    """Time the pieces of a stream until it ends."""
+    marks: list[float] = []
+    texts: list[str] = []
+    usage: dict[str, Any] = {}
+    whole = False
+    async for line in lines:
+        if not line.startswith("data:"):
+            continue
+        data = line.removeprefix("data:").strip()
+        if data == "[DONE]":
+            whole = True
+            break
+        chunk = json.loads(data)
+        if "error" in chunk:
+            return Timed(sample.input_len, error=str(chunk["error"])[:200])
+        usage = chunk.get("usage") or usage
+        text = _text(chunk)
+        if text is not None:
+            marks.append(perf_counter())
+            texts.append(text)
+    if not whole:
+        return Timed(sample.input_len, error="the stream ended early")
+    end = marks[-1] if marks else perf_counter()
+    return Timed(
+        input_len=usage.get("prompt_tokens", sample.input_len),
+        output_len=usage.get("completion_tokens", len(marks)),
+        ttft=(marks[0] if marks else end) - start,
+        latency=end - start,
+        gaps=tuple(after - before for before, after in pairwise(marks)),
+        text="".join(texts),
+    )
+
+
+def _text(chunk: Mapping[str, Any]) -> str | None:
+    """The text of a chunk; None for one that carries none (the role, the usage)."""
+    for choice in chunk.get("choices", ()):
+        if "delta" not in choice:
+            return str(choice.get("text") or "")
+        delta = choice["delta"]
+        text = delta.get("content") or delta.get("reasoning") or delta.get("reasoning_content")
+        if text or delta.get("tool_calls"):
+            return str(text or "")
+    return None

@@ -1,0 +1,253 @@
+"""`modulm bench latency` and `throughput`: a model in this process, or transformers beside it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+import click
+import numpy as np
+from attrs import frozen
+from tqdm import tqdm
+
+from modulm.config import EngineConfig
+from modulm.contracts.sampling import SamplingParams
+from modulm_command_bench.samples import Recipe, Sample, make_samples
+
+__all__ = ["Latency", "latency", "throughput"]
+
+
+@frozen(kw_only=True)
+class Latency:
+    """The flags of a latency run."""
+
+    input_len: int
+    output_len: int
+    batch_size: int
+    n: int
+    iterations: int
+    warmups: int
+    beams: bool
+    detokenize: bool
+    profile: str | None
+
+
+def latency(config: EngineConfig, flags: Latency) -> dict[str, Any]:
+    """Seconds for one batch, many times over."""
+    from modulm.engine.llm import LLM
+
+    engine = LLM.from_config(config)
+    rng = np.random.default_rng(0)
+    words = min(10_000, engine.info.vocabulary)
+    prompts = [
+        {"prompt_token_ids": rng.integers(0, words, flags.input_len).tolist()}
+        for _ in range(flags.batch_size)
+    ]
+    run = _batch(engine, prompts, flags)
+    for _ in tqdm(range(flags.warmups), desc="warm-up"):
+        run()
+    if flags.profile is not None:
+        _profile(run, flags.profile)
+        return {}
+    times = [_seconds(run) for _ in tqdm(range(flags.iterations), desc="iterations")]
+    shown: dict[str, Any] = {"avg_latency": float(np.mean(times)), "latencies": times}
+    shown["percentiles"] = {
+        str(q): float(np.percentile(times, q)) for q in (10, 25, 50, 75, 90, 99)
+    }
+    click.echo(f"average latency: {shown['avg_latency']:.4f} s")
+    for q, seconds in shown["percentiles"].items():
+        click.echo(f"{q}% percentile: {seconds:.4f} s")
+    return shown
+
+
+def _batch(engine: Any, prompts: Sequence[Any], flags: Latency) -> Callable[[], object]:
+    if flags.beams:
+        return lambda: engine.beam_search(
+            prompts, beam_width=flags.n, max_tokens=flags.output_len, ignore_eos=True
+        )
+    params = SamplingParams(
+        n=flags.n,
+        temperature=1.0,
+        top_p=1.0,
+        ignore_eos=True,
+        max_tokens=flags.output_len,
+        detokenize=flags.detokenize,
+    )
+    return lambda: engine.generate(prompts, params, use_tqdm=False)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = perf_counter()
+    run()
+    return perf_counter() - start
+
+
+def _profile(run: Callable[[], object], path: str) -> None:
+    """One batch under torch's profiler; the trace opens in chrome://tracing and Perfetto."""
+    from torch.profiler import profile
+
+    with profile(record_shapes=False) as profiler:
+        run()
+    profiler.export_chrome_trace(path)
+    click.echo(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=20))
+    click.echo(f"written: {path}", err=True)
+
+
+@frozen
+class _Run:
+    """What a backend did: seconds, and tokens it read and made."""
+
+    seconds: float
+    read: int
+    made: int
+
+
+def throughput(
+    config: EngineConfig,
+    backends: Sequence[str],
+    recipe: Recipe,
+    *,
+    n: int,
+    hf_batch: int | None,
+    detokenize: bool,
+) -> dict[str, Any]:
+    """Tokens per second of each backend over the same prompts."""
+    samples = make_samples(recipe, _tokenizer(config))
+    results = {name: _run(name, config, samples, n, hf_batch, detokenize) for name in backends}
+    first: float | None = None
+    shown: dict[str, Any] = {}
+    for name, run in results.items():
+        rate = (run.read + run.made) / run.seconds
+        first = first or rate
+        figures = {
+            "elapsed_time": run.seconds,
+            "num_requests": len(samples),
+            "total_num_tokens": run.read + run.made,
+            "requests_per_second": len(samples) / run.seconds,
+            "tokens_per_second": rate,
+            "output_tokens_per_second": run.made / run.seconds,
+        }
+        shown[name] = figures
+        times = f", {rate / first:.2f} of {backends[0]}" if name != backends[0] else ""
+        click.echo(
+            f"{name}: {figures['requests_per_second']:.2f} requests/s, {rate:.2f} tokens/s, "
+            f"{figures['output_tokens_per_second']:.2f} output tokens/s{times}"
+        )
+    return shown[backends[0]] if len(backends) == 1 else shown
+
+
+def _tokenizer(config: EngineConfig) -> Any:
+    from modulm.loading import open_checkpoint
+    from modulm.text.tokenizer import load_tokenizer
+
+    model = config.model
+    path = model.tokenizer or str(open_checkpoint(config).path)
+    return load_tokenizer(path, model.tokenizer_mode, model.tokenizer_revision,
+                          model.trust_remote_code)  # fmt: skip
+
+
+def _run(
+    name: str,
+    config: EngineConfig,
+    samples: Sequence[Sample],
+    n: int,
+    hf_batch: int | None,
+    detokenize: bool,
+) -> _Run:
+    if name == "hf":
+        return _run_transformers(config, samples, n, hf_batch or 1)
+    params = [
+        SamplingParams(
+            n=n, temperature=1.0, ignore_eos=True, max_tokens=s.output_len, detokenize=detokenize
+        )
+        for s in samples
+    ]
+    runner = _run_async if name == "async" else _run_engine
+    return runner(config, samples, params)
+
+
+def _run_engine(
+    config: EngineConfig, samples: Sequence[Sample], params: list[SamplingParams]
+) -> _Run:
+    from modulm.engine.llm import LLM
+
+    with LLM.from_config(config) as engine:
+        prompts = [{"prompt_token_ids": list(sample.ids)} for sample in samples]
+        start = perf_counter()
+        outputs = engine.generate(prompts, params, use_tqdm=True)
+        seconds = perf_counter() - start
+    made = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+    return _Run(seconds, sum(s.input_len for s in samples), made)
+
+
+def _run_async(
+    config: EngineConfig, samples: Sequence[Sample], params: list[SamplingParams]
+) -> _Run:
+    """The engine behind AsyncLLM, as the server uses it."""
+    from modulm.engine.aio import AsyncLLM
+
+    async def one(engine: Any, number: int) -> int:
+        prompt = {"prompt_token_ids": list(samples[number].ids)}
+        last: Any = None
+        async for output in engine.generate(prompt, params[number], str(number)):
+            last = output
+        return sum(len(part.token_ids) for part in last.outputs)
+
+    async def everything() -> _Run:
+        engine = AsyncLLM.from_config(config)
+        try:
+            start = perf_counter()
+            made = await asyncio.gather(*(one(engine, number) for number in range(len(samples))))
+            seconds = perf_counter() - start
+        finally:
+            engine.shutdown()
+        return _Run(seconds, sum(s.input_len for s in samples), sum(made))
+
+    return asyncio.run(everything())
+
+
+def _run_transformers(config: EngineConfig, samples: Sequence[Sample], n: int, batch: int) -> _Run:
+    """transformers' own generate on the same checkpoint, in padded batches."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from modulm.loading import open_checkpoint
+
+    path = open_checkpoint(config).path
+    dtype = config.model.dtype
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    model.eval()
+    made = 0
+    start = perf_counter()
+    with torch.inference_mode(), tqdm(total=len(samples), unit="request") as bar:
+        for first in range(0, len(samples), batch):
+            group = samples[first : first + batch]
+            made += _generate(model, group, n)
+            bar.update(len(group))
+    return _Run(perf_counter() - start, sum(s.input_len for s in samples), made)
+
+
+def _generate(model: Any, group: Sequence[Sample], n: int) -> int:
+    """Tokens made for a padded batch: each request counts up to its own length."""
+    import torch
+
+    width = max(sample.input_len for sample in group)
+    ids = torch.zeros(len(group), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, sample in enumerate(group):
+        ids[row, width - sample.input_len :] = torch.tensor(sample.ids)
+        mask[row, width - sample.input_len :] = 1
+    longest = max(sample.output_len for sample in group)
+    model.generate(
+        ids,
+        attention_mask=mask,
+        do_sample=True,
+        temperature=1.0,
+        num_return_sequences=n,
+        min_new_tokens=longest,
+        max_new_tokens=longest,
+        pad_token_id=0,
+    )
+    return n * sum(sample.output_len for sample in group)

@@ -1,0 +1,245 @@
+"""Prompts to measure with: made at random, from a text, or from a file of recorded traffic."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from attrs import frozen
+
+from modulm_command_bench.verses import VERSES
+
+__all__ = ["DATASETS", "Recipe", "Sample", "make_samples"]
+
+DATASETS = ("random", "sharegpt", "sonnet", "burstgpt", "prefix_repetition", "custom")
+
+#: ShareGPT turns outside these bounds say little about serving.
+_LEAST_TOKENS, _MOST_PROMPT, _MOST_TOTAL = 4, 1024, 2048
+
+
+@frozen
+class Sample:
+    """One request: the prompt as token ids, its text where there is one, and tokens to make.
+
+    `arrival` is the second at which recorded traffic sent it, counted from the first request.
+    """
+
+    ids: tuple[int, ...]
+    output_len: int
+    text: str | None = None
+    arrival: float | None = None
+
+    @property
+    def input_len(self) -> int:
+        """Tokens in the prompt."""
+        return len(self.ids)
+
+
+@frozen(kw_only=True)
+class Recipe:
+    """What the flags of a benchmark say about its prompts; None takes the dataset's own."""
+
+    name: str = "random"
+    path: str | None = None
+    count: int = 1000
+    input_len: int | None = None
+    output_len: int | None = None
+    prefix_len: int = 0
+    range_ratio: float = 0.0
+    prefixes: int = 10
+    shuffle: bool = True
+    oversample: bool = True
+    seed: int = 0
+
+
+def make_samples(recipe: Recipe, tokenizer: Any) -> list[Sample]:
+    """The prompts of a recipe; the same seed gives the same ones.
+
+    Raises click.UsageError for a dataset without its file, a file that cannot be read, and
+    lengths that make no sense.
+    """
+    rng = np.random.default_rng(recipe.seed)
+    made = _MAKERS[recipe.name](recipe, tokenizer, rng)
+    if not made:
+        raise click.UsageError(f"dataset {recipe.name} has no usable prompt")
+    if len(made) < recipe.count and recipe.oversample:
+        made = [made[i % len(made)] for i in range(recipe.count)]
+    return made[: recipe.count]
+
+
+def _random(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[Sample]:
+    """Random ids: a shared prefix, then lengths drawn around the wanted ones."""
+    if not 0 <= recipe.range_ratio < 1:
+        raise click.UsageError("--random-range-ratio is at least 0 and below 1")
+    words = _plain_ids(tokenizer)
+    prefix = tuple(rng.choice(words, recipe.prefix_len).tolist())
+    inputs = _lengths(recipe.input_len or 1024, recipe, rng)
+    outputs = _lengths(recipe.output_len or 128, recipe, rng)
+    return [
+        Sample((*prefix, *rng.choice(words, size).tolist()), output)
+        for size, output in zip(inputs, outputs, strict=True)
+    ]
+
+
+def _lengths(around: int, recipe: Recipe, rng: np.random.Generator) -> list[int]:
+    low = max(1, int(around * (1 - recipe.range_ratio)))
+    high = max(low, int(around * (1 + recipe.range_ratio)))
+    drawn: list[int] = rng.integers(low, high + 1, recipe.count).tolist()
+    return drawn
+
+
+def _plain_ids(tokenizer: Any) -> np.ndarray:
+    """Ids of ordinary tokens: special ones would end or structure a prompt."""
+    special = set(tokenizer.backend.all_special_ids)
+    return np.array([i for i in range(len(tokenizer)) if i not in special])
+
+
+def _prefix_repetition(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[Sample]:
+    """A few prefixes, each before many different suffixes."""
+    words = _plain_ids(tokenizer)
+    size, rest = recipe.prefix_len or 256, recipe.input_len or 256
+    each, output = max(1, recipe.count // recipe.prefixes), recipe.output_len or 128
+    made: list[Sample] = []
+    for _ in range(recipe.prefixes):
+        prefix = rng.choice(words, size).tolist()
+        made += [Sample((*prefix, *rng.choice(words, rest).tolist()), output) for _ in range(each)]
+    return _shuffled(made, recipe, rng)
+
+
+def _sonnet(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[Sample]:
+    """Lines of a text under one instruction: the first lines are the same in every prompt."""
+    lines = VERSES if recipe.path is None else tuple(_read(recipe.path).splitlines())
+    wanted, shared = recipe.input_len or 550, recipe.prefix_len or 200
+    head = "Pick as many lines as you can from these poem lines:\n"
+    sizes = np.array(
+        [len(tokenizer.encode(line + "\n", add_special_tokens=False)) for line in lines]
+    )
+    mean = max(1.0, float(sizes.mean()))
+    base = len(tokenizer.encode(head))
+    if wanted <= base:
+        raise click.UsageError(
+            f"sonnet prompts take more than {base} tokens: raise the input length"
+        )
+    common = min(len(lines), max(0, round((shared - base) / mean)))
+    rest = max(0, round((wanted - base) / mean) - common)
+    made: list[Sample] = []
+    for _ in range(recipe.count):
+        picked = [lines[i] for i in rng.choice(len(lines), rest, replace=rest > len(lines))]
+        text = head + "\n".join([*lines[:common], *picked])
+        made.append(_of_text(text, recipe.output_len or 150, tokenizer))
+    return made
+
+
+def _sharegpt(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[Sample]:
+    """First question and answer of each recorded conversation, in a local JSON file."""
+    try:
+        table = json.loads(_read(_needed(recipe)))
+    except json.JSONDecodeError as error:
+        raise click.UsageError(f"{recipe.path} is not valid JSON: {error}") from error
+    made: list[Sample] = []
+    for row in _order(table, recipe, rng):
+        turns = row.get("conversations", row.get("conversation", []))
+        if len(turns) < 2:
+            continue
+        answer = len(tokenizer.encode(turns[1]["value"], add_special_tokens=False))
+        sample = _of_text(turns[0]["value"], recipe.output_len or answer, tokenizer)
+        if _usable(sample, answer if recipe.output_len is None else sample.output_len):
+            made.append(sample)
+        if len(made) == recipe.count:
+            break
+    return made
+
+
+def _usable(sample: Sample, output: int) -> bool:
+    small = sample.input_len < _LEAST_TOKENS or output < _LEAST_TOKENS
+    large = sample.input_len > _MOST_PROMPT or sample.input_len + output > _MOST_TOTAL
+    return not small and not large
+
+
+def _burstgpt(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[Sample]:
+    """Lengths and times of recorded traffic (a local BurstGPT CSV) around random ids."""
+    words = _plain_ids(tokenizer)
+    rows = list(csv.DictReader(_read(_needed(recipe)).splitlines()))
+    made: list[Sample] = []
+    first: float | None = None
+    try:
+        for row in rows:
+            size, output = int(row["Request tokens"]), int(row["Response tokens"])
+            if size < 1 or output < 1:
+                continue
+            at = float(row["Timestamp"])
+            first = at if first is None else first
+            ids = tuple(rng.choice(words, size).tolist())
+            made.append(Sample(ids, recipe.output_len or output, arrival=at - first))
+            if len(made) == recipe.count:
+                break
+    except (KeyError, ValueError) as error:
+        raise click.UsageError(
+            f"{recipe.path} is no BurstGPT file with Timestamp, Request tokens, Response tokens"
+        ) from error
+    return made
+
+
+def _custom(recipe: Recipe, tokenizer: Any, rng: np.random.Generator) -> list[Sample]:
+    """JSONL with `prompt` and, if wanted, `output_tokens` per line."""
+    rows = list(_json_lines(_needed(recipe)))
+    made: list[Sample] = []
+    for row in _order(rows, recipe, rng):
+        output = recipe.output_len or row.get("output_tokens", row.get("output_len")) or 256
+        made.append(_of_text(row["prompt"], int(output), tokenizer))
+    return made
+
+
+def _json_lines(path: str) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(_read(path).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise click.UsageError(f"{path} line {number} is not valid JSON: {error}") from error
+        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
+            raise click.UsageError(f"{path} line {number} has no `prompt` of text")
+        yield row
+
+
+def _of_text(text: str, output: int, tokenizer: Any) -> Sample:
+    return Sample(tuple(tokenizer.encode(text)), output, text)
+
+
+def _order(rows: Sequence[Any], recipe: Recipe, rng: np.random.Generator) -> list[Any]:
+    return _shuffled(list(rows), recipe, rng)
+
+
+def _shuffled(rows: list[Any], recipe: Recipe, rng: np.random.Generator) -> list[Any]:
+    if recipe.shuffle:
+        return [rows[i] for i in rng.permutation(len(rows))]
+    return rows
+
+
+def _needed(recipe: Recipe) -> str:
+    if recipe.path is None:
+        raise click.UsageError(f"dataset {recipe.name} needs --dataset-path FILE")
+    return recipe.path
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise click.UsageError(f"cannot read {path}: {error.strerror}") from error
+
+
+_MAKERS = {
+    "random": _random,
+    "sharegpt": _sharegpt,
+    "sonnet": _sonnet,
+    "burstgpt": _burstgpt,
+    "prefix_repetition": _prefix_repetition,
+    "custom": _custom,
+}

@@ -1,0 +1,238 @@
+"""`modulm bench serve`: requests against a running server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import click
+import httpx
+from attrs import evolve, frozen
+from tqdm import tqdm
+
+from modulm.config import EngineConfig
+from modulm.config.sources import client_key
+from modulm_command_bench.figures import Timed, figures, parse_goodput, save, table
+from modulm_command_bench.load import BACKENDS, Schedule, Target, arrivals, run
+from modulm_command_bench.samples import Recipe, Sample, make_samples
+
+__all__ = ["Settings", "bench"]
+
+
+@frozen(kw_only=True)
+class Settings:
+    """The flags of one run besides prompts and schedule."""
+
+    backend: str
+    base_url: str
+    endpoint: str | None
+    model: str | None
+    served_model_name: str | None
+    tokenizer: str | None
+    tokenizer_mode: str
+    trust_remote_code: bool
+    headers: Sequence[str]
+    extra_body: str | None
+    sampling: dict[str, Any]
+    ignore_eos: bool
+    max_concurrency: int | None
+    metrics: Sequence[str]
+    percentiles: Sequence[float]
+    goodput: Sequence[str]
+    warmups: int
+    ready_timeout: float
+    quiet: bool
+    label: str | None
+    metadata: Sequence[str]
+    detailed: bool
+
+
+def bench(settings: Settings, recipe: Recipe, schedule: Schedule) -> dict[str, Any]:
+    """Run the benchmark; the result as vLLM's files spell it. Raises click errors."""
+    limits = parse_goodput(settings.goodput)
+    _wait_ready(settings)
+    target = _target(settings)
+    samples = make_samples(recipe, _tokenizer(settings, target.model))
+    if target.path.endswith("/chat/completions"):
+        samples = _with_text(samples, _tokenizer(settings, target.model))
+    times = arrivals(schedule, samples)
+    done, seconds = asyncio.run(_measure(settings, target, samples, times))
+    shown = figures(
+        done,
+        seconds,
+        metrics=settings.metrics,
+        percentiles=settings.percentiles,
+        goodput=limits,
+    )
+    _report_errors(done)
+    click.echo(table(shown))
+    return {**_about(settings, target, recipe, schedule), **shown, **_details(settings, done)}
+
+
+async def _measure(
+    settings: Settings, target: Target, samples: Sequence[Sample], times: Sequence[float]
+) -> tuple[list[Timed], float]:
+    """One request to see that it works, warm-ups, then the run itself."""
+    first, _ = await run(target, samples[:1], [0.0])
+    if first[0].error:
+        raise click.ClickException(f"the first request failed: {first[0].error}")
+    if settings.warmups:
+        await run(target, [samples[0]] * settings.warmups, [0.0] * settings.warmups)
+    with tqdm(total=len(samples), unit="request", disable=settings.quiet) as bar:
+        return await run(
+            target,
+            samples,
+            times,
+            concurrency=settings.max_concurrency,
+            finished=lambda _: bar.update(),
+        )
+
+
+def _wait_ready(settings: Settings) -> None:
+    """Wait until the server answers; at most the given seconds."""
+    import time
+
+    end = time.monotonic() + settings.ready_timeout
+    while True:
+        try:
+            answer = httpx.get(f"{settings.base_url}/health", timeout=5)
+            if answer.is_success or answer.status_code == httpx.codes.NOT_FOUND:
+                return
+            reason = f"/health answers {answer.status_code}"
+        except httpx.HTTPError as error:
+            reason = str(error)
+        if time.monotonic() >= end:
+            raise click.ClickException(f"no server at {settings.base_url}: {reason}")
+        time.sleep(0.2)
+
+
+def _target(settings: Settings) -> Target:
+    key = client_key()
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    for header in settings.headers:
+        name, equals, value = header.partition("=")
+        if not equals:
+            raise click.UsageError(f"--header {header}: write NAME=VALUE")
+        headers[name] = value
+    given = settings.served_model_name or settings.model
+    model = given or _first_model(settings.base_url, headers)
+    extra = {k: v for k, v in settings.sampling.items() if v is not None}
+    return Target(
+        base=settings.base_url,
+        path=settings.endpoint or BACKENDS[settings.backend],
+        model=model,
+        headers=headers,
+        extra={**extra, **_extra(settings.extra_body)},
+        ignore_eos=settings.ignore_eos,
+    )
+
+
+def _extra(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        extra = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise click.UsageError(f"--extra-body is not valid JSON: {error}") from error
+    if not isinstance(extra, dict):
+        raise click.UsageError("--extra-body is not a JSON object")
+    return extra
+
+
+def _first_model(base: str, headers: dict[str, str]) -> str:
+    answer = httpx.get(f"{base}/v1/models", headers=headers)
+    models = answer.json().get("data", []) if answer.is_success else []
+    if not models:
+        raise click.ClickException(f"{base} lists no model; give --model")
+    return str(models[0]["id"])
+
+
+def _tokenizer(settings: Settings, model: str) -> Any:
+    """The tokenizer of `--tokenizer`, `--model` or the served model, whichever is given first."""
+    from modulm.errors import ModulmError
+    from modulm.loading import open_checkpoint
+    from modulm.text.tokenizer import load_tokenizer
+
+    name = settings.tokenizer or settings.model or model
+    try:
+        if Path(name).is_dir():
+            path: str | Path = name
+        else:
+            path = open_checkpoint(EngineConfig.from_keywords(model=name)).path
+        return load_tokenizer(
+            str(path), settings.tokenizer_mode, trust_remote_code=settings.trust_remote_code
+        )
+    except ModulmError as error:
+        raise click.ClickException(f"no tokenizer for {name}: {error}; give --tokenizer") from error
+
+
+def _with_text(samples: Sequence[Sample], tokenizer: Any) -> list[Sample]:
+    """Chat messages are text, so prompts of ids are written out."""
+    return [
+        sample if sample.text is not None else evolve(sample, text=tokenizer.decode(sample.ids))
+        for sample in samples
+    ]
+
+
+def _report_errors(done: Sequence[Timed]) -> None:
+    errors: dict[str, int] = {}
+    for timed in done:
+        if timed.error:
+            errors[timed.error] = errors.get(timed.error, 0) + 1
+    for error, count in sorted(errors.items(), key=lambda item: -item[1])[:5]:
+        click.echo(f"{count} failed: {error}", err=True)
+
+
+def _about(
+    settings: Settings, target: Target, recipe: Recipe, schedule: Schedule
+) -> dict[str, Any]:
+    rate = schedule.rate if schedule.rate != float("inf") else "inf"
+    pairs = dict(item.partition("=")[::2] for item in settings.metadata)
+    return {
+        "date": datetime.now().astimezone().strftime("%Y%m%d-%H%M%S"),
+        "backend": settings.backend,
+        "label": settings.label or settings.backend,
+        "model_id": target.model,
+        "tokenizer_id": settings.tokenizer or settings.model or target.model,
+        "dataset_name": recipe.name,
+        "num_prompts": recipe.count,
+        "request_rate": rate,
+        "burstiness": schedule.burstiness,
+        "max_concurrency": settings.max_concurrency,
+        **pairs,
+    }
+
+
+def _details(settings: Settings, done: Sequence[Timed]) -> dict[str, Any]:
+    if not settings.detailed:
+        return {}
+    return {
+        "input_lens": [timed.input_len for timed in done],
+        "output_lens": [timed.output_len for timed in done],
+        "ttfts": [timed.ttft for timed in done],
+        "itls": [list(timed.gaps) for timed in done],
+        "generated_texts": [timed.text for timed in done],
+        "errors": [timed.error or "" for timed in done],
+    }
+
+
+def result_file(result: dict[str, Any], directory: str | None, name: str | None) -> str:
+    """Where a result is saved when no name is given: label, rate, model and date."""
+    if name is None:
+        model = str(result["model_id"]).rsplit("/", 1)[-1]
+        several = result["max_concurrency"]
+        concurrency = f"-concurrency{several}" if several else ""
+        rate = f"{result['request_rate']}qps{concurrency}"
+        name = f"{result['label']}-{rate}-{model}-{result['date']}.json"
+    return str(Path(directory or ".") / name)
+
+
+def save_result(
+    result: dict[str, Any], directory: str | None, name: str | None, *, append: bool
+) -> None:
+    """Write the result where the flags say."""
+    save(result_file(result, directory, name), result, append=append)
