@@ -13,8 +13,18 @@ from typing import Any
 
 from modulm_kernels_cpu.elementwise import elementwise_ops
 from modulm_kernels_cpu.library import LEVELS, Library, LibraryMissing, levels, load
+from modulm_kernels_cpu.linear import PackedLinear, linear_ops
 
-__all__ = ["LEVELS", "Library", "LibraryMissing", "levels", "load", "ops", "set_threads"]
+__all__ = [
+    "LEVELS",
+    "Library",
+    "LibraryMissing",
+    "PackedLinear",
+    "levels",
+    "load",
+    "ops",
+    "set_threads",
+]
 
 
 def ops(level: str | None = None) -> Mapping[str, Callable[..., Any]]:
@@ -24,7 +34,7 @@ def ops(level: str | None = None) -> Mapping[str, Callable[..., Any]]:
 
 @cache
 def _ops(library: Library) -> Mapping[str, Callable[..., Any]]:
-    return MappingProxyType(elementwise_ops(library))
+    return MappingProxyType(elementwise_ops(library) | linear_ops(library))
 
 
 def set_threads(count: int) -> None:

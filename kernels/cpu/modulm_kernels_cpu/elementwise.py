@@ -193,7 +193,7 @@ def _embedding(library: Library) -> Callable[..., Tensor]:
         rows, size = weight.shape
         if ids.numel():
             low, high = ids.aminmax()
-            need(0 <= int(low) and int(high) < rows, f"ids must lie in [0, {rows})")
+            need(int(low) >= 0 and int(high) < rows, f"ids must lie in [0, {rows})")
         out = _output(weight, out, *ids.shape, size)
         call(
             ids.data_ptr(), weight.data_ptr(), size * weight.element_size(), out.data_ptr(),

@@ -25,6 +25,15 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def quiet_torch() -> Iterator[None]:
+    """Twins on one thread: on small tensors torch's own threads only get in the way."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def library(level) -> Iterator[kernels.Library]:
     library = kernels.load(level)

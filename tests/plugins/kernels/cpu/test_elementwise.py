@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from modulm.ops import twins
-
 from tests.plugins.kernels.cpu.close import assert_close, poisoned
+
+from modulm.ops import twins
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((0, 64), (1, 7), (3, 64), (5, 130), (33, 1024), (2, 4099))
@@ -121,6 +121,5 @@ def test_threads_do_not_change_results(ops, library):
     results = []
     for count in (1, 2, 3, 7):
         library.set_threads(count)
-        for _ in range(20):
-            results.append(ops["silu_and_mul"](ops["rms_norm"](x, weight, 1e-6)))
+        results += [ops["silu_and_mul"](ops["rms_norm"](x, weight, 1e-6)) for _ in range(20)]
     assert all(torch.equal(results[0], other) for other in results[1:])

@@ -1,0 +1,227 @@
+"""Linear layers on packed weights: bf16, int8, int4 and fp8, with bf16 activations."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modulm_kernels_cpu.check import CODES, dense_rows, dtype_code, need, shape
+from modulm_kernels_cpu.library import Library
+from modulm_kernels_cpu.memory import huge_buffer
+from modulm_kernels_cpu.quantize import quantize_fp8, quantize_int4, quantize_int8
+
+__all__ = ["FORMATS", "GROUPS", "PackedLinear", "linear_ops"]
+
+#: Formats of packed weights and their codes in the C ABI (src/linear/weight.h).
+FORMATS = {"bf16": 0, "int8": 1, "fp8": 2, "int4": 3}
+#: Sizes along K that may share a scale; 0 stands for all of K.
+GROUPS = (0, 32, 64, 128, 256)
+
+_PANEL, _PAD_K, _PAD_N = 64, 32, 16
+_CODE_DTYPES = {
+    "bf16": torch.bfloat16,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "int4": torch.uint8,
+}
+
+
+class PackedLinear:
+    """A weight [N, K] in the kernels' own layout. Owns its memory; the original can be dropped."""
+
+    __slots__ = ("arguments", "data", "format", "group", "inputs", "outputs", "scales", "zeros")
+
+    def __init__(
+        self,
+        data: Tensor,
+        scales: Tensor | None,
+        zeros: Tensor | None,
+        outputs: int,
+        inputs: int,
+        group: int,
+        format: str,  # noqa: A002  the word that the flags use
+    ) -> None:
+        self.data, self.scales, self.zeros = data, scales, zeros
+        self.outputs, self.inputs, self.group, self.format = outputs, inputs, group, format
+        self.arguments = (
+            data.data_ptr(),
+            None if scales is None else scales.data_ptr(),
+            None if zeros is None else zeros.data_ptr(),
+            outputs,
+            inputs,
+            group,
+            FORMATS[format],
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Memory that a product with this weight reads."""
+        extra = [x.numel() * 4 for x in (self.scales, self.zeros) if x is not None]
+        return self.data.numel() + sum(extra)
+
+    def __repr__(self) -> str:
+        group = f", group {self.group}" if self.scales is not None else ""
+        return f"PackedLinear({self.outputs} x {self.inputs}, {self.format}{group})"
+
+
+def linear_ops(library: Library) -> dict[str, Callable[..., Any]]:
+    """`pack_linear`, `unpack_linear` and `linear`, bound to one level."""
+    return {
+        "pack_linear": _pack_linear(library),
+        "unpack_linear": _unpack_linear(library),
+        "linear": _linear(library),
+    }
+
+
+def _pack_linear(library: Library) -> Callable[..., PackedLinear]:
+    size_of = library.call("packed_bytes", "nni", ctypes.c_int64)
+    pack = library.call("pack", "pnpnni")
+
+    def pack_linear(
+        weight: Tensor,
+        format: str = "bf16",  # noqa: A002
+        group: int = 0,
+        scales: Tensor | None = None,
+        zeros: Tensor | None = None,
+    ) -> PackedLinear:
+        """Pack a weight, quantizing it first if it is floating and `format` is not bf16.
+
+        weight: [N, K], floating, or codes as `format` stores them: int8, float8_e4m3fn, or for
+        int4 uint8 in 0..15. scales, zeros: [N, K / group], a weight being scale * (code - zero);
+        zeros default to 0 for int8 and to 8 for int4. `group` 0 means all of K.
+        """
+        need(format in FORMATS, f"format must be one of {', '.join(FORMATS)}, not {format!r}")
+        need(weight.dim() == 2, f"weight must be [N, K], not {list(weight.shape)}")
+        need(group in GROUPS, f"group must be one of {GROUPS}, not {group}")
+        outputs, inputs = weight.shape
+        need(group == 0 or inputs % group == 0, f"group {group} must divide weight's K {inputs}")
+        if scales is None and format != "bf16":
+            weight, scales, zeros = _quantize(weight, format, group)
+        need(
+            weight.dtype == _CODE_DTYPES[format],
+            f"weight must be {_CODE_DTYPES[format]} for {format}, not {weight.dtype}",
+        )
+        codes = weight.detach()
+        if codes.stride(1) != 1:
+            codes = codes.contiguous()
+        data = huge_buffer(size_of(outputs, inputs, FORMATS[format]))
+        pack(codes.data_ptr(), codes.stride(0), data.data_ptr(), outputs, inputs, FORMATS[format])
+        groups = inputs // group if group else 1
+        padded = group or -(-inputs // _PAD_K) * _PAD_K
+        if scales is None:
+            return PackedLinear(data, None, None, outputs, inputs, padded, format)
+        if zeros is not None and format == "int4":
+            zeros = zeros.float() - 8
+        if zeros is not None and not bool(zeros.any()):
+            zeros = None
+        return PackedLinear(
+            data,
+            _panels("scales", scales, outputs, groups),
+            None if zeros is None else _panels("zeros", zeros, outputs, groups),
+            outputs,
+            inputs,
+            padded,
+            format,
+        )
+
+    return pack_linear
+
+
+def _quantize(
+    weight: Tensor,
+    format: str,  # noqa: A002
+    group: int,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    need(weight.is_floating_point(), f"scales must be given with {weight.dtype} codes")
+    if format == "int4":
+        return quantize_int4(weight, group or weight.shape[1])
+    need(group == 0, f"group must be 0 when quantizing to {format} here, not {group}")
+    return quantize_int8(weight) if format == "int8" else quantize_fp8(weight)
+
+
+def _panels(name: str, values: Tensor, outputs: int, groups: int) -> Tensor:
+    """[N, groups] -> flat fp32 [panel][group][width], N padded to 16."""
+    if values.dim() == 1:
+        values = values[:, None]
+    shape(name, values, outputs, groups)
+    padded = -(-outputs // _PAD_N) * _PAD_N
+    wide = torch.zeros(padded, groups)
+    wide[:outputs] = values
+    whole = padded // _PANEL * _PANEL
+    head = wide[:whole].unflatten(0, (-1, _PANEL)).transpose(1, 2).flatten()
+    return torch.cat([head, wide[whole:].T.flatten()])
+
+
+def _unpack_linear(library: Library) -> Callable[[PackedLinear], Tensor]:
+    unpack = library.call("unpack", "ppnni")
+
+    def unpack_linear(packed: PackedLinear) -> Tensor:
+        """The weight as [N, K] bf16, scales applied."""
+        codes = torch.empty(packed.outputs, packed.inputs, dtype=_CODE_DTYPES[packed.format])
+        unpack(
+            packed.data.data_ptr(), codes.data_ptr(), packed.outputs, packed.inputs,
+            FORMATS[packed.format],
+        )  # fmt: skip
+        if packed.scales is None:
+            return codes
+        wide = codes.float() - (8 if packed.format == "int4" else 0)
+        size = min(packed.group, packed.inputs)
+        wide = wide.unflatten(1, (-1, size))
+        if packed.zeros is not None:
+            wide -= _rows(packed.zeros, packed)
+        wide *= _rows(packed.scales, packed)
+        return wide.flatten(1).bfloat16()
+
+    return unpack_linear
+
+
+def _rows(values: Tensor, packed: PackedLinear) -> Tensor:
+    """The inverse of `_panels`: [N, groups, 1]."""
+    padded = -(-packed.outputs // _PAD_N) * _PAD_N
+    groups = values.numel() // padded
+    whole = padded // _PANEL * _PANEL
+    head = values[: whole * groups].view(-1, groups, _PANEL).transpose(1, 2).reshape(whole, groups)
+    tail = values[whole * groups :].view(groups, -1).T
+    return torch.cat([head, tail])[: packed.outputs, :, None]
+
+
+def _linear(library: Library) -> Callable[..., Tensor]:
+    call = library.call("linear", "pnnipppnnnippni")
+
+    def linear(
+        x: Tensor,
+        weight: PackedLinear | Tensor,
+        bias: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """x W^T + b; x: [..., K] -> [..., N] in x's dtype, or in `out`'s if it is given.
+
+        A weight that is not packed goes to torch, so that the op serves every layer.
+        """
+        if not isinstance(weight, PackedLinear):
+            result = torch.nn.functional.linear(x, weight, bias)
+            return result if out is None else out.copy_(result)
+        code = dtype_code("x", x)
+        need(x.shape[-1] == weight.inputs, f"x must be [T, {weight.inputs}], not {list(x.shape)}")
+        rows = x if x.dim() == 2 else x.reshape(-1, weight.inputs)
+        stride = dense_rows("x", rows)
+        if out is None:
+            out = x.new_empty(*x.shape[:-1], weight.outputs)
+        else:
+            shape("out", out, *x.shape[:-1], weight.outputs)
+        target = out if out.dim() == 2 else out.view(-1, weight.outputs)
+        if bias is not None:
+            shape("bias", bias, weight.outputs)
+            bias = bias.float().contiguous()
+        call(
+            rows.data_ptr(), stride, rows.shape[0], code, *weight.arguments,
+            None if bias is None else bias.data_ptr(), target.data_ptr(),
+            dense_rows("out", target), CODES[out.dtype],
+        )  # fmt: skip
+        return out
+
+    return linear

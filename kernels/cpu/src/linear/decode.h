@@ -1,0 +1,123 @@
+// Quantized codes to bf16 pairs. All codes are exact in bf16; scales are applied later, in fp32.
+#pragma once
+
+#include "base/vec.h"
+#include "linear/weight.h"
+
+namespace modulm {
+
+// The upper halves of two fp32 values whose lower halves are zero, side by side in a lane.
+inline vu join(vf low, vf high) { return ((vu)low >> 16) | ((vu)high & 0xffff0000u); }
+
+inline void ahead(const void* p, int bytes) { __builtin_prefetch(static_cast<const char*>(p) + bytes); }
+
+// Distance of the software prefetch; the hardware's own stops at 4 KB pages.
+constexpr int kAhead = 2048;
+
+// lanes: [n] of two int8 each.
+inline void decode_int8(const uint8_t* from, uint32_t* to, int64_t n) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    ahead(from + 2 * i, kAhead);
+    vi x = (vi)__builtin_convertvector(load_raw<vh>(from + 2 * i), vu);
+    vf low = __builtin_convertvector((x << 24) >> 24, vf);
+    vf high = __builtin_convertvector((x << 16) >> 24, vf);
+    store_raw(to + i, join(low, high));
+  }
+}
+
+// One e4m3 value per lane, in bits 0-7, to fp32. With an exponent field the bits are moved and
+// the exponent re-biased from 7 to 127; without one the value is mantissa * 2^-9.
+inline vf widen_e4m3(vu x) {
+  vu magnitude = x & 0x7fu;
+  vf normal = (vf)((magnitude << 20) + (120u << 23));
+  vf subnormal = __builtin_convertvector((vi)magnitude, vf) * 0x1p-9f;
+  vf value = choose((vi)magnitude < 8, subnormal, normal);
+  value = choose((vi)magnitude == 0x7f, (vf)(vu{} + 0x7fc00000u), value);
+  return (vf)((vu)value | (x & 0x80u) << 24);
+}
+
+#if defined(__AVX512VBMI__)
+// Both bytes of the bf16 value of a magnitude, 128 entries each, for vpermi2b.
+struct TableE4M3 {
+  alignas(64) uint8_t low[128], high[128];
+  TableE4M3() {
+    for (int i = 0; i < 128; i++) {
+      uint32_t bits;
+      float value = widen_e4m3(vu{} + uint32_t(i))[0];
+      std::memcpy(&bits, &value, 4);
+      low[i] = uint8_t(bits >> 16);
+      high[i] = uint8_t(bits >> 24);
+    }
+  }
+};
+
+inline void decode_fp8(const uint8_t* from, uint32_t* to, int64_t n) {
+  static const TableE4M3 table;
+  __m512i low0 = _mm512_load_si512(table.low), low1 = _mm512_load_si512(table.low + 64);
+  __m512i high0 = _mm512_load_si512(table.high), high1 = _mm512_load_si512(table.high + 64);
+  const __m512i sign = _mm512_set1_epi8(char(0x80));
+  // unpack works within 128-bit quarters: spread 32 codes so that its halves come out in order.
+  const __m512i spread = _mm512_setr_epi64(0, -1, 1, -1, 2, -1, 3, -1);
+  for (int64_t i = 0; i < n; i += 16) {
+    ahead(from + 2 * i, kAhead);
+    __m512i x = _mm512_maskz_permutexvar_epi64(
+        0x55, spread, _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)(from + 2 * i))));
+    __m512i low = _mm512_permutex2var_epi8(low0, x, low1);
+    __m512i high = _mm512_permutex2var_epi8(high0, x, high1);
+    high = _mm512_ternarylogic_epi64(high, x, sign, 0xf8);  // high | (x & sign)
+    _mm512_storeu_si512(to + i, _mm512_unpacklo_epi8(low, high));
+  }
+}
+#else
+inline void decode_fp8(const uint8_t* from, uint32_t* to, int64_t n) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    vu x = __builtin_convertvector(load_raw<vh>(from + 2 * i), vu);
+    store_raw(to + i, join(widen_e4m3(x & 0xffu), widen_e4m3(x >> 8)));
+  }
+}
+#endif
+
+// from: [k / 8][width] lanes of eight nibbles; to: [k / 2][width] pairs.
+inline void decode_int4(const uint8_t* from, uint32_t* to, int64_t eights, int width) {
+#if defined(__AVX512BW__)
+  // Bit 4 of vpermw's index is whatever shift left there: the table is stored twice.
+  alignas(64) static const uint16_t table[32] = {
+      0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
+      0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
+      0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+  const __m512i values = _mm512_load_si512(table);
+  for (int64_t e = 0; e < eights; e++)
+    for (int c = 0; c < width; c += 16) {
+      const uint8_t* source = from + (e * width + c) * 4;
+      ahead(source, kAhead);
+      __m512i x = _mm512_loadu_si512(source);
+      uint32_t* target = to + e * 4 * width + c;
+      _mm512_storeu_si512(target, _mm512_permutexvar_epi16(x, values));
+      _mm512_storeu_si512(target + width,
+                          _mm512_permutexvar_epi16(_mm512_srli_epi32(x, 4), values));
+      _mm512_storeu_si512(target + 2 * width,
+                          _mm512_permutexvar_epi16(_mm512_srli_epi32(x, 8), values));
+      _mm512_storeu_si512(target + 3 * width,
+                          _mm512_permutexvar_epi16(_mm512_srli_epi32(x, 12), values));
+    }
+#else
+  for (int64_t e = 0; e < eights; e++)
+    for (int c = 0; c < width; c += kLanes) {
+      vu x = load_raw<vu>(from + (e * width + c) * 4);
+      for (int j = 0; j < 4; j++) {
+        vf low = __builtin_convertvector((vi)(x >> (4 * j) & 15u) - 8, vf);
+        vf high = __builtin_convertvector((vi)(x >> (4 * j + 16) & 15u) - 8, vf);
+        store_raw(to + (e * 4 + j) * width + c, join(low, high));
+      }
+    }
+#endif
+}
+
+// `ks` k of a panel of this width, to pairs [ks / 2][width].
+inline void decode(int format, const uint8_t* from, uint32_t* to, int64_t ks, int width) {
+  if (format == kWeightInt4) decode_int4(from, to, ks / 8, width);
+  else if (format == kWeightInt8) decode_int8(from, to, ks / 2 * width);
+  else decode_fp8(from, to, ks / 2 * width);
+}
+
+}  // namespace modulm

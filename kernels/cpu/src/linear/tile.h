@@ -1,0 +1,108 @@
+// The inner product kernel: sums[rows][64] += a[rows][2 pairs] * b[pairs][width][2], in bf16.
+//
+// For one (row, column) the sum runs over k in order in one fp32 accumulator, whatever the number
+// of rows, so that a row's result does not depend on the rows beside it. The sums pass through
+// memory between calls, exactly.
+#pragma once
+
+#include "base/vec.h"
+#include "linear/weight.h"
+
+#if defined(__AMX_BF16__)
+#include "linear/amx.h"
+#endif
+
+namespace modulm {
+
+#if defined(__AVX512BF16__)
+constexpr int kTileRows = 6, kTileVectors = 4;  // 24 accumulators, 4 lines, broadcasts in place
+inline vf pair_dot(vf sum, vu line, uint32_t pair) {
+  return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)line, (__m512bh)_mm512_set1_epi32(int(pair)));
+}
+#elif defined(__AVX512F__)
+constexpr int kTileRows = 4, kTileVectors = 4;
+#else
+constexpr int kTileRows = 2, kTileVectors = 4;
+#endif
+
+#if !defined(__AVX512BF16__)
+inline float low_of(uint32_t pair) {
+  bf16 half{uint16_t(pair)};
+  return load_one(&half);
+}
+inline float high_of(uint32_t pair) {
+  bf16 half{uint16_t(pair >> 16)};
+  return load_one(&half);
+}
+#endif
+
+template <int Rows, int Vectors>
+inline void tile(const bf16* a, int64_t lda, const uint32_t* b, int width, int64_t pairs,
+                 float* sums) {
+  vf c[Rows][Vectors];
+  for (int r = 0; r < Rows; r++)
+    for (int v = 0; v < Vectors; v++) c[r][v] = load(sums + r * kPanel + v * kLanes);
+  for (int64_t k = 0; k < pairs; k++, b += width) {
+    vu line[Vectors];
+    for (int v = 0; v < Vectors; v++) {
+      line[v] = load_raw<vu>(b + v * kLanes);
+      if (Rows == 1) __builtin_prefetch(b + v * kLanes + 1024);
+    }
+#if defined(__AVX512BF16__)
+    for (int r = 0; r < Rows; r++) {
+      uint32_t pair = load_raw<uint32_t>(a + r * lda + 2 * k);
+      for (int v = 0; v < Vectors; v++) c[r][v] = pair_dot(c[r][v], line[v], pair);
+    }
+#else
+    vf low[Vectors], high[Vectors];
+    for (int v = 0; v < Vectors; v++) low[v] = low_half(line[v]), high[v] = high_half(line[v]);
+    for (int r = 0; r < Rows; r++) {
+      uint32_t pair = load_raw<uint32_t>(a + r * lda + 2 * k);
+      float first = low_of(pair), second = high_of(pair);
+      for (int v = 0; v < Vectors; v++) c[r][v] += low[v] * first;
+      for (int v = 0; v < Vectors; v++) c[r][v] += high[v] * second;
+    }
+#endif
+  }
+  for (int r = 0; r < Rows; r++)
+    for (int v = 0; v < Vectors; v++) store(sums + r * kPanel + v * kLanes, c[r][v]);
+}
+
+template <int Vectors>
+inline void tile_rows(int rows, const bf16* a, int64_t lda, const uint32_t* b, int width,
+                      int64_t pairs, float* sums) {
+  switch (rows) {
+    case 1: return tile<1, Vectors>(a, lda, b, width, pairs, sums);
+    case 2: return tile<2, Vectors>(a, lda, b, width, pairs, sums);
+#if defined(__AVX512F__)
+    case 3: return tile<3, Vectors>(a, lda, b, width, pairs, sums);
+    case 4: return tile<4, Vectors>(a, lda, b, width, pairs, sums);
+#endif
+#if defined(__AVX512BF16__)
+    case 5: return tile<5, Vectors>(a, lda, b, width, pairs, sums);
+    case 6: return tile<6, Vectors>(a, lda, b, width, pairs, sums);
+#endif
+  }
+}
+
+#if defined(__AMX_BF16__)
+constexpr int kBlockRows = 32;  // rows that one call may have at most
+#else
+constexpr int kBlockRows = kTileRows;
+#endif
+
+// width: 16, 32, 48 or 64. rows: 1 to kBlockRows. pairs: a multiple of 16.
+inline void multiply(int rows, const bf16* a, int64_t lda, const uint32_t* b, int width,
+                     int64_t pairs, float* sums) {
+#if defined(__AMX_BF16__)
+  amx_multiply(rows, a, lda, b, width, pairs, sums);
+#else
+  constexpr int step = kTileVectors * kLanes;
+  int c = 0;
+  for (; c + step <= width; c += step)
+    tile_rows<kTileVectors>(rows, a, lda, b + c, width, pairs, sums + c);
+  for (; c < width; c += kLanes) tile_rows<1>(rows, a, lda, b + c, width, pairs, sums + c);
+#endif
+}
+
+}  // namespace modulm
