@@ -117,7 +117,7 @@ KINDS: Mapping[str, Kind] = _table(
     ),
     Kind("checkpoints", "named checkpoint", "checkpoint"),
     Kind("commands", "command", "command"),
-    Kind("routes", "route", "route"),
+    Kind("routes", "route family", "route", f"{_CONTRACTS}.route:RouteFamily"),
 )
 
 

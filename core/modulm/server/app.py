@@ -21,7 +21,7 @@ from modulm.errors import ConfigError, ModulmError, PluginConflict, PluginError
 from modulm.plugins import manager
 from modulm.server.auth import guard, read_keys
 from modulm.server.desk import Desk
-from modulm.server.errors import answer
+from modulm.server.errors import answers, respond
 from modulm.server.foreign import ForeignRenderer
 from modulm.server.limits import Boundary
 from modulm.server.metrics import HttpMetrics
@@ -129,11 +129,10 @@ def _api(server: ServerConfig) -> FastAPI:
         docs_url="/docs" if pages else None,
         redoc_url="/redoc" if pages else None,
         openapi_url="/openapi.json" if pages else None,
-        root_path=server.root_path or "",
         redirect_slashes=False,
     )
-    for kind in (ModulmError, HTTPException):
-        api.add_exception_handler(kind, answer)
+    for kind in (ModulmError, HTTPException, Exception):
+        api.add_exception_handler(kind, answers(server.log_error_stack))
     api.add_exception_handler(RequestValidationError, _refuse)  # type: ignore[arg-type]
     return api
 
@@ -142,7 +141,7 @@ async def _refuse(request: Any, error: RequestValidationError) -> Any:
     """What FastAPI finds wrong with a path or query, in our form and with status 400."""
     first = error.errors()[0]
     name = str(first["loc"][-1]) if first.get("loc") else None
-    return await answer(request, bad_field(name, f"{name}: {first['msg']}"))
+    return respond(bad_field(name, f"{name}: {first['msg']}"))
 
 
 def _families(context: RouteContext) -> tuple[RouteFamily, ...]:

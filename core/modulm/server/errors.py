@@ -23,19 +23,21 @@ from modulm.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Awaitable, Callable, Mapping
 
     from starlette.requests import Request
+    from starlette.types import Scope
 
 __all__ = [
     "ApiError",
     "ClientGone",
-    "answer",
+    "answers",
     "describe",
     "error_body",
     "escape",
     "http_error",
     "model_error",
+    "report",
     "respond",
 ]
 
@@ -164,9 +166,29 @@ def respond(error: ApiError) -> Response:
     )
 
 
-async def answer(request: Request, error: Exception) -> Response:
-    """Exception handler of the application for errors that have a meaning to clients."""
-    return respond(describe(error, request.scope.get("modulm.id", "")))
+def report(error: Exception, scope: Scope, stacks: bool = False) -> ApiError:
+    """What a client is told about an exception; what only we may know goes to the log."""
+    reference = scope.get("modulm.id", "")
+    told = describe(error, reference)
+    if told.status >= 500 and not isinstance(error, ApiError):
+        log.error(
+            "request %s to %s failed: %s: %s",
+            reference,
+            escape(scope["path"]),
+            type(error).__name__,
+            escape(str(error), _LONGEST),
+            exc_info=error if stacks else None,
+        )
+    return told
+
+
+def answers(stacks: bool) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """The exception handler of the application. `stacks`: log tracebacks too."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        return respond(report(error, request.scope, stacks))
+
+    return answer
 
 
 def escape(text: str, limit: int = 256) -> str:

@@ -17,7 +17,7 @@ from uuid import uuid4
 
 from attrs import define, field, frozen
 
-from modulm.server.errors import ApiError, ClientGone, describe, escape, respond
+from modulm.server.errors import ApiError, ClientGone, report, respond
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -144,9 +144,9 @@ class Boundary:
     def _check_head(self, scope: Scope) -> None:
         headers = scope["headers"]
         if len(headers) > self.header_count:
-            raise ApiError(431, f"at most {self.header_count} headers are accepted")
+            raise _large_head(f"at most {self.header_count} headers are accepted")
         if sum(len(name) + len(value) + 4 for name, value in headers) > self.header_bytes:
-            raise ApiError(431, f"at most {self.header_bytes} bytes of headers are accepted")
+            raise _large_head(f"at most {self.header_bytes} bytes of headers are accepted")
         for name, value in headers:
             if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
                 raise ApiError(415, "the body must not be compressed")
@@ -155,18 +155,8 @@ class Boundary:
 
     async def _fail(self, scope: Scope, exchange: _Exchange, error: Exception) -> None:
         """Answer with an error, or end an answer that has begun."""
-        reference = scope["modulm.id"]
-        told = describe(error, reference)
-        if told.status >= 500:
-            log.error(
-                "request %s to %s failed: %s: %s",
-                reference,
-                escape(scope["path"]),
-                type(error).__name__,
-                escape(str(error), 2000),
-                exc_info=error if self.stacks else None,
-            )
         if exchange.status is None:
+            told = report(error, scope, self.stacks)
             await respond(told)(scope, exchange.take, exchange.give)
         elif not exchange.finished:
             raise error
@@ -202,6 +192,10 @@ class Boundary:
 
 def _too_large(limit: int) -> ApiError:
     return ApiError(413, f"the body has more than {limit} bytes", headers={"Connection": "close"})
+
+
+def _large_head(message: str) -> ApiError:
+    return ApiError(431, message, headers={"Connection": "close"})
 
 
 def request_id(scope: Scope) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.responses import Response
 
-from modulm.server.errors import ClientGone, describe, error_body, escape
+from modulm.server.errors import ApiError, ClientGone, error_body, report
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
 __all__ = ["DONE", "EventStream", "event", "frame", "until_gone"]
-
-log = logging.getLogger("modulm.server")
 
 DONE = b"data: [DONE]\n\n"
 _COMMENT = b": still working\n\n"
@@ -36,15 +33,15 @@ def event(name: str, value: Any) -> bytes:
     return b"event: " + name.encode() + b"\n" + frame(value)
 
 
-def _error_frames(error: Exception, reference: str) -> bytes:
-    return frame(error_body(describe(error, reference))) + DONE
+def _error_frames(error: ApiError) -> bytes:
+    return frame(error_body(error)) + DONE
 
 
 class EventStream(Response):
     """Sends the frames of a generator.
 
     When the client leaves, the generator is closed at once, which aborts what it reads from. An
-    exception in it becomes one error frame: `failed(error, request id) -> bytes` makes it, by
+    exception in it becomes one error frame: `failed(error) -> bytes` makes it, by
     default OpenAI's, with [DONE] behind it. After `quiet` seconds without a frame a comment is
     sent; 0 turns that off.
     """
@@ -54,7 +51,7 @@ class EventStream(Response):
         frames: AsyncGenerator[bytes, None],
         *,
         quiet: float = 0.0,
-        failed: Callable[[Exception, str], bytes] = _error_frames,
+        failed: Callable[[ApiError], bytes] = _error_frames,
     ) -> None:
         super().__init__(None, 200, _HEADERS, "text/event-stream")
         del self.headers["content-length"]
@@ -75,14 +72,7 @@ class EventStream(Response):
             except OSError:
                 return
             except Exception as error:
-                reference = scope.get("modulm.id", "")
-                log.warning(
-                    "stream %s failed: %s: %s",
-                    reference,
-                    type(error).__name__,
-                    escape(str(error), 2000),
-                )
-                last = self._failed(error, reference)
+                last = self._failed(report(error, scope))
                 await send({"type": "http.response.body", "body": last, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -9,25 +9,11 @@ from typing import Any
 
 import httpx
 import pytest
-from attrs import define
 
 from modulm.config import EngineConfig
-from modulm.server.app import Served
 from modulm.testing.checkpoints import make_tokenizer
-from modulm.testing.server import Reply, ScriptedEngine, scripted_info, serve_in_thread
+from modulm.testing.server import Live, Reply, ScriptedEngine, scripted_info, serve_in_thread
 from modulm.text.tokenizer import Tokenizer, load_tokenizer
-
-
-@define
-class Live:
-    """A running server."""
-
-    url: str
-    engine: ScriptedEngine
-    served: Served
-
-    def client(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=20, **options)
 
 
 @pytest.fixture(scope="session")
@@ -52,9 +38,7 @@ REPLIES = {
     "count slowly": Reply("1 2 3 4 5 6 7 8 9 ", delay=0.02, endless=True),
     "fail at once": Reply(error_at=0),
     "fail late": Reply("one two three four", error_at=3),
-    "leak a secret": Reply(
-        error_at=0, error=RuntimeError("secret /root/private/x 0x7f00deadbeef")
-    ),
+    "leak a secret": Reply(error_at=0, error=RuntimeError("secret /root/private/x 0x7f00deadbeef")),
     "speak of emoji": Reply("🎈 été 你好"),
     "stop at END": Reply("before END after"),
     "named arguments": Reply('{"city": "Oslo"}'),
@@ -73,8 +57,7 @@ def make_server(tokenizer: Tokenizer) -> Iterator[ServerMaker]:
             engine = ScriptedEngine(tokenizer, reply, scripted_info(tokenizer, **(info or {})))
             given = {"model": "M", "disable_uvicorn_access_log": True, **flags}
             config = EngineConfig.from_keywords(**given)
-            url, served = stack.enter_context(serve_in_thread(engine, config))
-            return Live(url, engine, served)
+            return stack.enter_context(serve_in_thread(engine, config))
 
         yield make
 

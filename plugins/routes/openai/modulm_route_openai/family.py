@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import APIRouter, Request
+from starlette.responses import Response
 
 from modulm.contracts.route import RouteFamily
 from modulm.server.errors import model_error
@@ -12,9 +13,6 @@ from modulm.server.wire import json_response, read
 from modulm_route_openai.chat import Chat
 from modulm_route_openai.completions import Completions
 from modulm_route_openai.schema import ChatRequest, CompletionRequest
-
-if TYPE_CHECKING:
-    from starlette.responses import Response
 
 __all__ = ["OpenAI"]
 

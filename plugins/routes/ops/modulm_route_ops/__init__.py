@@ -24,10 +24,14 @@ class Ops(RouteFamily):
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["Operations"])
-        for path in ("/health", "/ping"):
-            router.add_api_route(path, self.health, methods=["GET", "HEAD"])
-        router.add_api_route("/ping", self.health, methods=["POST"])
-        router.add_api_route("/ready", self.ready, methods=["GET", "HEAD"])
+        for path, sign in (
+            ("/health", self.health),
+            ("/ping", self.health),
+            ("/ready", self.ready),
+        ):
+            router.add_api_route(path, sign, methods=["GET"])
+            router.add_api_route(path, sign, methods=["HEAD"], include_in_schema=False)
+        router.add_api_route("/ping", self.health, methods=["POST"], include_in_schema=False)
         router.add_api_route("/load", self.load, methods=["GET"])
         router.add_api_route("/version", self.version, methods=["GET"])
         router.add_api_route("/metrics", self.metrics, methods=["GET"])

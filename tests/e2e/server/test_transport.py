@@ -1,0 +1,249 @@
+"""Requests that are wrong before their fields are looked at (reference cases A001 to A039)."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import logging
+import re
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from modulm.testing.server import Live, error_of
+
+ServerMaker = Callable[..., Live]
+
+CHAT = {
+    "model": "M",
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_tokens": 4,
+    "temperature": 0,
+}
+JSON = {"Content-Type": "application/json"}
+PATH = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b'{"model":', b"", '{"model": "M"}'.encode("utf-16"), b"\xff\xfe", b"{" * 50_000],
+)
+def test_a001_broken_json(http: httpx.Client, body: bytes) -> None:
+    response = http.post(PATH, content=body, headers=JSON)
+    assert response.status_code == 400
+    assert error_of(response)["code"] == "invalid_json"
+
+
+def test_a001_a_byte_order_mark_is_harmless(http: httpx.Client) -> None:
+    body = b"\xef\xbb\xbf" + json.dumps(CHAT).encode()
+    assert http.post(PATH, content=body, headers=JSON).status_code == 200
+
+
+@pytest.mark.parametrize("body", ["[]", "42", "null", '"x"', '[{"model":"M"}]'])
+def test_a002_no_object(http: httpx.Client, body: str) -> None:
+    response = http.post(PATH, content=body, headers=JSON)
+    assert response.status_code == 400
+    assert error_of(response)["param"] is None
+
+
+def test_a005_a_declared_length_is_refused_before_reading(live: Live) -> None:
+    began = time.monotonic()
+    head = (
+        f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        "Content-Length: 1000000000\r\n\r\n"
+    )
+    reply = live.raw(head.encode() + b"x" * 1024, wait=2)
+    assert reply.startswith(b"HTTP/1.1 413")
+    assert time.monotonic() - began < 5
+
+
+def test_a086_a_body_that_grows_too_large(make_server: ServerMaker) -> None:
+    small = make_server(max_request_bytes=10_000)
+
+    def body() -> Any:
+        for _ in range(100):
+            yield b" " * 1000
+
+    with small.client() as client:
+        response = client.post(PATH, content=body(), headers=JSON)
+    assert response.status_code == 413
+    error_of(response)
+
+
+@pytest.mark.parametrize(
+    "headers", ["X: " + "a" * 70_000 + "\r\n", "".join(f"X-{i}: 1\r\n" for i in range(1000))]
+)
+def test_a008_a009_heads_that_are_too_large(live: Live, headers: str) -> None:
+    reply = live.raw(f"GET /v1/models HTTP/1.1\r\nHost: x\r\n{headers}\r\n".encode(), wait=2)
+    assert reply.startswith(b"HTTP/1.1 431")
+
+
+def test_a010_a_head_without_end(live: Live) -> None:
+    reply = live.raw(b"GET / HTTP/1.1\r\nX: " + b"a" * 4_000_000, wait=2)
+    assert reply == b"" or reply.startswith(b"HTTP/1.1 431")
+
+
+def test_a007_a_client_that_sends_a_head_byte_by_byte_is_hung_up_on(
+    make_server: ServerMaker,
+) -> None:
+    strict = make_server(request_timeout=0.3)
+    where = urlsplit(strict.url)
+    with socket.create_connection((where.hostname, where.port), timeout=10) as sock:
+        for letter in b"GET ":
+            sock.sendall(bytes([letter]))
+            time.sleep(0.02)
+        assert sock.recv(100) == b""
+
+
+def test_a_client_that_stops_in_the_middle_of_a_body_is_hung_up_on(
+    make_server: ServerMaker,
+) -> None:
+    strict = make_server(request_timeout=0.3)
+    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    reply = strict.raw(f"{head}Content-Length: 100\r\n\r\n{{".encode(), wait=10)
+    assert reply.startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nabcde",
+        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nX: a\r\n b\x00\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01",
+    ],
+)
+def test_a021_requests_that_could_be_read_in_two_ways(live: Live, data: bytes) -> None:
+    assert live.raw(data, wait=2).startswith(b"HTTP/1.1 400")
+
+
+def series(http: httpx.Client) -> set[str]:
+    lines = http.get("/metrics").text.splitlines()
+    return {line.rpartition(" ")[0] for line in lines if line.startswith("http_requests_total")}
+
+
+def test_a022_a023_a024_labels_do_not_grow(http: httpx.Client) -> None:
+    http.get("/nothing/at/all")
+    http.request("BREW", "/v1/models")
+    http.post(PATH, json={**CHAT, "model": "other"})
+    http.get("/metrics")
+    before = series(http)
+    for number in range(40):
+        assert http.get(f"/random/{number}").status_code == 404
+        http.request(f"VERB{number}", "/v1/models")
+        response = http.post(PATH, json={**CHAT, "model": f"m{number}" * 2000})
+        assert response.status_code == 404
+        error = error_of(response)
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+        assert len(response.text) < 600
+    assert series(http) == before
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "deflate"])
+def test_a025_compressed_bodies(http: httpx.Client, encoding: str) -> None:
+    headers = {**JSON, "Content-Encoding": encoding}
+    response = http.post(PATH, content=b"\x1f\x8b", headers=headers)
+    assert response.status_code == 415
+    error_of(response)
+
+
+def test_another_content_type(http: httpx.Client) -> None:
+    response = http.post(PATH, content=b"a=b", headers={"Content-Type": "text/plain"})
+    assert response.status_code == 415
+    error_of(response)
+
+
+def test_a027_log_lines_cannot_be_forged(
+    http: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG):
+        http.post(PATH, params={"x": "\r\nFORGED"}, json={**CHAT, "a\nERROR forged": 1})
+        http.post(PATH, json={**CHAT, "model": "\x1b[31mred\nERROR forged"})
+    assert any("forged" in record.getMessage() for record in caplog.records)
+    for record in caplog.records:
+        assert "\n" not in record.getMessage()
+        assert "\x1b" not in record.getMessage()
+
+
+@pytest.mark.parametrize("given", ["x" * 10_240, "\xe9", "~[31m", "", "fine-1.2_3"])
+def test_a028_request_ids(make_server: ServerMaker, live: Live, given: str) -> None:
+    with live.client() as client:
+        headers = {**JSON, "X-Request-Id": given.encode("latin-1")}
+        answer = client.post(PATH, json=CHAT, headers=headers)
+    assert answer.status_code == 200
+    assert re.fullmatch(r"chatcmpl-[A-Za-z0-9._-]{1,128}", answer.json()["id"])
+
+
+def test_request_id_header(make_server: ServerMaker) -> None:
+    with make_server(enable_request_id_headers=True).client() as client:
+        response = client.get("/health", headers={"X-Request-Id": "mine"})
+        assert response.headers["x-request-id"] == "mine"
+        assert client.get("/nothing").headers["x-request-id"]
+
+
+def test_a029_the_same_request_id_twice(live: Live) -> None:
+    def ask(text: str) -> str:
+        body = {**CHAT, "messages": [{"role": "user", "content": text}], "max_tokens": 40}
+        with live.client() as client:
+            headers = {"X-Request-Id": "same"}
+            answer = client.post(PATH, json={**body, "request_id": "same"}, headers=headers)
+        return str(answer.json()["choices"][0]["message"]["content"])
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        said = list(pool.map(ask, ["speak of emoji", "hi", "speak of emoji", "hi"]))
+    assert said == ["🎈 été 你好", "Hello there."] * 2
+
+
+def test_a032_pipelined_requests(live: Live) -> None:
+    count = 200
+    one = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    last = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    reply = live.raw(one * (count - 1) + last)
+    assert reply.count(b"HTTP/1.1 200") == count
+
+
+def test_a033_methods(http: httpx.Client) -> None:
+    head = http.head("/v1/models")
+    assert (head.status_code, head.content) == (200, b"")
+    trace = http.request("TRACE", "/v1/models")
+    assert trace.status_code == 405
+    get = http.get(PATH)
+    assert get.status_code == 405
+    assert "POST" in get.headers["allow"]
+    error_of(get)
+
+
+def test_unknown_paths_have_our_errors(http: httpx.Client) -> None:
+    response = http.get("/v1/nothing")
+    assert response.status_code == 404
+    assert error_of(response)["type"] == "not_found_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a037_what_went_wrong_inside_stays_inside(
+    http: httpx.Client, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    body = {**CHAT, "messages": [{"role": "user", "content": "leak a secret"}], "stream": stream}
+    with caplog.at_level(logging.ERROR):
+        response = http.post(PATH, json=body)
+    assert response.status_code == 500
+    error = error_of(response)
+    assert "secret" not in response.text
+    reference = re.search(r"request ([0-9a-f]{32})", error["message"])
+    assert reference is not None
+    assert any(reference.group(1) in r.getMessage() for r in caplog.records)
+    assert any("secret" in r.getMessage() for r in caplog.records)
+
+
+def test_a170_prompts_are_not_logged_or_measured(
+    http: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        http.post(PATH, json={**CHAT, "messages": [{"role": "user", "content": "SECRET42"}]})
+    assert "SECRET42" not in http.get("/metrics").text
+    assert not any("SECRET42" in record.getMessage() for record in caplog.records)
