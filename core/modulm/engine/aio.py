@@ -57,6 +57,10 @@ class Line(ABC):
     def call(self, name: str) -> Future[Any]:
         """A named operation of the engine between two steps ("reset_prefix_cache", ...)."""
 
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, for this side of the line."""
+        return open_tokenizer(self.info.config, self.info.path)
+
     @abstractmethod
     def close(self) -> None:
         """Stop the engine, or leave it if others use it; may be called twice."""
@@ -100,6 +104,9 @@ class ThreadLine(Line):
     def call(self, name: str) -> Future[Any]:
         return self._host.engine.call(self._host.operation(name))
 
+    def tokenizer(self) -> Tokenizer | None:
+        return self._host.tokenizer
+
     def close(self) -> None:
         self._host.engine.stop()
         self._thread.join()
@@ -123,16 +130,24 @@ class AsyncLLM:
         return made
 
     @classmethod
-    def on_line(cls, line: Callable[..., Line]) -> AsyncLLM:
-        """A front end of an engine that is there; `line` is called with `events` and `died`."""
+    def connect(cls, address: str) -> AsyncLLM:
+        """A further front end of an engine that runs in a process (`EngineProcess.address`)."""
+        from modulm.engine.process import ProcessLine
+
         made = cls.__new__(cls)
         made._begin()
-        made._attach(line(made._hear, made._hear_death))
+        made._attach(ProcessLine(address, made._hear, made._hear_death))
         return made
 
     def _open(self, config: EngineConfig) -> None:
         self._begin()
-        self._attach(ThreadLine(config, self._hear, self._hear_death))
+        if config.frontend.disable_frontend_multiprocessing:
+            self._attach(ThreadLine(config, self._hear, self._hear_death))
+            return
+        from modulm.engine.process import EngineProcess, ProcessLine
+
+        engine = EngineProcess(config)
+        self._attach(ProcessLine(engine.address, self._hear, self._hear_death, engine))
 
     def _begin(self) -> None:
         self.dead: EngineDead | None = None
@@ -144,7 +159,7 @@ class AsyncLLM:
     def _attach(self, line: Line) -> None:
         self._line = line
         self.info = info = line.info
-        self.tokenizer: Tokenizer | None = open_tokenizer(info.config, info.path)
+        self.tokenizer = line.tokenizer()
         self.metrics = Metrics(info.models[0])
         processors = processor_classes(info.config.model.logits_processors, manager.current())
         self._preparer = Preparer(info, self.tokenizer, processors, line.number)

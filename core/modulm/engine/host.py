@@ -9,20 +9,25 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from threading import Thread
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attrs import evolve, field, frozen
 
 from modulm.config.resolve import Use, choose_platform, resolve
 from modulm.contracts.executor import Capacity, Executor
+from modulm.contracts.grammar import Grammar
 from modulm.contracts.policy import Policy, Scheduler
-from modulm.contracts.sampling import SamplingParams
+from modulm.contracts.sampling import SamplingParams, StructuredOutputs
+from modulm.engine.grammars import open_compiler
 from modulm.engine.loop import Engine, Listener
 from modulm.engine.requests import Request
 from modulm.engine.scheduler import BudgetScheduler, Limits
-from modulm.errors import ConfigError, UnsupportedError
+from modulm.errors import ConfigError, ModulmError, RequestError, UnsupportedError
 from modulm.loading import Checkpoint, open_checkpoint
 from modulm.plugins import manager
 
@@ -33,6 +38,8 @@ if TYPE_CHECKING:
 __all__ = ["EngineInfo", "Host", "limits_of", "open_tokenizer"]
 
 log = logging.getLogger("modulm.engine")
+
+_Compile: TypeAlias = Callable[[StructuredOutputs], "Future[Grammar]"]
 
 #: Keys of generation_config.json that are defaults of SamplingParams, by their name there.
 _DEFAULTS = {
@@ -139,7 +146,7 @@ class Host:
         self.engine = Engine(scheduler, self.executor, listener, plugins.notify, depth)
         notes = (*map(str, resolved.notices), *capacity.notes)
         self.info = _info(self.config, checkpoint, capacity, scheduler, self.executor, notes)
-        self._grammars: Callable[[Any], Any] | None = None
+        self._grammars = _Grammars(self._open_compiler)
         self._notify = plugins.notify
         for note in notes:
             log.info("%s", note)
@@ -149,7 +156,7 @@ class Host:
         """Hand in requests; a grammar that they ask for is compiled beside the steps."""
         params = requests[0].params
         if isinstance(params, SamplingParams) and params.structured_outputs is not None:
-            grammar = self._compiler()(params.structured_outputs)
+            grammar = self._grammars(params.structured_outputs)
             requests = tuple(evolve(request, grammar=grammar) for request in requests)
         self.engine.submit(*requests)
 
@@ -166,10 +173,66 @@ class Host:
         self.engine.stop()
         self.executor.stop()
 
-    def _compiler(self) -> Callable[[Any], Any]:
-        if self._grammars is None:
-            raise UnsupportedError("structured outputs: not yet")
-        return self._grammars
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; loaded when first asked for."""
+        return open_tokenizer(self.config, self.info.path)
+
+    def _open_compiler(self) -> _Compile:
+        if self.tokenizer is None:
+            raise RequestError("structured outputs need a tokenizer", "structured_outputs")
+        ends = tuple(dict.fromkeys((*self.tokenizer.stop_ids, *self.info.eos)))
+        return open_compiler(
+            self.config, self.tokenizer, self.info.vocabulary, ends, manager.current()
+        )
+
+
+class _Grammars:
+    """The grammar compiler, opened by a thread when the first request needs it."""
+
+    def __init__(self, opener: Callable[[], _Compile]) -> None:
+        self._opener = opener
+        self._compile: Future[_Compile] | None = None
+
+    def __call__(self, constraint: StructuredOutputs) -> Future[Grammar]:
+        """Raises QueueFull; any other trouble is the future's."""
+        if self._compile is None:
+            self._compile = Future()
+            Thread(target=self._open, args=(self._compile,), daemon=True).start()
+        if self._compile.done() and self._compile.exception() is None:
+            return self._compile.result()(constraint)
+        answer: Future[Grammar] = Future()
+        self._compile.add_done_callback(lambda opened: _chain(opened, constraint, answer))
+        return answer
+
+    def _open(self, opened: Future[_Compile]) -> None:
+        try:
+            opened.set_result(self._opener())
+        except Exception as error:
+            opened.set_exception(error)
+
+
+def _chain(
+    opened: Future[_Compile], constraint: StructuredOutputs, answer: Future[Grammar]
+) -> None:
+    """Compile when the compiler is there; what fails is the request's."""
+    try:
+        compiled = opened.result()(constraint)
+    except ModulmError as error:
+        answer.set_exception(RequestError(str(error), "structured_outputs"))
+        return
+    except Exception as error:
+        answer.set_exception(error)
+        return
+    compiled.add_done_callback(lambda done: _copy(done, answer))
+
+
+def _copy(done: Future[Grammar], answer: Future[Grammar]) -> None:
+    error = done.exception()
+    if error is None:
+        answer.set_result(done.result())
+    else:
+        answer.set_exception(error)
 
 
 def _scheduler(config: EngineConfig, capacity: Capacity, use: Use) -> Scheduler:

@@ -13,7 +13,7 @@ from modulm.config.sources import keywords
 from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
 from modulm.engine.answers import Answer, Answers
 from modulm.engine.beam import beam_search
-from modulm.engine.host import Host, open_tokenizer
+from modulm.engine.host import Host
 from modulm.engine.logits import processor_classes
 from modulm.engine.outputs import (
     BeamSearchOutput,
@@ -61,7 +61,7 @@ class LLM:
     def _open(self, config: EngineConfig) -> None:
         self._host = Host(config, self, "offline")
         self.info = self._host.info
-        self.tokenizer: Tokenizer | None = open_tokenizer(config, self.info.path)
+        self.tokenizer = self._host.tokenizer
         self.metrics = Metrics(self.info.models[0])
         processors = processor_classes(config.model.logits_processors, manager.current())
         self._preparer = Preparer(self.info, self.tokenizer, processors)
