@@ -45,10 +45,16 @@ class Grammar(ABC):
 
 
 class GrammarBackend(ABC):
-    """Compiles constraints for one tokenizer. Compiling happens off the step loop, in a thread."""
+    """Compiles constraints for one tokenizer. Compiling happens off the step loop, in a thread.
+
+    tokenizer: `modulm.text.tokenizer.Tokenizer`; vocabulary: width of the logits; stop_ids: ids
+    that may end a text where the grammar is complete.
+    """
 
     name: ClassVar[str]
     api: ClassVar[int | tuple[int, int]]
+    #: Where the choice is automatic, the backend with the highest number is asked first.
+    preference: ClassVar[int] = 0
 
     def __init__(self, tokenizer: Any, vocabulary: int, stop_ids: tuple[int, ...]) -> None:
         self.tokenizer = tokenizer

@@ -57,7 +57,8 @@ class Qwen3ReasoningParser(ReasoningParser):
 
     @property
     def reasoning(self) -> bool:
-        return self._step == self._thinking or (self._step == self._before and self._opened)
+        inside = self._step in (self._think_opens, self._thinking)
+        return inside or (self._step == self._before and self._opened)
 
     def feed(self, text: str, ids: Sequence[int] = ()) -> list[Event]:
         self._cursor.push(text)

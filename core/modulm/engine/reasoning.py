@@ -1,0 +1,118 @@
+"""A grammar that waits until the model has finished thinking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from modulm.contracts.grammar import Grammar, Matcher
+from modulm.contracts.parser import ParseContext, ReasoningParser
+from modulm.text.detokenizer import Detokenizer
+
+if TYPE_CHECKING:
+    from modulm.text.tokenizer import Tokenizer
+
+__all__ = ["AfterReasoning", "openers_of", "reasoning_start"]
+
+_ParserMaker = Callable[[ParseContext], ReasoningParser]
+#: Prompt tokens whose text says whether the template has opened the reasoning already.
+_TAIL = 32
+
+
+class AfterReasoning(Grammar):
+    """Anything goes while the reasoning parser says that the model thinks; then the grammar.
+
+    Where the prompt leaves it open, the first token decides: one that opens the reasoning
+    (`openers`) is allowed beside those of the grammar.
+    """
+
+    def __init__(
+        self,
+        grammar: Grammar,
+        make: _ParserMaker,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        openers: Sequence[int],
+    ) -> None:
+        self.grammar = grammar
+        self.make = make
+        self.tokenizer = tokenizer
+        self.openers = tuple(openers)
+        self.context = reasoning_start(tokenizer, prompt)
+
+    def matcher(self) -> Matcher:
+        return _Gate(self)
+
+
+def reasoning_start(tokenizer: Tokenizer, prompt: Sequence[int]) -> ParseContext:
+    """What a reasoning parser may know before the first token."""
+    tail = [int(token) for token in prompt[-_TAIL:]]
+    text = tokenizer.decode(tail, skip_special_tokens=False)
+    return ParseContext(prompt_tail=text, tokenizer=tokenizer)
+
+
+def openers_of(make: _ParserMaker, tokenizer: Tokenizer, vocabulary: int) -> tuple[int, ...]:
+    """Added tokens that, as the first thing said, begin the reasoning."""
+    found = []
+    for index in range(min(len(tokenizer), vocabulary)):
+        text = tokenizer.id_to_token(index) or ""
+        if len(text) < 3 or not (text.startswith(("<", "[")) and text.endswith((">", "]"))):
+            continue
+        parser = make(ParseContext(prompt_tail="", tokenizer=tokenizer))
+        parser.feed(text, [index])
+        if parser.reasoning:
+            found.append(index)
+    return tuple(found)
+
+
+class _Gate(Matcher):
+    """Free while thinking, then the inner matcher. `_taken` tells, token by token, which it was."""
+
+    def __init__(self, of: AfterReasoning) -> None:
+        self._of = of
+        self._inner = of.grammar.matcher()
+        self._parser = of.make(of.context)
+        self._detokenizer = Detokenizer(of.tokenizer, skip_special_tokens=False)
+        self._thinking = self._parser.reasoning
+        self._first = not self._thinking and bool(of.openers)
+        self._free: list[int] = []
+        self._held = 0
+
+    def accept(self, token: int) -> bool:
+        opens = self._first and token in self._of.openers
+        self._first = False
+        if not self._thinking and not opens:
+            accepted = self._inner.accept(token)
+            self._held += accepted
+            return accepted
+        self._free.append(token)
+        self._parser.feed(self._detokenizer.feed([token]), [token])
+        self._thinking = self._parser.reasoning
+        return True
+
+    def fill(self, mask: np.ndarray) -> None:
+        if self._thinking:
+            mask.fill(-1)
+            return
+        self._inner.fill(mask)
+        if self._first:
+            for token in self._of.openers:
+                mask.view(np.uint32)[token // 32] |= np.uint32(1 << (token % 32))
+
+    def rollback(self, tokens: int) -> None:
+        """Inside the grammar directly; the thought is taken back by thinking it again."""
+        inside = min(tokens, self._held)
+        self._inner.rollback(inside)
+        self._held -= inside
+        if inside < tokens:
+            again = self._free[: len(self._free) - (tokens - inside)]
+            fresh = _Gate(self._of)
+            for token in again:
+                fresh.accept(token)
+            self.__dict__.update(fresh.__dict__)
+
+    @property
+    def finished(self) -> bool:
+        return not self._thinking and self._inner.finished

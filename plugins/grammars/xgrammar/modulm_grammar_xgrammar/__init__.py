@@ -1,0 +1,1 @@
+"""Structured output through xgrammar (https://github.com/mlc-ai/xgrammar)."""

@@ -1,0 +1,192 @@
+"""Grammar backend on xgrammar (Dong et al., arXiv 2411.15100), written against version 0.2."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import xgrammar
+
+from modulm.contracts.grammar import Grammar, GrammarBackend, Matcher
+from modulm.contracts.sampling import StructuredOutputs
+from modulm.errors import RequestError
+from modulm.text.tokenizer import Tokenizer
+from modulm_grammar_xgrammar.schema import unsupported
+
+__all__ = ["XGrammar"]
+
+_PLACE = re.compile(r"^(\[[^]]*\] )?\S+\.cc:\d+: ")
+#: Constraints in the order in which they are looked for.
+_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+class XGrammar(GrammarBackend):
+    """JSON schemas, regular expressions, choices, EBNF (with a rule `root`), structural tags."""
+
+    name = "xgrammar"
+    api = 1
+    preference = 10
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int, stop_ids: tuple[int, ...]) -> None:
+        super().__init__(tokenizer, vocabulary, stop_ids)
+        self._ends = [token for token in stop_ids if token < vocabulary]
+
+    def rejects(self, constraint: StructuredOutputs) -> str | None:
+        if not self._ends:
+            return "the tokenizer has no end-of-sequence token"
+        if constraint.whitespace_pattern is not None:
+            return "whitespace_pattern is not supported; use disable_any_whitespace"
+        if constraint.json is not None:
+            return unsupported(_schema(constraint))
+        return None
+
+    def compile(self, constraint: StructuredOutputs) -> Grammar:
+        try:
+            compiled = self._compile(constraint)
+        except (RuntimeError, ValueError, TypeError) as error:
+            kind = next(k for k in _KINDS if getattr(constraint, k) is not None)
+            words = _PLACE.sub("", str(error).strip().splitlines()[0])[:300]
+            raise RequestError(
+                f"structured_outputs.{kind}: {words}", "structured_outputs"
+            ) from error
+        return _Compiled(compiled, self._ends, -(-self.vocabulary // 32))
+
+    def _compile(self, constraint: StructuredOutputs) -> xgrammar.CompiledGrammar:
+        spaces = not constraint.disable_any_whitespace
+        if constraint.json is not None:
+            schema = json.dumps(_schema(constraint))
+            return self._compiler.compile_json_schema(schema, any_whitespace=spaces)
+        if constraint.json_object:
+            # The grammar that is built in would take any JSON value, not only objects.
+            return self._compiler.compile_json_schema('{"type": "object"}', any_whitespace=spaces,
+                                                      strict_mode=False)  # fmt: skip
+        if constraint.regex is not None:
+            return self._compiler.compile_regex(constraint.regex)
+        if constraint.choice is not None:
+            return self._compiler.compile_grammar(_alternatives(constraint.choice))
+        if constraint.grammar is not None:
+            return self._compiler.compile_grammar(constraint.grammar)
+        return self._tag_compiler.compile_structural_tag(_tag(constraint.structural_tag or ""))
+
+    @cached_property
+    def _compiler(self) -> xgrammar.GrammarCompiler:
+        return self._new_compiler(self.tokenizer.special_ids)
+
+    @cached_property
+    def _tag_compiler(self) -> xgrammar.GrammarCompiler:
+        """Structural tags may be written with special tokens, which other text must not hold."""
+        return self._new_compiler(frozenset())
+
+    def _new_compiler(self, hidden: frozenset[int]) -> xgrammar.GrammarCompiler:
+        """hidden: tokens that stand for no text, so that no constraint lets them through."""
+        tokens = [self.tokenizer.id_to_token(index) for index in range(self.vocabulary)]
+        info = xgrammar.TokenizerInfo(
+            ["" if i in hidden or token is None else token for i, token in enumerate(tokens)],
+            vocab_type=_spelling(self.tokenizer),
+            vocab_size=self.vocabulary,
+            stop_token_ids=self._ends,
+        )
+        # The engine keeps compiled grammars itself, within its own bounds.
+        return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+
+class _Compiled(Grammar):
+    def __init__(self, compiled: xgrammar.CompiledGrammar, ends: list[int], words: int) -> None:
+        self.compiled = compiled
+        self.ends = ends
+        self.words = words
+
+    def matcher(self) -> Matcher:
+        return _Matcher(self)
+
+
+class _Matcher(Matcher):
+    """After the end-of-sequence token, only that token goes on being allowed."""
+
+    def __init__(self, grammar: _Compiled) -> None:
+        self._matcher = xgrammar.GrammarMatcher(grammar.compiled, override_stop_tokens=grammar.ends)
+        self._ends = grammar.ends
+        self._words = grammar.words
+        self._after = 0
+
+    def accept(self, token: int) -> bool:
+        if self._matcher.is_terminated():
+            self._after += token in self._ends
+            return token in self._ends
+        accepted: bool = self._matcher.accept_token(token)
+        return accepted
+
+    def fill(self, mask: np.ndarray) -> None:
+        if self._matcher.is_terminated():
+            mask[:] = _only(self._ends, len(mask))
+        else:
+            self._matcher.fill_next_token_bitmask(mask)
+
+    def rollback(self, tokens: int) -> None:
+        kept = min(tokens, self._after)
+        self._after -= kept
+        if tokens > kept:
+            self._matcher.rollback(tokens - kept)
+
+    @property
+    def finished(self) -> bool:
+        if self._matcher.is_terminated():
+            return True
+        if not self._matcher.is_completed():
+            return False
+        mask = np.zeros(self._words, dtype=np.int32)
+        self.fill(mask)
+        return bool((mask == _only(self._ends, self._words)).all())
+
+
+def _only(tokens: list[int], words: int) -> np.ndarray:
+    """A mask that allows nothing but `tokens`."""
+    mask = np.zeros(words, dtype=np.uint32)
+    for token in tokens:
+        mask[token // 32] |= np.uint32(1 << (token % 32))
+    return mask.view(np.int32)
+
+
+def _schema(constraint: StructuredOutputs) -> Any:
+    given = constraint.json
+    return json.loads(given) if isinstance(given, str) else given
+
+
+def _alternatives(texts: Any) -> str:
+    """An EBNF grammar of the given texts."""
+    return "root ::= " + " | ".join(json.dumps(text) for text in dict.fromkeys(texts))
+
+
+def _tag(text: str) -> str:
+    """The tag as xgrammar reads it; the older form of OpenAI's API is brought into the newer.
+
+    The older form: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}.
+    """
+    tag = json.loads(text)
+    if not isinstance(tag, dict) or "structures" not in tag:
+        return text
+    tags = [
+        {
+            "begin": each["begin"],
+            "content": {"type": "json_schema", "json_schema": each["schema"]},
+            "end": each["end"],
+        }
+        for each in tag["structures"]
+    ]
+    form = {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
+    return json.dumps({"type": "structural_tag", "format": form})
+
+
+def _spelling(tokenizer: Tokenizer) -> xgrammar.VocabType:
+    """How the vocabulary spells bytes, which its decoder tells."""
+    if tokenizer.core is None:
+        return xgrammar.VocabType.RAW
+    decoder = json.dumps(json.loads(tokenizer.core.to_str()).get("decoder"))
+    if '"ByteLevel"' in decoder:
+        return xgrammar.VocabType.BYTE_LEVEL
+    if '"ByteFallback"' in decoder:
+        return xgrammar.VocabType.BYTE_FALLBACK
+    return xgrammar.VocabType.RAW
