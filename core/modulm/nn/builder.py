@@ -330,7 +330,7 @@ class _Cuts:
         place = [slice(None)] * len(shape)
         if param.output_dim is not None:
             share = outputs // self.ranks
-            first = start + self.rank * share
+            first = start + (self.rank * share if self.ranks > 1 else 0)
             shape[param.output_dim] = stored // param.output_scale
             source[param.output_dim] = _span(first, share, param.output_scale)
             place[param.output_dim] = _span(target, share, param.output_scale)
