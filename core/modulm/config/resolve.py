@@ -12,8 +12,9 @@ from attrs import field, frozen
 
 from modulm.config.schema.engine import EngineConfig, Notice, all_flags
 from modulm.config.schema.flags import Flag, suggest
-from modulm.contracts.platform import Platform, Probe
-from modulm.errors import ConfigError, PluginError, UnsupportedError
+from modulm.contracts.platform import Platform
+from modulm.errors import ConfigError, PluginError
+from modulm.plugins import defaults
 from modulm.plugins.explain import Decision, Verdict
 from modulm.plugins.manager import PluginManager
 
@@ -69,40 +70,11 @@ class _Open:
 def choose_platform(config: EngineConfig, plugins: PluginManager) -> tuple[Platform, Decision]:
     """The platform of `--device`, or the installed one with the best score on this machine.
 
-    Raises UnsupportedError when no installed platform fits the machine.
+    Raises UnsupportedError when it, or none that is installed, fits the machine.
     """
-    if config.device.device != "auto":
-        name = config.device.device
-        given: Platform = plugins.load("platforms", name)()
-        return given, Decision("device", (Verdict(name),), name, "given by --device")
-    probes, verdicts = _probe_all(plugins)
-    chosen = plugins.hook.modulm_choose_platform(probes=probes)
-    if chosen is not None:
-        best, reason = chosen.name, chosen.reason
-    else:
-        best = max(probes, key=lambda name: probes[name].score, default="")
-        if not best or probes[best].score <= 0:
-            tried = "; ".join(f"{v.name}: {v.reason}" for v in verdicts) or "none is installed"
-            raise UnsupportedError(f"no installed platform fits this machine ({tried})")
-        reason = f"{probes[best].reason}; score {probes[best].score}"
-    platform: Platform = plugins.load("platforms", best)()
-    return platform, Decision("device", verdicts, best, reason)
-
-
-def _probe_all(plugins: PluginManager) -> tuple[dict[str, Probe], tuple[Verdict, ...]]:
-    """What each installed platform says; a broken one is a rejected candidate."""
-    plugins.load_hooks()
-    probes: dict[str, Probe] = {}
-    verdicts: list[Verdict] = []
-    for declaration in plugins.names("platforms"):
-        try:
-            probe: Probe = plugins.load_declared(declaration).probe()
-        except PluginError as error:
-            verdicts.append(Verdict(declaration.name, str(error)))
-            continue
-        probes[declaration.name] = probe
-        verdicts.append(Verdict(declaration.name, None if probe.score > 0 else probe.reason))
-    return probes, tuple(verdicts)
+    wanted = config.device.device
+    chosen = defaults.choose_platform(plugins, None if wanted == "auto" else wanted)
+    return chosen.driver(), chosen.decision
 
 
 def check_names(config: EngineConfig, plugins: PluginManager) -> None:

@@ -2,7 +2,7 @@
 
 from modulm.loading.checkpoint import Checkpoint, open_checkpoint
 from modulm.loading.groups import CacheGroup
-from modulm.loading.model import Loaded, load_model
+from modulm.loading.model import Loaded, explain_model, load_model
 from modulm.nn.names import Rewrite, WeightNames
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Loaded",
     "Rewrite",
     "WeightNames",
+    "explain_model",
     "load_model",
     "open_checkpoint",
 ]

@@ -9,7 +9,7 @@ import torch
 from attrs import frozen
 
 from modulm.errors import CheckpointError, ConfigError, UnsupportedError
-from modulm.loading.choices import Choices, choose_loader
+from modulm.loading.choices import Choices
 from modulm.loading.groups import CacheGroup, group_caches
 from modulm.loading.weights import fill, plan_weights, wanted, weight_bytes
 from modulm.nn.builder import Builder, Shared
@@ -20,6 +20,7 @@ from modulm.parallel import Group, Mesh
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
     from modulm.contracts.attention import AttentionBackend, AttentionSpec
+    from modulm.contracts.loader import WeightLoader
     from modulm.contracts.model import Model
     from modulm.contracts.platform import Platform
     from modulm.loading.checkpoint import Checkpoint
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from modulm.plugins.explain import Decision
     from modulm.plugins.manager import PluginManager
 
-__all__ = ["Loaded", "load_model"]
+__all__ = ["Loaded", "explain_model", "load_model"]
 
 _DTYPES = {"half": "float16", "float": "float32"}
 _GIB = 2**30
@@ -59,8 +60,61 @@ def load_model(
     Raises CheckpointError before any weight is read if files, names or shapes do not fit, and
     UnsupportedError or PluginError if a needed driver is missing.
     """
+    built = _build(config, checkpoint, platform, plugins)
+    plugins.hook.modulm_model_built(model=built.model, config=config)
+    names = built.model.weights(built.settings)
+    if built.loader.expect(wanted(built.shared.units)):
+        names = WeightNames()
+    index = built.loader.index()
+    plan = plan_weights(built.shared.units, index, names, str(checkpoint.path))
+    size = weight_bytes(built.shared.units)
+    _check_memory(size, platform)
+    fill(
+        plan,
+        built.loader,
+        names,
+        device=platform.device,
+        total=sum(stored.bytes for stored in index.values()),
+        progress=config.load.use_tqdm_on_load,
+    )
+    plugins.hook.modulm_model_loaded(model=built.model, config=config)
+    return Loaded(
+        model=built.model,
+        groups=group_caches(built.model.caches, built.choices.backends),
+        decisions=tuple(built.choices.decisions),
+        dtype=built.dtype,
+        vocabulary=built.settings.vocab_size,
+        max_model_len=built.shared.max_length,
+        ops=built.ops,
+        weight_bytes=size,
+    )
+
+
+def explain_model(
+    config: EngineConfig, checkpoint: Checkpoint, platform: Platform, plugins: PluginManager
+) -> tuple[Decision, ...]:
+    """What `load_model` would choose, and why; no weight is read and no memory taken."""
+    return tuple(_build(config, checkpoint, platform, plugins).choices.decisions)
+
+
+@frozen(eq=False)
+class _Built:
+    """A model without weights, and what it was built from."""
+
+    model: Any
+    settings: Any
+    dtype: str
+    ops: OpTable
+    shared: Shared
+    choices: Choices
+    loader: WeightLoader
+
+
+def _build(
+    config: EngineConfig, checkpoint: Checkpoint, platform: Platform, plugins: PluginManager
+) -> _Built:
     choices = Choices(config, checkpoint, platform, plugins)
-    driver = choices.model()
+    driver: Any = choices.model()
     file = str(checkpoint.path / "config.json")
     settings = read_config(checkpoint.config, driver.config_type, file)
     dtype = _choose_dtype(config, checkpoint, platform)
@@ -68,32 +122,7 @@ def load_model(
     ops = choices.ops(dtype)
     shared = _shared(config, choices, ops, dtype, length)
     model = driver(settings, Builder(shared)).eval()
-    plugins.hook.modulm_model_built(model=model, config=config)
-    loader = choose_loader(config, checkpoint, plugins)
-    names = WeightNames() if loader.expect(wanted(shared.units)) else driver.weights(settings)
-    index = loader.index()
-    plan = plan_weights(shared.units, index, names, str(checkpoint.path))
-    size = weight_bytes(shared.units)
-    _check_memory(size, platform)
-    fill(
-        plan,
-        loader,
-        names,
-        device=platform.device,
-        total=sum(stored.bytes for stored in index.values()),
-        progress=config.load.use_tqdm_on_load,
-    )
-    plugins.hook.modulm_model_loaded(model=model, config=config)
-    return Loaded(
-        model=model,
-        groups=group_caches(model.caches, choices.backends),
-        decisions=tuple(choices.decisions),
-        dtype=dtype,
-        vocabulary=settings.vocab_size,
-        max_model_len=length,
-        ops=ops,
-        weight_bytes=size,
-    )
+    return _Built(model, settings, dtype, ops, shared, choices, choices.loader())
 
 
 def _shared(

@@ -12,14 +12,23 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from attrs import frozen
 
-from modulm.errors import ConfigError, PluginError, PluginNotFound, UnsupportedError
+from modulm.errors import (
+    CheckpointError,
+    ConfigError,
+    PluginError,
+    PluginNotFound,
+    UnsupportedError,
+)
 from modulm.plugins.declaration import Choice
 from modulm.plugins.explain import Decision, Verdict
 from modulm.plugins.kinds import find_kind
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from modulm.contracts.attention import AttentionBackend, AttentionSpec
     from modulm.contracts.kernels import KernelProvider
+    from modulm.contracts.loader import WeightLoader
     from modulm.contracts.model import Model
     from modulm.contracts.platform import Platform, Probe
     from modulm.contracts.quantization import CheckpointInfo, QuantizationMethod
@@ -29,6 +38,7 @@ __all__ = [
     "Chosen",
     "choose_attention",
     "choose_kernels",
+    "choose_loader",
     "choose_model",
     "choose_parser",
     "choose_platform",
@@ -53,13 +63,13 @@ def choose_platform(plugins: PluginManager, requested: str | None = None) -> Cho
     """
     if requested is not None:
         return _requested(
-            plugins, "platform", "platforms", requested, lambda driver: _unfit(driver.probe())
+            plugins, "device", "platforms", requested, lambda driver: _unfit(driver.probe())
         )
     drivers, failed = _load_all(plugins, "platforms", _names(plugins, "platforms"))
     probes = {name: driver.probe() for name, driver in drivers.items()}
     verdicts = (*failed, *(Verdict(name, _unfit(probe)) for name, probe in probes.items()))
     choice = plugins.hook.modulm_choose_platform(probes=probes) or _highest(probes)
-    return _settle("platform", drivers, verdicts, choice)
+    return _settle("device", drivers, verdicts, choice)
 
 
 def _unfit(probe: Probe) -> str | None:
@@ -81,28 +91,30 @@ def choose_model(
 
     Raises ArchitectureNotFound if none is, and whatever loading the chosen one raises.
     """
-    installed = {declaration.name for declaration in plugins.names("models")}
     choice = plugins.hook.modulm_choose_model(architectures=architectures, config=config)
-    name = choice.name if choice else next((a for a in architectures if a in installed), None)
-    driver = plugins.load("models", name or "".join(architectures[:1]))
-    offer = plugins.find("models", name or architectures[0])
-    reason = choice.reason if choice else "named by config.json"
-    verdicts = [Verdict(a, None if a in installed else "not installed") for a in architectures]
-    if choice and choice.name not in architectures:
-        verdicts.append(Verdict(choice.name))
-    decision = Decision("architecture", tuple(verdicts), name, f"{reason}; {offer.origin}")
-    return Chosen(driver, decision)
+    installed = {declaration.name for declaration in plugins.names("models")}
+    first = next((name for name in architectures if name in installed), architectures[0])
+    name, reason = (choice.name, choice.reason) if choice else (first, "named by config.json")
+    offer = plugins.find("models", name)
+    names = dict.fromkeys([*architectures, name])
+    verdicts = tuple(Verdict(n, None if n in installed else "not installed") for n in names)
+    decision = Decision("model", verdicts, name, f"{reason}; {offer.origin}")
+    return Chosen(plugins.load_declared(offer), decision)
 
 
 def choose_attention(
-    plugins: PluginManager, spec: AttentionSpec, platform: Platform, requested: str | None = None
+    plugins: PluginManager,
+    spec: AttentionSpec,
+    platform: Platform,
+    requested: str | None = None,
+    *,
+    subject: str = "attention",
 ) -> Chosen[type[AttentionBackend]]:
     """The attention backend that was asked for, or the first that does not reject the spec.
 
-    The platform's order comes first, then other installed backends by name. Raises
-    UnsupportedError with every backend's reason.
+    The platform's order comes first, then other installed backends by name. `subject` says which
+    layers this is about. Raises UnsupportedError with every backend's reason.
     """
-    subject = f"attention (head_dim {spec.head_dim}, {spec.dtype})"
     if requested is not None:
         return _requested(
             plugins, subject, "attention", requested, lambda driver: driver.rejects(spec, platform)
@@ -124,11 +136,14 @@ def choose_quantization(
     checkpoint: CheckpointInfo,
     platform: Platform,
     requested: str | None = None,
+    *,
+    plain: str = "none",
 ) -> Chosen[type[QuantizationMethod]]:
     """The quantization method that was asked for, or the one that claims the checkpoint.
 
-    Of several claimants the one called as the checkpoint's `quant_method` wins. Raises
-    UnsupportedError if nobody claims it, ConfigError if it stays open who should.
+    Of several claimants the one called as the checkpoint's `quant_method` wins; `plain`, the
+    method that holds weights as they are, gives way to any other. Raises UnsupportedError if
+    nobody claims the checkpoint, ConfigError if it stays open who should.
     """
     subject = "quantization"
     if requested is not None:
@@ -136,7 +151,7 @@ def choose_quantization(
     drivers, failed = _load_all(plugins, "quantization", _names(plugins, "quantization"))
     claims = {name: driver.claims(checkpoint) for name, driver in drivers.items()}
     choice = plugins.hook.modulm_choose_quantization(checkpoint=checkpoint, platform=platform)
-    choice = choice or _claimant(claims, checkpoint)
+    choice = choice or _claimant(claims, checkpoint, plain)
     unclaimed = "does not claim the checkpoint"
     verdicts = [Verdict(name, None if claim else unclaimed) for name, claim in claims.items()]
     if choice is None and checkpoint.quantization:
@@ -146,8 +161,12 @@ def choose_quantization(
     return _settle(subject, drivers, (*failed, *verdicts), choice)
 
 
-def _claimant(claims: Mapping[str, str | None], checkpoint: CheckpointInfo) -> Choice | None:
+def _claimant(
+    claims: Mapping[str, str | None], checkpoint: CheckpointInfo, plain: str
+) -> Choice | None:
     claiming = {name: reason for name, reason in claims.items() if reason}
+    if len(claiming) > 1:
+        claiming.pop(plain, None)
     stored = (checkpoint.quantization or {}).get("quant_method")
     if stored in claiming:
         return Choice(str(stored), claiming[str(stored)])
@@ -159,19 +178,40 @@ def _claimant(claims: Mapping[str, str | None], checkpoint: CheckpointInfo) -> C
 
 
 def choose_kernels(
-    plugins: PluginManager, platform: Platform
+    plugins: PluginManager, platform: Platform, names: Sequence[str] | None = None
 ) -> Chosen[tuple[type[KernelProvider], ...]]:
-    """The kernel providers that run here, best first; an op that none has runs as its twin."""
-    drivers, failed = _load_all(plugins, "kernels", platform.kernels)
-    verdicts, chosen = list(failed), {}
-    for name, driver in drivers.items():
-        probe = driver.probe(platform)
-        verdicts.append(Verdict(name, _unfit(probe)))
-        if probe.score > 0:
-            chosen[name] = driver
-    reason = f"in the order of platform {platform.name}" if chosen else "no provider fits"
-    winner = ", ".join(chosen) or "twins"
-    return Chosen(tuple(chosen.values()), Decision("kernels", tuple(verdicts), winner, reason))
+    """The kernel providers that run here, best first; an op that none has runs as its twin.
+
+    `names` replaces the platform's order.
+    """
+    order = platform.kernels if names is None else names
+    drivers, failed = _load_all(plugins, "kernels", order)
+    unfit = {name: _unfit(driver.probe(platform)) for name, driver in drivers.items()}
+    verdicts = (*failed, *(Verdict(name, reason) for name, reason in unfit.items()))
+    chosen = {name: driver for name, driver in drivers.items() if unfit[name] is None}
+    source = f"the order of platform {platform.name}" if names is None else "asked for by name"
+    winner = ", ".join(chosen) or "torch"
+    return Chosen(tuple(chosen.values()), Decision("kernels", verdicts, winner, source))
+
+
+def choose_loader(
+    plugins: PluginManager, path: Path, requested: str | None = None
+) -> Chosen[type[WeightLoader]]:
+    """The weight loader that was asked for, or the first by name that opens `path`.
+
+    Raises CheckpointError if none does.
+    """
+    if requested is not None:
+        return _requested(plugins, "loader", "loaders", requested, lambda driver: None)
+    drivers, failed = _load_all(plugins, "loaders", _names(plugins, "loaders"))
+    opens = {name: driver.opens(path) for name, driver in drivers.items()}
+    verdicts = [Verdict(name, None if opens[name] else "does not open it") for name in opens]
+    for name, reason in opens.items():
+        if reason:
+            decision = Decision("loader", (*failed, *verdicts), name, reason)
+            return Chosen(drivers[name], decision)
+    formats = ", ".join(opens) or "none is installed"
+    raise CheckpointError(f"{path}: no weights that an installed loader reads ({formats})")
 
 
 def choose_parser(

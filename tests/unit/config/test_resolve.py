@@ -52,6 +52,16 @@ class Absent(Machine):
         return Probe(0, "no such chip")
 
 
+class Lesser(Machine):
+    """A platform that fits, but less well."""
+
+    name = "lesser"
+
+    @classmethod
+    def probe(cls) -> Probe:
+        return Probe(1, "it would do")
+
+
 @pytest.fixture
 def plugins() -> PluginManager:
     manager = PluginManager()
@@ -239,15 +249,21 @@ def test_a_plugin_may_choose_the_platform(plugins: PluginManager) -> None:
         @hookimpl
         def modulm_choose_platform(self, probes: Any) -> Choice:
             assert probes["machine"].score == 7
-            return Choice("absent", "because")
+            return Choice("lesser", "because")
 
-    plugins.register("platforms", "absent", Absent)
+    plugins.register("platforms", "lesser", Lesser)
     plugins.add(Chooser(), "chooser")
     platform, decision = choose_platform(EngineConfig(), plugins)
-    assert (platform.name, decision.reason) == ("absent", "because")
+    assert (platform.name, decision.reason) == ("lesser", "because")
 
 
 def test_a_named_platform_is_taken(plugins: PluginManager) -> None:
+    plugins.register("platforms", "lesser", Lesser)
+    config = EngineConfig.from_keywords(device="lesser")
+    assert choose_platform(config, plugins)[0].name == "lesser"
+
+
+def test_a_named_platform_that_is_not_here(plugins: PluginManager) -> None:
     plugins.register("platforms", "absent", Absent)
-    config = EngineConfig.from_keywords(device="absent")
-    assert choose_platform(config, plugins)[0].name == "absent"
+    with pytest.raises(UnsupportedError, match="platform 'absent' cannot be used: no such chip"):
+        choose_platform(EngineConfig.from_keywords(device="absent"), plugins)

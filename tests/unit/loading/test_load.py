@@ -64,6 +64,7 @@ def test_what_is_loaded_says_what_it_is(folder):
         "kernels": "torch",
         "quantization": "none",
         "attention": "sdpa",
+        "loader": "safetensors",
     }
 
 

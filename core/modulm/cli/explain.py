@@ -1,0 +1,57 @@
+"""`modulm explain MODEL`: every choice that running a model involves, and why it falls so."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import click
+
+from modulm.cli.options import FlagCommand, print_notices
+from modulm.config.sources import Draft
+
+if TYPE_CHECKING:
+    from modulm.plugins.explain import Decision
+
+__all__ = ["command", "decisions_for"]
+
+
+@click.command("explain", cls=FlagCommand, server=True)
+@click.argument("model_tag", required=False, metavar="[MODEL]")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(draft: Draft, model_tag: str | None, as_json: bool) -> None:
+    """Show what would run MODEL on this machine, what else there was, and why not that.
+
+    Takes the flags of `modulm serve`. Reads the checkpoint's description, not its weights.
+    """
+    from modulm.plugins.explain import as_data, render
+
+    print_notices(draft.notices)
+    decisions = decisions_for(draft)
+    click.echo(json.dumps(as_data(decisions), indent=2) if as_json else render(decisions))
+
+
+def decisions_for(draft: Draft) -> list[Decision]:
+    """The decisions that serving with this draft would make, in the order they are made.
+
+    Raises what serving would raise before it reads weights.
+    """
+    from modulm.config.resolve import choose_platform, resolve
+    from modulm.loading import explain_model, open_checkpoint
+    from modulm.plugins import manager
+
+    plugins = manager.current()
+    platform, device = choose_platform(draft.config, plugins)
+    checkpoint = open_checkpoint(draft.config)
+    resolved = resolve(
+        draft.config,
+        platform=platform,
+        hf_config=checkpoint.config,
+        plugins=plugins,
+        use="server",
+        given=draft.given,
+        stored_dtype=checkpoint.info.dtype,
+    )
+    model = explain_model(resolved.config, checkpoint, platform, plugins)
+    flags = [decision for decision in resolved.decisions if decision.subject != device.subject]
+    return [device, *model, *flags]
