@@ -1,0 +1,1 @@
+"""How the checkpoint is made: write text from a seed, train on it, ask unseen questions."""

@@ -1,0 +1,107 @@
+"""Scores the checkpoint on held-out prompts: `python -m modulm_demo.recipe.evaluate`.
+
+Prompts come from another seed than training and from the hash's other side; that none of them is in
+the training text is checked again by writing that text anew.
+"""
+
+import argparse
+import itertools
+import json
+import re
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from .backends import Answer, http_backend, modulm_backend, transformers_backend
+from .example import Example, Message, normalized, prompts
+from .generator import CATEGORIES, heldout, training
+
+_CHECKPOINT = Path(__file__).parents[1] / "checkpoint"
+
+
+def _object(text: str) -> dict | None:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _calls(message: Message) -> list[str]:
+    """Calls in a form that does not depend on their order."""
+    found = (call.get("function", call) for call in message.get("tool_calls") or ())
+    return sorted(json.dumps([f["name"], f["arguments"]], sort_keys=True) for f in found)
+
+
+def is_right(example: Example, given: Message) -> bool:
+    """Compare calls and JSON objects by value, and look for the expected words in the rest."""
+    wanted = example.messages[-1]
+    if _calls(given) != _calls(wanted):
+        return False
+    if _calls(wanted):
+        return True
+    if (filled := _object(wanted["content"])) is not None:
+        return _object(given["content"]) == filled
+    return all(
+        re.search(rf"(?<!\w){re.escape(text)}(?!\w)", given["content"]) for text in example.expect
+    )
+
+
+def check_disjoint(chosen: Iterable[Example], seed: int, count: int) -> None:
+    """Assert that no held-out question occurs in the first `count` training conversations."""
+    asked = {normalized(prompts(example)[-1]) for example in chosen}
+    for example in itertools.islice(training(seed), count):
+        for prompt in prompts(example):
+            assert normalized(prompt) not in asked, f"in the training text: {prompt}"
+
+
+def score(answer: Answer, chosen: list[Example], show: bool) -> int:
+    """Count right answers; print wrong ones on request."""
+    right = 0
+    for example in chosen:
+        given = answer(example.messages[:-1], example.tools, enable_thinking=example.thinking)
+        passed = is_right(example, given)
+        right += passed
+        if show and not passed:
+            print(json.dumps({"asked": prompts(example)[-1], "wanted": example.messages[-1],
+                              "given": given}, ensure_ascii=False))  # fmt: skip
+    return right
+
+
+def evaluate(answer: Answer, sets: dict[str, list[Example]], show: bool) -> None:
+    """Print a table with one line per category."""
+    print("| category | prompts | right | share |\n|---|---:|---:|---:|")
+    for name, chosen in sets.items():
+        right = score(answer, chosen, show)
+        print(f"| {name} | {len(chosen)} | {right} | {right / len(chosen):.1%} |", flush=True)
+
+
+def main() -> None:
+    """Read the options and evaluate."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default=str(_CHECKPOINT))
+    parser.add_argument("--backend", choices=("transformers", "modulm", "http"),
+                        default="transformers")  # fmt: skip
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--count", type=int, default=100, help="prompts per category")
+    parser.add_argument("--seed", type=int, default=2)
+    parser.add_argument("--training-seed", type=int, nargs="+", default=[1])
+    parser.add_argument("--training-count", type=int, default=200_000)
+    parser.add_argument("--only", choices=CATEGORIES, nargs="+", default=list(CATEGORIES))
+    parser.add_argument("--show", action="store_true", help="print the wrong answers")
+    args = parser.parse_args()
+    sets = {name: heldout(args.seed, name, args.count) for name in args.only}
+    for seed in args.training_seed:
+        check_disjoint(itertools.chain(*sets.values()), seed, args.training_count)
+    if args.backend == "http":
+        answer = http_backend(args.model, args.url)
+    else:
+        make = modulm_backend if args.backend == "modulm" else transformers_backend
+        answer = make(args.model)
+    began = time.monotonic()
+    evaluate(answer, sets, args.show)
+    print(f"\n{args.backend}, {time.monotonic() - began:.0f} seconds")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Conversations with tools: one call, several calls, answers from results, and no call at all."""
+
+from dataclasses import replace
+from random import Random
+
+from .arithmetic import arithmetic
+from .example import Example, assistant, fill, user
+from .extract import extract
+from .facts import fact
+from .talk import small_talk
+from .toolbox import KINDS, Arguments, Declared, as_text, declare, make_values
+
+_MAIN = ("weather", "calculator", "search")
+_PARALLEL = ("weather", "calculator", "search", "time", "stock")
+_SPOKEN_SIGNS = {" * ": (" times ", " x "), " + ": (" plus ",), " - ": (" minus ",)}
+
+
+def toolset(rng: Random, wanted: list[str], most: int = 4) -> dict[str, Declared]:
+    """Declare the wanted kinds among distractors, in random order, under distinct names."""
+    kinds = list(wanted)
+    others = [kind for kind in KINDS if kind not in wanted]
+    kinds += rng.sample(others, rng.randint(0, most - len(wanted)))
+    rng.shuffle(kinds)
+    return {kind: declare(rng, KINDS[kind]) for kind in kinds}
+
+
+def _schemas(declared: dict[str, Declared]) -> tuple:
+    return tuple(tool.schema for tool in declared.values())
+
+
+def _calling(calls: list[dict], thought: str) -> dict:
+    return {"role": "assistant", "content": "", "reasoning_content": thought, "tool_calls": calls}
+
+
+def _thought(rng: Random, names: list[str]) -> str:
+    if len(names) == 1:
+        return f"I can use {names[0]} for this."
+    return f"I need {len(names)} calls: {', '.join(names)}."
+
+
+def _ask(rng: Random, kind: str, values: Arguments) -> str:
+    """Phrase a request; expressions are at times said in words."""
+    shown = dict(values)
+    if kind == "calculator" and rng.random() < 0.3:
+        for sign, spoken in _SPOKEN_SIGNS.items():
+            shown["e"] = shown["e"].replace(sign, rng.choice(spoken))
+    return fill(rng, KINDS[kind].asks, **shown)
+
+
+def _pick(rng: Random) -> str:
+    return rng.choice(_MAIN) if rng.random() < 0.65 else rng.choice(list(KINDS))
+
+
+def tool_call(rng: Random) -> Example:
+    """One request that one tool answers."""
+    kind = _pick(rng)
+    declared = toolset(rng, [kind])
+    values = make_values(rng, KINDS[kind])
+    question = _ask(rng, kind, values)
+    thinking = rng.random() < 0.6
+    thought = _thought(rng, [declared[kind].name]) if thinking else ""
+    turns = (user(question), _calling([declared[kind].call(values)], thought))
+    return Example("tool call", turns, _schemas(declared), thinking)
+
+
+def _same_tool(rng: Random) -> tuple[str, list[tuple[str, Arguments]]]:
+    """Ask one tool about two or three things."""
+    kind = rng.choice(_PARALLEL)
+    field = next(iter(KINDS[kind].fields))
+    several = [make_values(rng, KINDS[kind]) for _ in range(rng.choice((2, 2, 3)))]
+    shown = [str(values[field]) for values in several]
+    joined = ", ".join(shown[:-1]) + f" and {shown[-1]}"
+    question = KINDS[kind].joint.format(joined)
+    return question, [(kind, values) for values in several]
+
+
+def _two_tools(rng: Random) -> tuple[str, list[tuple[str, Arguments]]]:
+    """Ask two different tools in one message."""
+    kinds = rng.sample(list(KINDS), 2)
+    pairs = [(kind, make_values(rng, KINDS[kind])) for kind in kinds]
+    asks = [_ask(rng, kind, values) for kind, values in pairs]
+    link = rng.choice((" ", " And ", " Also: "))
+    return asks[0] + link + asks[1], pairs
+
+
+def parallel_calls(rng: Random) -> Example:
+    """One request that needs several calls."""
+    question, pairs = _same_tool(rng) if rng.random() < 0.6 else _two_tools(rng)
+    declared = toolset(rng, sorted({kind for kind, _ in pairs}))
+    calls = [declared[kind].call(values) for kind, values in pairs]
+    thinking = rng.random() < 0.6
+    thought = _thought(rng, [call["function"]["name"] for call in calls]) if thinking else ""
+    turns = (user(question), _calling(calls, thought))
+    return Example("parallel calls", turns, _schemas(declared), thinking)
+
+
+def tool_result(rng: Random) -> Example:
+    """A call, its result, and the answer made from it."""
+    count = rng.choice((1, 1, 1, 2))
+    kind = _pick(rng) if count == 1 else rng.choice(_PARALLEL)
+    declared = toolset(rng, [kind], most=3)
+    several = [make_values(rng, KINDS[kind]) for _ in range(count)]
+    results = [KINDS[kind].result(rng) for _ in several]
+    question = _ask(rng, kind, several[0])
+    if count > 1:
+        field = next(iter(KINDS[kind].fields))
+        question = KINDS[kind].joint.format(" and ".join(str(v[field]) for v in several))
+    thinking = rng.random() < 0.6
+    names = [declared[kind].name] * count
+    call = _calling([declared[kind].call(v) for v in several], _thought(rng, names) * thinking)
+    returned = ({"role": "tool", "name": names[0], "content": as_text(r)} for r in results)
+    told = [KINDS[kind].tells.format(**v, **r) for v, r in zip(several, results, strict=True)]
+    expect = tuple(str(value) for result in results for value in result.values())
+    turns = (user(question), call, *returned, assistant(" ".join(told)))
+    return Example("tool result", turns, _schemas(declared), thinking, expect)
+
+
+def no_call(rng: Random) -> Example:
+    """Tools are there, and the question needs none of them."""
+    make = rng.choices((fact, small_talk, extract, arithmetic), (5, 3, 2, 1))[0]
+    answered = make(rng)
+    kinds = [kind for kind in KINDS if kind != "calculator" or make is not arithmetic]
+    tools = tuple(declare(rng, KINDS[k]).schema for k in rng.sample(kinds, rng.choice((1, 2, 3))))
+    return replace(answered, category="no call", tools=tools)

@@ -1,0 +1,193 @@
+"""Trains the demo checkpoint: `python -m modulm_demo.recipe.train --out FOLDER`.
+
+Two processes of one thread each share every step and meet once per step, which holds up better than
+one process of two threads when other programs use the cores. The same seed, steps and library
+versions give the same text in the same order.
+"""
+
+import argparse
+import itertools
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from .batches import Batch, batches
+from .tokenizer import CONTEXT, train_tokenizer
+
+PUBLISHED = Path(__file__).parents[1] / "checkpoint"
+WORKERS = 2
+_BETAS = (0.9, 0.95)
+_MATRIX_DECAY = 0.02
+_WARMUP = 100
+_SAVE_EVERY = 200
+
+
+class Stop:
+    """Set by Ctrl-C: the learning rate then falls to zero over the last steps, as it would have."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        signal.signal(signal.SIGINT, self._ask)
+
+    def _ask(self, *_: object) -> None:
+        self.asked = True
+
+
+def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """Build the untrained network in float32."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=256, intermediate_size=768, num_hidden_layers=6,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, tie_word_embeddings=True,
+        max_position_embeddings=CONTEXT, rope_theta=10_000.0, attn_implementation="sdpa",
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config)
+
+
+def loss_of(model: Qwen3ForCausalLM) -> Callable[..., Tensor]:
+    """Return the compiled loss; logits are made only for the picked places."""
+
+    def loss(ids: Tensor, positions: Tensor, owners: Tensor, picked: Tensor, targets: Tensor,
+             weights: Tensor) -> Tensor:  # fmt: skip
+        length = ids.shape[1]
+        causal = torch.ones(length, length, dtype=torch.bool).tril()
+        mask = (owners[:, None, :, None] == owners[:, None, None, :]) & causal
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = model.model(input_ids=ids, position_ids=positions, attention_mask=mask,
+                                 use_cache=False).last_hidden_state  # fmt: skip
+            logits = model.lm_head(hidden.flatten(0, 1)[picked])
+        each = F.cross_entropy(logits.float(), targets, reduction="none")
+        return (each * weights).sum() / weights.sum()
+
+    return torch.compile(loss, dynamic=False)
+
+
+class Optimizer:
+    """Muon for the matrices inside the layers, AdamW for embeddings and norms.
+
+    Each process updates its share of the matrices, since Muon costs a tenth of a step, and sends
+    them to the others.
+    """
+
+    def __init__(self, model: Qwen3ForCausalLM, rank: int, rate: float) -> None:
+        matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+        known = {id(p) for p in matrices}
+        others = [p for p in model.parameters() if id(p) not in known]
+        self._shares = [matrices[worker::WORKERS] for worker in range(WORKERS)]
+        self._rate = rate
+        self._parts = [
+            torch.optim.Muon(self._shares[rank], rate, weight_decay=_MATRIX_DECAY,
+                             adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, rate, betas=_BETAS, weight_decay=0.0, fused=True),
+        ]  # fmt: skip
+
+    def step(self, factor: float) -> None:
+        """Update all parameters at a share of the peak rate."""
+        for part in self._parts:
+            for group in part.param_groups:
+                group["lr"] = self._rate * factor
+            part.step()
+        for worker, share in enumerate(self._shares):
+            flat = torch.cat([p.detach().flatten() for p in share])
+            dist.broadcast(flat, worker)
+            _scatter(flat, [p.data for p in share])
+
+
+def _scatter(flat: Tensor, into: list[Tensor]) -> None:
+    for piece, tensor in zip(flat.split([t.numel() for t in into]), into, strict=True):
+        tensor.copy_(piece.view_as(tensor))
+
+
+def shared_gradients(parameters: list[Tensor], loss: float, stop: bool) -> tuple[float, bool]:
+    """Average gradients and loss over the processes; any process may ask to stop."""
+    grads = [p.grad for p in parameters]
+    notes = torch.tensor([loss, float(stop)])
+    flat = torch.cat([*(g.flatten() for g in grads), notes])
+    dist.all_reduce(flat)
+    flat /= WORKERS
+    _scatter(flat[:-2], grads)
+    return flat[-2].item(), flat[-1].item() > 0
+
+
+def rate_at(step: int, steps: int, decay: int) -> float:
+    """The share of the peak rate: a short warm-up, level, then a line to zero."""
+    return max(0.0, min((step + 1) / _WARMUP, 1.0, (steps - step) / decay))
+
+
+def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write the checkpoint in bfloat16, with greedy decoding as its default."""
+    published = Qwen3ForCausalLM(model.config).to(torch.bfloat16)
+    published.load_state_dict(model.state_dict())
+    published.generation_config = GenerationConfig(
+        do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    published.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def as_tensors(batch: Batch) -> list[Tensor]:
+    """The fields of a batch in the order of the loss."""
+    return [torch.from_numpy(array) for array in vars(batch).values()]
+
+
+def work(rank: int, meeting: str, args: argparse.Namespace) -> None:
+    """One of the processes: every `WORKERS`-th batch is its own."""
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=WORKERS)
+    torch.set_num_threads(1)
+    torch.manual_seed(args.seed)
+    tokenizer = AutoTokenizer.from_pretrained(args.out)
+    model = new_model(tokenizer)
+    parameters = list(model.parameters())
+    compute, optimizer, stop = loss_of(model), Optimizer(model, rank, args.rate), Stop()
+    mine = itertools.islice(batches(tokenizer, args.seed), rank, None, WORKERS)
+    began, tokens, step, steps, recent = time.monotonic(), 0, 0, args.steps, []
+    while step < steps:
+        batch = next(mine)
+        loss = compute(*as_tensors(batch))
+        loss.backward()
+        mean, stopping = shared_gradients(parameters, loss.item(), stop.asked)
+        if stopping:
+            stop.asked, steps = False, min(steps, step + args.decay)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step(rate_at(step, steps, args.decay))
+        model.zero_grad()
+        step, recent = step + 1, [*recent[-24:], mean]
+        tokens += WORKERS * int((batch.owners > 0).sum())
+        if rank == 0 and step % 25 == 0:
+            print(f"step {step}/{steps} loss {sum(recent) / len(recent):.4f} tokens about "
+                  f"{tokens:,} seconds {time.monotonic() - began:.0f}", flush=True)  # fmt: skip
+        if rank == 0 and (step % _SAVE_EVERY == 0 or step == steps):
+            save(model, tokenizer, args.out)
+
+
+def main() -> None:
+    """Read the options, make the tokenizer, and train."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=PUBLISHED, help="folder of the checkpoint")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=1800)
+    parser.add_argument("--decay", type=int, default=400, help="last steps, with a falling rate")
+    parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
+    args = parser.parse_args()
+    train_tokenizer(args.seed).save_pretrained(args.out)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(work, (f"file://{folder}/meeting", args), nprocs=WORKERS)
+
+
+if __name__ == "__main__":
+    main()
