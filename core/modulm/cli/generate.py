@@ -86,7 +86,7 @@ def read_jobs(prompts: Sequence[str], source: IO[str] | None) -> list[dict[str, 
     """One table per prompt. Raises click.UsageError for a line that is neither text nor a job."""
     jobs: list[dict[str, Any]] = [{"prompt": prompt} for prompt in prompts]
     if source is None and not prompts and not sys.stdin.isatty():
-        source = click.get_text_stream("stdin", encoding="utf-8")
+        source = sys.stdin
     if source is not None:
         jobs += _jobs(source)
     return jobs

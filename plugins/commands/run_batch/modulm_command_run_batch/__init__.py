@@ -1,0 +1,1 @@
+"""`modulm run-batch`: OpenAI batch files answered without a server between."""

@@ -1,0 +1,128 @@
+"""One batch from its file to its file."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from secrets import token_urlsafe
+from typing import Any
+
+import click
+import uvicorn
+from tqdm import tqdm
+
+from modulm.config import EngineConfig
+from modulm.engine.aio import AsyncLLM
+from modulm.server.app import Served, create_app
+from modulm_command_run_batch.batch import answer_all
+from modulm_command_run_batch.files import Answers, is_url, read_lines, upload
+
+__all__ = ["run"]
+
+#: Requests handed to the engine for each one that it runs: it always finds the next.
+_AHEAD = 2
+
+
+def run(
+    config: EngineConfig,
+    source: str,
+    output: str,
+    directory: str | None,
+    metrics: tuple[str, int] | None,
+    *,
+    quiet: bool,
+) -> None:
+    """Answer the lines of `source` that have no answer yet, and write `output`.
+
+    Raises click.ClickException for files that cannot be read or written.
+    """
+    lines = read_lines(source)
+    with Answers(output, lines, directory) as answers:
+        open_lines = [(i, line) for i, line in enumerate(lines) if i not in answers.done]
+        if len(open_lines) < len(lines):
+            click.echo(f"{len(answers.done)} of {len(lines)} lines are answered already", err=True)
+        if open_lines:
+            try:
+                asyncio.run(_run(config, open_lines, len(lines), answers, metrics, quiet))
+            except KeyboardInterrupt:
+                click.echo("stopped; the same command goes on from here", err=True)
+                raise
+        path = answers.finish()
+    if is_url(output):
+        upload(path, output)
+        path.unlink()
+
+
+async def _run(
+    config: EngineConfig,
+    lines: list[tuple[int, str]],
+    total: int,
+    answers: Answers,
+    metrics: tuple[str, int] | None,
+    quiet: bool,
+) -> None:
+    # The file is the queue, so the engine's own has no bound.
+    engine = AsyncLLM.from_config(
+        config.with_(max_num_queued_reqs=None, max_num_queued_tokens=None)
+    )
+    try:
+        final, key = _own_key(engine.info.config)
+        served = create_app(engine, final)
+        rows = engine.info.config.scheduler.max_num_seqs or 1
+        with tqdm(total=total, initial=total - len(lines), unit="request", disable=quiet) as bar:
+
+            def done(number: int, answer: dict[str, Any]) -> None:
+                answers.add(number, answer)
+                bar.update()
+
+            async with _metrics(served, metrics):
+                await answer_all(
+                    served,
+                    lines,
+                    at_once=_AHEAD * rows,
+                    key=key,
+                    done=done,
+                )
+        await served.stop()
+    finally:
+        engine.shutdown()
+
+
+def _own_key(config: EngineConfig) -> tuple[EngineConfig, str | None]:
+    """Where keys are asked for, one more that only this process knows."""
+    given = config.frontend.api_key or ()
+    if not given and config.frontend.api_key_file is None:
+        return config, None
+    key = token_urlsafe()
+    return config.with_(api_key=(*given, key)), key
+
+
+class _Quiet(uvicorn.Server):
+    """A server that leaves Ctrl-C to the batch."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def _metrics(served: Served, address: tuple[str, int] | None) -> AsyncIterator[None]:
+    """Serve /metrics, and nothing else, while the batch runs."""
+    if address is None:
+        yield
+        return
+
+    async def only_metrics(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["path"] != "/metrics":
+            scope = {**scope, "path": "/not-served", "raw_path": b"/not-served"}
+        await served.app(scope, receive, send)
+
+    host, port = address
+    server = _Quiet(uvicorn.Config(only_metrics, host, port, lifespan="off", log_config=None))
+    task = asyncio.create_task(server.serve())
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await task
