@@ -1,0 +1,257 @@
+"""Keep the many packages of this repository alike: new KIND NAME, sync, check.
+
+A plugin folder plugins/<kind>/<name> holds its pyproject.toml and its package, nothing else.
+`check` says what is not so, without importing anything; `sync` rewrites the keys that all
+packages share from the root; `new` makes a folder from the template of `modulm plugins new`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "core"))
+
+from modulm.plugins.kinds import HOOKS_GROUP, KINDS  # noqa: E402
+
+#: Folder under plugins/ -> (what its distributions are called after "modulm-", its groups).
+FOLDERS: dict[str, tuple[str, set[str]]] = {
+    "models": ("", {"models", "checkpoints"}),
+    "parsers": ("parser-", {"tool_parsers", "reasoning_parsers"}),
+    "hooks": ("hooks-", set()),
+    **{
+        kind.name: (f"{kind.short}-", {kind.name})
+        for kind in KINDS.values()
+        if kind.name not in ("models", "tool_parsers", "reasoning_parsers")
+    },
+}
+#: Keys of a plugin's pyproject.toml; anything else belongs to the root.
+TABLES = {"build-system", "project", "tool"}
+PROJECT = {
+    "name",
+    "version",
+    "description",
+    "license",
+    "requires-python",
+    "dependencies",
+    "optional-dependencies",
+    "entry-points",
+}
+BUILD = {"requires": ["uv_build>=0.9,<1"], "build-backend": "uv_build"}
+_BYPRODUCTS = ("__pycache__", "build", "dist")
+
+
+@cache
+def root() -> dict[str, Any]:
+    """The root's project table: version, licence and Python range are its."""
+    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return project
+
+
+def bound() -> str:
+    """The range of core versions that a plugin of this version works with."""
+    major, minor = (int(part) for part in root()["version"].split(".")[:2])
+    return f"modulm>={major}.{minor},<{major}.{minor + 1}"
+
+
+def plugins() -> list[Path]:
+    """Every plugin folder."""
+    return sorted(
+        path for path in ROOT.glob("plugins/*/*") if path.is_dir() and any(path.iterdir())
+    )
+
+
+def kernels() -> list[Path]:
+    """Every folder of compiled or device kernels."""
+    return sorted(path.parent for path in ROOT.glob("kernels/*/pyproject.toml"))
+
+
+def shown(path: Path) -> str:
+    """The path as it is printed."""
+    return path.relative_to(ROOT).as_posix()
+
+
+def check() -> Iterator[str]:
+    """A sentence for everything that is not as it should be."""
+    packages = {folder: distribution(folder).replace("-", "_") for folder in plugins()}
+    for folder, package in packages.items():
+        yield from check_folder(folder, package)
+    for folder in kernels():
+        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        yield from check_shared(folder, project)
+        yield from check_points(folder, project, {"kernels"})
+    everyone = set(packages.values())
+    for folder, package in packages.items():
+        yield from check_imports(folder, everyone - {package})
+
+
+def distribution(folder: Path) -> str:
+    """What the distribution in a folder has to be called."""
+    prefix = FOLDERS.get(folder.parent.name, ("", set()))[0]
+    return f"modulm-{prefix}{folder.name}".replace("_", "-")
+
+
+def check_folder(folder: Path, package: str) -> Iterator[str]:
+    """One plugin's folder, its pyproject.toml and its entry points."""
+    where = shown(folder)
+    if folder.parent.name not in FOLDERS:
+        yield f"{where}: there is no kind {folder.parent.name!r}"
+        return
+    entries = {p.name for p in folder.iterdir() if not p.name.startswith(".")}
+    entries -= {name for name in entries if name in _BYPRODUCTS or name.endswith(".egg-info")}
+    for name in sorted(entries - {"pyproject.toml", package}):
+        yield f"{where}/{name}: a plugin folder holds pyproject.toml and {package}/ only"
+    for name in sorted({"pyproject.toml", package} - entries):
+        yield f"{where}/{name} is missing"
+    if "pyproject.toml" not in entries:
+        return
+    table = tomllib.loads((folder / "pyproject.toml").read_text())
+    yield from check_tables(where, table)
+    yield from check_shared(folder, table.get("project", {}))
+    yield from check_points(folder, table.get("project", {}), FOLDERS[folder.parent.name][1])
+
+
+def check_tables(where: str, table: dict[str, Any]) -> Iterator[str]:
+    """No unknown keys; the build backend that all pure packages have."""
+    for key in sorted(set(table) - TABLES):
+        yield f"{where}/pyproject.toml: unknown table [{key}]"
+    for key in sorted(set(table.get("project", {})) - PROJECT):
+        yield f"{where}/pyproject.toml: unknown key project.{key}"
+    if table.get("tool") != {"uv": {"build-backend": {"module-root": ""}}}:
+        yield f'{where}/pyproject.toml: the only tool table is [tool.uv.build-backend], "" as root'
+    if table.get("build-system") != BUILD:
+        yield f"{where}/pyproject.toml: build-system differs; run tools/workspace.py sync"
+
+
+def check_shared(folder: Path, project: dict[str, Any]) -> Iterator[str]:
+    """Name by rule; version, licence, Python range and core bound as everywhere."""
+    where = f"{shown(folder)}/pyproject.toml"
+    name = distribution(folder)
+    if folder.parent.name == "kernels":
+        name = f"modulm-kernels-{folder.name}"
+    if project.get("name") != name:
+        yield f"{where}: name is {project.get('name')!r}, not {name!r}"
+    if not project.get("description"):
+        yield f"{where}: no description"
+    for key in ("version", "license", "requires-python"):
+        if project.get(key) != root()[key]:
+            yield f"{where}: {key} is {project.get(key)!r}, not {root()[key]!r}; run sync"
+    if bound() not in project.get("dependencies", []):
+        yield f"{where}: does not depend on {bound()!r}; run sync"
+
+
+def check_points(folder: Path, project: dict[str, Any], kinds: set[str]) -> Iterator[str]:
+    """Entry points: groups that exist and belong here, targets that are in the package."""
+    where = f"{shown(folder)}/pyproject.toml"
+    known = {kind.group for kind in KINDS.values()} | {HOOKS_GROUP}
+    own = {KINDS[kind].group for kind in kinds}
+    groups = project.get("entry-points", {})
+    if not groups:
+        yield f"{where}: offers nothing"
+    if own and not own & set(groups):
+        yield f"{where}: offers nothing in {' or '.join(sorted(own))}"
+    for group, points in groups.items():
+        if group not in known:
+            yield f"{where}: unknown entry-point group {group!r}"
+        for name, target in points.items():
+            if not target_exists(folder, target):
+                yield f"{where}: {name} = {target!r} is not in the package"
+
+
+def target_exists(folder: Path, target: str) -> bool:
+    """Whether "package.module:attribute" is defined in the folder, by its syntax tree."""
+    module, _, attribute = target.partition(":")
+    path = folder.joinpath(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if not file.is_file():
+        return False
+    return not attribute or attribute in defined(ast.parse(file.read_text()))
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """Names that a module binds at its top level."""
+    names: set[str] = set()
+    for node in tree.body:
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+                names.add(name)
+            case ast.Assign(targets=targets):
+                names |= {target.id for target in targets if isinstance(target, ast.Name)}
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                names.add(name)
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                names |= {alias.asname or alias.name for alias in aliases}
+    return names
+
+
+def check_imports(folder: Path, others: set[str]) -> Iterator[str]:
+    """No plugin imports another one."""
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for module in modules:
+                if module.partition(".")[0] in others:
+                    yield f"{shown(path)}:{node.lineno}: imports another plugin, {module}"
+
+
+def sync() -> None:
+    """Rewrite the shared keys of every package."""
+    for folder in plugins() + kernels():
+        path = folder / "pyproject.toml"
+        before = text = path.read_text()
+        for key in ("version", "license", "requires-python"):
+            line = f'{key} = "{root()[key]}"'
+            text, found = re.subn(rf"(?m)^{key} = .*$", line, text, count=1)
+            if not found:
+                text = re.sub(r"(?m)^(description = .*)$", rf"\1\n{line}", text, count=1)
+        text = re.sub(r'"modulm(\s*[<>=][^"]*)?"', f'"{bound()}"', text)
+        if folder.is_relative_to(ROOT / "plugins"):
+            text = re.sub(r"(?m)^requires = .*$", f'requires = ["{BUILD["requires"][0]}"]', text)
+        if text != before:
+            path.write_text(text)
+            print(f"changed {shown(path)}")
+
+
+def new(kind: str, name: str) -> None:
+    """A plugin folder in this repository, its test under tests/plugins."""
+    from modulm.cli.template import names_of, rendered
+
+    names = names_of(kind, name)
+    home = "parsers" if kind in ("tool_parsers", "reasoning_parsers") else kind
+    folder = ROOT / "plugins" / home / name.lower().replace("-", "_")
+    for path, content in rendered(names).items():
+        test = path.startswith("tests/")
+        target = ROOT / "tests/plugins" / home / Path(path).name if test else folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(content.partition("\n[tool.pytest")[0])
+        print(f"wrote {shown(target)}")
+    sync()
+
+
+def main(arguments: list[str]) -> int:
+    """Run one verb; `check` gives 1 if anything is wrong."""
+    match arguments:
+        case ["check"]:
+            found = list(check())
+            print(*found, sep="\n", end="\n" if found else "")
+            return 1 if found else 0
+        case ["sync"]:
+            sync()
+            return 0
+        case ["new", kind, name]:
+            new(kind, name)
+            return 0
+    print("usage: tools/workspace.py check | sync | new KIND NAME")
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
