@@ -1,0 +1,227 @@
+"""LLM on a real tiny checkpoint, against transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from modulm import LLM, SamplingParams, StructuredOutputs
+from modulm.contracts.policy import Scheduler
+from modulm.engine.scheduler import BudgetScheduler
+from modulm.errors import ConfigError, ContextLengthExceeded, RequestError
+from modulm.testing.checkpoints import make_tiny
+from modulm.testing.engines import check_empty
+
+PROMPTS = [
+    "Hello there",
+    "The capital of France is",
+    "one two three four",
+    "a b c",
+    "What is modulm?",
+]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny"), "LlamaForCausalLM")
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Path) -> Iterator[LLM]:
+    with LLM(model=str(checkpoint), kv_cache_memory_bytes=1 << 24) as made:
+        yield made
+        check_empty(made._host.engine)
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+
+def continued(reference: Any, ids: list[int], **options: Any) -> list[list[int]]:
+    """What transformers appends to the prompt, per returned sequence."""
+    options = {"eos_token_id": None, "pad_token_id": 0, "do_sample": False} | options
+    found = reference.generate(torch.tensor([ids]), **options)
+    return [row[len(ids) :].tolist() for row in found]
+
+
+def test_greedy_equals_transformers_alone_and_in_a_crowd(llm: LLM, reference: Any) -> None:
+    crowd = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    for prompt, output in zip(PROMPTS, crowd, strict=True):
+        (expected,) = continued(reference, output.prompt_token_ids, max_new_tokens=24)
+        assert output.outputs[0].token_ids == expected
+        assert output.prompt == prompt
+        (alone,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+        assert alone.outputs[0].token_ids == expected
+        assert alone.outputs[0].text == llm.get_tokenizer().decode(expected)
+
+
+def test_prompts_in_all_forms(llm: LLM) -> None:
+    ids = llm.get_tokenizer().encode(PROMPTS[0])
+    forms: list[Any] = [
+        PROMPTS[0],
+        ids,
+        {"prompt_token_ids": ids},
+        {"prompt": PROMPTS[0], "cache_salt": "x"},
+    ]
+    found = llm.generate(forms, GREEDY, use_tqdm=False)
+    assert len({tuple(output.outputs[0].token_ids) for output in found}) == 1
+    assert found[1].prompt is None
+    assert llm.generate(ids, GREEDY, use_tqdm=False)[0].prompt_token_ids == ids
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize(
+    ("penalty", "stopping"), [(1.0, False), (0.0, "never"), (2.0, "never"), (-1.0, True)]
+)
+def test_beams_equal_transformers(
+    llm: LLM, reference: Any, width: int, penalty: float, stopping: bool | str
+) -> None:
+    eos = list(llm._preparer.eos)
+    for prompt in PROMPTS[:3]:
+        ids = llm.get_tokenizer().encode(prompt)
+        expected = continued(
+            reference,
+            ids,
+            max_new_tokens=10,
+            num_beams=width,
+            num_return_sequences=width,
+            eos_token_id=eos,
+            length_penalty=penalty,
+            early_stopping=stopping,
+        )
+        (found,) = llm.beam_search(
+            prompt,
+            beam_width=width,
+            max_tokens=10,
+            length_penalty=penalty,
+            early_stopping=stopping,
+        )
+        for beam, tokens in zip(found.sequences, expected, strict=True):
+            own = beam.tokens[len(ids) :]
+            assert own == tokens[: len(own)]
+            assert set(tokens[len(own) :]) <= {0}
+
+
+def test_a_prefix_hit_changes_nothing(llm: LLM) -> None:
+    llm.reset_prefix_cache()
+    prompt = {"prompt_token_ids": [7 + (i * 37) % 400 for i in range(100)]}
+    (miss,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+    (hit,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+    assert (miss.num_cached_tokens, hit.num_cached_tokens) == (0, 96)
+    assert hit.outputs[0].token_ids == miss.outputs[0].token_ids
+    (salted,) = llm.generate(prompt, GREEDY, use_tqdm=False, cache_salt="other")
+    assert salted.num_cached_tokens == 0
+
+
+def test_choices_have_seeds_of_their_own_and_repeat(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, seed=5, n=3, max_tokens=8)
+    first, again = (llm.generate("Hello", params, use_tqdm=False)[0] for _ in range(2))
+    texts = [output.text for output in first.outputs]
+    assert texts == [output.text for output in again.outputs]
+    assert len(set(texts)) == 3
+    assert [output.index for output in first.outputs] == [0, 1, 2]
+    unseeded = params.with_(seed=None, n=1)
+    found = {llm.generate("Hello", unseeded, use_tqdm=False)[0].outputs[0].text for _ in range(3)}
+    assert len(found) > 1
+
+
+def test_logprobs_sum_to_one_and_prompts_have_them(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=0)
+    (output,) = llm.generate(PROMPTS[1], params, use_tqdm=False)
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    for token, position in zip(
+        output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True
+    ):
+        assert list(position) == [token]
+    for token, position in zip(
+        output.outputs[0].token_ids, output.outputs[0].logprobs or [], strict=True
+    ):
+        assert next(iter(position)) == token
+        assert position[token].rank == 1
+
+
+def test_one_bad_request_does_not_take_the_others(llm: LLM) -> None:
+    wrong = SamplingParams(structured_outputs=StructuredOutputs(regex="("), max_tokens=4)
+    right = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    bad, good = llm.generate(["Hello", "Hello"], [wrong, right], use_tqdm=False)
+    assert bad.outputs[0].finish_reason == "error"
+    assert "regex" in str(bad.outputs[0].stop_reason)
+    assert len(good.outputs[0].token_ids) == 4
+
+
+def test_what_is_wrong_is_raised_before_anything_runs(llm: LLM) -> None:
+    with pytest.raises(ContextLengthExceeded):
+        llm.generate([[5] * 400], GREEDY)
+    with pytest.raises(RequestError, match="temperature"):
+        llm.generate("x", SamplingParams(temperature=-1))
+    with pytest.raises(RequestError, match="not yet"):
+        llm.generate({"prompt": "x", "multi_modal_data": {}}, GREEDY)
+    with pytest.raises(RequestError, match="2 prompts"):
+        llm.generate(["a", "b"], [GREEDY])
+    check_empty(llm._host.engine)
+
+
+def test_interrupting_leaves_nothing_behind(llm: LLM) -> None:
+    class Stop(Exception):
+        """Raised by a progress bar, as Ctrl-C would be."""
+
+    class Bar:
+        def __init__(self, **options: Any) -> None:
+            self.steps = 0
+
+        def update(self, done: int) -> None:
+            self.steps += 1
+            if self.steps == 5:
+                raise Stop
+
+        def close(self) -> None:
+            """Nothing to close."""
+
+    with pytest.raises(Stop):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=Bar)
+    check_empty(llm._host.engine)
+    assert llm.generate("a", GREEDY, use_tqdm=False)[0].finished
+
+
+def test_chat_renders_the_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    (one,) = llm.chat(messages, GREEDY, use_tqdm=False)
+    assert one.prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert len(llm.chat([messages, messages], GREEDY, use_tqdm=False)) == 2
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"max_num_batched_tokens": 16, "max_num_seqs": 3},
+        {"async_scheduling": True},
+        {"num_gpu_blocks_override": 8, "max_num_seqs": 4},
+        {"scheduling_policy": "priority", "enable_prefix_caching": False},
+        {"scheduler_cls": "modulm.engine.scheduler:BudgetScheduler"},
+        {"block_size": 4},
+    ],
+)
+def test_no_way_of_scheduling_changes_the_answer(
+    llm: LLM, checkpoint: Path, flags: dict[str, Any]
+) -> None:
+    prompts = [*PROMPTS, {"prompt_token_ids": [9 + i % 90 for i in range(90)]}]
+    expected = [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    options = {"kv_cache_memory_bytes": 1 << 24} | flags
+    with LLM(model=str(checkpoint), **options) as other:
+        found = other.generate(prompts, GREEDY, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in found] == expected
+        check_empty(other._host.engine)
+
+
+def test_a_scheduler_that_is_none_is_refused(checkpoint: Path) -> None:
+    assert issubclass(BudgetScheduler, Scheduler)
+    with pytest.raises(ConfigError, match="scheduler_cls"):
+        LLM(model=str(checkpoint), scheduler_cls="collections:Counter")
