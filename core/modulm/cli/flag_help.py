@@ -13,7 +13,7 @@ from modulm.config.schema.flags import Flag, Kind, flags_of, suggest
 if TYPE_CHECKING:
     from modulm.cli.options import FlagCommand
 
-__all__ = ["print_help", "write_flag", "write_overview"]
+__all__ = ["print_help", "write_flag", "write_group", "write_overview", "write_topic"]
 
 _COMMON = (
     "model", "dtype", "max_model_len", "quantization", "tokenizer", "served_model_name",
