@@ -18,7 +18,7 @@ from modulm.errors import ConfigError
 if TYPE_CHECKING:
     from modulm.cli.options import FlagCommand
 
-__all__ = ["FlagOption", "groups_of", "make_options", "option_of", "parse_flags"]
+__all__ = ["FlagOption", "Names", "groups_of", "make_options", "option_of", "parse_flags"]
 
 
 class Names(click.types.StringParamType):
