@@ -20,13 +20,14 @@ from modulm.config.schema.speculative import SpeculativeConfig
 from modulm.config.schema.structured_outputs import StructuredOutputsConfig
 
 __all__ = [
+    "GROUPS",
+    "TABLES",
     "AttentionConfig",
     "CacheConfig",
     "CompilationConfig",
     "DeviceConfig",
     "EngineConfig",
     "Flag",
-    "GROUPS",
     "Kind",
     "LoRAConfig",
     "LoadConfig",
@@ -40,7 +41,6 @@ __all__ = [
     "SpeculativeConfig",
     "State",
     "StructuredOutputsConfig",
-    "TABLES",
     "all_flags",
     "flags_of",
     "flatten",
