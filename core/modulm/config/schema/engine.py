@@ -26,10 +26,10 @@ from modulm.config.schema.structured_outputs import StructuredOutputsConfig
 from modulm.errors import ConfigError
 
 __all__ = [
-    "EngineConfig",
     "GROUPS",
-    "Notice",
     "TABLES",
+    "EngineConfig",
+    "Notice",
     "all_flags",
     "canonical",
     "flatten",
