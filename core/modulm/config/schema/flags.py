@@ -27,16 +27,18 @@ from attrs import frozen
 from modulm.errors import ConfigError
 
 __all__ = [
+    "WORKS",
     "Flag",
     "Kind",
     "State",
-    "WORKS",
+    "check",
     "equip",
     "flag",
     "flags_of",
     "later",
     "no_effect",
     "parse_int",
+    "read",
     "read_mapping",
     "refused",
     "suggest",
