@@ -24,6 +24,7 @@ __all__ = [
     "hub_offline",
     "keywords",
     "plugin_selection",
+    "read_yaml",
     "reported_environment",
     "yaml_file",
 ]
