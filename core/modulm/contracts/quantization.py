@@ -17,7 +17,14 @@ if TYPE_CHECKING:
     from modulm.contracts.kernels import Ops
     from modulm.contracts.platform import Platform
 
-__all__ = ["API", "CheckpointInfo", "LinearSpec", "ParamSpec", "QuantizationMethod"]
+__all__ = [
+    "API",
+    "CheckpointInfo",
+    "LinearSpec",
+    "ParamSpec",
+    "QuantizationMethod",
+    "torch_embedding",
+]
 
 API = 1
 
