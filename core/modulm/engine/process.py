@@ -40,7 +40,7 @@ from modulm.plugins.manager import PluginManager
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
 
-__all__ = ["EngineProcess", "ProcessLine"]
+__all__ = ["EngineProcess", "ProcessLine", "main", "split"]
 
 log = logging.getLogger("modulm.engine")
 
