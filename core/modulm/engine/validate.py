@@ -26,7 +26,7 @@ from modulm.errors import ContextLengthExceeded, RequestError
 if TYPE_CHECKING:
     from modulm.text.tokenizer import Tokenizer
 
-__all__ = ["bad_word_ids", "check", "check_pooling", "check_prompt", "truncated"]
+__all__ = ["bad_word_ids", "check", "check_ids", "check_pooling", "check_prompt", "truncated"]
 
 #: Limits on lists and texts, so that no request costs more to check than to run.
 MAX_CHOICES = 16_384
