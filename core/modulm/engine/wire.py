@@ -32,6 +32,7 @@ __all__ = [
     "pack_error",
     "pack_events",
     "pack_info",
+    "pack_params",
     "pack_plugins",
     "pack_request",
     "unpack",
@@ -39,6 +40,7 @@ __all__ = [
     "unpack_error",
     "unpack_events",
     "unpack_info",
+    "unpack_params",
     "unpack_plugins",
     "unpack_request",
 ]
