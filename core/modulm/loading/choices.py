@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from modulm.loading.checkpoint import Checkpoint
     from modulm.plugins.manager import PluginManager
 
-__all__ = ["Choices"]
+__all__ = ["Choices", "Methods"]
 
 T = TypeVar("T")
 
