@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from modulm.nn.names import WeightNames
     from modulm.nn.slots import Part, Slot, Unit
 
-__all__ = ["WeightPlan", "fill", "plan_weights", "weight_bytes", "wanted"]
+__all__ = ["WeightPlan", "fill", "plan_weights", "wanted", "weight_bytes"]
 
 _SHOWN = 5
 
