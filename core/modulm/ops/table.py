@@ -11,7 +11,7 @@ from modulm.ops import sampling_twins, twins
 if TYPE_CHECKING:
     from modulm.contracts.kernels import KernelProvider, Op
 
-__all__ = ["BUNDLES", "OpTable", "TWIN", "bind", "twin_ops"]
+__all__ = ["BUNDLES", "TWIN", "OpTable", "bind", "twin_ops"]
 
 #: Ops that hand each other values in a format of their provider's own.
 BUNDLES = (("linear", "pack_linear", "unpack_linear"),)
