@@ -26,7 +26,16 @@ from modulm.plugins.drivers import import_driver, installed
 from modulm.plugins.kinds import Kind, find_kind
 from modulm.plugins.selection import Selection
 
-__all__ = ["PluginManager", "PluginSet", "configure", "current", "register", "using"]
+__all__ = [
+    "PluginManager",
+    "PluginSet",
+    "check_api",
+    "check_driver",
+    "configure",
+    "current",
+    "register",
+    "using",
+]
 
 log = logging.getLogger("modulm.plugins")
 
