@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from modulm.config import EngineConfig, ServerConfig
 
-__all__ = ["banner", "check_exposure", "make_server", "open_socket", "run", "serve"]
+__all__ = ["Server", "banner", "check_exposure", "make_server", "open_socket", "run", "serve"]
 
 #: Seconds that a server with a dead engine still answers: running requests get their error, and
 #: whoever watches /health sees why the process ends.
