@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from modulm.parsing import MessageParser
     from modulm.server.desk import Desk, Prompt
 
-__all__ = ["Message", "Parsers", "Step", "Turn", "checkpoint_parsers"]
+__all__ = ["Message", "Parsers", "Started", "Step", "Turn", "checkpoint_parsers"]
 
 #: Characters of the prompt's end that a parser gets to see.
 _TAIL = 512
