@@ -123,9 +123,8 @@ class DecoderConfig:
 
     def window(self, index: int) -> int | None:
         """How many tokens layer `index` sees, or None for all: by the file's layer types."""
-        if self.layer_types is not None and self.layer_type(index) != "sliding_attention":
-            return None
-        return self.sliding_window
+        kind = self.layer_type(index)
+        return self.sliding_window if kind in ("", "sliding_attention") else None
 
     def rope(self, layer_type: str = "") -> Rope:
         """The rotary positions of layers of one type, from either spelling of the keys."""

@@ -123,9 +123,15 @@ def standard_attention(c: DecoderConfig, b: Builder, index: int, **changes: Any)
     return Attention(b.at("self_attn"), **{**settings, **changes})
 
 
-def standard_mlp(c: DecoderConfig, b: Builder) -> GatedMLP:
+def standard_mlp(c: DecoderConfig, b: Builder, **changes: Any) -> GatedMLP:
     """The gated feed-forward block that the common keys describe."""
-    return GatedMLP(b.at("mlp"), c.hidden_size, c.intermediate_size, c.hidden_act, bias=c.mlp_bias)
+    settings: dict[str, Any] = {
+        "hidden": c.hidden_size,
+        "inner": c.intermediate_size,
+        "act": c.hidden_act,
+        "bias": c.mlp_bias,
+    }
+    return GatedMLP(b.at("mlp"), **{**settings, **changes})
 
 
 def tiny_config(model_type: str, architecture: str, **changes: Any) -> Mapping[str, Any]:

@@ -1,0 +1,1 @@
+"""Gemma 1, 2 and 3 for modulm."""

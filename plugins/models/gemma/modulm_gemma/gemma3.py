@@ -1,0 +1,68 @@
+"""Gemma 3 (arXiv 2503.19786): five windows to one full layer, each kind with its own rotation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import frozen
+
+from modulm.nn import Attention, Builder, Rope, parse_rope, size, tiny_config
+from modulm_gemma.gemma import gemma_norm
+from modulm_gemma.gemma2 import Gemma2Config, Gemma2ForCausalLM, Gemma2Layer
+
+__all__ = ["Gemma3Config", "Gemma3ForCausalLM", "Gemma3Layer"]
+
+
+@frozen(kw_only=True)
+class Gemma3Config(Gemma2Config):
+    """config.json of Gemma 3 for text. Older files give the windows' rotation as
+    `rope_local_base_freq` and say which layers are full by `sliding_window_pattern`."""
+
+    max_position_embeddings: int = size(131072)
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    rope_theta: float = 1_000_000.0
+    rope_local_base_freq: float = 10_000.0
+    sliding_window_pattern: int = size(6)
+
+    def layer_type(self, index: int) -> str:
+        if self.layer_types is not None:
+            return self.layer_types[index]
+        full = (index + 1) % self.sliding_window_pattern == 0
+        return "full_attention" if full else "sliding_attention"
+
+    def rope(self, layer_type: str = "") -> Rope:
+        if layer_type == "sliding_attention" and self.rope_parameters is None:
+            local = {"rope_theta": self.rope_local_base_freq}
+            return parse_rope(
+                local, head_size=self.head_size, max_positions=self.max_position_embeddings
+            )
+        return super().rope(layer_type)
+
+
+class Gemma3Layer(Gemma2Layer):
+    """Gemma 2's block with normed queries and keys."""
+
+    def make_attention(self, c: Gemma2Config, b: Builder, index: int, **changes: Any) -> Attention:
+        at = b.at("self_attn")
+        norms = tuple(gemma_norm(at, name, c, c.head_size) for name in ("q_norm", "k_norm"))
+        return super().make_attention(c, b, index, qk_norm=norms, **changes)
+
+
+class Gemma3ForCausalLM(Gemma2ForCausalLM):
+    """Gemma 3 (text) with a language-model head."""
+
+    config_type = Gemma3Config
+    layer = Gemma3Layer
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        return tiny_config(
+            "gemma3_text",
+            "Gemma3ForCausalLM",
+            head_dim=24,
+            sliding_window=12,
+            query_pre_attn_scalar=20,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        )
