@@ -21,6 +21,7 @@ import uvicorn
 from modulm.errors import ConfigError
 from modulm.server.app import Served, create_app, served_names
 from modulm.server.auth import read_keys
+from modulm.server.talk import with_declared_parsers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,6 +62,7 @@ def serve(
     ConfigError for an address that cannot be used or must not be served without a key.
     """
     check_exposure(config.frontend)
+    config = with_declared_parsers(config)
     sock = open_socket(config.frontend)
     try:
         engine = make_engine(config)

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 from attrs import field, frozen
 
 from modulm.contracts.parser import Content, ParseContext, Reasoning
-from modulm.errors import PluginNotFound
 from modulm.parsing import ParsedMessage, assemble, message_parser
 from modulm.plugins import manager
 from modulm.server.errors import ApiError
 
 if TYPE_CHECKING:
+    from modulm.config import EngineConfig
     from modulm.contracts.parser import Event
     from modulm.contracts.sampling import SamplingParams
     from modulm.parsing import MessageParser
     from modulm.server.desk import Desk, Prompt
 
-__all__ = ["Message", "Parsers", "Started", "Step", "Turn", "checkpoint_parsers"]
+__all__ = ["Message", "Parsers", "Started", "Step", "Turn", "with_declared_parsers"]
 
 #: Characters of the prompt's end that a parser gets to see.
 _TAIL = 512
@@ -38,26 +38,34 @@ class Parsers:
     reasoning: str | None = None
     auto: bool = False
 
+    @classmethod
+    def of(cls, config: EngineConfig) -> Parsers:
+        """Those of a configuration."""
+        server = config.frontend
+        return cls(
+            server.tool_call_parser,
+            config.structured_outputs.reasoning_parser,
+            server.enable_auto_tool_choice,
+        )
 
-def checkpoint_parsers(config: Any) -> Parsers:
-    """Parsers as configured, or as the named checkpoint that is served declares them.
 
-    A driver of `modulm.checkpoints` may have an attribute `parsers` with the keys `tool` and
-    `reasoning`.
+def with_declared_parsers(config: EngineConfig) -> EngineConfig:
+    """The configuration with the parsers that a named checkpoint declares for itself.
+
+    A driver of `modulm.checkpoints` may have an attribute `parsers`, a table with the keys `tool`
+    and `reasoning`. What the user gave stays.
     """
-    declared: Mapping[str, str] = {}
     plugins = manager.current()
-    if any(entry.name == config.model.model for entry in plugins.names("checkpoints")):
-        try:
-            declared = getattr(plugins.load("checkpoints", config.model.model), "parsers", {})
-        except PluginNotFound:
-            declared = {}
-    tool = config.frontend.tool_call_parser
-    return Parsers(
-        tool=tool or declared.get("tool"),
-        reasoning=config.structured_outputs.reasoning_parser or declared.get("reasoning"),
-        auto=config.frontend.enable_auto_tool_choice or (tool is None and "tool" in declared),
-    )
+    name = config.model.model
+    if not any(entry.name == name for entry in plugins.names("checkpoints")):
+        return config
+    declared: Mapping[str, str] = getattr(plugins.load("checkpoints", name), "parsers", {})
+    flags: dict[str, Any] = {}
+    if config.structured_outputs.reasoning_parser is None and "reasoning" in declared:
+        flags["reasoning_parser"] = declared["reasoning"]
+    if config.frontend.tool_call_parser is None and "tool" in declared:
+        flags |= {"tool_call_parser": declared["tool"], "enable_auto_tool_choice": True}
+    return config.with_(**flags)
 
 
 @frozen(kw_only=True)
@@ -89,8 +97,7 @@ class Message:
 class Turn:
     """A turn that is ready to run.
 
-    tools: in OpenAI's form. tool_choice: as in OpenAI's API. constrained: the text is held to a
-    grammar from its first token on, so that no reasoning can be in it.
+    tools: in OpenAI's form. tool_choice: as in OpenAI's API.
     """
 
     desk: Desk
@@ -100,7 +107,6 @@ class Turn:
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: str | Mapping[str, Any] = "none"
     template_kwargs: Mapping[str, Any] = field(factory=dict)
-    constrained: bool = False
     priority: int = 0
     cache_salt: str | None = None
 
@@ -130,7 +136,7 @@ class Turn:
         return message_parser(
             context,
             self.parsers.tool if reads else None,
-            None if self.constrained else self.parsers.reasoning,
+            self.parsers.reasoning,
         )
 
     def tuned(self) -> SamplingParams:

@@ -26,7 +26,7 @@ from modulm.engine.answers import Choice
 from modulm.engine.host import EngineInfo
 from modulm.engine.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from modulm.engine.requests import Finish
-from modulm.engine.stats import Metrics
+from modulm.engine.stats import Metrics, StepStats
 from modulm.engine.validate import check, check_pooling, check_prompt, truncated
 from modulm.errors import EngineDead, EngineError
 from modulm.server.app import Served, create_app
@@ -96,6 +96,7 @@ class ScriptedEngine:
         self.seen: list[tuple[Any, Any]] = []
         self.aborted: list[str] = []
         self.resets = 0
+        self.waiting = 0
         self._running: dict[str, _Running] = {}
 
     async def check_health(self) -> None:
@@ -135,6 +136,11 @@ class ScriptedEngine:
     def active(self) -> int:
         """Requests in progress."""
         return len(self._running)
+
+    @property
+    def stats(self) -> StepStats:
+        """Numbers of a step that never was."""
+        return StepStats(step=0, running=self.active, waiting=self.waiting, usage=0.0)
 
     async def generate(
         self,

@@ -36,6 +36,7 @@ REPLIES = {
     "call two tools": Reply(CALL + "\n" + CALL.replace("Paris", "Rome")),
     "call a tool": Reply("I will look. " + CALL),
     "count slowly": Reply("1 2 3 4 5 6 7 8 9 ", delay=0.02, endless=True),
+    "flood": Reply("1 2 3 4 5 6 7 8 9 ", endless=True),
     "fail at once": Reply(error_at=0),
     "fail late": Reply("one two three four", error_at=3),
     "leak a secret": Reply(error_at=0, error=RuntimeError("secret /root/private/x 0x7f00deadbeef")),

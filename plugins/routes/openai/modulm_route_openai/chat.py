@@ -20,7 +20,7 @@ from modulm.server.constraints import (
 from modulm.server.desk import ChatOptions
 from modulm.server.sampling import not_yet, sampling_params
 from modulm.server.sse import DONE, EventStream, frame, until_gone
-from modulm.server.talk import Message, Started, Step, Turn, checkpoint_parsers
+from modulm.server.talk import Message, Parsers, Started, Step, Turn
 from modulm.server.wire import bad_field, json_response
 from modulm_route_openai.answers import (
     StreamUsage,
@@ -75,7 +75,7 @@ class Chat:
     def __init__(self, context: RouteContext) -> None:
         self._context = context
         self._desk = context.desk
-        self._parsers = checkpoint_parsers(context.config)
+        self._parsers = Parsers.of(context.config)
 
     async def answer(self, request: Request, body: ChatRequest) -> Response:
         """The answer to one request."""
@@ -107,7 +107,6 @@ class Chat:
             tools=tools,
             tool_choice=choice,
             template_kwargs=variables,
-            constrained=origin is not None,
             priority=check_priority(self._context.config, body.priority),
             cache_salt=body.cache_salt,
         )

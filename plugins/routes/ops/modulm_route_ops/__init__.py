@@ -48,11 +48,15 @@ class Ops(RouteFamily):
         self.context.desk.check_open()
         await self.context.engine.check_health()
         full = self.context.config.scheduler.max_num_queued_reqs
-        if full is not None and self.context.engine.stats.waiting >= full:
+        if full is not None and self._waiting() >= full:
             raise ApiError(
                 503, "the queue is full", code="overloaded", headers={"Retry-After": "1"}
             )
         return Response(status_code=200)
+
+    def _waiting(self) -> int:
+        stats = self.context.engine.stats
+        return 0 if stats is None else int(stats.waiting)
 
     async def load(self) -> Response:
         """How many requests are being answered."""

@@ -1,0 +1,203 @@
+"""The server as a process, with a real engine on a tiny checkpoint: start, answers, end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from attrs import define
+
+from modulm.config import EngineConfig
+from modulm.errors import ConfigError
+from modulm.server.serve import open_socket
+
+CHAT = "/v1/chat/completions"
+
+
+@define
+class Process:
+    """A server of its own."""
+
+    popen: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+    def end(self, sig: int = signal.SIGTERM) -> int:
+        self.popen.send_signal(sig)
+        return self.popen.wait(30)
+
+
+@contextmanager
+def started(folder: Path, *options: str) -> Iterator[Process]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = folder.parent / f"server-{port}.log"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with log.open("wb") as sink:
+        popen = subprocess.Popen(
+            [
+                sys.executable, "-m", "modulm.cli.main", "serve", str(folder), "--port", str(port),
+                "--served-model-name", "M", "--max-model-len", "256", *options,
+            ],
+            stdout=sink,
+            stderr=sink,
+            env=environment,
+        )  # fmt: skip
+    process = Process(popen, f"http://127.0.0.1:{port}", log)
+    try:
+        for _ in range(600):
+            if popen.poll() is not None:
+                pytest.fail(log.read_text())
+            try:
+                if httpx.get(f"{process.url}/health").status_code == 200:
+                    break
+            except httpx.TransportError:
+                time.sleep(0.1)
+        yield process
+    finally:
+        if popen.poll() is None:
+            popen.kill()
+            popen.wait()
+
+
+@pytest.fixture(scope="module")
+def process(tiny_folder: Path) -> Iterator[Process]:
+    with started(tiny_folder, "--shutdown-timeout", "20") as process:
+        yield process
+
+
+def ask(url: str, **fields: Any) -> httpx.Response:
+    body = {
+        "model": "M",
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 8,
+        "temperature": 0,
+        **fields,
+    }
+    return httpx.post(url + CHAT, json=body, timeout=60)
+
+
+def text_of(answer: httpx.Response) -> str:
+    parts = [p for p in answer.text.split("\n\n") if p.startswith("data: {")]
+    return "".join(json.loads(p[6:])["choices"][0]["delta"].get("content", "") for p in parts)
+
+
+def test_c05_streamed_equals_whole_equals_completion(process: Process) -> None:
+    whole = ask(process.url).json()
+    said = whole["choices"][0]["message"]["content"]
+    assert whole["usage"]["completion_tokens"] == 8
+    assert text_of(ask(process.url, stream=True)) == said
+    client = httpx.Client(base_url=process.url, timeout=60)
+    messages = [{"role": "user", "content": "hi"}]
+    prompt = client.post("/tokenize", json={"messages": messages}).json()["tokens"]
+    text = client.post("/detokenize", json={"tokens": prompt}).json()["prompt"]
+    for given in (prompt, text):
+        body = {"model": "M", "prompt": given, "max_tokens": 8, "temperature": 0}
+        assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == said
+
+
+def test_the_openai_client_talks_to_the_engine(process: Process) -> None:
+    with openai.OpenAI(base_url=f"{process.url}/v1", api_key="x") as client:
+        answer = client.chat.completions.create(
+            model="M", messages=[{"role": "user", "content": "hi"}], max_tokens=4, logprobs=True
+        )
+        assert answer.choices[0].logprobs is not None
+        many = client.completions.create(
+            model="M", prompt=["a", "b"], n=2, max_tokens=3, temperature=1, seed=7
+        )
+        again = client.completions.create(
+            model="M", prompt=["a", "b"], n=2, max_tokens=3, temperature=1, seed=7
+        )
+    assert [c.text for c in many.choices] == [c.text for c in again.choices]
+
+
+def test_the_engine_is_measured(process: Process) -> None:
+    ask(process.url)
+    text = httpx.get(f"{process.url}/metrics").text
+    assert 'modulm:num_requests_running{engine="0",model_name="M"} 0.0' in text
+    assert "modulm:generation_tokens_total" in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"stop_token_ids": [512]}, "stop_token_ids"), ({"top_logprobs": 21, "logprobs": True}, None)],
+)
+def test_the_engine_refuses_like_the_fake(
+    process: Process, fields: dict[str, Any], param: str | None
+) -> None:
+    answer = ask(process.url, **fields)
+    assert answer.status_code == 400
+    assert param is None or answer.json()["error"]["param"] == param
+
+
+def test_f41_a_port_in_use_is_one_clear_line(tiny_folder: Path, process: Process) -> None:
+    port = process.url.rpartition(":")[2]
+    began = subprocess.run(
+        [sys.executable, "-m", "modulm.cli.main", "serve", str(tiny_folder), "--port", port],
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert began.returncode != 0
+    assert b"in use" in began.stderr
+    assert b"Traceback" not in began.stderr
+
+
+def test_f41_addresses_that_cannot_be_used(tmp_path: Path) -> None:
+    def opened(**flags: Any) -> Any:
+        return open_socket(EngineConfig.from_keywords(**flags).frontend)
+
+    plain = tmp_path / "file"
+    plain.write_text("")
+    with pytest.raises(ConfigError, match="in use"):
+        opened(uds=str(plain))
+    with pytest.raises(ConfigError, match="host"):
+        opened(host="no.such.host.invalid", port=0)
+    path = tmp_path / "socket"
+    first = opened(uds=str(path))
+    first.close()
+    opened(uds=str(path)).close()
+
+
+def test_f13_sigterm_lets_running_requests_finish(tiny_folder: Path) -> None:
+    with started(tiny_folder, "--shutdown-timeout", "30") as server:
+        url = server.url + CHAT
+        messages = [{"role": "user", "content": "hi"}]
+        body = {"model": "M", "messages": messages, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", url, json={**body, "max_tokens": 60}, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.popen.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        assert rest[-2] == "data: [DONE]" or rest[-1] == "data: [DONE]"
+        assert not any('"error"' in line for line in rest)
+        assert server.popen.wait(30) == 0
+
+
+def test_f14_sigterm_without_patience_ends_streams_with_an_error(tiny_folder: Path) -> None:
+    with started(tiny_folder, "--shutdown-timeout", "0") as server:
+        url = server.url + CHAT
+        messages = [{"role": "user", "content": "hi"}]
+        body = {"model": "M", "messages": messages, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", url, json={**body, "max_tokens": 240}, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.popen.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        if '"finish_reason":"length"' not in rest[-2]:
+            assert json.loads(rest[-2][6:])["error"]["code"] == "shutting_down"
+        assert server.popen.wait(30) == 0
