@@ -31,12 +31,11 @@ __all__ = [
 class DecoderForCausalLM(Module, Model):
     """A decoder with a language-model head.
 
-    A family sets `config_type`, `layer` (built as `layer(config, builder, index)`, called as
+    A family sets `api`, `config_type`, `layer` (built as `layer(config, builder, index)`, called as
     `layer(x, residual, batch)`) and, where the checkpoint's names or layouts differ, `names`;
     and overrides the `make_` method of what is not standard.
     """
 
-    api = 1
     config_type: ClassVar[type] = DecoderConfig
     layer: ClassVar[Any]
     names: ClassVar[WeightNames] = WeightNames()

@@ -44,6 +44,7 @@ class LlamaLayer(PreNormLayer):
 class LlamaForCausalLM(DecoderForCausalLM):
     """Llama with a language-model head."""
 
+    api = 1
     config_type = LlamaConfig
     layer = LlamaLayer
 

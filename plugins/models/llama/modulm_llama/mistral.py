@@ -23,6 +23,7 @@ class MistralConfig(DecoderConfig):
 class MistralForCausalLM(DecoderForCausalLM):
     """Mistral with a language-model head."""
 
+    api = 1
     config_type = MistralConfig
     layer = LlamaLayer
 

@@ -58,6 +58,7 @@ class Qwen2Layer(PreNormLayer):
 class Qwen2ForCausalLM(DecoderForCausalLM):
     """Qwen 2 and 2.5 with a language-model head."""
 
+    api = 1
     config_type = Qwen2Config
     layer = Qwen2Layer
 

@@ -51,6 +51,7 @@ class Qwen3Layer(PreNormLayer):
 class Qwen3ForCausalLM(DecoderForCausalLM):
     """Qwen 3 with a language-model head."""
 
+    api = 1
     config_type = Qwen3Config
     layer = Qwen3Layer
 

@@ -1,0 +1,108 @@
+"""`__all__` is there, complete and sorted; starting up imports nothing heavy."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CORE = ROOT / "core/modulm"
+MODULES = [
+    path
+    for path in sorted(CORE.rglob("*.py"))
+    if (path.name != "__main__.py" and not path.name.startswith("_")) or path.name == "__init__.py"
+]
+
+
+def exported(tree: ast.Module) -> list[str] | None:
+    for node in tree.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
+                names: list[str] = ast.literal_eval(value)
+                return names
+    return None
+
+
+def rule(name: str) -> tuple[int, str]:
+    """Constants, classes, functions, as ruff and people sort them."""
+    if name.isupper():
+        return 0, name
+    return (1 if name[:1].isupper() else 2), name
+
+
+def is_command(decorator: ast.expr) -> bool:
+    """Click's `@group.command(...)`: the command is reached through its group."""
+    return isinstance(decorator, ast.Call) and ast.unparse(decorator.func).endswith(".command")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: p.relative_to(CORE).as_posix())
+def test_all_is_sorted_and_complete(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    body = [node for node in tree.body if not isinstance(node, ast.Expr)]
+    if not body:
+        return
+    names = exported(tree)
+    assert names is not None, "no __all__"
+    assert names == sorted(names, key=rule), f"sorted: {sorted(names, key=rule)}"
+    definitions = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        and not node.name.startswith("_")
+    ]
+    public = {node.name for node in definitions if not any(map(is_command, node.decorator_list))}
+    bound = {node.name for node in definitions} | {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Name)
+    }
+    bound |= {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom | ast.Import)
+        for alias in node.names
+    }
+    missing = public - set(names)
+    assert not missing, f"public but not in __all__: {sorted(missing)}"
+    unknown = set(names) - bound - {"__version__"}
+    assert path.name == "__init__.py" or not unknown, f"in __all__ but not here: {sorted(unknown)}"
+
+
+def test_every_name_of_the_package_can_be_had() -> None:
+    import modulm
+
+    for name in modulm.__all__:
+        assert getattr(modulm, name) is not None
+
+
+HEAVY = {"torch", "transformers", "fastapi", "uvicorn", "stevedore.extension", "numpy", "pandas"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "forbidden"),
+    [
+        (["--help"], HEAVY - {"stevedore.extension"} | {"pluggy", "cattrs"}),
+        (["plugins", "list"], HEAVY - {"stevedore.extension"} | {"pluggy", "cattrs"}),
+        (["--version"], HEAVY | {"pluggy", "cattrs"}),
+    ],
+)
+def test_starting_imports_nothing_heavy(arguments: list[str], forbidden: set[str]) -> None:
+    code = f"""
+import sys
+from modulm.cli.main import main
+try:
+    main({arguments!r})
+except SystemExit as stop:
+    assert not stop.code, stop.code
+loaded = set(sys.modules) & {forbidden!r}
+assert not loaded, loaded
+plugins = [name for name in sys.modules if name.startswith("modulm_")]
+assert not plugins or {arguments!r} == ["--help"], plugins
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
