@@ -24,7 +24,10 @@ class Matcher(ABC):
 
     @abstractmethod
     def fill(self, mask: np.ndarray) -> None:
-        """mask: [ceil(vocabulary / 32)] int32; bit i of word j: token 32 j + i is allowed."""
+        """mask: [ceil(vocabulary / 32)] int32; bit i of word j: token 32 j + i is allowed.
+
+        Bits past the vocabulary mean nothing.
+        """
 
     @abstractmethod
     def rollback(self, tokens: int) -> None:

@@ -69,7 +69,7 @@ class GrammarCompiler:
         self._kept: OrderedDict[str, Future[Grammar]] = OrderedDict()
         self._open = 0
         self._stuck = 0
-        self._jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._jobs: SimpleQueue[Callable[[], bool]] = SimpleQueue()
         for _ in range(workers):
             self._hire()
 
@@ -78,7 +78,13 @@ class GrammarCompiler:
 
         Raises QueueFull when too many constraints wait already.
         """
-        key = json.dumps(asdict(constraint), sort_keys=True, default=str)
+        try:
+            _check_size(constraint)
+        except RequestError as error:
+            refused: Future[Grammar] = Future()
+            refused.set_exception(error)
+            return refused
+        key = json.dumps(asdict(constraint, recurse=False), sort_keys=True, default=str)
         with self._lock:
             known = self._kept.get(key)
             if known is not None:
@@ -109,9 +115,10 @@ class GrammarCompiler:
         clock = threading.Timer(self._seconds, late)
         clock.daemon = True
 
-        def job() -> None:
+        def job() -> bool:
+            """Whether the thread may take another job."""
             if future.done():
-                return
+                return True
             began.set()
             try:
                 grammar = self._compile(constraint)
@@ -122,7 +129,7 @@ class GrammarCompiler:
             clock.cancel()
             if not kept:  # too late: another thread does this one's work
                 self._replace(-1)
-                raise SystemExit
+            return kept
 
         clock.start()
         self._jobs.put(job)
@@ -153,11 +160,10 @@ class GrammarCompiler:
         threading.Thread(target=self._work, name="modulm-grammars", daemon=True).start()
 
     def _work(self) -> None:
-        while True:
-            self._jobs.get()()
+        while self._jobs.get()():
+            pass
 
     def _compile(self, constraint: StructuredOutputs) -> Grammar:
-        _check_size(constraint)
         reasons = []
         for backend in self.backends:
             reason = backend.rejects(constraint)
@@ -223,7 +229,8 @@ def _dry_run(grammar: Grammar, vocabulary: int) -> None:
         for _ in range(_DRY_TOKENS):
             began = time.thread_time()
             matcher.fill(mask)
-            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            bits = np.unpackbits(mask.view(np.uint8), count=vocabulary, bitorder="little")
+            allowed = np.flatnonzero(bits)
             if not len(allowed) or matcher.finished or not matcher.accept(int(allowed[pick])):
                 break
             if time.thread_time() - began > _DRY_SECONDS:
@@ -241,7 +248,10 @@ def _check_size(constraint: StructuredOutputs) -> None:
     if constraint.json is None:
         return
     given = constraint.json
-    schema = json.loads(given) if isinstance(given, str) else given
+    try:
+        schema = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{_FIELD}.json is not valid JSON: {error}"[:300], _FIELD) from error
     for count, (depth, node) in enumerate(_nodes(schema)):
         if depth > _MAX_DEPTH or count > _MAX_NODES:
             raise RequestError(

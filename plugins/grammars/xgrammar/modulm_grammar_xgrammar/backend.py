@@ -18,6 +18,14 @@ from modulm_grammar_xgrammar.schema import unsupported
 
 __all__ = ["XGrammar"]
 
+#: Control characters other than the line feed, as the vocabularies of each kind spell them.
+_CONTROL = {
+    xgrammar.VocabType.RAW: re.compile(r"[\x00-\x09\x0b-\x1f]"),
+    xgrammar.VocabType.BYTE_LEVEL: re.compile(r"[\u0100-\u0109\u010b-\u011f]"),
+    xgrammar.VocabType.BYTE_FALLBACK: re.compile(
+        r"[\x00-\x09\x0b-\x1f]|<0x(0[0-9B-F]|1[0-9A-F])>", re.IGNORECASE
+    ),
+}
 _PLACE = re.compile(r"^(\[[^]]*\] )?\S+\.cc:\d+: ")
 #: Constraints in the order in which they are looked for.
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
@@ -58,11 +66,12 @@ class XGrammar(GrammarBackend):
         spaces = not constraint.disable_any_whitespace
         if constraint.json is not None:
             schema = json.dumps(_schema(constraint))
-            return self._compiler.compile_json_schema(schema, any_whitespace=spaces)
+            return self._json_compiler.compile_json_schema(schema, any_whitespace=spaces)
         if constraint.json_object:
             # The grammar that is built in would take any JSON value, not only objects.
-            return self._compiler.compile_json_schema('{"type": "object"}', any_whitespace=spaces,
-                                                      strict_mode=False)  # fmt: skip
+            return self._json_compiler.compile_json_schema(
+                '{"type": "object"}', any_whitespace=spaces, strict_mode=False
+            )
         if constraint.regex is not None:
             return self._compiler.compile_regex(constraint.regex)
         if constraint.choice is not None:
@@ -74,6 +83,14 @@ class XGrammar(GrammarBackend):
     @cached_property
     def _compiler(self) -> xgrammar.GrammarCompiler:
         return self._new_compiler(self.tokenizer.special_ids)
+
+    @cached_property
+    def _json_compiler(self) -> xgrammar.GrammarCompiler:
+        """xgrammar lets control characters stand in strings of limited length, JSON does not."""
+        control = _CONTROL[_spelling(self.tokenizer)]
+        tokens = ((i, self.tokenizer.id_to_token(i)) for i in range(self.vocabulary))
+        hidden = frozenset(i for i, token in tokens if token and control.search(token))
+        return self._new_compiler(self.tokenizer.special_ids | hidden)
 
     @cached_property
     def _tag_compiler(self) -> xgrammar.GrammarCompiler:

@@ -1,0 +1,206 @@
+"""The xgrammar backend: what it lets through is valid, what is valid it lets through."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from modulm.contracts.sampling import StructuredOutputs
+from modulm.engine.grammars import GrammarCompiler
+from modulm.errors import RequestError
+from modulm.plugins import manager
+from modulm.testing.checkpoints import make_tiny
+from modulm.text.tokenizer import load_tokenizer
+
+VOCABULARY = 520  # wider than the tokenizer, as padded checkpoints are
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(make_tiny(tmp_path_factory.mktemp("xgrammar") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def backend(tokenizer):
+    driver = manager.current().load("grammars", "xgrammar")
+    return driver(tokenizer, VOCABULARY, tokenizer.stop_ids)
+
+
+@pytest.fixture(scope="module")
+def compiler(backend):
+    return GrammarCompiler([backend], seconds=20.0, workers=1)
+
+
+def allowed(matcher) -> list[int]:
+    mask = np.zeros(-(-VOCABULARY // 32), dtype=np.int32)
+    matcher.fill(mask)
+    bits = np.unpackbits(mask.view(np.uint8), count=VOCABULARY, bitorder="little")
+    return np.flatnonzero(bits).tolist()
+
+
+def takes(tokenizer, grammar, text: str) -> bool:
+    """Whether a model that says `text` and then stops would be let through, masks included."""
+    matcher = grammar.matcher()
+    for token in [*tokenizer.encode(text, add_special_tokens=False), tokenizer.stop_ids[0]]:
+        fits = token in allowed(matcher)
+        if matcher.accept(token) != fits:
+            raise AssertionError("mask and matcher disagree")
+        if not fits:
+            return False
+    return True
+
+
+def wander(tokenizer, grammar, seed: int, most=400) -> str | None:
+    """Text of a random walk through the masks; None if it does not end by itself."""
+    matcher, random, ids = grammar.matcher(), np.random.default_rng(seed), []
+    while len(ids) < most:
+        choices = allowed(matcher)
+        ends = [token for token in choices if token in tokenizer.stop_ids]
+        token = int(random.choice(ends or choices))
+        if not matcher.accept(token):
+            raise AssertionError("the mask allows what the matcher refuses")
+        if ends:
+            return tokenizer.decode(ids, skip_special_tokens=False)
+        ids.append(token)
+    return None
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 4},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+    },
+    "required": ["name", "age"],
+}
+CASES = [
+    (StructuredOutputs(json=PERSON),
+     ['{"name": "Al", "age": 3}', '{"name":"","age":99,"tags":["a"]}'],
+     ['{"name": "Al"}', '{"name": "Al", "age": 3.5}', '{"name": "Al", "age": 3} ', "[]", ""]),
+    (StructuredOutputs(json=json.dumps(PERSON)), ['{"name": "é€", "age": 3}'], ["{}"]),
+    (StructuredOutputs(json=PERSON, disable_any_whitespace=True),
+     ['{"name": "Al", "age": 3}'], ['{"name":  "Al", "age": 3}']),
+    (StructuredOutputs(json_object=True), ['{"a": [1, {"b": null}]}', "{}"], ["[]", "1", '{"a":}']),
+    (StructuredOutputs(regex=r"\d{3}-[a-z]+"), ["123-abc"], ["12-abc", "123-", "x123-abc"]),
+    (StructuredOutputs(choice=["yes", "no", 'a "quoted"\n\\', "yes"]),
+     ["yes", "no", 'a "quoted"\n\\'], ["y", "yesno", "maybe", "a quoted"]),
+    (StructuredOutputs(grammar='root ::= "a" root | "b"'), ["b", "aab"], ["a", "ba"]),
+    (StructuredOutputs(structural_tag=json.dumps({
+        "structures": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}],
+        "triggers": ["<f>"]})),
+     ["text <f>12</f> more", "no tag"], ["<f>x</f>"]),
+    (StructuredOutputs(structural_tag=json.dumps({"type": "structural_tag", "format": {
+        "type": "const_string", "value": "ab"}})), ["ab"], ["a"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("constraint", "right", "wrong"), CASES, ids=lambda x: repr(x)[:50])
+def test_right_texts_pass_and_wrong_ones_do_not(
+    tokenizer, compiler, constraint, right, wrong
+) -> None:
+    grammar = compiler(constraint).result(30)
+    assert [takes(tokenizer, grammar, text) for text in right] == [True] * len(right)
+    assert [takes(tokenizer, grammar, text) for text in wrong] == [False] * len(wrong)
+
+
+def test_random_walks_are_valid(tokenizer, compiler) -> None:
+    grammar = compiler(StructuredOutputs(json=PERSON, disable_any_whitespace=True)).result(30)
+    texts = [text for text in (wander(tokenizer, grammar, seed) for seed in range(20)) if text]
+    assert len(texts) > 5
+    for text in texts:
+        value = json.loads(text)
+        assert set(value) <= set(PERSON["properties"])
+        assert 0 <= value["age"] <= 99
+        assert len(value["name"]) <= 4
+
+
+def test_special_tokens_are_no_text(tokenizer, compiler) -> None:
+    grammar = compiler(StructuredOutputs(regex=".*")).result(30)
+    specials = tokenizer.special_ids - set(tokenizer.stop_ids)
+    assert specials
+    assert not specials & set(allowed(grammar.matcher()))
+    assert max(allowed(grammar.matcher())) < len(tokenizer)
+
+
+def test_matchers_are_independent_and_roll_back(tokenizer, compiler) -> None:
+    grammar = compiler(StructuredOutputs(choice=["abc", "abd"])).result(30)
+    one, other = grammar.matcher(), grammar.matcher()
+    before = allowed(one)
+    ids = tokenizer.encode("abc", add_special_tokens=False)
+    assert all(one.accept(token) for token in ids)
+    assert one.finished
+    assert not other.finished
+    end = tokenizer.stop_ids[0]
+    assert one.accept(end)
+    assert one.accept(end)
+    assert not one.accept(ids[0])
+    assert set(allowed(one)) == set(tokenizer.stop_ids)
+    one.rollback(len(ids) + 2)
+    assert allowed(one) == allowed(other) == before
+
+
+def test_a_complete_text_that_may_go_on_is_not_finished(tokenizer, compiler) -> None:
+    matcher = compiler(StructuredOutputs(regex="a+")).result(30).matcher()
+    matcher.accept(tokenizer.encode("a", add_special_tokens=False)[0])
+    assert not matcher.finished
+
+
+def nested(depth: int):
+    schema = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+BAD = [
+    *({"regex": r} for r in ("[", "(?<=a)b", r"(a)\1", "a{2,1}", r"\p{X}", "(.{1,1000}){1,1000}",
+                             "a{1,1000000}", "((a{1,100}){1,100}){1,100}", "(a{0,50}){0,50}b")),
+    *({"json": s} for s in (
+        {"type": "object", "properties": {"a": {"type": "strng"}}}, {"properties": []},
+        {"type": "object", "required": "a", "uniqueItems": True}, {"enum": []}, {"type": 5},
+        {"type": "string", "pattern": "["}, {"type": "string", "pattern": 5},
+        {"type": ["string", {"x": 1}]}, {"$ref": "#/nowhere"}, nested(300), nested(2000),
+        {"type": "string", "pattern": "(.{1,1000}){1,1000}"}, {"not": {"type": "string"}},
+        {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2000)}},
+        {"allOf": [{"type": "object"}, {"type": "object"}]},
+        {"$defs": {"p": {"type": "integer"}}, "$ref": "#/$defs/p", "minimum": 5},
+        {"type": "array", "items": {"type": "array", "contains": {"const": 1}}},
+        {"type": "string", "pattern": "a+", "maxLength": 3},
+    )),
+    *({"grammar": g} for g in ('root ::= "', "root ::= undefined", 'a ::= "x"', "(" * 5000,
+                               "root ::= " + "(" * 9000 + '"a"' + ")" * 9000)),
+    *({"structural_tag": t} for t in ("{}", "{", "[]", '{"structures": [{}], "triggers": []}',
+                                      '{"type": "structural_tag", "format": {"type": "zz"}}')),
+    {"json": {}, "whitespace_pattern": " *"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", BAD, ids=range(len(BAD)))
+def test_bad_constraints_are_refused(compiler, fields) -> None:
+    with pytest.raises(RequestError) as caught:
+        compiler(StructuredOutputs(**fields)).result(30)
+    assert caught.value.param == "structured_outputs"
+    assert ".cc:" not in caught.value.message
+    assert len(caught.value.message) < 700
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        {"title": "T", "$defs": {"P": {"type": "integer"}}, "type": "object",
+         "properties": {"not": {"$ref": "#/$defs/P", "description": "a property called not"},
+                        "if": {"type": "string", "default": "x"}}, "required": ["not"]},
+        {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None, "title": "T"},
+        {"type": "object", "properties": {"a": {"const": {"uniqueItems": True}}}},
+        {"type": "array", "items": {"type": "integer"}, "uniqueItems": False},
+    ],
+    ids=lambda schema: repr(schema)[:50],
+)  # fmt: skip
+def test_schemas_that_only_look_unsupported(backend, compiler, schema) -> None:
+    constraint = StructuredOutputs(json=json.dumps(schema))
+    assert backend.rejects(constraint) is None
+    compiler(constraint).result(30)
