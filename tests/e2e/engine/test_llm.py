@@ -34,7 +34,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(checkpoint: Path) -> Iterator[LLM]:
-    with LLM(model=str(checkpoint), kv_cache_memory_bytes=1 << 24) as made:
+    with LLM(model=str(checkpoint), kv_cache_memory_bytes=1 << 24, cpu_threads=1) as made:
         yield made
         check_empty(made._host.engine)
 
@@ -84,7 +84,7 @@ def test_beams_equal_transformers(
     llm: LLM, reference: Any, width: int, penalty: float, stopping: bool | str
 ) -> None:
     eos = list(llm._preparer.eos)
-    for prompt in PROMPTS[:3]:
+    for prompt in PROMPTS[:2]:
         ids = llm.get_tokenizer().encode(prompt)
         expected = continued(
             reference,
@@ -214,7 +214,7 @@ def test_no_way_of_scheduling_changes_the_answer(
 ) -> None:
     prompts = [*PROMPTS, {"prompt_token_ids": [9 + i % 90 for i in range(90)]}]
     expected = [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY, use_tqdm=False)]
-    options = {"kv_cache_memory_bytes": 1 << 24} | flags
+    options = {"kv_cache_memory_bytes": 1 << 24, "cpu_threads": 1} | flags
     with LLM(model=str(checkpoint), **options) as other:
         found = other.generate(prompts, GREEDY, use_tqdm=False)
         assert [output.outputs[0].token_ids for output in found] == expected

@@ -33,7 +33,7 @@ class UniExecutor(Executor):
 
         plugins = manager.current()
         platform, decision = choose_platform(config, plugins)
-        platform.start()
+        platform.start(threads=config.device.cpu_threads)
         loaded = load_model(config, open_checkpoint(config), platform, plugins)
         self._runner = Runner(config, loaded, platform)
         self._runner.check()
