@@ -1,0 +1,390 @@
+"""`modulm bench`: prompts, times, figures, and runs against a real socket and a real model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import uvicorn
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from modulm.testing.checkpoints import make_tiny
+from modulm.text.tokenizer import load_tokenizer
+from modulm_command_bench.command import command
+from modulm_command_bench.figures import Timed, compare, figures, parse_goodput
+from modulm_command_bench.load import Schedule, Target, arrivals, run
+from modulm_command_bench.samples import Recipe, Sample, make_samples
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("bench") / "tiny", "Qwen3ForCausalLM")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint: Path) -> Any:
+    return load_tokenizer(str(checkpoint))
+
+
+class Scripted:
+    """A server that answers every request with as many tokens as it asks for."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.fail: set[int] = set()
+        self.cut: set[int] = set()
+        self.running = self.most = 0
+        routes = [
+            Route("/health", lambda _: Response()),
+            Route("/v1/models", lambda _: JSONResponse({"data": [{"id": "scripted"}]})),
+            Route("/v1/completions", self.answer, methods=["POST"]),
+            Route("/v1/chat/completions", self.answer, methods=["POST"]),
+        ]
+        self.app = Starlette(routes=routes)
+
+    async def answer(self, request: Request) -> Response:
+        number = len(self.bodies)
+        body = await request.json()
+        self.bodies.append(body)
+        if number in self.fail:
+            return JSONResponse({"error": {"message": "no"}}, status_code=500)
+        return StreamingResponse(self._stream(body, number), media_type="text/event-stream")
+
+    async def _stream(self, body: dict[str, Any], number: int) -> Any:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            count = body["max_tokens"]
+            for token in range(count):
+                await asyncio.sleep(0.001)
+                piece = {"delta": {"content": "x"}} if "messages" in body else {"text": "x"}
+                yield f"data: {json.dumps({'choices': [piece]})}\n\n"
+                if number in self.cut and token == 1:
+                    return
+            usage = {"prompt_tokens": 5, "completion_tokens": count}
+            yield f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n"
+            yield "data: [DONE]\n\n"
+        finally:
+            self.running -= 1
+
+
+@pytest.fixture
+def scripted() -> Iterator[tuple[Scripted, str]]:
+    made = Scripted()
+    server = uvicorn.Server(uvicorn.Config(made.app, port=0, log_level="error", lifespan="off"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        threading.Event().wait(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    yield made, f"http://127.0.0.1:{port}"
+    server.should_exit = True
+    thread.join(timeout=10)
+
+
+# Prompts.
+
+
+@pytest.mark.parametrize("name", ["random", "sonnet", "prefix_repetition"])
+def test_made_prompts_depend_only_on_the_seed(name: str, tokenizer: Any) -> None:
+    recipe = Recipe(name=name, count=20, input_len=120, output_len=7, prefix_len=40)
+    first = make_samples(recipe, tokenizer)
+    assert first == make_samples(recipe, tokenizer)
+    assert len(first) == 20
+    assert {sample.output_len for sample in first} == {7}
+    other = Recipe(name=name, count=20, input_len=120, output_len=7, prefix_len=40, seed=1)
+    assert first != make_samples(other, tokenizer)
+
+
+def test_random_prompts_have_the_length_asked_for_and_no_special_token(tokenizer: Any) -> None:
+    recipe = Recipe(count=50, input_len=64, output_len=8, prefix_len=5, range_ratio=0.5)
+    samples = make_samples(recipe, tokenizer)
+    assert {sample.ids[:5] for sample in samples} == {samples[0].ids[:5]}
+    assert all(32 + 5 <= sample.input_len <= 96 + 5 for sample in samples)
+    assert all(4 <= sample.output_len <= 12 for sample in samples)
+    special = set(tokenizer.backend.all_special_ids)
+    assert not any(special & set(sample.ids) for sample in samples)
+
+
+def test_repeated_prefixes(tokenizer: Any) -> None:
+    recipe = Recipe(
+        name="prefix_repetition", count=12, prefixes=3, prefix_len=16, input_len=4, output_len=2
+    )
+    samples = make_samples(recipe, tokenizer)
+    assert len({sample.ids[:16] for sample in samples}) == 3
+    assert len({sample.ids for sample in samples}) == 12
+
+
+def test_sonnets_share_their_beginning_and_reach_their_length(tokenizer: Any) -> None:
+    recipe = Recipe(name="sonnet", count=5, input_len=400, prefix_len=200)
+    samples = make_samples(recipe, tokenizer)
+    texts = [sample.text or "" for sample in samples]
+    assert len({text[:200] for text in texts}) == 1
+    assert len(set(texts)) == 5
+    assert all(250 < sample.input_len < 550 for sample in samples)
+
+
+def test_files(tokenizer: Any, tmp_path: Path) -> None:
+    custom = tmp_path / "custom.jsonl"
+    custom.write_text('{"prompt": "hello", "output_tokens": 3}\n\n{"prompt": "you"}\n')
+    recipe = Recipe(name="custom", path=str(custom), count=2, shuffle=False)
+    samples = make_samples(recipe, tokenizer)
+    assert [(sample.text, sample.output_len) for sample in samples] == [("hello", 3), ("you", 256)]
+    talk = [{"value": "a question of some length, is it not?"}, {"value": "a long answer to it"}]
+    short = [{"value": "x"}, {"value": "y"}]
+    sharegpt = tmp_path / "sharegpt.json"
+    sharegpt.write_text(json.dumps([{"conversations": talk}, {"conversations": short}, {}]))
+    recipe = Recipe(name="sharegpt", path=str(sharegpt), count=3)
+    samples = make_samples(recipe, tokenizer)
+    assert {sample.text for sample in samples} == {talk[0]["value"]}
+    assert len(samples) == 3
+    assert len(make_samples(Recipe(name="sharegpt", path=str(sharegpt), count=3, oversample=False),
+                            tokenizer)) == 1  # fmt: skip
+    burst = tmp_path / "burst.csv"
+    burst.write_text(
+        "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+        "10,m,4,2,6,x\n11.5,m,0,3,3,x\n12,m,6,3,9,x\n"
+    )
+    samples = make_samples(Recipe(name="burstgpt", path=str(burst), count=2), tokenizer)
+    assert [(s.input_len, s.output_len, s.arrival) for s in samples] == [(4, 2, 0.0), (6, 3, 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("custom", None, "--dataset-path"),
+        ("custom", "{", "line 1"),
+        ("custom", '{"text": 1}', "prompt"),
+        ("sharegpt", "{", "not valid JSON"),
+        ("burstgpt", "a,b\n1,2\n", "BurstGPT"),
+        ("custom", "", "no usable prompt"),
+    ],
+)
+def test_bad_files(name: str, text: str | None, words: str, tokenizer: Any, tmp_path: Path) -> None:
+    path = None
+    if text is not None:
+        path = str(tmp_path / "file")
+        Path(path).write_text(text)
+    with pytest.raises(click.UsageError, match=words):
+        make_samples(Recipe(name=name, path=path), tokenizer)
+
+
+# Times.
+
+SAMPLES = [Sample((1,), 1, arrival=float(i)) for i in range(50)]
+
+
+@given(
+    rate=st.floats(min_value=0.1, max_value=1000),
+    burstiness=st.floats(min_value=0.2, max_value=20),
+    seed=st.integers(min_value=0, max_value=2**31),
+)
+def test_arrivals_keep_the_rate(rate: float, burstiness: float, seed: int) -> None:
+    times = arrivals(Schedule(rate=rate, burstiness=burstiness, seed=seed), SAMPLES)
+    assert times[0] == 0
+    assert times == sorted(times)
+    assert times[-1] <= 50 / rate * (1 + 1e-9)
+
+
+def test_other_schedules() -> None:
+    assert arrivals(Schedule(), SAMPLES) == [0.0] * 50
+    assert arrivals(Schedule(recorded=True), SAMPLES) == [float(i) for i in range(50)]
+    steady = arrivals(Schedule(rate=10, burstiness=1e6), SAMPLES)
+    gaps = [after - before for before, after in pairwise(steady)]
+    assert max(gaps) - min(gaps) < 0.01
+    for kind in ("linear", "exponential"):
+        ramp = Schedule(ramp=kind, start_rate=1, end_rate=100, burstiness=1e6)  # type: ignore[arg-type]
+        times = arrivals(ramp, SAMPLES)
+        assert times[1] - times[0] > 10 * (times[-1] - times[-2])
+
+
+# Figures.
+
+
+def test_figures_of_known_times() -> None:
+    done = [
+        Timed(10, 5, ttft=0.1, latency=0.5, gaps=(0.1, 0.1, 0.1, 0.1)),
+        Timed(20, 5, ttft=0.3, latency=1.1, gaps=(0.2, 0.2, 0.2, 0.2)),
+        Timed(30, error="no"),
+    ]
+    limits = parse_goodput(["ttft:200 tpot:150"])
+    shown = figures(done, 2.0, percentiles=(50, 100), goodput=limits)
+    assert (shown["completed"], shown["failed"]) == (2, 1)
+    assert shown["request_throughput"] == 1.0
+    assert shown["output_throughput"] == 5.0
+    assert shown["total_token_throughput"] == 20.0
+    assert shown["request_goodput"] == 0.5
+    assert shown["mean_ttft_ms"] == pytest.approx(200)
+    assert shown["p100_ttft_ms"] == pytest.approx(300)
+    assert shown["mean_tpot_ms"] == pytest.approx(150)
+    assert shown["median_itl_ms"] == pytest.approx(150)
+    assert shown["mean_e2el_ms"] == pytest.approx(800)
+
+
+def test_nothing_completed_is_no_crash() -> None:
+    shown = figures([Timed(1, error="x")], 1.0)
+    assert shown["completed"] == 0
+    assert shown["mean_ttft_ms"] == 0
+
+
+@pytest.mark.parametrize("pair", ["ttft", "ttft:x", "itl:5", "speed:1"])
+def test_wrong_goodput(pair: str) -> None:
+    with pytest.raises(click.UsageError, match="--goodput"):
+        parse_goodput([pair])
+
+
+def test_compare_shows_ratios() -> None:
+    text = compare({"a": 2.0, "b": 1, "c": "x"}, {"a": 3.0, "b": 0, "c": "y"})
+    assert "1.50" in text
+    assert "x" not in text
+
+
+# Against a socket.
+
+
+def target(base: str, path: str = "/v1/completions") -> Target:
+    return Target(base=base, path=path, model="m", headers={}, extra={})
+
+
+def test_a_stream_is_timed_and_counted(scripted: tuple[Scripted, str]) -> None:
+    server, base = scripted
+    samples = [Sample((1, 2, 3), 4), Sample((1,), 1), Sample((1,), 4), Sample((1,), 4)]
+    server.fail.add(2)
+    server.cut.add(3)
+    done, seconds = asyncio.run(run(target(base), samples, [0.0, 0.05, 0.1, 0.15]))
+    first, second, failed, cut = done
+    assert (first.input_len, first.output_len, first.text) == (5, 4, "xxxx")
+    assert len(first.gaps) == 3
+    assert 0 < first.ttft <= first.latency <= seconds
+    assert first.latency == pytest.approx(first.ttft + sum(first.gaps))
+    assert second.gaps == ()
+    assert second.tpot is None
+    assert failed.error is not None
+    assert "500" in failed.error
+    assert cut.error == "the stream ended early"
+    assert server.bodies[0]["prompt"] == [1, 2, 3]
+
+
+def test_concurrency_is_bounded(scripted: tuple[Scripted, str]) -> None:
+    server, base = scripted
+    samples = [Sample((1,), 5)] * 12
+    asyncio.run(run(target(base), samples, [0.0] * 12, concurrency=3))
+    assert server.most == 3
+
+
+def test_the_command_saves_what_it_measured(
+    scripted: tuple[Scripted, str], checkpoint: Path, tmp_path: Path
+) -> None:
+    server, base = scripted
+    arguments = [
+        "serve", "--backend", "openai-chat", "--base-url", base, "--tokenizer", str(checkpoint),
+        "--num-prompts", "6", "--random-input-len", "9", "--random-output-len", "4",
+        "--max-concurrency", "2", "--num-warmups", "1", "--disable-tqdm", "--ignore-eos",
+        "--goodput", "ttft:60000", "--metric-percentiles", "50,90", "--metadata", "who=me",
+        "--percentile-metrics", "ttft,e2el", "--extra-body", '{"seed": 1}', "--top-k", "3",
+        "--save-result", "--save-detailed", "--result-dir", str(tmp_path),
+        "--result-filename", "r.json",
+    ]  # fmt: skip
+    result = CliRunner().invoke(command, arguments)
+    assert result.exit_code == 0, result.output
+    saved = json.loads((tmp_path / "r.json").read_text())
+    assert saved["completed"] == 6
+    assert saved["total_output_tokens"] == 24
+    assert saved["request_goodput"] == saved["request_throughput"]
+    assert {"p50_ttft_ms", "p90_e2el_ms"} <= set(saved)
+    assert "p50_itl_ms" not in saved
+    assert saved["output_lens"] == [4] * 6
+    assert saved["who"] == "me"
+    assert saved["model_id"] == "scripted"
+    # One to try, one warm-up, six that count.
+    assert len(server.bodies) == 8
+    body = server.bodies[-1]
+    assert (body["seed"], body["top_k"], body["ignore_eos"]) == (1, 3, True)
+    assert isinstance(body["messages"][0]["content"], str)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["serve", "--base-url", "http://127.0.0.1:1", "--ready-check-timeout-sec", "0"],
+            "no server",
+        ),
+        (["serve", "--dataset-name", "hf"], "not yet"),
+        (["serve", "--request-rate", "0"], "--request-rate"),
+        (["serve", "--ramp-up-strategy", "linear"], "--ramp-up-start-rps"),
+        (["serve", "--percentile-metrics", "speed"], "--percentile-metrics"),
+        (["serve", "--metric-percentiles", "101"], "--metric-percentiles"),
+        (["throughput", "--backend", "mii"], "refused"),
+        (["throughput", "--lora-path", "x"], "--lora-path: not yet"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(arguments: list[str], words: str) -> None:
+    result = CliRunner().invoke(command, arguments)
+    assert isinstance(result.exception, SystemExit)
+    assert result.exit_code != 0
+    assert words in result.output
+
+
+# With a model in this process.
+
+
+def test_latency_of_a_real_model(checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "latency.json"
+    result = CliRunner().invoke(
+        command,
+        ["latency", "--model", str(checkpoint), "--batch-size", "2", "--input-len", "4",
+         "--output-len", "3", "--num-iters", "2", "--num-iters-warmup", "1",
+         "--output-json", str(path), "--kv-cache-memory-bytes", "4M", "--cpu-threads", "1"],
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    saved = json.loads(path.read_text())
+    assert len(saved["latencies"]) == 2
+    assert saved["avg_latency"] > 0
+
+
+def test_throughput_beside_transformers(checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "throughput.json"
+    result = CliRunner().invoke(
+        command,
+        ["throughput", "--model", str(checkpoint), "--backend", "modulm", "--backend", "hf",
+         "--num-prompts", "4", "--input-len", "6", "--output-len", "5", "--hf-max-batch-size", "2",
+         "--random-range-ratio", "0.4", "--output-json", str(path),
+         "--kv-cache-memory-bytes", "4M", "--cpu-threads", "1"],
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    saved = json.loads(path.read_text())
+    assert set(saved) == {"modulm", "hf"}
+    assert saved["modulm"]["total_num_tokens"] == saved["hf"]["total_num_tokens"]
+    assert "of modulm" in result.output
+
+
+def test_plots_or_says_what_is_missing(tmp_path: Path) -> None:
+    files = []
+    for concurrency in (1, 4):
+        path = tmp_path / f"{concurrency}.json"
+        shown = {"label": "a", "max_concurrency": concurrency, "output_throughput": 5.0}
+        path.write_text(json.dumps(shown))
+        files.append(str(path))
+    picture = tmp_path / "p.png"
+    result = CliRunner().invoke(command, ["plot", *files, "-o", str(picture)])
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        assert "pip install 'modulm-command-bench[plot]'" in result.output
+        return
+    assert result.exit_code == 0, result.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
