@@ -11,15 +11,18 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
+from modulm_kernels_cpu.attention import CACHE_DTYPES, attention_ops, cache_shape
 from modulm_kernels_cpu.elementwise import elementwise_ops
 from modulm_kernels_cpu.library import LEVELS, Library, LibraryMissing, levels, load
 from modulm_kernels_cpu.linear import PackedLinear, linear_ops
 
 __all__ = [
+    "CACHE_DTYPES",
     "LEVELS",
     "Library",
     "LibraryMissing",
     "PackedLinear",
+    "cache_shape",
     "levels",
     "load",
     "ops",
@@ -34,7 +37,8 @@ def ops(level: str | None = None) -> Mapping[str, Callable[..., Any]]:
 
 @cache
 def _ops(library: Library) -> Mapping[str, Callable[..., Any]]:
-    return MappingProxyType(elementwise_ops(library) | linear_ops(library))
+    groups = (elementwise_ops, linear_ops, attention_ops)
+    return MappingProxyType({name: op for group in groups for name, op in group(library).items()})
 
 
 def set_threads(count: int) -> None:

@@ -50,24 +50,26 @@ inline void prefetch_lines(const char* p, int lines) {
 }
 
 // Up to 16 rows, 64 columns: four sums share one tile of a. All have the same number of rows.
-inline void amx_row(const bf16* a, int64_t lda, const uint32_t* b, int64_t pairs, float* sums) {
+inline void amx_row(const bf16* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t pairs,
+                    float* sums, bool stream) {
   constexpr int stride = kPanel * 4;
+  const int64_t step = ldb * 4;
   _tile_loadd(0, sums, stride);
   _tile_loadd(1, sums + 16, stride);
   _tile_loadd(2, sums + 32, stride);
   _tile_loadd(3, sums + 48, stride);
-  for (int64_t k = 0; k < pairs; k += 16, b += 16 * kPanel) {
+  for (int64_t k = 0; k < pairs; k += 16, b += 16 * ldb) {
     const char* next = reinterpret_cast<const char*>(b) + 8192;
-    prefetch_lines(next, 32);
+    if (stream) prefetch_lines(next, 32);
     _tile_loadd(4, a + 2 * k, lda * 2);
-    _tile_loadd(6, b, stride);
+    _tile_loadd(6, b, step);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, b + 16, stride);
+    _tile_loadd(7, b + 16, step);
     _tile_dpbf16ps(1, 4, 7);
-    prefetch_lines(next + 2048, 32);
-    _tile_loadd(6, b + 32, stride);
+    if (stream) prefetch_lines(next + 2048, 32);
+    _tile_loadd(6, b + 32, step);
     _tile_dpbf16ps(2, 4, 6);
-    _tile_loadd(7, b + 48, stride);
+    _tile_loadd(7, b + 48, step);
     _tile_dpbf16ps(3, 4, 7);
   }
   _tile_stored(0, sums, stride);
@@ -77,7 +79,7 @@ inline void amx_row(const bf16* a, int64_t lda, const uint32_t* b, int64_t pairs
 }
 
 // 17 to 32 rows, 32 columns.
-inline void amx_square(const bf16* a, int64_t lda, const uint32_t* b, int width, int64_t pairs,
+inline void amx_square(const bf16* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t pairs,
                        float* sums) {
   constexpr int stride = kPanel * 4;
   float* below = sums + 16 * kPanel;
@@ -85,11 +87,11 @@ inline void amx_square(const bf16* a, int64_t lda, const uint32_t* b, int width,
   _tile_loadd(1, sums + 16, stride);
   _tile_loadd(2, below, stride);
   _tile_loadd(3, below + 16, stride);
-  for (int64_t k = 0; k < pairs; k += 16, b += 16 * width) {
-    _tile_loadd(6, b, width * 4);
+  for (int64_t k = 0; k < pairs; k += 16, b += 16 * ldb) {
+    _tile_loadd(6, b, ldb * 4);
     _tile_loadd(4, a + 2 * k, lda * 2);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, b + 16, width * 4);
+    _tile_loadd(7, b + 16, ldb * 4);
     _tile_dpbf16ps(1, 4, 7);
     _tile_loadd(5, a + 16 * lda + 2 * k, lda * 2);
     _tile_dpbf16ps(2, 5, 6);
@@ -102,15 +104,15 @@ inline void amx_square(const bf16* a, int64_t lda, const uint32_t* b, int width,
 }
 
 // Any rows, 16 columns.
-inline void amx_column(int rows, const bf16* a, int64_t lda, const uint32_t* b, int width,
+inline void amx_column(int rows, const bf16* a, int64_t lda, const uint32_t* b, int64_t ldb,
                        int64_t pairs, float* sums) {
   constexpr int stride = kPanel * 4;
   float* below = sums + 16 * kPanel;
   bool two = rows > 16;
   _tile_loadd(0, sums, stride);
   if (two) _tile_loadd(2, below, stride);
-  for (int64_t k = 0; k < pairs; k += 16, b += 16 * width) {
-    _tile_loadd(6, b, width * 4);
+  for (int64_t k = 0; k < pairs; k += 16, b += 16 * ldb) {
+    _tile_loadd(6, b, ldb * 4);
     _tile_loadd(4, a + 2 * k, lda * 2);
     _tile_dpbf16ps(0, 4, 6);
     if (two) {
@@ -123,13 +125,13 @@ inline void amx_column(int rows, const bf16* a, int64_t lda, const uint32_t* b, 
 }
 
 inline void amx_multiply(int rows, const bf16* a, int64_t lda, const uint32_t* b, int width,
-                         int64_t pairs, float* sums) {
+                         int64_t ldb, int64_t pairs, float* sums, bool stream) {
   tiles.shape(rows);
-  if (rows <= 16 && width == kPanel) return amx_row(a, lda, b, pairs, sums);
+  if (rows <= 16 && width == kPanel) return amx_row(a, lda, b, ldb, pairs, sums, stream);
   int c = 0;
   if (rows > 16)
-    for (; c + 32 <= width; c += 32) amx_square(a, lda, b + c, width, pairs, sums + c);
-  for (; c < width; c += 16) amx_column(rows, a, lda, b + c, width, pairs, sums + c);
+    for (; c + 32 <= width; c += 32) amx_square(a, lda, b + c, ldb, pairs, sums + c);
+  for (; c < width; c += 16) amx_column(rows, a, lda, b + c, ldb, pairs, sums + c);
 }
 
 }  // namespace modulm

@@ -79,9 +79,10 @@ void for_row_blocks(int64_t rows, F&& f) {
 void plain_panel(const Product& p, int64_t panel, int64_t row, int64_t rows) {
   alignas(64) float sums[kBlockRows * kPanel];
   auto b = reinterpret_cast<const uint32_t*>(p.w.panel(panel));
+  int width = p.w.width(panel);
   for_row_blocks(rows, [&](int64_t r, int n) {
     zero(sums, n);
-    multiply(n, p.x + (row + r) * p.ldx, p.ldx, b, p.w.width(panel), p.w.padded_k() / 2, sums);
+    multiply(n, p.x + (row + r) * p.ldx, p.ldx, b, width, width, p.w.padded_k() / 2, sums, r == 0);
     deliver(p, row + r, n, panel * kPanel, sums, nullptr);
   });
 }
@@ -103,7 +104,8 @@ void quantized_panel(const Product& p, int64_t panel, int64_t row, int64_t rows)
       int64_t ks = end - k < kChunk ? end - k : kChunk;
       decode(w.format, codes + w.bytes(k, width), decoded, ks, width);
       for_row_blocks(rows, [&](int64_t r, int n) {
-        multiply(n, p.x + (row + r) * p.ldx + k, p.ldx, decoded, width, ks / 2, part + r * kPanel);
+        multiply(n, p.x + (row + r) * p.ldx + k, p.ldx, decoded, width, width, ks / 2,
+                 part + r * kPanel);
       });
     }
     if (grouped) add_group(p, panel, group, row, int(rows), part, sums);
@@ -139,7 +141,9 @@ template <class T>
 void copy_input(const T* x, int64_t ldx, int64_t rows, int64_t k, bf16* to, int64_t padded) {
   parallel_runs(rows, 16384 / padded, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; r++) {
-      for_lanes(k, [&](int64_t i, int n) { store_n(to + r * padded + i, load_n(x + r * ldx + i, n), n); });
+      for_lanes(k, [&](int64_t i, int n) {
+        store_n(to + r * padded + i, load_n(x + r * ldx + i, n), n);
+      });
       std::memset(to + r * padded + k, 0, (padded - k) * sizeof(bf16));
     }
   });

@@ -1,4 +1,5 @@
-// The inner product kernel: sums[rows][64] += a[rows][2 pairs] * b[pairs][width][2], in bf16.
+// The inner product kernel: sums[rows][64] += a[rows][2 pairs] * b[pairs][0..width][2], in bf16.
+// Successive pairs of b are `ldb` lanes apart.
 //
 // For one (row, column) the sum runs over k in order in one fp32 accumulator, whatever the number
 // of rows, so that a row's result does not depend on the rows beside it. The sums pass through
@@ -13,6 +14,8 @@
 #endif
 
 namespace modulm {
+
+constexpr int kStreamAhead = 1024;  // lanes
 
 #if defined(__AVX512BF16__)
 constexpr int kTileRows = 6, kTileVectors = 4;  // 24 accumulators, 4 lines, broadcasts in place
@@ -37,16 +40,16 @@ inline float high_of(uint32_t pair) {
 #endif
 
 template <int Rows, int Vectors>
-inline void tile(const bf16* a, int64_t lda, const uint32_t* b, int width, int64_t pairs,
-                 float* sums) {
+inline void tile(const bf16* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t pairs,
+                 float* sums, bool stream) {
   vf c[Rows][Vectors];
   for (int r = 0; r < Rows; r++)
     for (int v = 0; v < Vectors; v++) c[r][v] = load(sums + r * kPanel + v * kLanes);
-  for (int64_t k = 0; k < pairs; k++, b += width) {
+  for (int64_t k = 0; k < pairs; k++, b += ldb) {
     vu line[Vectors];
     for (int v = 0; v < Vectors; v++) {
       line[v] = load_raw<vu>(b + v * kLanes);
-      if (Rows == 1) __builtin_prefetch(b + v * kLanes + 1024);
+      if (stream) __builtin_prefetch(b + v * kLanes + kStreamAhead);
     }
 #if defined(__AVX512BF16__)
     for (int r = 0; r < Rows; r++) {
@@ -69,18 +72,18 @@ inline void tile(const bf16* a, int64_t lda, const uint32_t* b, int width, int64
 }
 
 template <int Vectors>
-inline void tile_rows(int rows, const bf16* a, int64_t lda, const uint32_t* b, int width,
-                      int64_t pairs, float* sums) {
+inline void tile_rows(int rows, const bf16* a, int64_t lda, const uint32_t* b, int64_t ldb,
+                      int64_t pairs, float* sums, bool stream) {
   switch (rows) {
-    case 1: return tile<1, Vectors>(a, lda, b, width, pairs, sums);
-    case 2: return tile<2, Vectors>(a, lda, b, width, pairs, sums);
+    case 1: return tile<1, Vectors>(a, lda, b, ldb, pairs, sums, stream);
+    case 2: return tile<2, Vectors>(a, lda, b, ldb, pairs, sums, stream);
 #if defined(__AVX512F__)
-    case 3: return tile<3, Vectors>(a, lda, b, width, pairs, sums);
-    case 4: return tile<4, Vectors>(a, lda, b, width, pairs, sums);
+    case 3: return tile<3, Vectors>(a, lda, b, ldb, pairs, sums, stream);
+    case 4: return tile<4, Vectors>(a, lda, b, ldb, pairs, sums, stream);
 #endif
 #if defined(__AVX512BF16__)
-    case 5: return tile<5, Vectors>(a, lda, b, width, pairs, sums);
-    case 6: return tile<6, Vectors>(a, lda, b, width, pairs, sums);
+    case 5: return tile<5, Vectors>(a, lda, b, ldb, pairs, sums, stream);
+    case 6: return tile<6, Vectors>(a, lda, b, ldb, pairs, sums, stream);
 #endif
   }
 }
@@ -91,17 +94,18 @@ constexpr int kBlockRows = 32;  // rows that one call may have at most
 constexpr int kBlockRows = kTileRows;
 #endif
 
-// width: 16, 32, 48 or 64. rows: 1 to kBlockRows. pairs: a multiple of 16.
+// width: 16, 32, 48 or 64. rows: 1 to kBlockRows. pairs: a multiple of 16. `stream`: b comes from
+// memory in one run, so fetch it ahead.
 inline void multiply(int rows, const bf16* a, int64_t lda, const uint32_t* b, int width,
-                     int64_t pairs, float* sums) {
+                     int64_t ldb, int64_t pairs, float* sums, bool stream = false) {
 #if defined(__AMX_BF16__)
-  amx_multiply(rows, a, lda, b, width, pairs, sums);
+  amx_multiply(rows, a, lda, b, width, ldb, pairs, sums, stream);
 #else
   constexpr int step = kTileVectors * kLanes;
   int c = 0;
   for (; c + step <= width; c += step)
-    tile_rows<kTileVectors>(rows, a, lda, b + c, width, pairs, sums + c);
-  for (; c < width; c += kLanes) tile_rows<1>(rows, a, lda, b + c, width, pairs, sums + c);
+    tile_rows<kTileVectors>(rows, a, lda, b + c, ldb, pairs, sums + c, stream);
+  for (; c < width; c += kLanes) tile_rows<1>(rows, a, lda, b + c, ldb, pairs, sums + c, stream);
 #endif
 }
 

@@ -1,0 +1,196 @@
+"""The paged cache and attention over it.
+
+A layer's cache is one tensor [blocks, 2, kv_heads, block size, padded head size]; what lies inside
+the last two dimensions is the kernels' own layout (src/attention/cache.h). Only `write_kv`,
+`qkv_prepare` and `paged_attention` read or write it; whole blocks may be copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modulm_kernels_cpu.check import CODES, contiguous, dtype_code, need, shape
+from modulm_kernels_cpu.library import Library
+
+__all__ = ["CACHE_DTYPES", "MAX_HEAD_SIZE", "attention_ops", "cache_shape"]
+
+#: Element types that a cache may have, and their codes in the C ABI.
+CACHE_DTYPES = {**CODES, torch.float8_e4m3fn: 3}
+MAX_HEAD_SIZE = 1024
+
+_UNIT = 32  # tokens of a block and dimensions of a head come in multiples of this
+
+
+def cache_shape(blocks: int, kv_heads: int, block_size: int, head_size: int) -> tuple[int, ...]:
+    """The shape of a layer's cache. `block_size` must be a multiple of 32."""
+    need(block_size % _UNIT == 0, f"block_size must be a multiple of {_UNIT}, not {block_size}")
+    return (blocks, 2, kv_heads, block_size, -(-head_size // _UNIT) * _UNIT)
+
+
+def attention_ops(library: Library) -> dict[str, Callable[..., Any]]:
+    """The ops of this module, bound to one level."""
+    return {
+        "write_kv": _write_kv(library),
+        "qkv_prepare": _qkv_prepare(library),
+        "paged_attention": _paged_attention(library),
+    }
+
+
+def _cache_arguments(cache: Tensor, kv_heads: int, size: int) -> tuple[int, int, int, int, int]:
+    """Address, kv heads, block size, padded head size and dtype code of a cache."""
+    need(
+        cache.dim() == 5 and cache.shape[1] == 2 and cache.is_contiguous(),
+        f"cache must be [blocks, 2, kv_heads, block, size], contiguous, not {list(cache.shape)}",
+    )
+    _, _, heads, block, padded = cache.shape
+    need(heads == kv_heads, f"cache has {heads} kv heads, not {kv_heads}")
+    need(block % _UNIT == 0, f"cache must have blocks of a multiple of {_UNIT}, not {block}")
+    need(padded == -(-size // _UNIT) * _UNIT, f"cache has heads of {padded}, not of {size}")
+    try:
+        code = CACHE_DTYPES[cache.dtype]
+    except KeyError:
+        raise ValueError(f"cache must be of a float dtype, not {str(cache.dtype)[6:]}") from None
+    return cache.data_ptr(), heads, block, padded, code
+
+
+def _heads(name: str, x: Tensor) -> None:
+    need(
+        x.dim() == 3 and x.stride(2) == 1 and x.shape[2] <= MAX_HEAD_SIZE,
+        f"{name} must be [tokens, heads, size <= {MAX_HEAD_SIZE}] with dense heads, "
+        f"not {list(x.shape)} with strides {list(x.stride())}",
+    )
+
+
+def _write_kv(library: Library) -> Callable[..., None]:
+    call = library.call("write_kv", "pnnpnnnnipnnnip")
+
+    def write_kv(k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
+        _heads("k", k)
+        _heads("v", v)
+        tokens, heads, size = k.shape
+        shape("v", v, tokens, heads, size)
+        need(v.dtype == k.dtype, f"v must be {k.dtype}, not {v.dtype}")
+        contiguous("slots", slots, torch.int64)
+        shape("slots", slots, tokens)
+        call(
+            k.data_ptr(), k.stride(0), k.stride(1), v.data_ptr(), v.stride(0), v.stride(1),
+            tokens, size, dtype_code("k", k), *_cache_arguments(cache, heads, size),
+            slots.data_ptr(),
+        )  # fmt: skip
+
+    return write_kv
+
+
+def _qkv_prepare(library: Library) -> Callable[..., Tensor]:
+    call = library.call("qkv_prepare", "pnnnnippffpnipipnnnipp")
+
+    def qkv_prepare(
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        cos_sin: Tensor | None,
+        positions: Tensor,
+        slots: Tensor,
+        cache: Tensor,
+        heads: int,
+        kv_heads: int,
+        neox: bool = True,
+        q_out: Tensor | None = None,
+        norm_offset: float = 0.0,
+    ) -> Tensor:
+        code = dtype_code("qkv", qkv)
+        tokens, width = qkv.shape
+        need(qkv.stride(1) == 1 or tokens == 0, "qkv must have dense rows")
+        size, rest = divmod(width, heads + 2 * kv_heads)
+        need(rest == 0 and size <= MAX_HEAD_SIZE, f"qkv of {width} does not hold the heads")
+        norms = [_norm(name, w, size) for name, w in (("q_norm", q_norm), ("k_norm", k_norm))]
+        contiguous("positions", positions, torch.int64)
+        contiguous("slots", slots, torch.int64)
+        shape("positions", positions, tokens)
+        shape("slots", slots, tokens)
+        turned = table_code = 0
+        if cos_sin is not None:
+            contiguous("cos_sin", cos_sin)
+            turned, table_code = cos_sin.shape[1], CODES.get(cos_sin.dtype, -1)
+            need(
+                cos_sin.dtype in (qkv.dtype, torch.float32),
+                f"cos_sin must be {qkv.dtype} or float32, not {cos_sin.dtype}",
+            )
+            need(turned <= size and turned % 2 == 0, "cos_sin is wider than a head")
+        if q_out is None:
+            q_out = qkv.new_empty(tokens, heads, size)
+        shape("q_out", q_out, tokens, heads, size)
+        contiguous("q_out", q_out, qkv.dtype)
+        call(
+            qkv.data_ptr(), qkv.stride(0), tokens, heads, size, code,
+            *(None if norm is None else norm.data_ptr() for norm in norms), eps, norm_offset,
+            None if cos_sin is None else cos_sin.data_ptr(), turned, table_code,
+            positions.data_ptr(), int(neox), *_cache_arguments(cache, kv_heads, size),
+            slots.data_ptr(), q_out.data_ptr(),
+        )  # fmt: skip
+        return q_out
+
+    return qkv_prepare
+
+
+def _norm(name: str, weight: Tensor | None, size: int) -> Tensor | None:
+    if weight is None:
+        return None
+    shape(name, weight, size)
+    return weight.float().contiguous()
+
+
+def _paged_attention(library: Library) -> Callable[..., Tensor]:
+    call = library.call("paged_attention", "pnnnnipnnnipnppnfnfppip")
+
+    def paged_attention(
+        q: Tensor,
+        cache: Tensor,
+        block_tables: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        scale: float,
+        out: Tensor,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        alibi: Tensor | None = None,
+        causal: bool = True,
+    ) -> Tensor:
+        _heads("q", q)
+        heads, size = q.shape[1:]
+        need(heads % cache.shape[2] == 0, f"q has {heads} heads for {cache.shape[2]} kv heads")
+        shape("out", out, *q.shape)
+        contiguous("out", out, q.dtype)
+        sequences = context_lens.shape[0]
+        need(
+            block_tables.dim() == 2 and block_tables.shape[0] == sequences,
+            f"block_tables must be [{sequences}, blocks], not {list(block_tables.shape)}",
+        )
+        need(
+            block_tables.dtype == torch.int32 and block_tables.stride(1) == 1,
+            "block_tables must be int32 with dense rows",
+        )
+        contiguous("query_starts", query_starts, torch.int32)
+        shape("query_starts", query_starts, sequences + 1)
+        contiguous("context_lens", context_lens, torch.int32)
+        for name, x in (("sinks", sinks), ("alibi", alibi)):
+            if x is not None:
+                shape(name, x, heads)
+                contiguous(name, x, torch.float32)
+        call(
+            q.data_ptr(), q.stride(0), q.stride(1), heads, size, dtype_code("q", q),
+            *_cache_arguments(cache, cache.shape[2], size),
+            block_tables.data_ptr(), block_tables.stride(0), query_starts.data_ptr(),
+            context_lens.data_ptr(), sequences, scale, window, softcap,
+            None if sinks is None else sinks.data_ptr(),
+            None if alibi is None else alibi.data_ptr(), int(causal), out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    return paged_attention

@@ -1,0 +1,89 @@
+// Filling the cache: plainly, or fused with the split, norm and rotation of a qkv projection.
+#include "attention/cache.h"
+#include "base/pool.h"
+#include "norm/norm.h"
+#include "rope/rope.h"
+
+namespace modulm {
+namespace {
+
+constexpr int64_t kElementsPerTask = 8192;
+constexpr int64_t kMaxSize = 1024;  // of a head
+
+template <class T>
+void copy_or_norm(const T* from, const float* norm, float eps, float offset, T* to, int64_t size) {
+  if (norm) rms_row(from, norm, eps, offset, to, size);
+  else std::memcpy(to, from, size * sizeof(T));
+}
+
+}  // namespace
+}  // namespace modulm
+
+using namespace modulm;
+
+// k, v: [tokens, heads, size] with the given strides in elements; negative slots are skipped.
+MODULM_API void modulm_write_kv(const void* k, int64_t k_token, int64_t k_head, const void* v,
+                                int64_t v_token, int64_t v_head, int64_t tokens, int64_t size,
+                                int dtype, void* data, int64_t heads, int64_t block, int64_t padded,
+                                int cache_dtype, const int64_t* slots) {
+  Cache cache{static_cast<uint8_t*>(data), heads, block, padded, cache_dtype};
+  with_float(dtype, [&](auto t) {
+    using T = decltype(t);
+    with_cache(cache_dtype, [&](auto e) {
+      using E = decltype(e);
+      parallel_runs(tokens, kElementsPerTask / (heads * size), [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) {
+          if (slots[i] < 0) continue;
+          for (int64_t h = 0; h < heads; h++)
+            put_token<E>(cache, slots[i], h, static_cast<const T*>(k) + i * k_token + h * k_head,
+                         static_cast<const T*>(v) + i * v_token + h * v_head, size);
+        }
+      });
+    });
+  });
+}
+
+// qkv: [tokens, (q_heads + 2 heads) * size] with row stride `stride`; norms: fp32 [size] or null;
+// table: [positions][turned] or null; q_out: [tokens, q_heads, size], contiguous.
+MODULM_API void modulm_qkv_prepare(const void* qkv, int64_t stride, int64_t tokens, int64_t q_heads,
+                                   int64_t size, int dtype, const float* q_norm,
+                                   const float* k_norm, float eps, float offset, const void* table,
+                                   int64_t turned, int table_dtype, const int64_t* positions,
+                                   int neox, void* data, int64_t heads, int64_t block,
+                                   int64_t padded, int cache_dtype, const int64_t* slots,
+                                   void* q_out) {
+  Cache cache{static_cast<uint8_t*>(data), heads, block, padded, cache_dtype};
+  with_float(dtype, [&](auto t) {
+    using T = decltype(t);
+    auto turn = [&](T* head, int64_t i) {
+      if (!table) return;
+      int64_t row = positions[i] * turned;
+      if (table_dtype == kF32)
+        rotate_head(head, static_cast<const float*>(table) + row, turned, neox);
+      else
+        rotate_head(head, static_cast<const T*>(table) + row, turned, neox);
+    };
+    int64_t per_token = (q_heads + 2 * heads) * size;
+    with_cache(cache_dtype, [&](auto e) {
+      using E = decltype(e);
+      parallel_runs(tokens, kElementsPerTask / per_token, [&](int64_t begin, int64_t end) {
+        T key[kMaxSize];
+        for (int64_t i = begin; i < end; i++) {
+          const T* row = static_cast<const T*>(qkv) + i * stride;
+          for (int64_t h = 0; h < q_heads; h++) {
+            T* to = static_cast<T*>(q_out) + (i * q_heads + h) * size;
+            copy_or_norm(row + h * size, q_norm, eps, offset, to, size);
+            turn(to, i);
+          }
+          if (slots[i] < 0) continue;
+          for (int64_t h = 0; h < heads; h++) {
+            copy_or_norm(row + (q_heads + h) * size, k_norm, eps, offset, key, size);
+            turn(key, i);
+            put_token<E>(cache, slots[i], h, static_cast<const T*>(key),
+                         row + (q_heads + heads + h) * size, size);
+          }
+        }
+      });
+    });
+  });
+}
