@@ -10,6 +10,7 @@ from modulm.nn.builder import Builder, Parts, Shared
 from modulm.nn.config import DecoderConfig, read_config, size
 from modulm.nn.decoder import (
     DecoderForCausalLM,
+    ParallelLayer,
     PreNormLayer,
     standard_attention,
     standard_mlp,
@@ -37,6 +38,7 @@ __all__ = [
     "Linear",
     "MoE",
     "Norm",
+    "ParallelLayer",
     "Parts",
     "PlainMLP",
     "PreNormLayer",

@@ -116,19 +116,32 @@ class Builder:
         self._weights(name, layer, spec, {name: outputs}, cut_inputs=group.size)
         return layer
 
-    def experts(self, name: str, experts: int, inputs: int, outputs: Parts, stored: str) -> Linear:
+    def experts(
+        self,
+        name: str,
+        experts: int,
+        inputs: int,
+        outputs: Parts,
+        stored: str,
+        *,
+        bias: str | None = None,
+    ) -> Linear:
         """`experts` linear maps stacked; applied with the method's `apply_experts`.
 
         `stored` says how the checkpoint names one of them, from here, with {expert} and {part}:
         "experts.{expert}.{part}"; it may also hold the stack [experts, outputs, inputs] under
-        `name`.
+        `name`. `bias` is the stored name of biases [experts, outputs], if there are any.
         """
         parts = {name: outputs} if isinstance(outputs, int) else dict(outputs)
         spec = evolve(
-            self._spec(name, inputs, tuple(parts.values()), False), kind="expert", experts=experts
+            self._spec(name, inputs, tuple(parts.values()), bias is not None),
+            kind="expert",
+            experts=experts,
         )
         layer = Linear(spec, self.shared.choose_method(spec), None)
         self._stacks(name, layer, spec, parts, stored)
+        if bias is not None:
+            self.parameter(bias, layer, "bias", (experts, spec.outputs))
         return layer
 
     # Tables, norms, single tensors.

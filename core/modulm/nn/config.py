@@ -58,7 +58,7 @@ class DecoderConfig:
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
-    sliding_window: int | None = size(None)
+    sliding_window: int | None = size(None, least=0)
     layer_types: tuple[str, ...] | None = None
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] | None = None
@@ -124,7 +124,7 @@ class DecoderConfig:
     def window(self, index: int) -> int | None:
         """How many tokens layer `index` sees, or None for all: by the file's layer types."""
         kind = self.layer_type(index)
-        return self.sliding_window if kind in ("", "sliding_attention") else None
+        return (self.sliding_window or None) if kind in ("", "sliding_attention") else None
 
     def rope(self, layer_type: str = "") -> Rope:
         """The rotary positions of layers of one type, from either spelling of the keys."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DecoderForCausalLM",
+    "ParallelLayer",
     "PreNormLayer",
     "standard_attention",
     "standard_mlp",
@@ -105,6 +106,25 @@ class PreNormLayer(Module):
         x, residual = self.attn_norm.add(x, residual)
         x, residual = self.mlp_norm.add(self.attn(x, batch), residual)
         return self.mlp(x), residual
+
+
+class ParallelLayer(Module):
+    """Attention and feed-forward side by side, both added to the stream at once.
+
+    Both branches see `norm`'s output, or the feed-forward one its own norm's.
+    """
+
+    def __init__(self, norm: Norm, attn: Module, mlp: Module, mlp_norm: Norm | None = None) -> None:
+        super().__init__()
+        self.norm, self.attn, self.mlp, self.mlp_norm = norm, attn, mlp, mlp_norm
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, batch: Batch
+    ) -> tuple[Tensor, Tensor | None]:
+        """x, residual: [tokens, hidden]."""
+        x, stream = self.norm.add(x, residual)
+        inner = x if self.mlp_norm is None else self.mlp_norm(stream)
+        return self.attn(x, batch) + self.mlp(inner), stream
 
 
 def standard_attention(c: DecoderConfig, b: Builder, index: int, **changes: Any) -> Attention:

@@ -44,7 +44,9 @@ class ExpertNames:
     down: str = "down_proj"
     gate_up_stack: str = "experts.gate_up_proj"
     down_stack: str = "experts.down_proj"
-    bias: str = "gate.e_score_correction_bias"
+    gate_up_bias: str | None = None
+    down_bias: str | None = None
+    choice_bias: str = "gate.e_score_correction_bias"
 
 
 _NAMES = ExpertNames()
@@ -79,13 +81,21 @@ class MoE(Module):
         self.ops, self.routing, self.experts = b.ops, routing, experts
         self.router = b.linear(names.router, hidden, experts, bias=router_bias, split=False)
         sizes = {names.gate: inner, names.up: inner}
-        self.gate_up = b.experts(names.gate_up_stack, experts, hidden, sizes, names.one)
-        down = {names.down: hidden}
-        self.down = b.experts(names.down_stack, experts, inner, down, names.one)
+        self.gate_up = b.experts(
+            names.gate_up_stack, experts, hidden, sizes, names.one, bias=names.gate_up_bias
+        )
+        self.down = b.experts(
+            names.down_stack,
+            experts,
+            inner,
+            {names.down: hidden},
+            names.one,
+            bias=names.down_bias,
+        )
         self.act = gated(act, b.ops) if isinstance(act, str) else act
         self.register_parameter("choice_bias", None)
         if choice_bias:
-            b.parameter(names.bias, self, "choice_bias", (experts,), dtype=torch.float32)
+            b.parameter(names.choice_bias, self, "choice_bias", (experts,), dtype=torch.float32)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""

@@ -96,9 +96,9 @@ def make_tiny(
         keys.pop(derived, None)
     config = model_type.config_class(**keys)
     config.architectures = [architecture]
-    model = model_type._from_config(config, dtype=torch.float32).eval()
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        model = model_type._from_config(config, dtype=torch.float32).eval()
         _randomise(model)
     model.to(getattr(torch, dtype))
     if model.can_generate():

@@ -140,7 +140,7 @@ def _reference(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     with torch.inference_mode():
-        logits = model(torch.tensor([list(tokens)])).logits[0]
+        logits: torch.Tensor = model(torch.tensor([list(tokens)])).logits[0]
     return logits.float().log_softmax(-1)
 
 

@@ -80,7 +80,7 @@ class Session:
         hidden = self.model.forward(self._builder.build(plan, places))
         logprobs = self.model.logits(hidden).float().log_softmax(-1).cpu()
         self.done[rows] += counts
-        return dict(zip(work, logprobs.split(counts.tolist()), strict=True))
+        return dict(zip(work, torch.split(logprobs, counts.tolist()), strict=True))
 
     def release(self, row: int) -> None:
         """The row's sequence is over; the next step on it starts at position 0."""
@@ -110,7 +110,7 @@ class Session:
 
     def _table(self, index: int, rows: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """The rows' block tables; blocks that have left a window are the null block."""
-        table = self._tables[index][rows].copy()
+        table: np.ndarray = self._tables[index][rows].copy()
         group = self.loaded.groups[index]
         if group.window is not None:
             gone = np.maximum(starts - group.window + 1, 0) // group.block_size

@@ -71,6 +71,7 @@ class GemmaBase(DecoderForCausalLM):
 class GemmaForCausalLM(GemmaBase):
     """Gemma with a language-model head."""
 
+    api = 1
     config_type = GemmaConfig
     layer = GemmaLayer
 

@@ -67,6 +67,7 @@ class Gemma2Layer(Module):
 class Gemma2ForCausalLM(GemmaBase):
     """Gemma 2 with a language-model head."""
 
+    api = 1
     config_type = Gemma2Config
     layer = Gemma2Layer
 

@@ -53,6 +53,7 @@ class Gemma3Layer(Gemma2Layer):
 class Gemma3ForCausalLM(Gemma2ForCausalLM):
     """Gemma 3 (text) with a language-model head."""
 
+    api = 1
     config_type = Gemma3Config
     layer = Gemma3Layer
 

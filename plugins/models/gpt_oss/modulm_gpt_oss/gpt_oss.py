@@ -1,0 +1,133 @@
+"""gpt-oss (arXiv 2508.10925): attention sinks, alternating windows, experts with a clamped SwiGLU.
+
+The file stores experts as [expert, inputs, outputs] with gate and up in alternating columns; they
+are turned round while loading. Its MXFP4 form needs a quantization method of that name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from modulm.nn import (
+    Builder,
+    DecoderConfig,
+    DecoderForCausalLM,
+    ExpertNames,
+    MoE,
+    PreNormLayer,
+    Rewrite,
+    Routing,
+    WeightNames,
+    size,
+    standard_attention,
+    tiny_config,
+)
+
+__all__ = ["GptOssConfig", "GptOssForCausalLM", "GptOssLayer", "clamped_swiglu"]
+
+_NAMES = ExpertNames(
+    router="router",
+    gate_up_bias="experts.gate_up_proj_bias",
+    down_bias="experts.down_proj_bias",
+)
+
+
+@frozen(kw_only=True)
+class GptOssConfig(DecoderConfig):
+    """config.json of gpt-oss; without layer types even layers have the window."""
+
+    rms_norm_eps: float = 1e-5
+    head_dim: int | None = size(64)
+    attention_bias: bool = True
+    sliding_window: int | None = size(128)
+    max_position_embeddings: int = size(131072)
+    num_local_experts: int = size()
+    num_experts_per_tok: int = size(4)
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+
+    def layer_type(self, index: int) -> str:
+        if self.layer_types is not None:
+            return self.layer_types[index]
+        return "full_attention" if index % 2 else "sliding_attention"
+
+
+def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
+    """(up + 1) * gate * sigmoid(alpha gate) of clamped halves; x: [tokens, 2 inner]."""
+    gate, up = x.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(alpha * gate)
+
+
+class GptOssLayer(PreNormLayer):
+    """The pre-norm block with sinks and experts."""
+
+    def __init__(self, c: GptOssConfig, b: Builder, index: int) -> None:
+        experts = MoE(
+            b.at("mlp"),
+            hidden=c.hidden_size,
+            inner=c.intermediate_size,
+            experts=c.num_local_experts,
+            routing=Routing(c.num_experts_per_tok),
+            act=partial(clamped_swiglu, alpha=c.swiglu_alpha, limit=c.swiglu_limit),
+            router_bias=True,
+            names=_NAMES,
+        )
+        super().__init__(
+            b.rms_norm("input_layernorm", c.hidden_size, c.rms_norm_eps),
+            standard_attention(c, b, index, sinks=True),
+            b.rms_norm("post_attention_layernorm", c.hidden_size, c.rms_norm_eps),
+            experts,
+        )
+
+
+def _turn(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+    """[expert, inputs, outputs] -> [expert, outputs, inputs]."""
+    yield name, tensor.transpose(-1, -2)
+
+
+def _turn_pairs(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+    """The same for gate and up in alternating columns: all of gate, then all of up."""
+    turned = tensor.transpose(-1, -2) if tensor.dim() == 3 else tensor
+    yield name, torch.cat([turned[:, ::2], turned[:, 1::2]], dim=1)
+
+
+class GptOssForCausalLM(DecoderForCausalLM):
+    """gpt-oss with a language-model head."""
+
+    api = 1
+    config_type = GptOssConfig
+    layer = GptOssLayer
+    names = WeightNames(
+        rewrite=(
+            Rewrite(r"experts\.gate_up_proj(_bias)?$", _turn_pairs),
+            Rewrite(r"experts\.down_proj$", _turn),
+        )
+    )
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        return tiny_config(
+            "gpt_oss",
+            "GptOssForCausalLM",
+            head_dim=16,
+            sliding_window=12,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+            },
+        )

@@ -1,0 +1,1 @@
+"""OLMo 1, 2 and 3 for modulm."""

@@ -1,0 +1,61 @@
+"""OLMo (arXiv 2402.00838): Llama's block with layer norms that have no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.nn.functional as F
+from attrs import frozen
+from torch import Tensor
+
+from modulm.nn import (
+    Builder,
+    DecoderConfig,
+    DecoderForCausalLM,
+    Norm,
+    PreNormLayer,
+    standard_attention,
+    standard_mlp,
+    tiny_config,
+)
+
+__all__ = ["OlmoConfig", "OlmoForCausalLM", "OlmoLayer", "PlainNorm"]
+
+
+@frozen(kw_only=True)
+class OlmoConfig(DecoderConfig):
+    """config.json of OLMo; `clip_qkv` bounds queries, keys and values."""
+
+    clip_qkv: float | None = None
+
+
+class PlainNorm(Norm):
+    """A layer norm without weight or bias, computed in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., size] -> the same shape."""
+        return F.layer_norm(x.float(), x.shape[-1:], eps=1e-5).to(x.dtype)
+
+
+class OlmoLayer(PreNormLayer):
+    """The pre-norm block."""
+
+    def __init__(self, c: OlmoConfig, b: Builder, index: int) -> None:
+        attention = standard_attention(c, b, index, clip=c.clip_qkv)
+        super().__init__(PlainNorm(), attention, PlainNorm(), standard_mlp(c, b))
+
+
+class OlmoForCausalLM(DecoderForCausalLM):
+    """OLMo with a language-model head."""
+
+    api = 1
+    config_type = OlmoConfig
+    layer = OlmoLayer
+
+    def make_norm(self, config: Any, b: Builder) -> Norm:
+        return PlainNorm()
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        return tiny_config("olmo", "OlmoForCausalLM", clip_qkv=1.5)

@@ -1,0 +1,106 @@
+"""OLMo 2 and 3 (arXiv 2501.00656): each branch is normed before it is added, not before it starts.
+
+OLMo 3 has windows in three of four layers; rotary scaling holds for the full ones only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import frozen
+from torch import Tensor
+from torch.nn import Module
+
+from modulm.contracts.model import Batch
+from modulm.nn import (
+    Builder,
+    DecoderConfig,
+    DecoderForCausalLM,
+    Rope,
+    parse_rope,
+    size,
+    standard_attention,
+    standard_mlp,
+    tiny_config,
+)
+
+__all__ = ["Olmo2Config", "Olmo2ForCausalLM", "Olmo2Layer", "Olmo3Config", "Olmo3ForCausalLM"]
+
+
+@frozen(kw_only=True)
+class Olmo2Config(DecoderConfig):
+    """config.json of OLMo 2."""
+
+    rms_norm_eps: float = 1e-5
+
+
+@frozen(kw_only=True)
+class Olmo3Config(Olmo2Config):
+    """config.json of OLMo 3."""
+
+    sliding_window: int | None = size(4096)
+
+    def layer_type(self, index: int) -> str:
+        if self.layer_types is not None:
+            return self.layer_types[index]
+        return "sliding_attention" if (index + 1) % 4 else "full_attention"
+
+    def rope(self, layer_type: str = "") -> Rope:
+        nested = self.rope_parameters is not None and layer_type in self.rope_parameters
+        if layer_type == "sliding_attention" and not nested:
+            plain = {"rope_theta": (self.rope_parameters or {}).get("rope_theta", self.rope_theta)}
+            return parse_rope(
+                plain, head_size=self.head_size, max_positions=self.max_position_embeddings
+            )
+        return super().rope(layer_type)
+
+
+class Olmo2Layer(Module):
+    """x + norm(attention(x)), then x + norm(feed-forward(x)); q and k normed over all heads."""
+
+    def __init__(self, c: Olmo2Config, b: Builder, index: int) -> None:
+        super().__init__()
+        at = b.at("self_attn")
+        q_norm = at.rms_norm("q_norm", c.heads * c.head_size, c.rms_norm_eps)
+        k_norm = at.rms_norm("k_norm", c.kv_heads * c.head_size, c.rms_norm_eps)
+        self.attn = standard_attention(c, b, index, qk_norm=(q_norm, k_norm), norm_whole=True)
+        self.attn_norm = b.rms_norm("post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
+        self.mlp = standard_mlp(c, b)
+        self.mlp_norm = b.rms_norm("post_feedforward_layernorm", c.hidden_size, c.rms_norm_eps)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, batch: Batch
+    ) -> tuple[Tensor, Tensor | None]:
+        """x, residual: [tokens, hidden]."""
+        x = x if residual is None else residual + x
+        x = x + self.attn_norm(self.attn(x, batch))
+        return self.mlp_norm(self.mlp(x)), x
+
+
+class Olmo2ForCausalLM(DecoderForCausalLM):
+    """OLMo 2 with a language-model head."""
+
+    api = 1
+    config_type = Olmo2Config
+    layer = Olmo2Layer
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        return tiny_config("olmo2", "Olmo2ForCausalLM")
+
+
+class Olmo3ForCausalLM(Olmo2ForCausalLM):
+    """OLMo 3 with a language-model head."""
+
+    api = 1
+    config_type = Olmo3Config
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        return tiny_config(
+            "olmo3",
+            "Olmo3ForCausalLM",
+            sliding_window=12,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        )
