@@ -88,7 +88,7 @@ def create_app(engine: Any, config: EngineConfig) -> Served:
     families = _families(context)
     _add_routes(api, families)
     _add_middleware(api, server)
-    manager.current().notify("modulm_app_created", app=api, config=config)
+    manager.current().hook.modulm_app_created(app=api, config=config)
     guard(api.router.routes, read_keys(server))
     boundary = Boundary(
         api,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from modulm.errors import ConfigError
+from modulm.plugins import manager
 from modulm.server.app import Served, create_app, served_names
 from modulm.server.auth import read_keys
 from modulm.server.talk import with_declared_parsers
@@ -170,9 +171,11 @@ def banner(config: EngineConfig, sock: socket.socket) -> str:
         host, port = sock.getsockname()[:2]
         url, option = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}", ""
     key = ' -H "Authorization: Bearer $KEY"' if read_keys(server) else ""
+    header = manager.current().gather("modulm_report_header", config=config)
     return (
         f"{model} is served at {url}\n"
-        f"  chat page   {url}/\n"
+        + "".join(f"  {line}\n" for line in header)
+        + f"  chat page   {url}/\n"
         f"  try         curl{option} {url}/v1/chat/completions{key} -H 'Content-Type: "
         'application/json\' -d \'{"model": "'
         f'{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}\'\n'

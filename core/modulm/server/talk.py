@@ -13,8 +13,13 @@ from typing import TYPE_CHECKING, Any
 from attrs import field, frozen
 
 from modulm.contracts.parser import Content, ParseContext, Reasoning
+from modulm.errors import RequestError
+from modulm.loading import open_checkpoint
 from modulm.parsing import ParsedMessage, assemble, message_parser
 from modulm.plugins import manager
+from modulm.plugins.defaults import choose_parser
+from modulm.plugins.explain import Decision, Verdict
+from modulm.plugins.kinds import find_kind
 from modulm.server.errors import ApiError
 
 if TYPE_CHECKING:
@@ -24,7 +29,15 @@ if TYPE_CHECKING:
     from modulm.parsing import MessageParser
     from modulm.server.desk import Desk, Prompt
 
-__all__ = ["Message", "Parsers", "Started", "Step", "Turn", "with_declared_parsers"]
+__all__ = [
+    "Message",
+    "Parsers",
+    "Started",
+    "Step",
+    "Turn",
+    "parser_decisions",
+    "with_declared_parsers",
+]
 
 #: Characters of the prompt's end that a parser gets to see.
 _TAIL = 512
@@ -50,22 +63,45 @@ class Parsers:
 
 
 def with_declared_parsers(config: EngineConfig) -> EngineConfig:
-    """The configuration with the parsers that a named checkpoint declares for itself.
-
-    A driver of `modulm.checkpoints` may have an attribute `parsers`, a table with the keys `tool`
-    and `reasoning`. What the user gave stays.
-    """
-    plugins = manager.current()
-    name = config.model.model
-    if not any(entry.name == name for entry in plugins.names("checkpoints")):
-        return config
-    declared: Mapping[str, str] = getattr(plugins.load("checkpoints", name), "parsers", {})
+    """The configuration with the parsers that fit the checkpoint; what the user gave stays."""
+    tool, reasoning = (decision.winner for decision in parser_decisions(config))
     flags: dict[str, Any] = {}
-    if config.structured_outputs.reasoning_parser is None and "reasoning" in declared:
-        flags["reasoning_parser"] = declared["reasoning"]
-    if config.frontend.tool_call_parser is None and "tool" in declared:
-        flags |= {"tool_call_parser": declared["tool"], "enable_auto_tool_choice": True}
+    if config.structured_outputs.reasoning_parser is None and reasoning is not None:
+        flags["reasoning_parser"] = reasoning
+    if config.frontend.tool_call_parser is None and tool is not None:
+        flags |= {"tool_call_parser": tool, "enable_auto_tool_choice": True}
     return config.with_(**flags)
+
+
+def parser_decisions(config: EngineConfig) -> tuple[Decision, Decision]:
+    """Which tool parser and which reasoning parser, and why.
+
+    A flag comes first, then what a named checkpoint declares (a driver of `modulm.checkpoints` may
+    have an attribute `parsers`, a table with the keys `tool` and `reasoning`), then what a plugin
+    chooses for the checkpoint.
+    """
+    plugins, name = manager.current(), config.model.model
+    declared: Mapping[str, str] = {}
+    if any(entry.name == name for entry in plugins.names("checkpoints")):
+        declared = getattr(plugins.load("checkpoints", name), "parsers", {})
+    given = config.frontend.tool_call_parser, config.structured_outputs.reasoning_parser
+    tool = _parser_decision(config, "tool_parsers", given[0], declared.get("tool"))
+    reasoning = _parser_decision(config, "reasoning_parsers", given[1], declared.get("reasoning"))
+    return tool, reasoning
+
+
+def _parser_decision(
+    config: EngineConfig, kind: str, given: str | None, declared: str | None
+) -> Decision:
+    plugins, subject = manager.current(), find_kind(kind).noun
+    candidates = tuple(Verdict(entry.name) for entry in plugins.names(kind))
+    if given is not None:
+        return Decision(subject, candidates, given, "given by flag")
+    if declared is not None:
+        return Decision(subject, candidates, declared, f"{config.model.model} declares it")
+    if not plugins.hook.modulm_choose_parser.get_hookimpls():
+        return Decision(subject, candidates, None, "no flag, and no plugin chooses one")
+    return choose_parser(plugins, kind, open_checkpoint(config).info).decision
 
 
 @frozen(kw_only=True)
@@ -97,7 +133,8 @@ class Message:
 class Turn:
     """A turn that is ready to run.
 
-    tools: in OpenAI's form. tool_choice: as in OpenAI's API.
+    tools: in OpenAI's form. tool_choice: as in OpenAI's API. fields: what the API calls a field of
+    the engine's, where it has another name for it; errors blame that.
     """
 
     desk: Desk
@@ -107,6 +144,7 @@ class Turn:
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: str | Mapping[str, Any] = "none"
     template_kwargs: Mapping[str, Any] = field(factory=dict)
+    fields: Mapping[str, str] = field(factory=dict)
     priority: int = 0
     cache_salt: str | None = None
 
@@ -147,9 +185,13 @@ class Turn:
 
     async def start(self) -> Started:
         """Hand the turn to the engine. Raises what the engine has against it."""
-        running = await self.desk.generate(
-            self.prompt, self.tuned(), priority=self.priority, cache_salt=self.cache_salt
-        )
+        try:
+            running = await self.desk.generate(
+                self.prompt, self.tuned(), priority=self.priority, cache_salt=self.cache_salt
+            )
+        except RequestError as error:
+            error.param = self.fields.get(error.param or "", error.param)
+            raise
         return Started(turn=self, running=running)
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from modulm.contracts.parser import Content, Reasoning, ToolArguments, ToolStart
-from modulm.errors import RequestError
 from modulm.parsing import new_call_id
 from modulm.server.constraints import (
     check_tools,
@@ -49,7 +48,7 @@ _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "functio
 
 @frozen
 class _Job:
-    """One request, checked and rendered. `origin`: the field that the constraint comes from."""
+    """One request, checked and rendered."""
 
     id: str
     created: int
@@ -58,7 +57,6 @@ class _Job:
     turn: Turn
     role: str
     echo: str
-    origin: str | None
 
     @property
     def reasoning(self) -> bool:
@@ -80,7 +78,7 @@ class Chat:
     async def answer(self, request: Request, body: ChatRequest) -> Response:
         """The answer to one request."""
         job = await self._job(request, body)
-        started = await self._start(job)
+        started = await job.turn.start()
         if body.stream:
             quiet = self._context.config.frontend.sse_keep_alive_interval
             return EventStream(self._frames(job, started), quiet=quiet)
@@ -107,6 +105,7 @@ class Chat:
             tools=tools,
             tool_choice=choice,
             template_kwargs=variables,
+            fields={"structured_outputs": origin or "", "prompt": "messages"},
             priority=check_priority(self._context.config, body.priority),
             cache_salt=body.cache_salt,
         )
@@ -121,7 +120,6 @@ class Chat:
             turn=turn,
             role=body.messages[-1]["role"] if continued else server.response_role,
             echo=_last_text(body.messages) if body.echo else "",
-            origin=origin,
         )
 
     def _refuse(self, body: ChatRequest) -> None:
@@ -188,19 +186,6 @@ class Chat:
             continue_final_message=continued,
             add_special_tokens=bool(body.add_special_tokens),
         )
-
-    async def _start(self, job: _Job) -> Started:
-        """The turn in progress; a constraint that does not compile is blamed on its field."""
-        try:
-            return await job.turn.start()
-        except RequestError as error:
-            param = {"structured_outputs": job.origin, "prompt": "messages"}.get(
-                error.param or "", error.param
-            )
-            if param == error.param:
-                raise
-            error.param = param
-            raise
 
     # A whole answer.
 

@@ -1,0 +1,177 @@
+"""The route family: requests in, messages or events out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from modulm.contracts.route import RouteFamily
+from modulm.server.constraints import forced_tool
+from modulm.server.desk import ChatOptions
+from modulm.server.errors import ClientGone, error_body, report
+from modulm.server.sse import EventStream, event, until_gone
+from modulm.server.talk import Parsers, Turn
+from modulm.server.wire import bad_field, json_response, read
+from modulm_route_anthropic.events import Events, blocks_of, stop_of, usage_of
+from modulm_route_anthropic.schema import (
+    CountRequest,
+    MessagesRequest,
+    messages_of,
+    params_of,
+    tools_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from modulm.server.errors import ApiError
+    from modulm.server.talk import Started
+
+__all__ = ["Anthropic"]
+
+
+@frozen
+class _Job:
+    """One request, ready to run."""
+
+    id: str
+    model: str
+    turn: Turn
+    thinking: bool
+    single: bool
+
+
+class Anthropic(RouteFamily):
+    """`/v1/messages` and `/v1/messages/count_tokens`."""
+
+    name = "anthropic"
+    api = 1
+
+    def router(self) -> APIRouter:
+        router = APIRouter(prefix="/v1/messages", tags=["Anthropic"])
+        self._parsers = Parsers.of(self.context.config)
+        router.add_api_route("", self.create, methods=["POST"])
+        router.add_api_route("/count_tokens", self.count, methods=["POST"])
+        return router
+
+    async def create(self, request: Request) -> Response:
+        """Answer a conversation."""
+        try:
+            body = await read(request, MessagesRequest)
+            job = await self._job(request, body)
+            started = await job.turn.start()
+            if body.stream:
+                quiet = self.context.config.frontend.sse_keep_alive_interval
+                return EventStream(self._frames(job, started), quiet=quiet, failed=_failed)
+            return json_response(await until_gone(self._whole(job, started), request.receive))
+        except ClientGone:
+            raise
+        except Exception as error:
+            return self._refuse(request, error)
+
+    async def count(self, request: Request) -> Response:
+        """How many tokens a conversation has."""
+        try:
+            body = await read(request, CountRequest)
+            self.context.desk.model(body.model)
+            tools, _, _ = tools_of(body)
+            options = ChatOptions(tools=tools, variables=_variables(body))
+            prompt = await self.context.desk.from_messages(messages_of(body), options)
+            return json_response({"input_tokens": len(prompt.ids)})
+        except Exception as error:
+            return self._refuse(request, error)
+
+    def _refuse(self, request: Request, error: Exception) -> Response:
+        told = report(error, request.scope, self.context.config.frontend.log_error_stack)
+        return json_response(_error(told), told.status, told.headers)
+
+    async def _job(self, request: Request, body: MessagesRequest) -> _Job:
+        desk = self.context.desk
+        model = desk.model(body.model)
+        desk.check_open()
+        tools, choice, several = tools_of(body)
+        variables = _variables(body)
+        constraint = forced_tool(choice, tools, several)
+        turn = Turn(
+            desk=desk,
+            prompt=await desk.from_messages(
+                messages_of(body), ChatOptions(tools=tools, variables=variables)
+            ),
+            params=params_of(body, self.context.engine.info.defaults, constraint),
+            parsers=self._parsers,
+            tools=tools,
+            tool_choice=choice,
+            template_kwargs=variables,
+            fields={
+                "stop": "stop_sequences",
+                "prompt": "messages",
+                "structured_outputs": "tools",
+            },
+        )
+        turn.check()
+        disabled = (body.thinking or {}).get("type") == "disabled"
+        name = f"msg_{request.scope['modulm.id']}"
+        return _Job(name, model, turn, thinking=not disabled, single=not several)
+
+    async def _whole(self, job: _Job, started: Started) -> dict[str, Any]:
+        output, messages = await started.messages()
+        message = messages[0]
+        blocks = blocks_of(message.parsed, job.thinking, job.single)
+        called = any(block["type"] == "tool_use" for block in blocks)
+        return {
+            **_opening(job),
+            "content": blocks,
+            **stop_of(message.finish_reason, message.stop_reason, called),
+            "usage": usage_of(output, len(message.token_ids)),
+        }
+
+    async def _frames(self, job: _Job, started: Started) -> AsyncGenerator[bytes, None]:
+        events = Events(job.thinking, job.single)
+        opened = False
+        async for output, steps in started.steps():
+            if not opened:
+                opened = True
+                usage = usage_of(output, 0)
+                message = {**_opening(job), "content": [], **stop_of(None, None, False)}
+                yield _named({"type": "message_start", "message": {**message, "usage": usage}})
+                yield _named({"type": "ping"})
+            for step in steps:
+                for value in events.of(step.events):
+                    yield _named(value)
+                if step.finish_reason is not None:
+                    for value in events.close():
+                        yield _named(value)
+                    stop = stop_of(step.finish_reason, step.stop_reason, events.called)
+                    usage = {"output_tokens": step.generated}
+                    yield _named({"type": "message_delta", "delta": stop, "usage": usage})
+        yield _named({"type": "message_stop"})
+
+
+def _opening(job: _Job) -> dict[str, Any]:
+    return {"id": job.id, "type": "message", "role": "assistant", "model": job.model}
+
+
+def _named(value: dict[str, Any]) -> bytes:
+    return event(value["type"], value)
+
+
+def _error(told: ApiError) -> dict[str, Any]:
+    """Anthropic's error, with OpenAI's `param` and `code` beside its own fields."""
+    return {"type": "error", **error_body(told)}
+
+
+def _failed(told: ApiError) -> bytes:
+    return _named(_error(told))
+
+
+def _variables(body: Any) -> dict[str, Any]:
+    """What `thinking` means to a chat template."""
+    if body.thinking is None:
+        return {}
+    kind = body.thinking.get("type")
+    if kind not in ("enabled", "disabled", "adaptive"):
+        raise bad_field("thinking", "thinking.type: enabled, adaptive or disabled")
+    return {"enable_thinking": kind != "disabled"}

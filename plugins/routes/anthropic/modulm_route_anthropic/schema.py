@@ -1,0 +1,176 @@
+"""Request bodies, and their way to messages, tools and parameters in OpenAI's terms."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from modulm.contracts.sampling import OutputKind, SamplingParams
+from modulm.server.constraints import check_tools
+from modulm.server.sampling import LIMITS
+from modulm.server.wire import bad_field
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+__all__ = ["CountRequest", "MessagesRequest", "messages_of", "params_of", "tools_of"]
+
+
+class _Conversation(Struct, kw_only=True):
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=LIMITS.messages)]
+    model: str | UnsetType = UNSET
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+
+
+class CountRequest(_Conversation, kw_only=True):
+    """`POST /v1/messages/count_tokens`."""
+
+
+class MessagesRequest(_Conversation, kw_only=True):
+    """`POST /v1/messages`."""
+
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    stop_sequences: list[str] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    stream: bool | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    output_config: dict[str, Any] | None = None
+    context_management: dict[str, Any] | None = None
+
+
+def messages_of(body: _Conversation) -> list[dict[str, Any]]:
+    """The conversation as chat messages. Raises ApiError(400)."""
+    messages: list[dict[str, Any]] = []
+    if body.system:
+        messages.append({"role": "system", "content": _texts(body.system, "system")})
+    for index, message in enumerate(body.messages):
+        role = message.get("role")
+        if role not in ("user", "assistant", "system"):
+            raise bad_field("messages", f"messages[{index}].role: user or assistant")
+        content = message.get("content")
+        if isinstance(content, str):
+            messages.append({"role": role, "content": content})
+        elif isinstance(content, list):
+            blocks = [_block(index, place, block) for place, block in enumerate(content)]
+            messages += _assistant(blocks) if role == "assistant" else _user(role, blocks)
+        else:
+            raise bad_field("messages", f"messages[{index}].content: a string or a list of blocks")
+    return messages
+
+
+def _block(index: int, place: int, block: Any) -> dict[str, Any]:
+    where = f"messages[{index}].content[{place}]"
+    if not isinstance(block, dict):
+        raise bad_field("messages", f"{where}: an object with a type is expected")
+    kind = block.get("type")
+    wanted: dict[str, dict[str, type]] = {
+        "text": {"text": str},
+        "thinking": {"thinking": str},
+        "redacted_thinking": {},
+        "tool_use": {"id": str, "name": str, "input": dict},
+        "tool_result": {"tool_use_id": str},
+    }
+    if not isinstance(kind, str) or kind not in wanted:
+        raise bad_field("messages", f"{where}: this model takes no {str(kind)[:64]!r} blocks")
+    for name, form in wanted[kind].items():
+        if not isinstance(block.get(name), form):
+            raise bad_field("messages", f"{where}.{name}: is missing or of the wrong type")
+    return block
+
+
+def _texts(value: Any, where: str) -> str:
+    """Text given as a string or as a list of text blocks."""
+    if isinstance(value, str):
+        return value
+    texts = []
+    for block in value or ():
+        text = block.get("text") if isinstance(block, dict) else None
+        if not isinstance(text, str):
+            raise bad_field(where, f"{where}: only text blocks are supported here")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _assistant(blocks: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": "".join(block["text"] for block in blocks if block["type"] == "text"),
+    }
+    thoughts = [block["thinking"] for block in blocks if block["type"] == "thinking"]
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    calls = [block for block in blocks if block["type"] == "tool_use"]
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": call["id"],
+                "type": "function",
+                "function": {
+                    "name": call["name"],
+                    "arguments": msgspec.json.encode(call["input"]).decode(),
+                },
+            }
+            for call in calls
+        ]
+    yield message
+
+
+def _user(role: str, blocks: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Results of tools come before what the user says with them."""
+    for block in blocks:
+        if block["type"] == "tool_result":
+            yield {
+                "role": "tool",
+                "tool_call_id": block["tool_use_id"],
+                "content": _texts(block.get("content") or "", "messages"),
+            }
+    texts = [block["text"] for block in blocks if block["type"] == "text"]
+    if texts:
+        yield {"role": role, "content": "\n".join(texts)}
+
+
+def tools_of(body: _Conversation) -> tuple[tuple[dict[str, Any], ...], Any, bool]:
+    """(tools, tool choice, whether several calls may come) in OpenAI's terms."""
+    made = []
+    for index, tool in enumerate(body.tools or ()):
+        if tool.get("type", "custom") != "custom":
+            raise bad_field("tools", f"tools[{index}]: tools of the server are not there")
+        function = {"name": tool.get("name"), "description": tool.get("description") or ""}
+        schema = tool.get("input_schema", {"type": "object"})
+        made.append({"type": "function", "function": {**function, "parameters": schema}})
+    tools = check_tools(made)
+    choice = body.tool_choice or {"type": "auto" if tools else "none"}
+    several = not choice.get("disable_parallel_tool_use", False)
+    kind = choice.get("type")
+    if kind == "tool":
+        return tools, {"type": "function", "function": {"name": choice.get("name")}}, several
+    named = {"auto": "auto", "any": "required", "none": "none"}
+    if kind not in named:
+        raise bad_field("tool_choice", "tool_choice.type: auto, any, tool or none")
+    return tools, named[kind], several
+
+
+def params_of(
+    body: MessagesRequest, defaults: Mapping[str, Any], constraint: Any
+) -> SamplingParams:
+    """Sampling parameters; `defaults` are those of the model."""
+    given = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return SamplingParams(
+        **{
+            **defaults,
+            **chosen,
+            "max_tokens": body.max_tokens,
+            "stop": body.stop_sequences,
+            "structured_outputs": constraint,
+            "output_kind": OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
+        }
+    )
