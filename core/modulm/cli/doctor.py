@@ -128,7 +128,7 @@ def _hook_report(manager: plugins.PluginManager, declaration: Declaration) -> Re
     problem = manager.problems.get(declaration.name)
     if problem is not None:
         return Report(title, declaration.origin, False, seconds, error=str(problem))
-    checks = [check for checks in manager.hook.modulm_doctor_checks() for check in checks]
+    checks = manager.gather("modulm_doctor_checks")
     failed = "; ".join(f"{check.subject}: {check.message}" for check in checks if not check.ok)
     return Report(title, declaration.origin, not failed, seconds, error=failed)
 

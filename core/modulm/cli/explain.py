@@ -39,6 +39,7 @@ def decisions_for(draft: Draft) -> list[Decision]:
     from modulm.config.resolve import choose_platform, resolve
     from modulm.loading import explain_model, open_checkpoint
     from modulm.plugins import manager
+    from modulm.server.talk import parser_decisions
 
     plugins = manager.current()
     platform, device = choose_platform(draft.config, plugins)
@@ -54,4 +55,4 @@ def decisions_for(draft: Draft) -> list[Decision]:
     )
     model = explain_model(resolved.config, checkpoint, platform, plugins)
     flags = [decision for decision in resolved.decisions if decision.subject != device.subject]
-    return [device, *model, *flags]
+    return [device, *model, *parser_decisions(draft.config), *flags]

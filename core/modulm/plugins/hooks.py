@@ -65,17 +65,23 @@ class Hooks:
         if self._manager.is_registered(plugin):
             self._manager.unregister(plugin)
 
-    def notify(self, hook: str, **arguments: Any) -> None:
-        """Deliver a notice. An implementation that raises is logged and its plugin switched off."""
+    def notify(self, hook: str, **arguments: Any) -> list[Any]:
+        """Ask everybody; the answers that are not None, in the order of registration.
+
+        An implementation that raises is logged and its plugin switched off.
+        """
         caller = getattr(self._manager.hook, hook)
-        for implementation in reversed(caller.get_hookimpls()):
+        answers = []
+        for implementation in caller.get_hookimpls():
             try:
-                implementation.function(*(arguments[name] for name in implementation.argnames))
+                given = (arguments[name] for name in implementation.argnames)
+                answers.append(implementation.function(*given))
             except Exception:
                 log.exception(
                     "plugin %s raised in %s and is switched off", implementation.plugin_name, hook
                 )
                 self.remove(implementation.plugin)
+        return [answer for answer in answers if answer is not None]
 
     def replay(self, hook: str, **arguments: Any) -> None:
         """Deliver a historic notice, now and to every plugin that is registered later."""

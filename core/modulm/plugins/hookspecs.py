@@ -103,9 +103,9 @@ def modulm_choose_model(architectures: Sequence[str], config: Mapping[str, Any])
 
 @hookspec(firstresult=True)
 def modulm_choose_attention(spec: AttentionSpec, platform: Platform) -> Choice | None:
-    """Choose the attention backend for the layers of one spec on `platform`.
+    """Choose the attention backend for the layers of one spec.
 
-    First result. Asked once per distinct spec, when `--attention-backend` is not given; the chosen
+    `spec` is the `AttentionSpec`, `platform` the platform in use. First result. Asked once per distinct spec, when `--attention-backend` is not given; the chosen
     backend must still accept the spec.
     """
 
@@ -114,7 +114,7 @@ def modulm_choose_attention(spec: AttentionSpec, platform: Platform) -> Choice |
 def modulm_choose_quantization(checkpoint: CheckpointInfo, platform: Platform) -> Choice | None:
     """Choose the quantization method of a checkpoint.
 
-    First result. Asked once per engine, when `--quantization` is not given, before the methods
+    `checkpoint` is its `CheckpointInfo`, `platform` the platform in use. First result. Asked once per engine, when `--quantization` is not given, before the methods
     are asked whether they claim the checkpoint.
     """
 
@@ -123,7 +123,7 @@ def modulm_choose_quantization(checkpoint: CheckpointInfo, platform: Platform) -
 def modulm_choose_platform(probes: Mapping[str, Probe]) -> Choice | None:
     """Choose the platform, given what each installed one says about this machine.
 
-    First result. Asked once per process, when `--device` is "auto", before the highest score is
+    `probes` maps names to `Probe`s. First result. Asked once per process, when `--device` is "auto", before the highest score is
     taken.
     """
 
@@ -132,7 +132,8 @@ def modulm_choose_platform(probes: Mapping[str, Probe]) -> Choice | None:
 def modulm_choose_parser(kind: str, checkpoint: CheckpointInfo) -> Choice | None:
     """Choose the parser for a model's output.
 
-    `kind` is "tool_parsers" or "reasoning_parsers". First result. Asked once per served model and
+    `kind` is "tool_parsers" or "reasoning_parsers", `checkpoint` the model's `CheckpointInfo`.
+    First result. Asked once per served model and
     kind, when the flag is not given; with no answer there is no parser.
     """
 
@@ -155,7 +156,7 @@ def modulm_config_final(config: Any) -> None:
     """The engine's configuration is complete; it does not change after this.
 
     `config` is the frozen EngineConfig. Historic: a plugin that is registered later is still
-    told. Notice.
+    told. Raising stops the engine from starting.
     """
 
 
@@ -201,21 +202,24 @@ def modulm_engine_failed(error: BaseException) -> None:
 def modulm_request_admitted(request: str, params: SamplingParams | PoolingParams) -> None:
     """A request got its row and will run in this step.
 
-    `request` is its id. Called again when a preempted request comes back. Notice, in the engine's
+    `request` is its id, `params` how its tokens are chosen. Called again when a preempted request comes back. Notice, in the engine's
     loop: be quick.
     """
 
 
 @hookspec
 def modulm_request_finished(request: str, reason: str) -> None:
-    """A request has ended; `reason` is "stop", "length", "abort" or "error". Notice."""
+    """The request with id `request` has ended.
+
+    `reason` is "stop", "length", "abort" or "error". Notice.
+    """
 
 
 @hookspec
 def modulm_logits_steps(config: Any, vocabulary: int) -> Sequence[LogitsProcessor]:  # type: ignore[empty-body]
     """Logits processors that every request of the engine passes through.
 
-    `vocabulary` is the width of the logits. Called once, when the sampler is built; the objects
+    `config` is the EngineConfig, `vocabulary` the width of the logits. Called once, when the sampler is built; the objects
     are then called directly by it, in the order of registration.
     """
 

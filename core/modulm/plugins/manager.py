@@ -239,6 +239,11 @@ class PluginManager:
         self.load_hooks()
         self._pluggy().notify(hook, **arguments)
 
+    def gather(self, hook: str, **arguments: Any) -> list[Any]:
+        """The items of everybody's answers, e.g. lines of the banner; faults as in `notify`."""
+        self.load_hooks()
+        return [item for items in self._pluggy().notify(hook, **arguments) for item in items]
+
     def config_final(self, config: Any) -> None:
         """Deliver `modulm_config_final`, also to hook plugins that are added later."""
         self.load_hooks()

@@ -1,0 +1,228 @@
+"""Every hook is asked or told by the engine, the server or the command line itself."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modulm import LLM, EngineConfig, SamplingParams
+from modulm.contracts.sampling import LogitsProcessor
+from modulm.errors import EngineDead, EngineError
+from modulm.plugins import Check, Choice, Declaration, PluginManager, hookimpl
+from modulm.plugins.manager import using
+from modulm.testing.checkpoints import make_tiny
+
+Told = list[tuple[str, dict[str, Any]]]
+
+
+class Quiet(LogitsProcessor):
+    """Wants no row."""
+
+    api = 1
+
+    def admit(self, view: Any) -> bool:
+        return False
+
+    def apply_row(self, view: Any, logits: Any) -> Any:
+        return logits
+
+
+class Watcher:
+    """Answers the choosing hooks with what there is and remembers all it is told."""
+
+    def __init__(self) -> None:
+        self.told: Told = []
+
+    def names(self) -> list[str]:
+        return [name for name, _ in self.told]
+
+    def first(self, name: str) -> dict[str, Any]:
+        return next(facts for told, facts in self.told if told == name)
+
+    def note(self, hook: str, **facts: Any) -> None:
+        self.told.append((hook, facts))
+
+    @hookimpl
+    def modulm_choose_model(self, architectures: Any, config: Any) -> Choice:
+        self.note("choose_model", architectures=architectures, config=config)
+        return Choice(architectures[0], "watched")
+
+    @hookimpl
+    def modulm_choose_attention(self, spec: Any, platform: Any) -> Choice:
+        self.note("choose_attention", spec=spec, platform=platform)
+        return Choice("sdpa", "watched")
+
+    @hookimpl
+    def modulm_choose_quantization(self, checkpoint: Any, platform: Any) -> Choice:
+        self.note("choose_quantization", checkpoint=checkpoint, platform=platform)
+        return Choice("none", "watched")
+
+    @hookimpl
+    def modulm_choose_parser(self, kind: str, checkpoint: Any) -> Choice | None:
+        self.note("choose_parser", kind=kind, checkpoint=checkpoint)
+        return Choice("hermes", "watched") if kind == "tool_parsers" else None
+
+    @hookimpl
+    def modulm_config_final(self, config: Any) -> None:
+        self.note("config_final", config=config)
+
+    @hookimpl
+    def modulm_model_built(self, model: Any, config: Any) -> None:
+        self.note("model_built", meta=all(p.is_meta for p in model.parameters()))
+
+    @hookimpl
+    def modulm_model_loaded(self, model: Any, config: Any) -> None:
+        self.note("model_loaded", meta=any(p.is_meta for p in model.parameters()))
+
+    @hookimpl
+    def modulm_engine_started(self, config: Any) -> None:
+        self.note("engine_started", config=config)
+
+    @hookimpl
+    def modulm_engine_stopping(self) -> None:
+        self.note("engine_stopping")
+
+    @hookimpl
+    def modulm_engine_failed(self, error: BaseException) -> None:
+        self.note("engine_failed", error=error)
+
+    @hookimpl
+    def modulm_request_admitted(self, request: str, params: Any) -> None:
+        self.note("request_admitted", request=request, params=params)
+
+    @hookimpl
+    def modulm_request_finished(self, request: str, reason: str) -> None:
+        self.note("request_finished", request=request, reason=reason)
+
+    @hookimpl
+    def modulm_logits_steps(self, config: Any, vocabulary: int) -> Sequence[LogitsProcessor]:
+        import torch
+
+        self.note("logits_steps", vocabulary=vocabulary)
+        return [Quiet(vocabulary, torch.device("cpu"))]
+
+    @hookimpl
+    def modulm_step_finished(self, stats: Any) -> None:
+        self.note("step_finished", stats=stats)
+
+    @hookimpl
+    def modulm_app_created(self, app: Any, config: Any) -> None:
+        self.note("app_created", app=app, config=config)
+
+    @hookimpl
+    def modulm_report_header(self, config: Any) -> list[str]:
+        self.note("report_header", config=config)
+        return ["watched over"]
+
+    @hookimpl
+    def modulm_doctor_checks(self) -> list[Check]:
+        self.note("doctor_checks")
+        return [Check("watching", True)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def watcher() -> Iterator[Watcher]:
+    with using(PluginManager()) as plugins:
+        watcher = Watcher()
+        plugins.add(watcher, "watcher")
+        yield watcher
+
+
+def test_one_answer_from_end_to_end(watcher: Watcher, checkpoint: Path) -> None:
+    with LLM(str(checkpoint), device="cpu", disable_frontend_multiprocessing=True) as llm:
+        llm.generate(["Hello"], SamplingParams(max_tokens=3, ignore_eos=True))
+    order = [name for name in dict.fromkeys(watcher.names()) if not name.startswith("choose_")]
+    assert order == [
+        "config_final",
+        "model_built",
+        "model_loaded",
+        "logits_steps",
+        "engine_started",
+        "request_admitted",
+        "step_finished",
+        "request_finished",
+        "engine_stopping",
+    ]
+    chosen = {name for name in watcher.names() if name.startswith("choose_")}
+    assert chosen == {"choose_model", "choose_quantization", "choose_attention"}
+    assert watcher.first("model_built")["meta"]
+    assert not watcher.first("model_loaded")["meta"]
+    assert watcher.first("request_finished")["reason"] == "length"
+    assert watcher.first("logits_steps")["vocabulary"] == 512
+
+
+def test_failure(watcher: Watcher, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from modulm.engine.runner import Runner
+
+    def fail(self: Any, plan: Any) -> Any:
+        raise EngineDead("the device is gone")
+
+    with LLM(str(checkpoint), device="cpu", disable_frontend_multiprocessing=True) as llm:
+        monkeypatch.setattr(Runner, "run", fail)
+        with suppress(EngineError):
+            llm.generate(["Hello"], SamplingParams(max_tokens=3))
+    assert "the device is gone" in str(watcher.first("engine_failed")["error"])
+
+
+def test_choosing_a_parser(watcher: Watcher, checkpoint: Path) -> None:
+    from modulm.server.talk import with_declared_parsers
+
+    config = with_declared_parsers(EngineConfig.from_keywords(model=str(checkpoint)))
+    assert config.frontend.tool_call_parser == "hermes"
+    assert config.frontend.enable_auto_tool_choice
+    assert config.structured_outputs.reasoning_parser is None
+    kinds = [facts["kind"] for name, facts in watcher.told if name == "choose_parser"]
+    assert kinds == ["tool_parsers", "reasoning_parsers"]
+
+
+def test_server(watcher: Watcher, tmp_path: Path) -> None:
+    from modulm.server.serve import banner
+    from modulm.testing.checkpoints import make_tokenizer
+    from modulm.testing.server import Reply, ScriptedEngine, scripted_info, serve_in_thread
+    from modulm.text.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(make_tokenizer(tmp_path))
+    engine = ScriptedEngine(tokenizer, lambda prompt, params: Reply(), scripted_info(tokenizer))
+    config = EngineConfig.from_keywords(model="M")
+    with serve_in_thread(engine, config):
+        assert watcher.first("app_created")["app"].routes
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        assert "watched over" in banner(config, sock)
+
+
+DECLARING = {
+    "modulm_models": "models",
+    "modulm_attention": "attention",
+    "modulm_quantization": "quantization",
+    "modulm_platforms": "platforms",
+    "modulm_parsers": "reasoning_parsers",
+}
+
+
+@pytest.mark.parametrize(("hook", "kind"), DECLARING.items())
+def test_declaring(hook: str, kind: str) -> None:
+    def declare() -> list[Declaration]:
+        return [Declaration("extra", "no.such:Thing", api=1, kind=kind)]
+
+    declare.__name__ = hook
+    plugin = type("Plugin", (), {hook: staticmethod(hookimpl(declare))})()
+    plugins = PluginManager()
+    plugins.add(plugin, "declares")
+    assert plugins.find(kind, "extra").target == "no.such:Thing"
+
+
+def test_doctor_and_header_gathered(watcher: Watcher) -> None:
+    from modulm.plugins import current
+
+    assert current().gather("modulm_doctor_checks") == [Check("watching", True)]
+    assert current().gather("modulm_report_header", config=None) == ["watched over"]
