@@ -11,7 +11,12 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-from modulm_kernels_cpu.attention import CACHE_DTYPES, attention_ops, cache_shape
+from modulm_kernels_cpu.attention import (
+    CACHE_DTYPES,
+    MAX_HEAD_SIZE,
+    attention_ops,
+    cache_shape,
+)
 from modulm_kernels_cpu.elementwise import elementwise_ops
 from modulm_kernels_cpu.library import LEVELS, Library, LibraryMissing, levels, load
 from modulm_kernels_cpu.linear import PackedLinear, linear_ops
@@ -21,6 +26,7 @@ __all__ = [
     "LEVELS",
     "Library",
     "LibraryMissing",
+    "MAX_HEAD_SIZE",
     "PackedLinear",
     "cache_shape",
     "levels",

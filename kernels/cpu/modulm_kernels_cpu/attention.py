@@ -86,7 +86,7 @@ def _write_kv(library: Library) -> Callable[..., None]:
 
 
 def _qkv_prepare(library: Library) -> Callable[..., Tensor]:
-    call = library.call("qkv_prepare", "pnnnnippffpnipipnnnipp")
+    call = library.call("qkv_prepare", "pnnnnippiffpnipipnnnipp")
 
     def qkv_prepare(
         qkv: Tensor,
@@ -108,7 +108,11 @@ def _qkv_prepare(library: Library) -> Callable[..., Tensor]:
         need(qkv.stride(1) == 1 or tokens == 0, "qkv must have dense rows")
         size, rest = divmod(width, heads + 2 * kv_heads)
         need(rest == 0 and size <= MAX_HEAD_SIZE, f"qkv of {width} does not hold the heads")
-        norms = [_norm(name, w, size) for name, w in (("q_norm", q_norm), ("k_norm", k_norm))]
+        norm_code = code if q_norm is None or q_norm.dtype == qkv.dtype else 0
+        for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
+            if norm is not None:
+                shape(name, norm, size)
+                contiguous(name, norm, qkv.dtype if norm_code == code else torch.float32)
         contiguous("positions", positions, torch.int64)
         contiguous("slots", slots, torch.int64)
         shape("positions", positions, tokens)
@@ -128,7 +132,8 @@ def _qkv_prepare(library: Library) -> Callable[..., Tensor]:
         contiguous("q_out", q_out, qkv.dtype)
         call(
             qkv.data_ptr(), qkv.stride(0), tokens, heads, size, code,
-            *(None if norm is None else norm.data_ptr() for norm in norms), eps, norm_offset,
+            None if q_norm is None else q_norm.data_ptr(),
+            None if k_norm is None else k_norm.data_ptr(), norm_code, eps, norm_offset,
             None if cos_sin is None else cos_sin.data_ptr(), turned, table_code,
             positions.data_ptr(), int(neox), *_cache_arguments(cache, kv_heads, size),
             slots.data_ptr(), q_out.data_ptr(),
@@ -136,13 +141,6 @@ def _qkv_prepare(library: Library) -> Callable[..., Tensor]:
         return q_out
 
     return qkv_prepare
-
-
-def _norm(name: str, weight: Tensor | None, size: int) -> Tensor | None:
-    if weight is None:
-        return None
-    shape(name, weight, size)
-    return weight.float().contiguous()
 
 
 def _paged_attention(library: Library) -> Callable[..., Tensor]:

@@ -77,7 +77,7 @@ def linear_ops(library: Library) -> dict[str, Callable[..., Any]]:
     }
 
 
-def _pack_linear(library: Library) -> Callable[..., PackedLinear]:
+def _pack_linear(library: Library) -> Callable[..., PackedLinear | Tensor]:
     size_of = library.call("packed_bytes", "nni", ctypes.c_int64)
     pack = library.call("pack", "pnpnni")
 
@@ -87,16 +87,19 @@ def _pack_linear(library: Library) -> Callable[..., PackedLinear]:
         group: int = 0,
         scales: Tensor | None = None,
         zeros: Tensor | None = None,
-    ) -> PackedLinear:
+    ) -> PackedLinear | Tensor:
         """Pack a weight, quantizing it first if it is floating and `format` is not bf16.
 
         weight: [N, K], floating, or codes as `format` stores them: int8, float8_e4m3fn, or for
         int4 uint8 in 0..15. scales, zeros: [N, K / group], a weight being scale * (code - zero);
-        zeros default to 0 for int8 and to 8 for int4. `group` 0 means all of K.
+        zeros default to 0 for int8 and to 8 for int4. `group` 0 means all of K. A weight in fp32 or
+        fp16 that is not to be quantized comes back as it is, for `linear` to hand to torch.
         """
         need(format in FORMATS, f"format must be one of {', '.join(FORMATS)}, not {format!r}")
         need(weight.dim() == 2, f"weight must be [N, K], not {list(weight.shape)}")
         need(group in GROUPS, f"group must be one of {GROUPS}, not {group}")
+        if format == "bf16" and weight.dtype in (torch.float32, torch.float16):
+            return weight
         outputs, inputs = weight.shape
         need(group == 0 or inputs % group == 0, f"group {group} must divide weight's K {inputs}")
         if scales is None and format != "bf16":
@@ -156,11 +159,13 @@ def _panels(name: str, values: Tensor, outputs: int, groups: int) -> Tensor:
     return torch.cat([head, wide[whole:].T.flatten()])
 
 
-def _unpack_linear(library: Library) -> Callable[[PackedLinear], Tensor]:
+def _unpack_linear(library: Library) -> Callable[[PackedLinear | Tensor], Tensor]:
     unpack = library.call("unpack", "ppnni")
 
-    def unpack_linear(packed: PackedLinear) -> Tensor:
+    def unpack_linear(packed: PackedLinear | Tensor) -> Tensor:
         """The weight as [N, K] bf16, scales applied."""
+        if not isinstance(packed, PackedLinear):
+            return packed
         codes = torch.empty(packed.outputs, packed.inputs, dtype=_CODE_DTYPES[packed.format])
         unpack(
             packed.data.data_ptr(), codes.data_ptr(), packed.outputs, packed.inputs,

@@ -11,9 +11,12 @@ constexpr int64_t kElementsPerTask = 8192;
 constexpr int64_t kMaxSize = 1024;  // of a head
 
 template <class T>
-void copy_or_norm(const T* from, const float* norm, float eps, float offset, T* to, int64_t size) {
-  if (norm) rms_row(from, norm, eps, offset, to, size);
-  else std::memcpy(to, from, size * sizeof(T));
+void copy_or_norm(const T* from, const void* norm, int norm_dtype, float eps, float offset, T* to,
+                  int64_t size) {
+  if (!norm) std::memcpy(to, from, size * sizeof(T));
+  else if (norm_dtype == kF32)
+    rms_row(from, static_cast<const float*>(norm), eps, offset, to, size);
+  else rms_row(from, static_cast<const T*>(norm), eps, offset, to, size);
 }
 
 }  // namespace
@@ -43,12 +46,13 @@ MODULM_API void modulm_write_kv(const void* k, int64_t k_token, int64_t k_head, 
   });
 }
 
-// qkv: [tokens, (q_heads + 2 heads) * size] with row stride `stride`; norms: fp32 [size] or null;
+// qkv: [tokens, (q_heads + 2 heads) * size] with row stride `stride`; norms: [size], fp32 or of
+// qkv's dtype, or null;
 // table: [positions][turned] or null; q_out: [tokens, q_heads, size], contiguous.
 MODULM_API void modulm_qkv_prepare(const void* qkv, int64_t stride, int64_t tokens, int64_t q_heads,
-                                   int64_t size, int dtype, const float* q_norm,
-                                   const float* k_norm, float eps, float offset, const void* table,
-                                   int64_t turned, int table_dtype, const int64_t* positions,
+                                   int64_t size, int dtype, const void* q_norm,
+                                   const void* k_norm, int norm_dtype, float eps, float offset,
+                                   const void* table, int64_t turned, int table_dtype, const int64_t* positions,
                                    int neox, void* data, int64_t heads, int64_t block,
                                    int64_t padded, int cache_dtype, const int64_t* slots,
                                    void* q_out) {
@@ -72,12 +76,13 @@ MODULM_API void modulm_qkv_prepare(const void* qkv, int64_t stride, int64_t toke
           const T* row = static_cast<const T*>(qkv) + i * stride;
           for (int64_t h = 0; h < q_heads; h++) {
             T* to = static_cast<T*>(q_out) + (i * q_heads + h) * size;
-            copy_or_norm(row + h * size, q_norm, eps, offset, to, size);
+            copy_or_norm(row + h * size, q_norm, norm_dtype, eps, offset, to, size);
             turn(to, i);
           }
           if (slots[i] < 0) continue;
           for (int64_t h = 0; h < heads; h++) {
-            copy_or_norm(row + (q_heads + h) * size, k_norm, eps, offset, key, size);
+            copy_or_norm(row + (q_heads + h) * size, k_norm, norm_dtype, eps, offset, key,
+                         size);
             turn(key, i);
             put_token<E>(cache, slots[i], h, static_cast<const T*>(key),
                          row + (q_heads + heads + h) * size, size);

@@ -131,7 +131,8 @@ def test_a_row_is_the_same_in_every_batch(ops, library, window):
 def test_qkv_prepare(ops, dtype, neox, norm, turned):
     heads, kv_heads, size, block = 4, 2, 64, 32
     table = torch.randn(100, turned) if turned else None
-    weights = [torch.randn(size).to(dtype) for _ in "qk"] if norm else [None, None]
+    kind = dtype if neox else torch.float32
+    weights = [torch.randn(size).to(kind) for _ in "qk"] if norm else [None, None]
     for tokens in (0, 1, 40):
         qkv = torch.randn(tokens, (heads + 2 * kv_heads) * size + 16).to(dtype)[:, :-16]
         slots, positions = torch.randperm(64)[:tokens], torch.randint(100, (tokens,))

@@ -1,0 +1,1 @@
+"""Attention over paged memory on CPUs for modulm, by its compiled kernels."""

@@ -1,0 +1,169 @@
+"""Attention by the compiled CPU kernels: one kernel for prefill, decode and any mix of them.
+
+The kernels own the layout of the cache, so this backend calls them directly and not through the
+op table, whose `write_kv` and `paged_attention` may be another provider's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from modulm.contracts.attention import AttentionBackend, AttentionSpec, KVLayout, StepLayout
+from modulm.contracts.kernels import Ops
+from modulm.contracts.platform import Platform
+from modulm.errors import ConfigError
+
+__all__ = ["CpuPagedAttention"]
+
+
+@cache
+def _kernels() -> ModuleType | str:
+    """The kernel package, or why it cannot be used here."""
+    try:
+        import modulm_kernels_cpu
+    except ImportError as error:
+        return str(error)
+    return modulm_kernels_cpu
+
+
+@frozen(eq=False)
+class _StepPlan:
+    """The arrays of a StepLayout as tensors over the same memory."""
+
+    block_tables: Tensor
+    query_starts: Tensor
+    context_lens: Tensor
+    slots: Tensor
+
+
+class CpuPagedAttention(AttentionBackend):
+    """Cache [blocks, 2, kv heads, block size, padded head size], in the kernels' layout."""
+
+    name = "cpu_paged"
+    api = 1
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        platform: Platform,
+        ops: Ops,
+        block_size: int,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(spec, platform, ops, block_size, options)
+        if options:
+            raise ConfigError("attention.cpu_paged", f"takes no options, got {sorted(options)}")
+        kernels = _kernels()
+        if isinstance(kernels, str):
+            raise ConfigError("attention_backend", f"cpu_paged cannot run: {kernels}")
+        self.shape = kernels.cache_shape
+        table = kernels.ops()
+        self.write_kv, self.attend = table["write_kv"], table["paged_attention"]
+        self.prepare_qkv = table["qkv_prepare"]
+
+    @classmethod
+    def rejects(cls, spec: AttentionSpec, platform: Platform) -> str | None:
+        kernels = _kernels()
+        if isinstance(kernels, str):
+            return kernels
+        if platform.device.type != "cpu":
+            return f"runs on CPUs, not on {platform.device.type}"
+        if spec.latent or spec.value_dim not in (None, spec.head_dim):
+            return "keeps keys and values of one size"
+        if spec.head_dim > kernels.MAX_HEAD_SIZE:
+            return f"takes heads of up to {kernels.MAX_HEAD_SIZE}, not {spec.head_dim}"
+        kept = sorted(str(dtype).removeprefix("torch.") for dtype in kernels.CACHE_DTYPES)
+        if spec.kv_dtype not in kept:
+            return f"keeps keys and values in {', '.join(kept)}, not {spec.kv_dtype}"
+        return None
+
+    @classmethod
+    def block_sizes(cls, spec: AttentionSpec) -> tuple[int, ...]:
+        return (32, 64, 96, 128, 256)
+
+    def layout(self, blocks: int) -> KVLayout:
+        spec = self.spec
+        shape = self.shape(blocks, spec.kv_heads, self.block_size, spec.head_dim)
+        one = 2 * shape[2] * shape[3] * shape[4] * getattr(torch, spec.kv_dtype).itemsize
+        return KVLayout(shape, spec.kv_dtype, one)
+
+    def plan(self, step: StepLayout) -> _StepPlan:
+        return _StepPlan(
+            torch.from_numpy(step.block_tables),
+            torch.from_numpy(step.query_starts),
+            torch.from_numpy(step.context_lens),
+            torch.from_numpy(step.slots),
+        )
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Tensor,
+        plan: _StepPlan,
+        out: Tensor,
+        *,
+        sinks: Tensor | None = None,
+        alibi: Tensor | None = None,
+    ) -> None:
+        self.write_kv(k, v, cache, plan.slots)
+        self._attend(q, cache, plan, out, sinks, alibi)
+
+    def forward_qkv(
+        self,
+        qkv: Tensor,
+        prepare: Mapping[str, Any],
+        cache: Tensor,
+        plan: _StepPlan,
+        out: Tensor,
+    ) -> bool:
+        spec = self.spec
+        q = self.prepare_qkv(
+            qkv,
+            prepare["q_norm"],
+            prepare["k_norm"],
+            prepare["eps"],
+            prepare["cos_sin"],
+            prepare["positions"],
+            plan.slots,
+            cache,
+            spec.heads,
+            spec.kv_heads,
+            prepare["neox"],
+            norm_offset=prepare["norm_offset"],
+        )
+        self._attend(q, cache, plan, out, None, None)
+        return True
+
+    def _attend(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        plan: _StepPlan,
+        out: Tensor,
+        sinks: Tensor | None,
+        alibi: Tensor | None,
+    ) -> None:
+        spec = self.spec
+        self.attend(
+            q,
+            cache,
+            plan.block_tables,
+            plan.query_starts,
+            plan.context_lens,
+            spec.scale,
+            out,
+            spec.window or 0,
+            spec.softcap,
+            sinks,
+            alibi,
+            spec.causal,
+        )
