@@ -105,8 +105,9 @@ def modulm_choose_model(architectures: Sequence[str], config: Mapping[str, Any])
 def modulm_choose_attention(spec: AttentionSpec, platform: Platform) -> Choice | None:
     """Choose the attention backend for the layers of one spec.
 
-    `spec` is the `AttentionSpec`, `platform` the platform in use. First result. Asked once per distinct spec, when `--attention-backend` is not given; the chosen
-    backend must still accept the spec.
+    `spec` is the `AttentionSpec`, `platform` the platform in use. First result. Asked once per
+    distinct spec, when `--attention-backend` is not given; the chosen backend must still accept
+    the spec.
     """
 
 
@@ -114,8 +115,9 @@ def modulm_choose_attention(spec: AttentionSpec, platform: Platform) -> Choice |
 def modulm_choose_quantization(checkpoint: CheckpointInfo, platform: Platform) -> Choice | None:
     """Choose the quantization method of a checkpoint.
 
-    `checkpoint` is its `CheckpointInfo`, `platform` the platform in use. First result. Asked once per engine, when `--quantization` is not given, before the methods
-    are asked whether they claim the checkpoint.
+    `checkpoint` is its `CheckpointInfo`, `platform` the platform in use. First result. Asked
+    once per engine, when `--quantization` is not given, before the methods are asked whether
+    they claim the checkpoint.
     """
 
 
@@ -123,9 +125,8 @@ def modulm_choose_quantization(checkpoint: CheckpointInfo, platform: Platform) -
 def modulm_choose_platform(probes: Mapping[str, Probe]) -> Choice | None:
     """Choose the platform, given what each installed one says about this machine.
 
-    `probes` maps names to `Probe`s. First result. Asked once per process, when `--device` is "auto", before the highest score is
-    taken.
-    """
+    `probes` maps names to `Probe`s. First result. Asked once per process, when `--device` is
+    "auto", before the highest score is taken."""
 
 
 @hookspec(firstresult=True)
@@ -202,8 +203,8 @@ def modulm_engine_failed(error: BaseException) -> None:
 def modulm_request_admitted(request: str, params: SamplingParams | PoolingParams) -> None:
     """A request got its row and will run in this step.
 
-    `request` is its id, `params` how its tokens are chosen. Called again when a preempted request comes back. Notice, in the engine's
-    loop: be quick.
+    `request` is its id, `params` how its tokens are chosen. Called again when a preempted
+    request comes back. Notice, in the engine's loop: be quick.
     """
 
 
@@ -219,8 +220,8 @@ def modulm_request_finished(request: str, reason: str) -> None:
 def modulm_logits_steps(config: Any, vocabulary: int) -> Sequence[LogitsProcessor]:  # type: ignore[empty-body]
     """Logits processors that every request of the engine passes through.
 
-    `config` is the EngineConfig, `vocabulary` the width of the logits. Called once, when the sampler is built; the objects
-    are then called directly by it, in the order of registration.
+    `config` is the EngineConfig, `vocabulary` the width of the logits. Called once, when the
+    sampler is built; the objects are then called directly by it, in the order of registration.
     """
 
 

@@ -1,0 +1,118 @@
+"""A stranger's model plugin: written by `modulm plugins new`, installed with pip's means into a
+fresh environment beside modulm, and served over HTTP. No file of the core knows of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import site
+import socket
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from modulm.testing.checkpoints import make_tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+UV = shutil.which("uv") or str(Path(sys.executable).with_name("uv"))
+NEEDED = ("platforms/cpu", "attention/sdpa", "quantization/none", "loaders/safetensors")
+NEEDED += ("executors/uni", "schedulers/fcfs", "routes/openai", "routes/ops")
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh venv: third-party packages are borrowed from this one, everything of this
+    repository that it needs is built into wheels and installed, the plugin too."""
+    place = tmp_path_factory.mktemp("fresh")
+    venv.create(place / "venv", symlinks=True)
+    python = place / "venv/bin/python"
+    borrowed = place / "borrowed"
+    borrowed.mkdir()
+    for path in map(Path, site.getsitepackages()):
+        for entry in path.iterdir():
+            ours = entry.name.startswith(("modulm", "_modulm", "__editable__"))
+            if not ours and entry.suffix != ".pth" and not (borrowed / entry.name).exists():
+                (borrowed / entry.name).symlink_to(entry)
+    (packages,) = (place / "venv/lib").glob("python*/site-packages")
+    (packages / "borrowed.pth").write_text(f"{borrowed}\n")
+    run(sys.executable, "-m", "modulm.cli.main", "plugins", "new", "models", "stranger",
+        "--into", str(place))  # fmt: skip
+    own = [str(ROOT), *(str(ROOT / "plugins" / name) for name in NEEDED)]
+    run(UV, "pip", "install", "--quiet", "--no-deps", "--offline", "--python", str(python),
+        *own, str(place / "modulm-stranger"))  # fmt: skip
+    return place
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_it_is_listed(environment: Path) -> None:
+    listed = run(str(environment / "venv/bin/modulm"), "plugins", "list", "models", "--json")
+    (found,) = json.loads(listed)
+    assert found["name"] == "StrangerForCausalLM"
+    assert found["distribution"] == "modulm-stranger"
+
+
+def test_modulm_comes_from_the_fresh_environment(environment: Path) -> None:
+    python = str(environment / "venv/bin/python")
+    home = run(
+        python, "-c", "import modulm, modulm_stranger as s; print(modulm.__file__, s.__file__)"
+    )
+    assert all(path.startswith(str(environment)) for path in home.split())
+
+
+@pytest.fixture(scope="module")
+def server(environment: Path) -> Iterator[str]:
+    folder = make_tiny(environment / "checkpoint", "LlamaForCausalLM")
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = ["StrangerForCausalLM"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    log = environment / "server.log"
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            [environment / "venv/bin/modulm", "serve", folder, "--port", str(port),
+             "--served-model-name", "stranger"],
+            stdout=sink, stderr=sink, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 120
+        while not healthy(url):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_it_answers(server: str) -> None:
+    body = {"model": "stranger", "prompt": "Hello", "max_tokens": 8, "temperature": 0}
+    answers = [httpx.post(f"{server}/v1/completions", json=body, timeout=60) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
+    first, second = (answer.json()["choices"][0] for answer in answers)
+    assert first["text"] == second["text"]
+    assert answers[0].json()["usage"]["completion_tokens"] == 8
