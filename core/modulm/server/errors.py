@@ -45,7 +45,8 @@ log = logging.getLogger("modulm.server")
 
 #: Things that must not leave the machine: addresses in memory, files, tracebacks.
 _PRIVATE = re.compile(
-    r"0x[0-9a-fA-F]{6,}|Traceback \(most recent.*|(?<![\w:/.])/(?!v\d/)(?:[\w.@+-]+/)+[\w.@+-]+", re.DOTALL
+    r"0x[0-9a-fA-F]{6,}|Traceback \(most recent.*|(?<![\w:/.])/(?!v\d/)(?:[\w.@+-]+/)+[\w.@+-]+",
+    re.DOTALL,
 )
 _LONGEST = 2000
 
