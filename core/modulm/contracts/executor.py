@@ -144,7 +144,11 @@ class Executor(ABC):
         return future
 
     def call(self, name: str, *args: Any) -> Any:
-        """A named operation outside the step loop (sleep, profile, add_adapter, ...)."""
+        """A named operation outside the step loop (sleep, profile, add_adapter, ...).
+
+        "describe" returns a table for people (dtype, tasks, platform ...); "check" is called after
+        a failed step and raises if the executor does not work any more. Both may be unsupported.
+        """
         raise UnsupportedError(f"executor {self.name} has no operation {name!r}")
 
     @abstractmethod

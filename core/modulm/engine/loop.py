@@ -14,13 +14,20 @@ from attrs import define, evolve, frozen
 from modulm.contracts.executor import Executor, Plan, StepResult
 from modulm.contracts.policy import Scheduler
 from modulm.engine.requests import Finish, Request, StepEvents
-from modulm.errors import EngineDead, EngineError, ModulmError, RequestError
+from modulm.errors import (
+    EngineDead,
+    EngineError,
+    ModulmError,
+    RequestError,
+    UnsupportedError,
+)
 
 __all__ = ["Engine", "Listener"]
 
 log = logging.getLogger("modulm.engine")
 
-#: Steps that may fail one after the other before the engine gives up.
+#: Steps that may fail one after the other, with an executor that cannot say whether it still
+#: works, before the engine gives up.
 _PATIENCE = 3
 
 
@@ -281,9 +288,24 @@ class Engine:
                 behind.future.exception()
             finished += self.scheduler.fail(behind.plan, failed)
         self._tell(StepEvents(finished=finished))
-        self._failures += 1
+        self._failures = 0 if self._recovered() else self._failures + 1
         if isinstance(error, EngineDead) or self._failures >= _PATIENCE:
             self._die(error)
+
+    def _recovered(self) -> bool:
+        """Whether the executor can tell that it works: then a bad request failed, not the engine.
+
+        An executor that says it does not work has used up all patience.
+        """
+        try:
+            self.executor.call("check")
+        except UnsupportedError:
+            return False
+        except Exception as error:
+            log.error("the executor does not work any more", exc_info=error)
+            self._failures = _PATIENCE
+            return False
+        return True
 
     def _die(self, error: BaseException) -> None:
         if self.dead is None:

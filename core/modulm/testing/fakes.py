@@ -18,7 +18,7 @@ from attrs import define, field, frozen
 
 from modulm.contracts.executor import Capacity, Executor, Plan, RowLogprobs, RowStart, StepResult
 from modulm.contracts.sampling import PoolingParams
-from modulm.errors import EngineError
+from modulm.errors import EngineError, UnsupportedError
 
 __all__ = ["FakeExecutor", "FakeFault", "Group", "Script", "reference_tokens"]
 
@@ -186,7 +186,8 @@ class FakeExecutor(Executor):
         self._thread.shutdown(wait=True)
 
     def call(self, name: str, *args: Any) -> Any:
-        return None
+        if name == "check":
+            raise UnsupportedError("the fake executor does not know whether it works")
 
     def run(self, plan: Plan) -> StepResult:
         began = time.perf_counter()

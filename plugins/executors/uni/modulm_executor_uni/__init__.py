@@ -60,6 +60,8 @@ class UniExecutor(Executor):
     def call(self, name: str, *args: Any) -> Any:
         if name == "describe":
             return self._description
+        if name == "check" and self._runner is not None:
+            return self._runner.check()
         raise UnsupportedError(f"the uni executor cannot {name}")
 
     def stop(self) -> None:
