@@ -16,11 +16,11 @@ from modulm.nn.decoder import (
     standard_mlp,
     tiny_config,
 )
-from modulm.nn.embedding import Embedding, Head, softcap
+from modulm.nn.embedding import Embedding, Head, LearnedPositions, softcap
 from modulm.nn.linear import Linear
 from modulm.nn.mlp import GatedMLP, PlainMLP
 from modulm.nn.moe import ExpertNames, MoE, Routing
-from modulm.nn.names import Rewrite, WeightNames
+from modulm.nn.names import Rewrite, WeightNames, split_heads, transpose
 from modulm.nn.norm import LayerNorm, Norm, RMSNorm
 from modulm.nn.rope import Rope, cos_sin, parse_rope
 
@@ -35,6 +35,7 @@ __all__ = [
     "GatedMLP",
     "Head",
     "LayerNorm",
+    "LearnedPositions",
     "Linear",
     "MoE",
     "Norm",
@@ -56,7 +57,9 @@ __all__ = [
     "read_config",
     "size",
     "softcap",
+    "split_heads",
     "standard_attention",
     "standard_mlp",
     "tiny_config",
+    "transpose",
 ]

@@ -40,7 +40,8 @@ class Attention(Module):
 
     What a family adds to that is an argument: `rope`; `qk_norm`, norms of queries and keys before
     the rotation, over each head or (`norm_whole`) over all heads at once; `window`, `softcap`,
-    `sinks` and `alibi` as in the op `paged_attention`; `clip` bounds the projections. `scale`
+    `sinks` as in the op `paged_attention`; `alibi` multiplies the usual slopes, 0 for none;
+    `clip` bounds the projections. `scale`
     multiplies the scores, 1 / sqrt(head_dim) if it is None.
     """
 
@@ -64,7 +65,7 @@ class Attention(Module):
         window: int | None = None,
         softcap: float = 0.0,
         sinks: bool = False,
-        alibi: bool = False,
+        alibi: float = 0.0,
         clip: float | None = None,
         causal: bool = True,
         qk_norm: tuple[Norm, Norm] | None = None,
@@ -85,9 +86,8 @@ class Attention(Module):
         self.register_parameter("sinks", None)
         if sinks:
             b.parameter("sinks", self, "sinks", (self.heads,), torch.float32)
-        self.alibi = (
-            alibi_slopes(heads, group.rank, group.size).to(b.shared.device) if alibi else None
-        )
+        slopes = alibi * alibi_slopes(heads, group.rank, group.size)
+        self.alibi = slopes.to(b.shared.device) if alibi else None
         spec = AttentionSpec(
             heads=self.heads,
             kv_heads=self.kv_heads,
@@ -98,7 +98,7 @@ class Attention(Module):
             window=window,
             softcap=softcap,
             sinks=sinks,
-            alibi=alibi,
+            alibi=bool(alibi),
             causal=causal,
         )
         self.cache, self.backend = b.attention_cache(spec)

@@ -46,7 +46,7 @@ class DecoderConfig:
 
     vocab_size: int = size()
     hidden_size: int = size()
-    intermediate_size: int = size()
+    intermediate_size: int | None = size()
     num_hidden_layers: int = size()
     num_attention_heads: int = size()
     num_key_value_heads: int | None = size(None)
@@ -93,7 +93,7 @@ class DecoderConfig:
         sizes = {
             "vocab_size": self.vocab_size * self.hidden_size,
             "num_attention_heads": self.heads * self.head_size * self.hidden_size,
-            "intermediate_size": self.intermediate_size * self.hidden_size,
+            "intermediate_size": self.inner_size * self.hidden_size,
         }
         for key, parameters in sizes.items():
             if parameters * self.num_hidden_layers > _MOST_PARAMETERS:
@@ -116,6 +116,11 @@ class DecoderConfig:
     def head_size(self) -> int:
         """Dimensions of one head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def inner_size(self) -> int:
+        """Width of the feed-forward part: 4 times the hidden size where the file says nothing."""
+        return self.intermediate_size or 4 * self.hidden_size
 
     def layer_type(self, index: int) -> str:
         """The file's word for what layer `index` is, "" where it has none."""

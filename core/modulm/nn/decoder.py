@@ -127,8 +127,10 @@ class ParallelLayer(Module):
         return self.attn(x, batch) + self.mlp(inner), stream
 
 
-def standard_attention(c: DecoderConfig, b: Builder, index: int, **changes: Any) -> Attention:
-    """The attention layer that the common keys of config.json describe."""
+def standard_attention(
+    c: DecoderConfig, b: Builder, index: int, *, at: str = "self_attn", **changes: Any
+) -> Attention:
+    """The attention layer that the common keys of config.json describe; `at` is its name."""
     settings: dict[str, Any] = {
         "hidden": c.hidden_size,
         "heads": c.heads,
@@ -139,14 +141,14 @@ def standard_attention(c: DecoderConfig, b: Builder, index: int, **changes: Any)
         "out_bias": c.attention_bias,
         "window": c.window(index),
     }
-    return Attention(b.at("self_attn"), **{**settings, **changes})
+    return Attention(b.at(at), **{**settings, **changes})
 
 
 def standard_mlp(c: DecoderConfig, b: Builder, **changes: Any) -> GatedMLP:
     """The gated feed-forward block that the common keys describe."""
     settings: dict[str, Any] = {
         "hidden": c.hidden_size,
-        "inner": c.intermediate_size,
+        "inner": c.inner_size,
         "act": c.hidden_act,
         "bias": c.mlp_bias,
     }

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from modulm.contracts.quantization import LinearSpec, QuantizationMethod
     from modulm.parallel import Group
 
-__all__ = ["Embedding", "Head", "softcap"]
+__all__ = ["Embedding", "Head", "LearnedPositions", "softcap"]
 
 
 class Embedding(Module):
@@ -58,6 +58,19 @@ class Head(Linear):
         if self.scale != 1.0:
             logits = logits * self.scale
         return softcap(logits, self.cap) if self.cap else logits
+
+
+class LearnedPositions(Module):
+    """Token vectors plus a learned vector for each position, stored from row `offset` on."""
+
+    def __init__(self, tokens: Embedding, positions: Embedding, offset: int = 0) -> None:
+        super().__init__()
+        self.tokens, self.positions, self.offset = tokens, positions, offset
+
+    def forward(self, batch: Batch) -> Tensor:
+        """[tokens, hidden] for the batch's tokens."""
+        x: Tensor = self.tokens(batch)
+        return x + self.positions.lookup(batch.positions + self.offset)
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:

@@ -27,6 +27,7 @@ from modulm.nn import (
     size,
     standard_attention,
     tiny_config,
+    transpose,
 )
 
 __all__ = ["GptOssConfig", "GptOssForCausalLM", "GptOssLayer", "clamped_swiglu"]
@@ -87,13 +88,8 @@ class GptOssLayer(PreNormLayer):
         )
 
 
-def _turn(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """[expert, inputs, outputs] -> [expert, outputs, inputs]."""
-    yield name, tensor.transpose(-1, -2)
-
-
 def _turn_pairs(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """The same for gate and up in alternating columns: all of gate, then all of up."""
+    """Columns with gate and up in turns become rows: all of gate, then all of up."""
     turned = tensor.transpose(-1, -2) if tensor.dim() == 3 else tensor
     yield name, torch.cat([turned[:, ::2], turned[:, 1::2]], dim=1)
 
@@ -107,7 +103,7 @@ class GptOssForCausalLM(DecoderForCausalLM):
     names = WeightNames(
         rewrite=(
             Rewrite(r"experts\.gate_up_proj(_bias)?$", _turn_pairs),
-            Rewrite(r"experts\.down_proj$", _turn),
+            Rewrite(r"experts\.down_proj$", transpose),
         )
     )
 

@@ -1,0 +1,1 @@
+"""BLOOM for modulm."""

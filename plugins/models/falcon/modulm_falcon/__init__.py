@@ -1,0 +1,1 @@
+"""Falcon for modulm."""

@@ -1,0 +1,1 @@
+"""GLM 4 for modulm."""

@@ -1,0 +1,1 @@
+"""GPT-NeoX and Pythia for modulm."""

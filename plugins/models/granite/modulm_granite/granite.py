@@ -1,0 +1,83 @@
+"""Granite 3 (IBM, 2024): Llama's block with four multipliers (Yang et al., arXiv 2203.03466)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import frozen
+from torch import Tensor
+
+from modulm.contracts.model import Batch
+from modulm.nn import (
+    Builder,
+    DecoderConfig,
+    DecoderForCausalLM,
+    Embedding,
+    Head,
+    PreNormLayer,
+    standard_attention,
+    standard_mlp,
+    tiny_config,
+)
+
+__all__ = ["GraniteConfig", "GraniteForCausalLM", "GraniteLayer"]
+
+
+@frozen(kw_only=True)
+class GraniteConfig(DecoderConfig):
+    """config.json of Granite: multipliers of embeddings, branches, scores; logits are divided."""
+
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+
+
+class GraniteLayer(PreNormLayer):
+    """The pre-norm block; each branch is multiplied before it is added."""
+
+    def __init__(self, c: GraniteConfig, b: Builder, index: int) -> None:
+        super().__init__(
+            b.rms_norm("input_layernorm", c.hidden_size, c.rms_norm_eps),
+            standard_attention(c, b, index, scale=c.attention_multiplier),
+            b.rms_norm("post_attention_layernorm", c.hidden_size, c.rms_norm_eps),
+            standard_mlp(c, b),
+        )
+        self.multiplier = c.residual_multiplier
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, batch: Batch
+    ) -> tuple[Tensor, Tensor | None]:
+        """x, residual: [tokens, hidden]."""
+        x, residual = self.attn_norm.add(x, residual)
+        x, residual = self.mlp_norm.add(self.attn(x, batch) * self.multiplier, residual)
+        return self.mlp(x) * self.multiplier, residual
+
+
+class GraniteForCausalLM(DecoderForCausalLM):
+    """Granite with a language-model head."""
+
+    api = 1
+    config_type = GraniteConfig
+    layer = GraniteLayer
+
+    def make_embedding(self, config: Any, b: Builder) -> Embedding:
+        scale = config.embedding_multiplier
+        return b.embedding("embed_tokens", config.vocab_size, config.hidden_size, scale=scale)
+
+    def make_head(self, config: Any, b: Builder) -> Head:
+        tied = self.embed if config.tie_word_embeddings else None
+        scale = 1.0 / config.logits_scaling
+        return b.head("lm_head", config.hidden_size, config.vocab_size, tied=tied, scale=scale)
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        return tiny_config(
+            "granite",
+            "GraniteForCausalLM",
+            embedding_multiplier=1.5,
+            residual_multiplier=0.7,
+            attention_multiplier=0.2,
+            logits_scaling=1.3,
+        )

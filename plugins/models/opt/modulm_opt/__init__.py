@@ -1,0 +1,1 @@
+"""OPT for modulm."""

@@ -1,0 +1,147 @@
+"""OPT (arXiv 2205.01068): learned positions stored from row 2 on; 350m norms after adding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from attrs import frozen
+from torch import Tensor
+from torch.nn import Module
+
+from modulm.contracts.model import Batch
+from modulm.nn import (
+    AttentionNames,
+    Builder,
+    DecoderConfig,
+    DecoderForCausalLM,
+    Embedding,
+    Head,
+    Norm,
+    PlainMLP,
+    WeightNames,
+    size,
+    standard_attention,
+    tiny_config,
+)
+
+__all__ = ["OPTConfig", "OPTForCausalLM", "OPTLayer"]
+
+_EPS = 1e-5
+_OFFSET = 2
+
+
+@frozen(kw_only=True)
+class OPTConfig(DecoderConfig):
+    """config.json of OPT."""
+
+    ALIASES: ClassVar[Mapping[str, str]] = {
+        "ffn_dim": "intermediate_size",
+        "activation_function": "hidden_act",
+    }
+
+    hidden_act: str = "relu"
+    tie_word_embeddings: bool = True
+    do_layer_norm_before: bool = True
+    word_embed_proj_dim: int | None = size(None)
+    enable_bias: bool = True
+
+    @property
+    def embedding_size(self) -> int:
+        """Width of the table of token vectors."""
+        return self.word_embed_proj_dim or self.hidden_size
+
+
+class OPTLayer(Module):
+    """Norms before the branches, or after the additions."""
+
+    def __init__(self, c: OPTConfig, b: Builder, index: int) -> None:
+        super().__init__()
+        bias = c.enable_bias
+        self.before = c.do_layer_norm_before
+        self.attn = standard_attention(
+            c,
+            b,
+            index,
+            rope=None,
+            bias=bias,
+            out_bias=bias,
+            names=AttentionNames(out="out_proj"),
+        )
+        self.attn_norm = b.layer_norm("self_attn_layer_norm", c.hidden_size, _EPS)
+        inner, act = c.inner_size, c.hidden_act
+        self.mlp = PlainMLP(b, c.hidden_size, inner, act, bias=bias, up="fc1", down="fc2")
+        self.mlp_norm = b.layer_norm("final_layer_norm", c.hidden_size, _EPS)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, batch: Batch
+    ) -> tuple[Tensor, Tensor | None]:
+        """x, residual: [tokens, hidden]."""
+        if not self.before:
+            x = self.attn_norm(x + self.attn(x, batch))
+            return self.mlp_norm(x + self.mlp(x)), None
+        x, residual = self.attn_norm.add(x, residual)
+        x, residual = self.mlp_norm.add(self.attn(x, batch), residual)
+        return self.mlp(x), residual
+
+
+class OPTEmbedding(Module):
+    """Token vectors, widened to the hidden size where they are narrower, plus positions."""
+
+    def __init__(self, c: OPTConfig, b: Builder) -> None:
+        super().__init__()
+        self.tokens: Embedding = b.embedding("embed_tokens", c.vocab_size, c.embedding_size)
+        rows = c.max_position_embeddings + _OFFSET
+        self.positions = b.embedding("embed_positions", rows, c.hidden_size)
+        self.widen = None
+        if c.embedding_size != c.hidden_size:
+            self.widen = b.linear("project_in", c.embedding_size, c.hidden_size, split=False)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """[tokens, hidden] for the batch's tokens."""
+        x: Tensor = self.tokens(batch)
+        if self.widen is not None:
+            x = self.widen(x)
+        return x + self.positions.lookup(batch.positions + _OFFSET)
+
+
+class _NoNorm(Norm):
+    """The end of a model that norms after each addition."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class OPTForCausalLM(DecoderForCausalLM):
+    """OPT with a language-model head."""
+
+    api = 1
+    config_type = OPTConfig
+    layer = OPTLayer
+    root = "model.decoder"
+    names = WeightNames(rename=((r"^decoder\.", "model.decoder."),))
+
+    def make_embedding(self, config: Any, b: Builder) -> OPTEmbedding:
+        return OPTEmbedding(config, b)
+
+    def make_norm(self, config: Any, b: Builder) -> Norm:
+        self.narrow = None
+        if config.embedding_size != config.hidden_size:
+            sizes = (config.hidden_size, config.embedding_size)
+            self.narrow = b.linear("project_out", *sizes, split=False)
+        if not config.do_layer_norm_before:
+            return _NoNorm()
+        return b.layer_norm("final_layer_norm", config.hidden_size, _EPS)
+
+    def make_head(self, config: Any, b: Builder) -> Head:
+        tied = self.embed.tokens if config.tie_word_embeddings else None
+        return b.head("lm_head", config.embedding_size, config.vocab_size, tied=tied)
+
+    def forward(self, batch: Batch) -> Tensor:
+        hidden = super().forward(batch)
+        return hidden if self.narrow is None else self.narrow(hidden)
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        shape = tiny_config("opt", "OPTForCausalLM", ffn_dim=96, word_embed_proj_dim=64)
+        return {**shape, "num_key_value_heads": 4}
