@@ -1,6 +1,7 @@
 """Where values come from, best first: command line or keyword, YAML file, environment, default.
 
-The only module that reads the process's environment.
+The only module that reads the process's environment. It loads the schema when a configuration
+is made, so that listing plugins, which asks for MODULM_PLUGINS, stays quick.
 """
 
 from __future__ import annotations
@@ -8,12 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
-from modulm.config.schema.engine import EngineConfig, Notice, canonical, flatten, is_flag, spec_of
 from modulm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from modulm.config.schema.engine import EngineConfig, Notice
 
 __all__ = [
     "Draft",
@@ -68,6 +71,8 @@ def draft(*sources: Source) -> Draft:
 
     Raises ConfigError that names the flag and where its value was written.
     """
+    from modulm.config.schema.engine import EngineConfig, Notice
+
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for source in sources:
@@ -93,6 +98,8 @@ def _located(error: ConfigError, where: str | None) -> ConfigError:
 
 
 def _flat(source: Source) -> dict[str, Any]:
+    from modulm.config.schema.engine import flatten
+
     try:
         return flatten(source.values)
     except ConfigError as error:
@@ -107,6 +114,8 @@ def keywords(**flags: Any) -> Draft:
 
 def environment(environ: Mapping[str, str] | None = None) -> Source:
     """`MODULM_<FLAG>` for every flag; lists are separated by commas or written as JSON."""
+    from modulm.config.schema.engine import canonical, is_flag
+
     table = os.environ if environ is None else environ
     values: dict[str, Any] = {}
     labels: dict[str, str] = {}
@@ -124,6 +133,8 @@ def environment(environ: Mapping[str, str] | None = None) -> Source:
 
 
 def _from_text(name: str, text: str) -> Any:
+    from modulm.config.schema.engine import spec_of
+
     spec = spec_of(name)
     if spec is None or not spec.base.startswith("tuple") or text.lstrip().startswith("["):
         return text
@@ -157,6 +168,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def _unnegated(name: str, value: Any) -> tuple[str, Any]:
+    from modulm.config.schema.engine import spec_of
+
     positive = name.removeprefix("no_")
     spec = spec_of(positive)
     if positive != name and spec is not None and spec.base == "bool" and isinstance(value, bool):

@@ -126,7 +126,8 @@ def modulm_choose_platform(probes: Mapping[str, Probe]) -> Choice | None:
     """Choose the platform, given what each installed one says about this machine.
 
     `probes` maps names to `Probe`s. First result. Asked once per process, when `--device` is
-    "auto", before the highest score is taken."""
+    "auto", before the highest score is taken.
+    """
 
 
 @hookspec(firstresult=True)
