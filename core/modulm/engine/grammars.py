@@ -22,6 +22,7 @@ from attrs import asdict, evolve
 
 from modulm.contracts.grammar import Grammar, GrammarBackend
 from modulm.contracts.sampling import StructuredOutputs
+from modulm.engine.reasoning import gate_for
 from modulm.errors import QueueFull, RequestError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -181,10 +182,11 @@ def open_compiler(
     vocabulary: int,
     stop_ids: tuple[int, ...],
     plugins: PluginManager,
-) -> Callable[[StructuredOutputs], Future[Grammar]]:
+) -> Callable[[StructuredOutputs, np.ndarray], Future[Grammar]]:
     """The compiler of `--structured-outputs-config`, whose flags are added to each constraint.
 
-    Raises UnsupportedError when no grammar backend is installed.
+    It takes a constraint and the prompt's token ids, whose end tells a reasoning parser, where one
+    is set, whether the reasoning has begun. Raises UnsupportedError without a grammar backend.
     """
     settings = config.structured_outputs
     name = settings.guided_decoding_backend or settings.backend
@@ -196,17 +198,19 @@ def open_compiler(
             "structured outputs need a grammar backend; pip install modulm-grammar-xgrammar"
         )
     compiler = GrammarCompiler([cls(tokenizer, vocabulary, stop_ids) for cls in classes])
+    gate = gate_for(config, tokenizer, vocabulary, plugins)
     spaces = settings.disable_any_whitespace
     extras = settings.disable_additional_properties
 
-    def compile_one(constraint: StructuredOutputs) -> Future[Grammar]:
-        return compiler(
+    def compile_one(constraint: StructuredOutputs, prompt: np.ndarray) -> Future[Grammar]:
+        compiled = compiler(
             evolve(
                 constraint,
                 disable_any_whitespace=constraint.disable_any_whitespace or spaces,
                 disable_additional_properties=constraint.disable_additional_properties or extras,
             )
         )
+        return compiled if gate is None else gate(compiled, prompt)
 
     return compile_one
 

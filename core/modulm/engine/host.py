@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from attrs import evolve, field, frozen
+from attrs import evolve
 
 from modulm.config.resolve import Use, choose_platform, resolve
 from modulm.contracts.executor import Capacity, Executor
@@ -24,6 +24,7 @@ from modulm.contracts.grammar import Grammar
 from modulm.contracts.policy import Policy, Scheduler
 from modulm.contracts.sampling import SamplingParams, StructuredOutputs
 from modulm.engine.grammars import open_compiler
+from modulm.engine.info import EngineInfo, open_tokenizer
 from modulm.engine.loop import Engine, Listener
 from modulm.engine.requests import Request
 from modulm.engine.scheduler import BudgetScheduler, Limits
@@ -32,14 +33,16 @@ from modulm.loading import Checkpoint, open_checkpoint
 from modulm.plugins import manager
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from modulm.config import EngineConfig
     from modulm.text.tokenizer import Tokenizer
 
-__all__ = ["EngineInfo", "Host", "limits_of", "open_tokenizer"]
+__all__ = ["Host", "limits_of"]
 
 log = logging.getLogger("modulm.engine")
 
-_Compile: TypeAlias = Callable[[StructuredOutputs], "Future[Grammar]"]
+_Compile: TypeAlias = 'Callable[[StructuredOutputs, np.ndarray], "Future[Grammar]"]'
 
 #: Keys of generation_config.json that are defaults of SamplingParams, by their name there.
 _DEFAULTS = {
@@ -50,50 +53,6 @@ _DEFAULTS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-
-
-@frozen(kw_only=True)
-class EngineInfo:
-    """What front ends need to know of an engine.
-
-    config: resolved; models: served names; path: the checkpoint's folder; vocabulary: width of
-    the logits; eos: ids that end an answer; defaults: sampling defaults of the checkpoint, by
-    field of SamplingParams; tasks: what the model is for; notes: for people; description: of the
-    executor.
-    """
-
-    config: EngineConfig
-    models: tuple[str, ...]
-    path: str
-    architecture: str
-    max_model_len: int
-    vocabulary: int
-    hidden: int
-    dtype: str
-    eos: tuple[int, ...]
-    defaults: Mapping[str, Any] = field(factory=dict)
-    tasks: tuple[str, ...] = ("generate",)
-    notes: tuple[str, ...] = ()
-    description: Mapping[str, Any] = field(factory=dict)
-
-    def default_params(self) -> SamplingParams:
-        """What a caller gets who gives no parameters."""
-        return SamplingParams(**self.defaults)
-
-
-def open_tokenizer(config: EngineConfig, path: str) -> Tokenizer | None:
-    """The tokenizer of a checkpoint folder; None with --skip-tokenizer-init."""
-    from modulm.text.tokenizer import load_tokenizer
-
-    model = config.model
-    if model.skip_tokenizer_init:
-        return None
-    return load_tokenizer(
-        model.tokenizer or path,
-        model.tokenizer_mode,
-        model.tokenizer_revision if model.tokenizer else None,
-        model.trust_remote_code,
-    )
 
 
 def limits_of(config: EngineConfig, use: Use) -> Limits:
@@ -156,7 +115,7 @@ class Host:
         """Hand in requests; a grammar that they ask for is compiled beside the steps."""
         params = requests[0].params
         if isinstance(params, SamplingParams) and params.structured_outputs is not None:
-            grammar = self._grammars(params.structured_outputs)
+            grammar = self._grammars(params.structured_outputs, requests[0].prompt)
             requests = tuple(evolve(request, grammar=grammar) for request in requests)
         self.engine.submit(*requests)
 
@@ -194,15 +153,15 @@ class _Grammars:
         self._opener = opener
         self._compile: Future[_Compile] | None = None
 
-    def __call__(self, constraint: StructuredOutputs) -> Future[Grammar]:
-        """Raises QueueFull; any other trouble is the future's."""
+    def __call__(self, constraint: StructuredOutputs, prompt: np.ndarray) -> Future[Grammar]:
+        """prompt: [tokens] int64. Raises QueueFull; any other trouble is the future's."""
         if self._compile is None:
             self._compile = Future()
             Thread(target=self._open, args=(self._compile,), daemon=True).start()
         if self._compile.done() and self._compile.exception() is None:
-            return self._compile.result()(constraint)
+            return self._compile.result()(constraint, prompt)
         answer: Future[Grammar] = Future()
-        self._compile.add_done_callback(lambda opened: _chain(opened, constraint, answer))
+        self._compile.add_done_callback(lambda opened: _chain(opened, constraint, prompt, answer))
         return answer
 
     def _open(self, opened: Future[_Compile]) -> None:
@@ -213,11 +172,14 @@ class _Grammars:
 
 
 def _chain(
-    opened: Future[_Compile], constraint: StructuredOutputs, answer: Future[Grammar]
+    opened: Future[_Compile],
+    constraint: StructuredOutputs,
+    prompt: np.ndarray,
+    answer: Future[Grammar],
 ) -> None:
     """Compile when the compiler is there; what fails is the request's."""
     try:
-        compiled = opened.result()(constraint)
+        compiled = opened.result()(constraint, prompt)
     except ModulmError as error:
         answer.set_exception(RequestError(str(error), "structured_outputs"))
         return

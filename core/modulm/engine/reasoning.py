@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,9 +13,11 @@ from modulm.contracts.parser import ParseContext, ReasoningParser
 from modulm.text.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
+    from modulm.config import EngineConfig
+    from modulm.plugins.manager import PluginManager
     from modulm.text.tokenizer import Tokenizer
 
-__all__ = ["AfterReasoning", "openers_of", "reasoning_start"]
+__all__ = ["AfterReasoning", "gate_for", "openers_of"]
 
 _ParserMaker = Callable[[ParseContext], ReasoningParser]
 #: Prompt tokens whose text says whether the template has opened the reasoning already.
@@ -33,20 +36,52 @@ class AfterReasoning(Grammar):
         grammar: Grammar,
         make: _ParserMaker,
         tokenizer: Tokenizer,
-        prompt: Sequence[int],
+        prompt: Sequence[int] | np.ndarray,
         openers: Sequence[int],
     ) -> None:
         self.grammar = grammar
         self.make = make
         self.tokenizer = tokenizer
         self.openers = tuple(openers)
-        self.context = reasoning_start(tokenizer, prompt)
+        self.context = _reasoning_start(tokenizer, prompt)
 
     def matcher(self) -> Matcher:
         return _Gate(self)
 
 
-def reasoning_start(tokenizer: Tokenizer, prompt: Sequence[int]) -> ParseContext:
+def gate_for(
+    config: EngineConfig, tokenizer: Tokenizer, vocabulary: int, plugins: PluginManager
+) -> Callable[[Future[Grammar], np.ndarray], Future[Grammar]] | None:
+    """What turns a grammar to come, and a prompt, into one that waits for the reasoning's end.
+
+    None where no reasoning parser is set, or where the reasoning is held to the grammar as well.
+    """
+    settings = config.structured_outputs
+    if not settings.reasoning_parser or settings.enable_in_reasoning:
+        return None
+    make: _ParserMaker = plugins.load("reasoning_parsers", settings.reasoning_parser)
+    openers = openers_of(make, tokenizer, vocabulary)
+
+    def gated(compiled: Future[Grammar], prompt: np.ndarray) -> Future[Grammar]:
+        answer: Future[Grammar] = Future()
+
+        def settle(done: Future[Grammar]) -> None:
+            error = done.exception()
+            if error is not None:
+                answer.set_exception(error)
+                return
+            try:
+                answer.set_result(AfterReasoning(done.result(), make, tokenizer, prompt, openers))
+            except Exception as broken:
+                answer.set_exception(broken)
+
+        compiled.add_done_callback(settle)
+        return answer
+
+    return gated
+
+
+def _reasoning_start(tokenizer: Tokenizer, prompt: Sequence[int] | np.ndarray) -> ParseContext:
     """What a reasoning parser may know before the first token."""
     tail = [int(token) for token in prompt[-_TAIL:]]
     text = tokenizer.decode(tail, skip_special_tokens=False)

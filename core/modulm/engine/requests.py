@@ -77,20 +77,31 @@ class Request:
 
     @property
     def least(self) -> int:
-        """The number of tokens, prompt included, below which stop ids do not end it."""
-        pooling = isinstance(self.params, PoolingParams)
-        return self.prompt_len + (0 if pooling else self.params.min_tokens)  # type: ignore[union-attr]
+        """The number of tokens, prompt included, below which stop ids do not end it.
+
+        The sampler gives none below `min_tokens` anyway, unless a grammar is complete and leaves
+        nothing else to say.
+        """
+        if isinstance(self.params, PoolingParams) or self.params.structured_outputs is not None:
+            return self.prompt_len
+        return self.prompt_len + self.params.min_tokens
 
     def stop_ids(self) -> tuple[int, ...]:
-        """The tokens that end it."""
+        """The tokens that end it. Nothing can follow a complete grammar, even with ignore_eos."""
         if isinstance(self.params, PoolingParams):
             return ()
-        return self.params.stop_token_ids + (() if self.params.ignore_eos else self.eos)
+        return self.params.stop_token_ids + self._eos
 
     def stop_reason(self, token: int) -> int | None:
         """What the caller is told of the token that ended it: None for end of sequence."""
-        ended = token in self.eos and not self.params.ignore_eos  # type: ignore[union-attr]
-        return None if ended else token
+        return None if token in self._eos else token
+
+    @property
+    def _eos(self) -> tuple[int, ...]:
+        params = self.params
+        ignored = isinstance(params, SamplingParams) and params.ignore_eos
+        held = isinstance(params, SamplingParams) and params.structured_outputs is not None
+        return () if ignored and not held else self.eos
 
 
 class Start(NamedTuple):
