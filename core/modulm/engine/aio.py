@@ -17,10 +17,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from modulm.config.sources import keywords
-from modulm.contracts.sampling import PoolingParams, SamplingParams
+from modulm.contracts.sampling import LogitsProcessor, PoolingParams, SamplingParams
 from modulm.engine.answers import Answer, Answers
-from modulm.engine.host import EngineInfo, Host, open_tokenizer
-from modulm.engine.logits import processor_classes
+from modulm.engine.info import EngineInfo, open_tokenizer
 from modulm.engine.outputs import PoolingRequestOutput, RequestOutput
 from modulm.engine.prepare import Preparer, PromptLike, Work
 from modulm.engine.requests import Request, StepEvents, StepStats
@@ -30,6 +29,7 @@ from modulm.plugins import manager
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
+    from modulm.engine.host import Host
     from modulm.text.tokenizer import Tokenizer
 
 __all__ = ["AsyncLLM", "Line", "ThreadLine"]
@@ -86,6 +86,8 @@ class ThreadLine(Line):
         self.info = self._host.info
 
     def _run(self, config: EngineConfig, ready: Future[Host]) -> None:
+        from modulm.engine.host import Host
+
         try:
             host = Host(config, self, "server")
         except BaseException as error:
@@ -161,8 +163,7 @@ class AsyncLLM:
         self.info = info = line.info
         self.tokenizer = line.tokenizer()
         self.metrics = Metrics(info.models[0])
-        processors = processor_classes(info.config.model.logits_processors, manager.current())
-        self._preparer = Preparer(info, self.tokenizer, processors, line.number)
+        self._preparer = Preparer(info, self.tokenizer, _processors(info.config), line.number)
         self._answers = Answers(self.metrics)
         self._interval = info.config.scheduler.stream_interval
 
@@ -349,3 +350,14 @@ class AsyncLLM:
         self.dead = error
         for answer in self._answers.fail_all(error):
             self._open_answers[answer.id][1].set()
+
+
+def _processors(config: EngineConfig) -> tuple[type[LogitsProcessor], ...]:
+    """The processors' classes, which may check parameters; mostly there are none, and no torch."""
+    plugins = manager.current()
+    given = config.model.logits_processors
+    if not given and not plugins.names("logits_processors"):
+        return ()
+    from modulm.engine.logits import processor_classes
+
+    return processor_classes(given, plugins)

@@ -11,7 +11,7 @@ from attrs import frozen
 
 from modulm.contracts.sampling import LogitsProcessor, PoolingParams, SamplingParams
 from modulm.engine.answers import Answer
-from modulm.engine.host import EngineInfo
+from modulm.engine.info import EngineInfo
 from modulm.engine.requests import Request
 from modulm.engine.validate import bad_word_ids, check, check_pooling, check_prompt, truncated
 from modulm.errors import RequestError

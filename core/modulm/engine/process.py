@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any
 
 from modulm.engine import wire
 from modulm.engine.aio import Line
-from modulm.engine.host import Host
 from modulm.engine.requests import Finish, Request, StepEvents
 from modulm.errors import EngineDead, EngineError, ModulmError
 from modulm.plugins import manager
@@ -39,6 +38,7 @@ from modulm.plugins.manager import PluginManager
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
+    from modulm.engine.host import Host
 
 __all__ = ["EngineProcess", "ProcessLine", "main", "split"]
 
@@ -443,6 +443,8 @@ def _split_table(table: str, events: StepEvents, owners: dict[str, Any], parts: 
 
 def main(descriptor: int) -> int:
     """The engine's process: wait to be told what to run, run it, end with the owner."""
+    from modulm.engine.host import Host
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     server = _Server(socket.socket(fileno=descriptor))

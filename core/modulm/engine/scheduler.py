@@ -413,9 +413,7 @@ class BudgetScheduler(Scheduler):
             if epochs.get(row) == int(self.table.epoch[row])
         ]
 
-    def _extras(
-        self, result: StepResult, flight: _Flight, rows: np.ndarray
-    ) -> dict[str, Any]:
+    def _extras(self, result: StepResult, flight: _Flight, rows: np.ndarray) -> dict[str, Any]:
         """What the executor gave beside tokens, by request instead of by row."""
         names = {row: self.table.names[row] for row in rows.tolist()}
         starts = dict(zip(flight.rows.tolist(), flight.plan.starts.tolist(), strict=True))

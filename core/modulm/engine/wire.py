@@ -17,7 +17,7 @@ import modulm.errors
 from modulm.config import EngineConfig
 from modulm.contracts.executor import RowLogprobs
 from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams, StructuredOutputs
-from modulm.engine.host import EngineInfo
+from modulm.engine.info import EngineInfo
 from modulm.engine.requests import Finish, Media, Request, Start, StepEvents, StepStats
 from modulm.errors import EngineError, ModulmError, RequestError
 from modulm.plugins.declaration import Declaration

@@ -1,0 +1,60 @@
+"""What a front end knows of its engine. Nothing here needs torch: a front end may have none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from attrs import field, frozen
+
+from modulm.contracts.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from modulm.config import EngineConfig
+    from modulm.text.tokenizer import Tokenizer
+
+__all__ = ["EngineInfo", "open_tokenizer"]
+
+
+@frozen(kw_only=True)
+class EngineInfo:
+    """What front ends need to know of an engine.
+
+    config: resolved; models: served names; path: the checkpoint's folder; vocabulary: width of
+    the logits; eos: ids that end an answer; defaults: sampling defaults of the checkpoint, by
+    field of SamplingParams; tasks: what the model is for; notes: for people; description: of the
+    executor.
+    """
+
+    config: EngineConfig
+    models: tuple[str, ...]
+    path: str
+    architecture: str
+    max_model_len: int
+    vocabulary: int
+    hidden: int
+    dtype: str
+    eos: tuple[int, ...]
+    defaults: Mapping[str, Any] = field(factory=dict)
+    tasks: tuple[str, ...] = ("generate",)
+    notes: tuple[str, ...] = ()
+    description: Mapping[str, Any] = field(factory=dict)
+
+    def default_params(self) -> SamplingParams:
+        """What a caller gets who gives no parameters."""
+        return SamplingParams(**self.defaults)
+
+
+def open_tokenizer(config: EngineConfig, path: str) -> Tokenizer | None:
+    """The tokenizer of a checkpoint folder; None with --skip-tokenizer-init."""
+    from modulm.text.tokenizer import load_tokenizer
+
+    model = config.model
+    if model.skip_tokenizer_init:
+        return None
+    return load_tokenizer(
+        model.tokenizer or path,
+        model.tokenizer_mode,
+        model.tokenizer_revision if model.tokenizer else None,
+        model.trust_remote_code,
+    )
