@@ -40,7 +40,10 @@ class SchedulerConfig:
         None, "Most prompt tokens waiting; more are answered 429.", unit="tokens", least=0
     )
     long_prefill_token_threshold: int = flag(
-        0, "A longer prompt counts as long; 0: none does.", unit="tokens", least=0
+        0,
+        "A longer prompt counts as long and is computed in chunks of this size; 0: none is.",
+        unit="tokens",
+        least=0,
     )
     long_prefill_token_threshold_adaptive: bool = flag(
         False, "Find that threshold while running.", state=later("an adaptive threshold")
