@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,8 @@ __all__ = ["Loaded", "explain_model", "load_model"]
 
 _DTYPES = {"half": "float16", "float": "float32"}
 _GIB = 2**30
+#: Share of the free memory that tables of rotary angles may take.
+_TABLES = 0.1
 
 
 @frozen(eq=False)
@@ -69,6 +72,8 @@ def load_model(
     plan = plan_weights(built.shared.units, index, names, str(checkpoint.path))
     size = weight_bytes(built.shared.units)
     _check_memory(size, platform)
+    groups = group_caches(built.model.caches, built.choices.backends)
+    _fill_tables(built.shared, groups, platform)
     fill(
         plan,
         built.loader,
@@ -80,7 +85,7 @@ def load_model(
     plugins.hook.modulm_model_loaded(model=built.model, config=config)
     return Loaded(
         model=built.model,
-        groups=group_caches(built.model.caches, built.choices.backends),
+        groups=groups,
         decisions=tuple(built.choices.decisions),
         dtype=built.dtype,
         vocabulary=built.settings.vocab_size,
@@ -191,3 +196,20 @@ def _check_memory(size: int, platform: Platform) -> None:
             f"the weights take {size / _GIB:.2f} GiB and {platform.name} has "
             f"{memory.free / _GIB:.2f} GiB free of {memory.total / _GIB:.2f} GiB"
         )
+
+
+def _fill_tables(shared: Shared, groups: Sequence[CacheGroup], platform: Platform) -> None:
+    """Make the tables of rotary angles: up to the longest sequence, or to what memory can cache."""
+    rows = shared.max_length
+    whole = [g for g in groups if g.kind == "attention" and g.window is None]
+    bytes_per_token = sum(g.block_bytes / g.block_size for g in whole)
+    if bytes_per_token:
+        rows = min(rows, int(platform.memory().total / bytes_per_token) + 1)
+    size = sum(rows * rope.size * 4 for rope in shared.ropes)
+    if size > platform.memory().free * _TABLES:
+        raise ConfigError(
+            "max_model_len",
+            f"the rotary angles of {rows} positions take {size / _GIB:.2f} GiB; give a length",
+        )
+    for table in shared.ropes.values():
+        table.fill(rows, shared.max_length, shared.device)

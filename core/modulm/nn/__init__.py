@@ -22,7 +22,7 @@ from modulm.nn.mlp import GatedMLP, PlainMLP
 from modulm.nn.moe import ExpertNames, MoE, Routing
 from modulm.nn.names import Rewrite, WeightNames, split_heads, transpose
 from modulm.nn.norm import LayerNorm, Norm, RMSNorm
-from modulm.nn.rope import Rope, cos_sin, parse_rope
+from modulm.nn.rope import Rope, RopeTable, cos_sin, parse_rope
 
 __all__ = [
     "Attention",
@@ -46,6 +46,7 @@ __all__ = [
     "RMSNorm",
     "Rewrite",
     "Rope",
+    "RopeTable",
     "Routing",
     "Shared",
     "WeightNames",

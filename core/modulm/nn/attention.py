@@ -82,7 +82,7 @@ class Attention(Module):
         self.out = b.row_linear(names.out, heads * head_dim, hidden, bias=out_bias)
         self.q_norm, self.k_norm = qk_norm or (None, None)
         self.neox = rope is None or rope.neox
-        self.cos_sin = None if rope is None else b.rope(rope)
+        self.rotation = None if rope is None else b.rope(rope)
         self.register_parameter("sinks", None)
         if sinks:
             b.parameter("sinks", self, "sinks", (self.heads,), torch.float32)
@@ -126,7 +126,7 @@ class Attention(Module):
             "k_norm": None if k is None else k.weight,
             "eps": q.eps if isinstance(q, RMSNorm) else 0.0,
             "norm_offset": q.offset if isinstance(q, RMSNorm) else 0.0,
-            "cos_sin": self.cos_sin,
+            "cos_sin": None if self.rotation is None else self.rotation.cos_sin,
             "positions": positions,
             "neox": self.neox,
         }
@@ -143,9 +143,9 @@ class Attention(Module):
         q, k, v = q.reshape(shape), k.reshape(shape), v.reshape(shape)
         if not self.norm_whole and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if self.cos_sin is not None:
+        if self.rotation is not None:
             q, k = q.contiguous(), k.contiguous()
-            self.ops.rotary(q, k, positions, self.cos_sin, self.neox)
+            self.ops.rotary(q, k, positions, self.rotation.cos_sin, self.neox)
         return q, k, v
 
 

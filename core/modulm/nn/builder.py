@@ -15,7 +15,7 @@ from modulm.contracts.quantization import LinearSpec, ParamSpec
 from modulm.nn.embedding import Embedding, Head
 from modulm.nn.linear import Linear
 from modulm.nn.norm import LayerNorm, RMSNorm
-from modulm.nn.rope import Rope, cos_sin
+from modulm.nn.rope import Rope, RopeTable
 from modulm.nn.slots import Part, Slot, Unit
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Shared:
     windows: bool = True
     units: list[Unit] = field(factory=list)
     caches: list[CacheSpec] = field(factory=list)
-    ropes: dict[Rope, torch.Tensor] = field(factory=dict)
+    ropes: dict[Rope, RopeTable] = field(factory=dict)
 
 
 @frozen(eq=False)
@@ -211,13 +211,9 @@ class Builder:
 
     # What layers share.
 
-    def rope(self, rope: Rope) -> torch.Tensor:
-        """The table of a kind of rotary positions, made once: [max length, R] fp32."""
-        table = self.shared.ropes.get(rope)
-        if table is None:
-            table = cos_sin(rope, self.shared.max_length, self.shared.device)
-            self.shared.ropes[rope] = table
-        return table
+    def rope(self, rope: Rope) -> RopeTable:
+        """The table of a kind of rotary positions, one for all layers; filled while loading."""
+        return self.shared.ropes.setdefault(rope, RopeTable(rope))
 
     def attention_cache(self, spec: AttentionSpec) -> tuple[int, AttentionBackend]:
         """Register a layer that keeps keys and values: its cache's index and its backend."""

@@ -15,7 +15,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-__all__ = ["Rope", "cos_sin", "parse_rope"]
+__all__ = ["Rope", "RopeTable", "cos_sin", "parse_rope"]
 
 
 @frozen
@@ -39,6 +39,24 @@ class Rope:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     neox: bool = True
+
+
+class RopeTable:
+    """The table of one kind of rotary positions, shared by the layers that use it.
+
+    `cos_sin` is [positions, R] fp32 once `fill` has been called, which the loader does when it
+    knows how long sequences can get; a model is built without it.
+    """
+
+    cos_sin: Tensor
+
+    def __init__(self, rope: Rope) -> None:
+        self.rope = rope
+        self.cos_sin = torch.empty(0, rope.size, device="meta")
+
+    def fill(self, rows: int, length: int, device: torch.device) -> None:
+        """Make the table for `rows` positions; `length` is the longest sequence admitted."""
+        self.cos_sin = cos_sin(self.rope, rows, length, device)
 
 
 def parse_rope(
@@ -76,13 +94,13 @@ def parse_rope(
     )
 
 
-def cos_sin(rope: Rope, length: int, device: torch.device) -> Tensor:
-    """The table for positions 0 to length - 1: [length, R] fp32.
+def cos_sin(rope: Rope, rows: int, length: int, device: torch.device) -> Tensor:
+    """The table for positions 0 to rows - 1: [rows, R] fp32.
 
     `length` is the longest sequence the engine admits: longrope takes its long factors if that
     is beyond the trained length, so that all keys of a cache agree.
     """
-    positions = torch.arange(length, device=device, dtype=torch.float32)
+    positions = torch.arange(rows, device=device, dtype=torch.float32)
     if rope.kind == "dynamic":
         angles = positions[:, None] * _dynamic(rope, positions)
     else:

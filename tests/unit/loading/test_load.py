@@ -205,6 +205,24 @@ def test_weights_that_do_not_fit_into_memory(folder, monkeypatch):
         load(folder)
 
 
+def test_a_length_that_no_memory_holds_makes_no_table_of_that_length(folder, monkeypatch):
+    """The cache of one token takes 768 bytes here: 2 MiB hold fewer than 3000 tokens."""
+    change_config(folder, max_position_embeddings=10**8)
+    driver = manager.current().load("platforms", "cpu")
+    monkeypatch.setattr(driver, "memory", lambda self: Memory(total=2**21, free=2**21))
+    loaded = load(folder)
+    assert loaded.max_model_len == 10**8
+    table = loaded.model.layers[0].attn.rotation.cos_sin
+    assert 2**21 / 768 <= len(table) < 3000
+
+
+def test_a_model_of_windows_needs_its_length_stated_if_that_is_absurd(tmp_path):
+    make_tiny(tmp_path, "MistralForCausalLM")
+    change_config(tmp_path, max_position_embeddings=10**8)
+    with pytest.raises(ConfigError, match=r"max_model_len: the rotary angles of 100000000"):
+        load(tmp_path)
+
+
 def test_memory_is_asked_for_tensor_by_tensor(folder, monkeypatch):
     """When the first tensor arrives all other parameters are still without memory."""
     blank = []

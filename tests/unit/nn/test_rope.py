@@ -43,7 +43,7 @@ KINDS = {
 
 
 def table(config, length):
-    return cos_sin(config.rope(), length, torch.device("cpu"))
+    return cos_sin(config.rope(), length, length, torch.device("cpu"))
 
 
 def expected(embedding, positions):
