@@ -1,0 +1,235 @@
+"""`modulm` and `modulm plugins`, run as a user does, with plugins that work and that do not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from modulm.cli import main
+from modulm.testing.checkpoints import make_tiny
+
+POLICY = """
+from modulm.contracts.policy import Policy
+
+class Shortest(Policy):
+    "The shortest prompt first."
+    name = "shortest"
+    api = API
+
+    def key(self, request):
+        return request.prompt_len
+
+    def victim(self, running):
+        return 0
+"""
+
+
+def distribution(
+    place: Path, name: str, group: str, points: dict[str, str], **modules: str
+) -> None:
+    info = place / f"{name.replace('-', '_')}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    lines = [f"[{group}]", *(f"{key} = {value}" for key, value in points.items())]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    for module, source in modules.items():
+        (place / f"{module}.py").write_text(source)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one good and four bad distributions."""
+    place = tmp_path_factory.mktemp("plugins")
+    group = "modulm.schedulers"
+    good = POLICY.replace("API", "1")
+    distribution(place, "modulm-fine", group, {"shortest": "fine_mod:Shortest"}, fine_mod=good)
+    distribution(place, "modulm-raises", group, {"raises": "raises_mod:X"}, raises_mod="1 / 0")
+    distribution(
+        place, "modulm-dies", group, {"dies": "dies_mod:X"}, dies_mod="import os; os._exit(9)"
+    )
+    old = POLICY.replace("API", "7")
+    distribution(place, "modulm-old", group, {"old": "old_mod:Shortest"}, old_mod=old)
+    twice = {"shortest": "twice_mod:Shortest"}
+    distribution(place, "modulm-twice", group, twice, twice_mod=good)
+    commands = {"hello": "hello_mod:command", "sick": "sick_mod:command"}
+    hello = (
+        "import click\n@click.command()\ndef command():\n    'Say hello.'\n    click.echo('hello')"
+    )
+    sick = "raise RuntimeError('no voice')"
+    distribution(place, "modulm-says", "modulm.commands", commands, hello_mod=hello, sick_mod=sick)
+    return place
+
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(place: Path) -> Run:
+    def call(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, "PYTHONPATH": str(place), "COLUMNS": "200", **environ}
+        command = [sys.executable, "-m", "modulm.cli.main", *arguments]
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+    return call
+
+
+def test_list(run: Run) -> None:
+    rows = json.loads(run("plugins", "list", "schedulers", "--json").stdout)
+    state = {(row["name"], row["distribution"]): row["state"] for row in rows}
+    assert state["raises", "modulm-raises"] == "ok"
+    assert state["shortest", "modulm-fine"] == state["shortest", "modulm-twice"] == "conflict"
+    assert {row["kind"] for row in rows} == {"schedulers"}
+
+
+def test_list_says_what_is_switched_off(run: Run) -> None:
+    text = run("--plugins=-modulm-twice", "plugins").stdout
+    rows = [line.split() for line in text.splitlines() if "shortest" in line]
+    assert [(row[2], row[4]) for row in rows] == [("modulm-fine", "ok"), ("modulm-twice", "off")]
+    assert run("plugins", "list", MODULM_PLUGINS="-modulm-twice").stdout == text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plugins", "list", "schedulrs"], "there is no kind 'schedulrs'"),
+        (["--plugins=modulm-fnie", "plugins"], "did you mean modulm-fine"),
+        (["plugins", "show", "shortst"], "did you mean shortest"),
+        (["plugins", "new", "kernels", "x"], "no template for kernel providers yet"),
+        (["plugins", "new", "models", "a b"], "use letters, digits and single hyphens"),
+        (["plugins", "new", "modls", "x"], "there is no kind 'modls'"),
+        (["sick"], "no voice"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_status_2(
+    run: Run, arguments: list[str], message: str
+) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.startswith("modulm: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_show(run: Run) -> None:
+    (row,) = json.loads(run("plugins", "show", "raises", "--json").stdout)
+    assert "ZeroDivisionError" in row["error"]
+    rows = json.loads(run("plugins", "show", "modulm-fine", "--json").stdout)
+    assert rows[0]["about"] == "The shortest prompt first."
+    assert rows[0]["api"] == "1"
+
+
+def test_help_shows_a_broken_command_and_hurts_no_other(run: Run) -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    assert "Say hello." in done.stdout
+    assert "(broken)" in next(line for line in done.stdout.splitlines() if "sick" in line)
+    assert run("hello").stdout == "hello\n"
+
+
+def test_unknown_command_has_a_close_match(run: Run) -> None:
+    done = run("helo")
+    assert done.returncode == 2
+    assert "Did you mean hello?" in done.stderr
+
+
+def one(run: Run, name: str) -> dict[str, str]:
+    done = run("plugins", "doctor", name, "--json")
+    (report,) = json.loads(done.stdout)
+    assert done.returncode == (0 if report["ok"] else 1)
+    return dict(report)
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("modulm-raises", "ZeroDivisionError"),
+        ("modulm-dies", "ended with status 9"),
+        ("modulm-old", "written for version 7"),
+        ("modulm-twice", "offered by"),
+    ],
+)
+def test_doctor_finds(run: Run, name: str, error: str) -> None:
+    report = one(run, name)
+    assert not report["ok"]
+    assert error in report["error"]
+
+
+def test_doctor_finds_nothing_wrong(run: Run) -> None:
+    report = one(run, "fcfs")
+    assert report["ok"]
+    assert report["kit"] == "contract kit passed"
+    assert float(report["seconds"]) >= 0
+
+
+NEW = {
+    "models": "foo",
+    "attention": "slow",
+    "quantization": "round8",
+    "platforms": "chip",
+    "tool_parsers": "tools",
+    "reasoning_parsers": "thoughts",
+    "hooks": "greeting",
+    "commands": "hi",
+}
+
+
+def test_every_new_package_passes_its_own_tests(tmp_path: Path) -> None:
+    for kind, name in NEW.items():
+        done = CliRunner().invoke(main.cli, ["plugins", "new", kind, name, "--into", str(tmp_path)])
+        assert done.exit_code == 0, done.output
+    folders = [str(folder) for folder in sorted(tmp_path.iterdir())]
+    assert len(folders) == len(NEW)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *folders]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=env, cwd=tmp_path
+    )
+    assert f"{len(NEW)} passed" in done.stdout, done.stdout
+
+
+def test_new_does_not_overwrite(tmp_path: Path) -> None:
+    arguments = ["plugins", "new", "hooks", "x", "--into", str(tmp_path)]
+    assert CliRunner().invoke(main.cli, arguments).exit_code == 0
+    again = CliRunner().invoke(main.cli, arguments)
+    assert "is there already" in str(again.exception)
+
+
+def test_explain(run: Run, tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path)
+    done = run("explain", str(folder), "--json", "--device", "cpu")
+    decisions = {d["subject"].partition(" (")[0]: d for d in json.loads(done.stdout)}
+    assert {
+        subject: decisions[subject]["winner"]
+        for subject in ("device", "model", "quantization", "dtype", "loader")
+    } == {
+        "device": "cpu",
+        "model": "LlamaForCausalLM",
+        "quantization": "none",
+        "dtype": "float32",
+        "loader": "safetensors",
+    }
+    attention = decisions["attention"]
+    assert attention["winner"] in {verdict["name"] for verdict in attention["candidates"]}
+    rejected = {v["name"]: v["reason"] for v in decisions["loader"]["candidates"]}
+    assert rejected["dummy"]
+    assert all(decision["reason"] for decision in decisions.values())
+    text = run("explain", str(folder), "--device", "cpu").stdout
+    assert "attention" in text
+    assert "  dummy" in text
+
+
+def test_explain_an_architecture_that_nobody_has(run: Run, tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = ["NobodyForCausalLM"]
+    (folder / "config.json").write_text(json.dumps(config))
+    done = run("explain", str(folder), "--device", "cpu")
+    assert done.returncode == 2
+    assert "pip install modulm-nobody" in done.stderr
