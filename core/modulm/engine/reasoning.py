@@ -42,8 +42,8 @@ class AfterReasoning(Grammar):
         self.grammar = grammar
         self.make = make
         self.tokenizer = tokenizer
-        self.openers = tuple(openers)
         self.context = _reasoning_start(tokenizer, prompt)
+        self.openers = tuple(t for t in openers if _opens(make, self.context, t))
 
     def matcher(self) -> Matcher:
         return _Gate(self)
@@ -95,11 +95,16 @@ def openers_of(make: _ParserMaker, tokenizer: Tokenizer, vocabulary: int) -> tup
         text = tokenizer.id_to_token(index) or ""
         if len(text) < 3 or not (text.startswith(("<", "[")) and text.endswith((">", "]"))):
             continue
-        parser = make(ParseContext(prompt_tail="", tokenizer=tokenizer))
-        parser.feed(text, [index])
-        if parser.reasoning:
+        if _opens(make, ParseContext(prompt_tail="", tokenizer=tokenizer), index):
             found.append(index)
     return tuple(found)
+
+
+def _opens(make: _ParserMaker, context: ParseContext, token: int) -> bool:
+    """Whether `token`, said first, begins the reasoning."""
+    parser = make(context)
+    parser.feed(context.tokenizer.id_to_token(token) or "", [token])
+    return parser.reasoning
 
 
 class _Gate(Matcher):
