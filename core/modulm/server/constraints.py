@@ -46,9 +46,10 @@ def from_structured(given: StructuredFields) -> StructuredOutputs | None:
     )
 
 
-def from_response_format(given: Mapping[str, Any]) -> StructuredOutputs | None:
-    """OpenAI's `response_format`; None for plain text. Raises ApiError(400)."""
-    where = "response_format"
+def from_response_format(
+    given: Mapping[str, Any], where: str = "response_format"
+) -> StructuredOutputs | None:
+    """OpenAI's response format, in the field `where`; None for plain text. Raises ApiError(400)."""
     kind = given.get("type")
     if kind == "text":
         return None
@@ -59,16 +60,18 @@ def from_response_format(given: Mapping[str, Any]) -> StructuredOutputs | None:
         check_schema(schema, where)
         return StructuredOutputs(json=schema)
     if kind == "json_schema":
-        return StructuredOutputs(json=_named_schema(given.get("json_schema")))
+        return StructuredOutputs(json=_named_schema(given.get("json_schema"), where))
     if kind == "structural_tag":
-        return StructuredOutputs(structural_tag=_text(_tag(given)))
+        if not any(key in given for key in _TAG_KEYS):
+            raise bad_field(where, f"{where}: a structural tag needs format, or structures")
+        check_schema(given, where)
+        return StructuredOutputs(structural_tag=_text(given))
     raise bad_field(
         where, f"{where}.type: one of text, json_object, json_schema and structural_tag"
     )
 
 
-def _named_schema(named: Any) -> Mapping[str, Any]:
-    where = "response_format"
+def _named_schema(named: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(named, Mapping) or "schema" not in named:
         raise bad_field(where, f"{where}.json_schema: an object with name and schema is needed")
     if not isinstance(named.get("name", ""), str):
@@ -76,15 +79,6 @@ def _named_schema(named: Any) -> Mapping[str, Any]:
     check_schema(named["schema"], where)
     schema: Mapping[str, Any] = named["schema"]
     return schema
-
-
-def _tag(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    if not any(key in given for key in _TAG_KEYS):
-        raise bad_field(
-            "response_format", "response_format: a structural tag needs format, or structures"
-        )
-    check_schema(given, "response_format")
-    return given
 
 
 def _text(value: Any) -> str:

@@ -12,6 +12,7 @@ import ssl
 import stat
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from modulm.plugins import manager
 from modulm.server.app import Served, create_app, served_names
 from modulm.server.auth import read_keys
 from modulm.server.talk import with_declared_parsers
+from modulm.server.workers import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,7 +73,8 @@ def serve(
             served = create_app(engine, config)
             server = make_server(served, config.frontend)
             server.announce = lambda: announce(banner(config, sock))
-            server.run(sockets=[sock])
+            with _others(config.frontend, sock, engine):
+                server.run(sockets=[sock])
             return 1 if engine.dead else 0
         finally:
             engine.shutdown()
@@ -79,6 +82,20 @@ def serve(
         sock.close()
         if config.frontend.uds is not None:
             Path(config.frontend.uds).unlink(missing_ok=True)
+
+
+def _others(server: ServerConfig, sock: socket.socket, engine: Any) -> AbstractContextManager[Any]:
+    """The further server processes that were asked for."""
+    count = (server.api_server_count or 1) - 1
+    if not count:
+        return nullcontext()
+    if engine.address is None:
+        raise ConfigError(
+            "api_server_count",
+            "several servers need an engine in a process of its own: leave out "
+            "--disable-frontend-multiprocessing",
+        )
+    return Workers(count, sock, engine.address, server.shutdown_timeout)
 
 
 def _say(text: str) -> None:

@@ -1,0 +1,195 @@
+"""The request body, and its way to messages, tools and constraints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from modulm.contracts.sampling import OutputKind, SamplingParams, StructuredOutputs
+from modulm.server.constraints import check_tools, forced_tool, from_response_format, only_one
+from modulm.server.sampling import LIMITS
+from modulm.server.wire import bad_field
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["ResponsesRequest", "choice_of", "constraint_of", "messages_of", "params_of", "tools_of"]
+
+Metadata = Annotated[
+    dict[str, Annotated[str, Meta(max_length=LIMITS.metadata_value)]],
+    Meta(max_length=LIMITS.metadata),
+]
+Name = Annotated[str, Meta(max_length=LIMITS.name)]
+
+
+class ResponsesRequest(Struct, kw_only=True):
+    """`POST /v1/responses`."""
+
+    input: Any
+    model: str | UnsetType = UNSET
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    max_tool_calls: int | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    store: bool | None = None
+    background: bool | None = None
+    previous_response_id: Name | None = None
+    conversation: Any = None
+    prompt: Any = None
+    metadata: Metadata | None = None
+    user: Name | None = None
+    safety_identifier: Name | None = None
+    prompt_cache_key: Name | None = None
+    truncation: str | None = None
+    include: list[str] | None = None
+    service_tier: str | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def messages_of(given: Any) -> list[dict[str, Any]]:
+    """`input` as chat messages. Raises ApiError(400)."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if not isinstance(given, list) or not 0 < len(given) <= LIMITS.messages:
+        raise bad_field("input", f"input: a string, or a list of 1 to {LIMITS.messages} items")
+    messages: list[dict[str, Any]] = []
+    for index, item in enumerate(given):
+        _add(messages, index, item)
+    return messages
+
+
+def _add(messages: list[dict[str, Any]], index: int, item: Any) -> None:
+    if not isinstance(item, dict):
+        raise bad_field("input", f"input[{index}]: an object is expected")
+    kind = item.get("type", "message")
+    if kind == "message":
+        messages.append(_message(index, item))
+    elif kind == "function_call":
+        call = _named(index, item, "call_id", "name", "arguments")
+        function = {"name": call["name"], "arguments": call["arguments"]}
+        _assistant(messages).setdefault("tool_calls", []).append(
+            {"id": call["call_id"], "type": "function", "function": function}
+        )
+    elif kind == "function_call_output":
+        call_id = _named(index, item, "call_id")["call_id"]
+        content = _text(index, item.get("output"))
+        messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+    elif kind == "reasoning":
+        parts = item.get("content") or item.get("summary") or []
+        message = {"role": "assistant", "content": ""}
+        messages.append({**message, "reasoning_content": _text(index, parts)})
+    else:
+        raise bad_field("input", f"input[{index}]: items of type {str(kind)[:64]!r} are not there")
+
+
+def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The assistant's message that a call belongs to."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _message(index: int, item: Mapping[str, Any]) -> dict[str, Any]:
+    role = item.get("role")
+    if role not in ("user", "assistant", "system", "developer"):
+        raise bad_field("input", f"input[{index}].role: user, assistant, system or developer")
+    return {"role": role, "content": _text(index, item.get("content"))}
+
+
+def _named(index: int, item: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+    for name in names:
+        if not isinstance(item.get(name), str):
+            raise bad_field("input", f"input[{index}].{name}: a string is needed")
+    return item
+
+
+def _text(index: int, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list) else [None]:
+        text = part.get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str):
+            raise bad_field("input", f"input[{index}]: text, or a list of text parts is expected")
+        texts.append(text)
+    return "".join(texts)
+
+
+def tools_of(body: ResponsesRequest) -> tuple[dict[str, Any], ...]:
+    """Tools in the form of the chat API."""
+    made = []
+    for index, tool in enumerate(body.tools or ()):
+        if tool.get("type") != "function":
+            raise bad_field("tools", f"tools[{index}]: only tools of type function are there")
+        function = {key: tool[key] for key in ("name", "description", "parameters") if key in tool}
+        made.append({"type": "function", "function": function})
+    return check_tools(made)
+
+
+def choice_of(body: ResponsesRequest, tools: Sequence[Any]) -> Any:
+    """The tool choice in the form of the chat API."""
+    choice = body.tool_choice or ("auto" if tools else "none")
+    if isinstance(choice, str):
+        return choice
+    return {"type": "function", "function": {"name": choice.get("name")}}
+
+
+def constraint_of(
+    body: ResponsesRequest, tools: Sequence[Mapping[str, Any]], choice: Any
+) -> tuple[str, StructuredOutputs] | None:
+    """The one constraint, with the field it comes from."""
+    format_ = (body.text or {}).get("format") or {"type": "text"}
+    if not isinstance(format_, dict):
+        raise bad_field("text", "text.format: an object is expected")
+    if format_.get("type") == "json_schema":
+        format_ = {"type": "json_schema", "json_schema": format_}
+    return only_one(
+        tools=forced_tool(choice, tools, body.parallel_tool_calls is not False),
+        text=from_response_format(format_, "text"),
+    )
+
+
+_SAMPLING = (
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "temperature",
+    "top_k",
+    "top_p",
+)
+
+
+def params_of(
+    body: ResponsesRequest, defaults: Mapping[str, Any], constraint: StructuredOutputs | None
+) -> SamplingParams:
+    """Sampling parameters; `defaults` are those of the model."""
+    given = {name: getattr(body, name) for name in _SAMPLING}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return SamplingParams(
+        **{
+            "max_tokens": None,
+            **defaults,
+            **chosen,
+            **({} if body.max_output_tokens is None else {"max_tokens": body.max_output_tokens}),
+            "structured_outputs": constraint,
+            "output_kind": OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
+        }
+    )

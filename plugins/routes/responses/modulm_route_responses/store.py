@@ -1,0 +1,78 @@
+"""Responses that can be asked for again: in memory, of bounded number, and only by their owner."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+from attrs import define, field
+
+from modulm.server.errors import ApiError
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+__all__ = ["Stored", "Store", "owner_of"]
+
+_MOST = 1_000
+
+
+@define(eq=False)
+class Stored:
+    """A response, and the conversation it belongs to, as chat messages, its own answer included.
+
+    `owner`: digest of the key it was made with. `task`: what makes it, in the background.
+    """
+
+    owner: str
+    body: dict[str, Any]
+    messages: list[dict[str, Any]] = field(factory=list)
+    task: asyncio.Task[None] | None = None
+
+
+class Store:
+    """The newest responses; the oldest one goes when there are too many."""
+
+    def __init__(self, most: int = _MOST) -> None:
+        self._most = most
+        self._held: OrderedDict[str, Stored] = OrderedDict()
+
+    def put(self, stored: Stored) -> None:
+        """Keep a response."""
+        self._held[stored.body["id"]] = stored
+        for name in list(self._held):
+            if len(self._held) <= self._most:
+                break
+            if self._held[name].task is None:
+                del self._held[name]
+
+    def get(self, name: str, owner: str, param: str | None = None) -> Stored:
+        """A response by its whole id. Raises ApiError(404), also for somebody else's."""
+        found = self._held.get(name)
+        if found is None or found.owner != owner:
+            raise ApiError(
+                404, f"there is no response {name[:64]!r}", param=param, code="not_found"
+            )
+        return found
+
+    def remove(self, name: str) -> None:
+        """Forget a response."""
+        self._held.pop(name, None)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    async def stop(self) -> None:
+        """End what still runs in the background."""
+        tasks = [stored.task for stored in self._held.values() if stored.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def owner_of(request: Request) -> str:
+    """Who asks: a digest of the key, empty where none is needed."""
+    given = request.headers.get("authorization") or request.headers.get("x-api-key") or ""
+    return hashlib.sha256(given.encode()).hexdigest() if given else ""
