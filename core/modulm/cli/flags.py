@@ -10,7 +10,7 @@ from click.shell_completion import CompletionItem
 
 from modulm.cli.arguments import Shapes, normalize
 from modulm.cli.flag_help import print_help
-from modulm.config.schema.engine import GROUPS, TABLES
+from modulm.config.schema.engine import GROUPS, TABLES, all_flags
 from modulm.config.schema.flags import Flag, flags_of
 from modulm.config.sources import Draft, Source, draft, environment, read_yaml
 from modulm.errors import ConfigError
@@ -165,7 +165,7 @@ def _draft(command: FlagCommand, params: dict[str, Any], file: Source | None) ->
     labels = {name: "--" + name.replace("_", "-") for name in given}
     sources = [Source("command line", given, labels)]
     joined = draft(*sources, *([file] if file else []), environment())
-    _choose_plugins(joined)
+    _use_plugins(joined)
     return joined
 
 
@@ -187,13 +187,32 @@ def _option_value(words: Sequence[str], option: str) -> str | None:
     return found
 
 
-def _choose_plugins(joined: Draft) -> None:
-    """Make `--plugins` hold for this process."""
-    terms = joined.config.device.plugins
-    if terms:
-        from modulm.plugins import configure
+def _use_plugins(joined: Draft) -> None:
+    """Make `--plugins` hold, run files that register parsers, and check names that were given.
 
-        configure(",".join(terms))
+    Raises ConfigError for a name that nothing offers: now, not after a model was loaded.
+    """
+    config = joined.config
+    files = {
+        "tool_parser_plugin": config.frontend.tool_parser_plugin,
+        "reasoning_parser_plugin": config.structured_outputs.reasoning_parser_plugin,
+    }
+    named = [spec.name for _, spec in all_flags() if spec.kind and spec.name in joined.origins]
+    if not (config.device.plugins or named or any(files.values())):
+        return
+    from modulm.config.resolve import check_names
+    from modulm.plugins import PluginManager, configure, current
+    from modulm.plugins.files import load_file
+    from modulm.plugins.selection import Selection
+
+    if config.device.plugins:
+        terms = ",".join(config.device.plugins)
+        PluginManager(Selection.parse(terms)).everything()
+        configure(terms)
+    for flag, path in files.items():
+        if path:
+            load_file(flag, path)
+    check_names(config, current(), named)
 
 
 def _usage(error: ConfigError, ctx: click.Context) -> click.UsageError:

@@ -73,11 +73,11 @@ def command(
     jobs = read_jobs(prompts, source)
     if not jobs:
         raise click.UsageError("no prompt: give one as an argument, with -i FILE, or on stdin")
+    lines = form == "jsonl" or (form is None and any(job.keys() - {"prompt"} for job in jobs))
     if chat:
         jobs = [_as_chat(job, system_prompt) for job in jobs]
     print_notices(draft.notices)
     answers = _answers(draft, jobs, sampling, progress=not no_progress)
-    lines = form == "jsonl" or (form is None and any(job.keys() - {"prompt"} for job in jobs))
     for job, answer in zip(jobs, answers, strict=True):
         output.write(_line(job, answer) if lines else _text(answer))
 

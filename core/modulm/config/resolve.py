@@ -77,13 +77,17 @@ def choose_platform(config: EngineConfig, plugins: PluginManager) -> tuple[Platf
     return chosen.driver(), chosen.decision
 
 
-def check_names(config: EngineConfig, plugins: PluginManager) -> None:
+def check_names(
+    config: EngineConfig, plugins: PluginManager, only: Iterable[str] | None = None
+) -> None:
     """Raise ConfigError for a flag that names a driver which no installed plugin offers.
 
-    Flags of a plugin kind also take `pkg.mod:Class`, which is loaded by whoever needs it.
+    Flags of a plugin kind also take `pkg.mod:Class`, which is loaded by whoever needs it. `only`
+    limits the check to some flags.
     """
+    chosen = None if only is None else frozenset(only)
     for _, spec in all_flags():
-        if spec.kind is None:
+        if spec.kind is None or (chosen is not None and spec.name not in chosen):
             continue
         value = config.value(spec.name)
         for name in value if isinstance(value, tuple) else (value,):

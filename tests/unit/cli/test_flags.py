@@ -17,6 +17,8 @@ from modulm.cli.options import FlagCommand
 from modulm.config.docs import markdown
 from modulm.config.schema import Kind
 from modulm.config.sources import Draft
+from modulm.parsing import parse
+from modulm.plugins.manager import PluginManager, using
 
 ROOT = Path(__file__).parents[3]
 LISTED = [
@@ -108,10 +110,10 @@ def test_all_forms_of_a_flag_at_once() -> None:
 
 
 def test_an_own_option_wins_its_short_name() -> None:
-    result, draft = run("-q", "hello", "--quantization", "x")
+    result, draft = run("-q", "hello", "--quantization", "none")
     assert "quick=hello" in result.output
     assert draft is not None
-    assert draft.config.model.quantization == "x"
+    assert draft.config.model.quantization == "none"
 
 
 def test_a_file_fills_flags_and_own_options(tmp_path: Path) -> None:
@@ -139,6 +141,8 @@ def test_a_file_fills_flags_and_own_options(tmp_path: Path) -> None:
         (["--hf-overrides", "{"], ["--hf-overrides", "JSON"]),
         (["a", "--model", "b"], ["--model", "twice"]),
         (["--port", "3"], ["--port"]),
+        (["--quantization", "nf5"], ["--quantization", "nf5", "pip install"]),
+        (["--plugins", "no-such-plugin"], ["--plugins", "no-such-plugin"]),
     ],
 )
 def test_errors_name_the_flag(args: list[str], words: list[str]) -> None:
@@ -206,3 +210,42 @@ def test_the_page_of_flags_is_current() -> None:
     assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == markdown(), (
         "run `modulm config docs > docs/config.md`"
     )
+
+
+FILE = """
+import modulm
+from modulm.contracts.parser import Content, ToolParser
+
+class Shout(ToolParser):
+    name = "shout"
+    api = 1
+    examples = ()
+
+    def feed(self, text, ids=()):
+        return [Content(text.upper())]
+
+    def finish(self):
+        return []
+
+modulm.register("tool_parsers", "shout", Shout)
+"""
+
+
+def test_a_file_may_bring_a_parser(tmp_path: Path) -> None:
+    path = tmp_path / "shout.py"
+    path.write_text(FILE)
+    with using(PluginManager()):
+        draft = draft_of("--tool-parser-plugin", str(path), "--tool-call-parser", "shout")
+        assert draft.config.frontend.tool_call_parser == "shout"
+        assert parse("hello", tool_parser="shout").content == "HELLO"
+
+
+@pytest.mark.parametrize(("text", "words"), [(None, "no Python file"), ("1/0", "ZeroDivision")])
+def test_a_file_that_fails_is_named(tmp_path: Path, text: str | None, words: str) -> None:
+    path = tmp_path / "broken.py"
+    if text is not None:
+        path.write_text(text)
+    result, draft = run("--tool-parser-plugin", str(path), server=True)
+    assert draft is None
+    assert "--tool-parser-plugin" in result.output
+    assert words in result.output

@@ -170,9 +170,16 @@ def read(spec: Flag, value: Any) -> Any:
     """The value in its field's type. Raises ConfigError that names the flag."""
     if spec.parse is not None:
         return _guard(spec, spec.parse, value)
-    if value is None or (spec.optional and isinstance(value, str) and value.lower() == "none"):
+    if value is None or (spec.optional and _is_none(spec, value)):
         return None
     return _guard(spec, _READERS[spec.base], value)
+
+
+def _is_none(spec: Flag, value: Any) -> bool:
+    """Whether a text means "not set"; a plugin may be called none, not None."""
+    return isinstance(value, str) and (
+        value == "None" or (value.lower() == "none" and spec.kind is None)
+    )
 
 
 def _guard(spec: Flag, reader: Callable[[Any], Any], value: Any) -> Any:

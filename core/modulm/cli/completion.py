@@ -1,0 +1,20 @@
+"""`modulm completion SHELL`: the script that makes a shell complete commands, flags and names."""
+
+from __future__ import annotations
+
+import click
+from click.shell_completion import get_completion_class
+
+__all__ = ["command"]
+
+
+@click.command("completion")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def command(ctx: click.Context, shell: str) -> None:
+    """Print a completion script: eval "$(modulm completion bash)"."""
+    made = get_completion_class(shell)
+    if made is None:
+        raise click.UsageError(f"no completion for {shell}", ctx)
+    root = ctx.find_root()
+    click.echo(made(root.command, {}, "modulm", "_MODULM_COMPLETE").source())
