@@ -73,9 +73,8 @@ def main() -> None:
     for rows in options.rows:
         times = measure(rows, options.steps, options.block_size, options.depth, policy)
         p99 = statistics.quantiles(times, n=100)[98]
-        print(
-            f"{rows:>6} {statistics.median(times):>10.1f} {statistics.fmean(times):>10.1f} {p99:>10.1f}"
-        )
+        median, mean = statistics.median(times), statistics.fmean(times)
+        print(f"{rows:>6} {median:>10.1f} {mean:>10.1f} {p99:>10.1f}")
 
 
 if __name__ == "__main__":

@@ -42,6 +42,8 @@ class Line(ABC):
     """The line to an engine. What it tells arrives on any thread, through `events` and `died`."""
 
     info: EngineInfo
+    #: Where further front ends of the same engine connect; None if they cannot.
+    address: str | None = None
     #: Which of the engine's front ends this is.
     number: int = 0
 
@@ -243,6 +245,11 @@ class AsyncLLM:
         if self.tokenizer is None:
             raise NotFound("there is no tokenizer: skip_tokenizer_init was given")
         return self.tokenizer
+
+    @property
+    def address(self) -> str | None:
+        """Where further front ends connect to the same engine; None if it has no process."""
+        return self._line.address
 
     @property
     def stats(self) -> StepStats | None:

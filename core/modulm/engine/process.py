@@ -127,6 +127,7 @@ class ProcessLine(Line):
         died: Callable[[EngineDead], None],
         owned: EngineProcess | None = None,
     ) -> None:
+        self.address = address
         self._events = events
         self._died = died
         self._owned = owned

@@ -74,9 +74,8 @@ class ServerConfig:
     )
     disable_frontend_multiprocessing: bool = flag(False, "Run engine and server in one process.")
     api_server_count: int | None = flag(
-        None, "Server processes.", least=1, aliases=("-asc",),
-        state=later("several server processes"),
-    )  # fmt: skip
+        None, "Server processes in front of the engine; None: one.", least=1, aliases=("-asc",)
+    )
     headless: bool = flag(False, "Run the engine without a server.", state=_DP)
     grpc_port: int | None = flag(None, "Port of a gRPC server.", state=later("a gRPC server"))
     data_parallel_supervisor_port: int = flag(9256, "Port of the supervisor.", state=_DP)
@@ -129,6 +128,9 @@ class ServerConfig:
     enable_force_include_usage: bool = flag(False, "Stream usage whether asked or not.")
     sse_keep_alive_interval: float = flag(
         0, "Silence after which a stream sends a comment; 0: never.", unit="s", least=0
+    )
+    server_dev_mode: bool = flag(
+        False, "Serve routes for developers: /reset_prefix_cache, /sleep, /start_profile ..."
     )
     enable_tokenizer_info_endpoint: bool = flag(False, "Serve /tokenizer_info.")
     enable_log_outputs: bool = flag(False, "Log answers; needs --enable-log-requests.")
