@@ -6,13 +6,11 @@ loop, or in a process of its own. Front ends meet it through `EngineInfo`, reque
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cached_property
 from importlib import import_module
-from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -23,6 +21,7 @@ from modulm.contracts.executor import Capacity, Executor
 from modulm.contracts.grammar import Grammar
 from modulm.contracts.policy import Policy, Scheduler
 from modulm.contracts.sampling import SamplingParams, StructuredOutputs
+from modulm.engine.defaults import end_ids, sampling_defaults
 from modulm.engine.grammars import open_compiler
 from modulm.engine.info import EngineInfo, open_tokenizer
 from modulm.engine.loop import Engine, Listener
@@ -43,16 +42,6 @@ __all__ = ["Host", "limits_of"]
 log = logging.getLogger("modulm.engine")
 
 _Compile: TypeAlias = 'Callable[[StructuredOutputs, np.ndarray], "Future[Grammar]"]'
-
-#: Keys of generation_config.json that are defaults of SamplingParams, by their name there.
-_DEFAULTS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
 
 
 def limits_of(config: EngineConfig, use: Use) -> Limits:
@@ -241,42 +230,9 @@ def _info(
         vocabulary=capacity.vocabulary,
         hidden=int(checkpoint.config.get("hidden_size", 0)),
         dtype=description.get("dtype", config.model.dtype),
-        eos=_eos(checkpoint),
-        defaults=_defaults(config, checkpoint),
+        eos=end_ids(config, checkpoint.generation_config, checkpoint.config),
+        defaults=sampling_defaults(config, checkpoint.generation_config),
         tasks=description.get("tasks", ("generate",)),
         notes=notes,
         description=description,
     )
-
-
-def _eos(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """End-of-sequence ids of generation_config.json, else config.json."""
-    found = checkpoint.generation_config.get("eos_token_id", checkpoint.config.get("eos_token_id"))
-    if found is None:
-        return ()
-    return tuple(found) if isinstance(found, list) else (int(found),)
-
-
-def _defaults(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Sampling defaults: of the checkpoint unless it is not to be asked, then the overrides."""
-    source = config.model.generation_config
-    table: dict[str, Any] = {}
-    if source == "auto":
-        table = dict(checkpoint.generation_config)
-    elif source not in ("vllm", "modulm"):
-        table = dict(_generation_file(source))
-    table |= config.model.override_generation_config
-    return {
-        ours: table[theirs] for theirs, ours in _DEFAULTS.items() if table.get(theirs) is not None
-    }
-
-
-def _generation_file(folder: str) -> Mapping[str, Any]:
-    file = Path(folder).expanduser() / "generation_config.json"
-    try:
-        table = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError("generation_config", f"{file}: {error}") from error
-    if not isinstance(table, dict):
-        raise ConfigError("generation_config", f"{file}: a JSON object is needed")
-    return table

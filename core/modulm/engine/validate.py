@@ -58,8 +58,8 @@ def check(
     max_logprobs: -1 allows the whole vocabulary. Raises RequestError that names the field;
     ContextLengthExceeded where the prompt leaves no room.
     """
-    for name, rule in _FIELDS.items():
-        words = rule(getattr(params, name))
+    for name in _FIELDS:
+        words = problem(name, getattr(params, name))
         if words is not None:
             raise RequestError(f"{name} {words}", name)
     _check_limits(params, max_model_len, max_temperature, max_n)
@@ -81,6 +81,11 @@ def check(
         top_k=0 if params.top_k == -1 else min(params.top_k, vocabulary),
         max_tokens=_room(params, max_model_len, prompt_len),
     )
+
+
+def problem(name: str, value: Any) -> str | None:
+    """What is wrong with a value of one field, whatever the model and the other fields."""
+    return _FIELDS[name](value)
 
 
 def check_prompt(ids: Sequence[int] | np.ndarray, *, vocabulary: int, max_model_len: int) -> None:
