@@ -12,7 +12,6 @@ from torch import Tensor
 from modulm_kernels_cpu.check import CODES, dense_rows, dtype_code, need, shape
 from modulm_kernels_cpu.library import Library
 from modulm_kernels_cpu.memory import huge_buffer
-from modulm_kernels_cpu.quantize import quantize_fp8, quantize_int4, quantize_int8
 
 __all__ = ["FORMATS", "GROUPS", "PackedLinear", "linear_ops"]
 
@@ -60,8 +59,7 @@ class PackedLinear:
     @property
     def bytes(self) -> int:
         """Memory that a product with this weight reads."""
-        extra = [x.numel() * 4 for x in (self.scales, self.zeros) if x is not None]
-        return self.data.numel() + sum(extra)
+        return sum(x.nbytes for x in (self.data, self.scales, self.zeros) if x is not None)
 
     def __repr__(self) -> str:
         group = f", group {self.group}" if self.scales is not None else ""
@@ -69,9 +67,14 @@ class PackedLinear:
 
 
 def linear_ops(library: Library) -> dict[str, Callable[..., Any]]:
-    """`pack_linear`, `unpack_linear` and `linear`, bound to one level."""
+    """`pack_linear`, `unpack_linear` and `linear`, bound to one level.
+
+    `pack_quantized` is `pack_linear` under a name that has no twin: a table that has it can keep
+    quantized weights.
+    """
     return {
-        "pack_linear": _pack_linear(library),
+        "pack_linear": (pack := _pack_linear(library)),
+        "pack_quantized": pack,
         "unpack_linear": _unpack_linear(library),
         "linear": _linear(library),
     }
@@ -88,10 +91,11 @@ def _pack_linear(library: Library) -> Callable[..., PackedLinear | Tensor]:
         scales: Tensor | None = None,
         zeros: Tensor | None = None,
     ) -> PackedLinear | Tensor:
-        """Pack a weight, quantizing it first if it is floating and `format` is not bf16.
+        """Pack a weight for `linear`.
 
-        weight: [N, K], floating, or codes as `format` stores them: int8, float8_e4m3fn, or for
-        int4 uint8 in 0..15. scales, zeros: [N, K / group], a weight being scale * (code - zero);
+        weight: [N, K] as `format` stores it: bf16, int8, float8_e4m3fn, or for int4 uint8 in 0..15,
+        a code per byte. scales, zeros: [N, K / group], a weight being scale * (code - zero),
+        kept in bf16 unless there is one scale for all of K and no zeros;
         zeros default to 0 for int8 and to 8 for int4. `group` 0 means all of K. A weight in fp32 or
         fp16 that is not to be quantized comes back as it is, for `linear` to hand to torch.
         """
@@ -102,8 +106,7 @@ def _pack_linear(library: Library) -> Callable[..., PackedLinear | Tensor]:
             return weight
         outputs, inputs = weight.shape
         need(group == 0 or inputs % group == 0, f"group {group} must divide weight's K {inputs}")
-        if scales is None and format != "bf16":
-            weight, scales, zeros = _quantize(weight, format, group)
+        need(format == "bf16" or scales is not None, f"scales must be given for {format}")
         need(
             weight.dtype == _CODE_DTYPES[format],
             f"weight must be {_CODE_DTYPES[format]} for {format}, not {weight.dtype}",
@@ -121,10 +124,11 @@ def _pack_linear(library: Library) -> Callable[..., PackedLinear | Tensor]:
             zeros = zeros.float() - 8
         if zeros is not None and not bool(zeros.any()):
             zeros = None
+        kept = torch.bfloat16 if groups > 1 or zeros is not None else torch.float32
         return PackedLinear(
             data,
-            _panels("scales", scales, outputs, groups),
-            None if zeros is None else _panels("zeros", zeros, outputs, groups),
+            _panels("scales", scales, outputs, groups).to(kept),
+            None if zeros is None else _panels("zeros", zeros, outputs, groups).to(kept),
             outputs,
             inputs,
             padded,
@@ -132,18 +136,6 @@ def _pack_linear(library: Library) -> Callable[..., PackedLinear | Tensor]:
         )
 
     return pack_linear
-
-
-def _quantize(
-    weight: Tensor,
-    format: str,  # noqa: A002
-    group: int,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    need(weight.is_floating_point(), f"scales must be given with {weight.dtype} codes")
-    if format == "int4":
-        return quantize_int4(weight, group or weight.shape[1])
-    need(group == 0, f"group must be 0 when quantizing to {format} here, not {group}")
-    return quantize_int8(weight) if format == "int8" else quantize_fp8(weight)
 
 
 def _panels(name: str, values: Tensor, outputs: int, groups: int) -> Tensor:

@@ -58,8 +58,8 @@ void add_group(const Product& p, int64_t panel, int64_t group, int64_t row, int 
                const float* part, float* sums) {
   int width = p.w.width(panel);
   int64_t first = panel * kPanel * p.w.groups() + group * width;
-  const float* scales = p.w.scales + first;
-  const float* zeros = p.w.zeros ? p.w.zeros + first : nullptr;
+  const bf16* scales = static_cast<const bf16*>(p.w.scales) + first;
+  const bf16* zeros = p.w.zeros ? p.w.zeros + first : nullptr;
   for (int r = 0; r < rows; r++) {
     float total = zeros ? p.group_sums[(row + r) * p.w.groups() + group] : 0.0f;
     for (int c = 0; c < width; c += kLanes) {
@@ -91,7 +91,7 @@ void quantized_panel(const Product& p, int64_t panel, int64_t row, int64_t rows)
   const Weight& w = p.w;
   int width = w.width(panel);
   int64_t bytes = rows * kPanel * int64_t(sizeof(float));
-  bool grouped = w.groups() > 1 || w.zeros;
+  bool grouped = w.grouped();
   auto sums = static_cast<float*>(scratch(kSums, bytes));
   auto part = grouped ? static_cast<float*>(scratch(kGroupSums, bytes)) : sums;
   auto decoded = static_cast<uint32_t*>(scratch(kDecoded, kChunk * kPanel * 2));
@@ -110,7 +110,7 @@ void quantized_panel(const Product& p, int64_t panel, int64_t row, int64_t rows)
     }
     if (grouped) add_group(p, panel, group, row, int(rows), part, sums);
   }
-  const float* scales = grouped ? nullptr : w.scales + panel * kPanel;
+  auto scales = grouped ? nullptr : static_cast<const float*>(w.scales) + panel * kPanel;
   for_row_blocks(rows, [&](int64_t r, int n) {
     deliver(p, row + r, n, panel * kPanel, sums + r * kPanel, scales);
   });
@@ -169,7 +169,7 @@ using namespace modulm;
 
 // bias: fp32 [n] or null. ldx, ldo: row strides in elements.
 MODULM_API void modulm_linear(const void* x, int64_t ldx, int64_t rows, int dtype, const void* data,
-                              const float* scales, const float* zeros, int64_t n, int64_t k,
+                              const void* scales, const bf16* zeros, int64_t n, int64_t k,
                               int64_t group, int format, const float* bias, void* out, int64_t ldo,
                               int out_dtype) {
   if (rows == 0) return;

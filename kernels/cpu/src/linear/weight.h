@@ -11,8 +11,9 @@
 //          k = 2 j for j < 4 and k = 2 (j - 4) + 1 for j >= 4, so that a shift by 4 j leaves pair
 //          (2 j, 2 j + 1) in the low nibbles of the lane's two halves
 //
-// Scales and zero points are fp32 [panel][K / group][width]; a weight is scale * (code - zero),
-// where the code of an int4 weight is its nibble - 8.
+// A weight is scale * (code - zero), where the code of an int4 weight is its nibble - 8. With one
+// group for all of K and no zeros, scales are fp32 [N]; otherwise scales and zeros are bf16
+// [panel][K / group][width].
 #pragma once
 
 #include "base/types.h"
@@ -26,14 +27,15 @@ constexpr int kPadK = 32;
 
 struct Weight {
   const uint8_t* data;
-  const float* scales;  // null for bf16
-  const float* zeros;   // null when all are 0
+  const void* scales;  // null for bf16
+  const bf16* zeros;   // null when all are 0
   int64_t n, k;
   int64_t group;  // a multiple of 32, or the padded K
   int format;
 
   int64_t padded_k() const { return div_up(k, kPadK) * kPadK; }
   int64_t padded_n() const { return div_up(n, 16) * 16; }
+  bool grouped() const { return groups() > 1 || zeros; }
   int64_t panels() const { return div_up(n, kPanel); }
   int64_t groups() const { return div_up(padded_k(), group); }
   int width(int64_t panel) const {

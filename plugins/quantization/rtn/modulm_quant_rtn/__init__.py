@@ -1,0 +1,1 @@
+"""Quantizing plain weights while loading, by rounding to nearest, for modulm."""

@@ -1,0 +1,112 @@
+"""`--quantization int8 | int4` on a plain checkpoint: weights are rounded as they load.
+
+No calibration data is needed. Activations stay as they are. Where the kernels for this platform
+know `pack_quantized` (ops of the CPU kernels), a layer keeps only what that gives; elsewhere it
+keeps codes and scales and multiplies with the weight they stand for: slower, the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from attrs import field, frozen, validators
+from torch import Tensor
+
+from modulm.contracts.platform import Platform
+from modulm.contracts.quantization import (
+    CheckpointInfo,
+    LinearSpec,
+    ParamSpec,
+    QuantizationMethod,
+)
+from modulm_quant_rtn.codes import Codes, round_weight
+
+__all__ = ["Int4", "Int4Config", "Int8", "Int8Config"]
+
+
+@frozen
+class Int8Config:
+    """int8, symmetric, a scale per output: there is nothing to set."""
+
+
+@frozen
+class Int4Config:
+    """`group_size`: weights along an input row that share a scale and a zero point."""
+
+    group_size: int = field(default=64, validator=validators.in_((32, 64, 128, 256)))
+
+
+class _Rounded(QuantizationMethod):
+    """What the methods share; they differ in what `_form` says of a layer."""
+
+    api = 1
+
+    @classmethod
+    def claims(cls, checkpoint: CheckpointInfo) -> str | None:
+        return None
+
+    @classmethod
+    def rejects(cls, spec: LinearSpec, platform: Platform) -> str | None:
+        if spec.kind not in ("linear", "lm_head"):
+            return f"{cls.name} at load holds linear layers, not {spec.kind}"
+        return None if spec.dtype in platform.dtypes else f"{platform.name} has no {spec.dtype}"
+
+    def create(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:
+        shape = (spec.outputs, spec.inputs)
+        return {"weight": ParamSpec(shape, spec.dtype, output_dim=0, input_dim=1)}
+
+    def finish(self, layer: torch.nn.Module, spec: LinearSpec) -> None:
+        bits, group = self._form(spec)
+        pack = getattr(self.ops, "pack_quantized", None)
+        weight = layer.get_parameter("weight").detach()
+        codes = round_weight(weight, bits, group)
+        layer.packed = codes
+        if pack is not None:
+            layer.packed = pack(codes.values, f"int{bits}", group, codes.scales, codes.zeros)
+        layer.register_parameter("weight", None)
+
+    def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+        packed: Any = layer.packed
+        if isinstance(packed, Codes):
+            return F.linear(x, packed.weight(x.dtype), bias)
+        out: Tensor = self.ops.linear(x, packed, bias)
+        return out
+
+    def dequantize(self, layer: torch.nn.Module, spec: LinearSpec) -> Tensor:
+        packed: Any = layer.packed
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        if isinstance(packed, Codes):
+            return packed.weight(dtype)
+        weight: Tensor = self.ops.unpack_linear(packed)
+        return weight.to(dtype)
+
+    def _form(self, spec: LinearSpec) -> tuple[int, int]:
+        """Bits of a code, and inputs that share a scale (0: all)."""
+        raise NotImplementedError
+
+
+class Int8(_Rounded):
+    """A byte per weight; indistinguishable from bf16 in practice."""
+
+    name = "int8"
+    Config: ClassVar[type] = Int8Config
+
+    def _form(self, spec: LinearSpec) -> tuple[int, int]:
+        return 8, 0
+
+
+class Int4(_Rounded):
+    """Half a byte per weight, with a zero point per group; the head, which every token's choice
+    hangs on, keeps a byte per weight."""
+
+    name = "int4"
+    Config: ClassVar[type] = Int4Config
+
+    def _form(self, spec: LinearSpec) -> tuple[int, int]:
+        group: int = self.config.group_size
+        if spec.kind == "lm_head" or spec.inputs % group:
+            return 8, 0
+        return 4, group
