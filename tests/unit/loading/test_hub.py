@@ -1,0 +1,62 @@
+"""What a person reads when the hub cannot give a model; the hub client itself is stood in for."""
+
+from __future__ import annotations
+
+import httpx
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+
+from modulm.config import EngineConfig
+from modulm.errors import CheckpointError
+from modulm.loading import open_checkpoint
+from modulm.testing.checkpoints import make_tiny
+
+RESPONSE = httpx.Response(404, request=httpx.Request("GET", "https://hub.example"))
+
+
+def config(**flags):
+    return EngineConfig.from_keywords(model="someone/some-model", **flags)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (errors.GatedRepoError("no", response=RESPONSE), "is gated: accept its terms"),
+        (
+            errors.RepositoryNotFoundError("no", response=RESPONSE),
+            "there is no model 'someone/some",
+        ),
+        (errors.RevisionNotFoundError("no", response=RESPONSE), "has no revision 'v9'"),
+        (errors.LocalEntryNotFoundError("no"), "not in the local cache and the hub cannot be"),
+        (ConnectionError("no route"), "give a folder, or download it where there is a connection"),
+    ],
+)
+def test_each_failure_says_what_to_do(monkeypatch, error, words):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(CheckpointError, match=words):
+        open_checkpoint(config(revision="v9"))
+
+
+def test_a_download_asks_for_no_code_and_no_pickles(monkeypatch, tmp_path):
+    make_tiny(tmp_path)
+    asked = {}
+
+    def download(name, **keywords):
+        asked.update(keywords, name=name)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    checkpoint = open_checkpoint(config(revision="v1", hf_token="secret"))
+    assert checkpoint.architecture == "LlamaForCausalLM"
+    assert (asked["name"], asked["revision"], asked["token"]) == (
+        "someone/some-model",
+        "v1",
+        "secret",
+    )
+    assert not any(
+        pattern.endswith((".py", ".bin", ".pt", "*")) for pattern in asked["allow_patterns"]
+    )
