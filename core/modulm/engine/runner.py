@@ -6,14 +6,13 @@ Nothing below `run` reads a registry, a hook, the configuration or the environme
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from modulm.contracts.executor import Capacity, Plan, RowLogprobs, RowStart, StepResult
-from modulm.contracts.sampling import LogitsProcessor, PoolingParams
+from modulm.contracts.sampling import PoolingParams
 from modulm.engine.batch import BatchBuilder, GroupPlanner
 from modulm.engine.caches import Sizing, allocate, cache_budget, share_out
 from modulm.engine.logits import Processors, processor_classes
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from modulm.contracts.platform import Platform
     from modulm.loading import Loaded
 
-__all__ = ["Runner"]
+__all__ = ["Runner", "build_processors"]
 
 #: Prompt positions whose logits are held at once for prompt_logprobs.
 _PROMPT_SLICE = 64
@@ -67,7 +66,7 @@ class Runner:
             rows=rows,
             device=platform.device,
             mode=config.model.logprobs_mode,
-            processors=_processors(config, loaded.vocabulary, platform.device),
+            processors=build_processors(config, loaded.vocabulary, platform.device),
         )
         self.pooler = Pooler.from_table(config.model.pooler_config, self.model.logits)
         self._pooling: set[int] = set()
@@ -233,12 +232,10 @@ def _size(
     )
 
 
-def _processors(config: EngineConfig, vocabulary: int, device: torch.device) -> Processors:
+def build_processors(config: EngineConfig, vocabulary: int, device: torch.device) -> Processors:
     """Processors of plugins and of the configuration, then the steps that hooks return."""
     plugins = manager.current()
     classes = processor_classes(config.model.logits_processors, plugins)
     processors = [cls(vocabulary, device) for cls in classes]
-    steps: Sequence[Sequence[LogitsProcessor]] = plugins.hook.modulm_logits_steps(
-        config=config, vocabulary=vocabulary
-    )
-    return Processors([*processors, *(step for several in steps for step in several or ())])
+    steps = plugins.gather("modulm_logits_steps", config=config, vocabulary=vocabulary)
+    return Processors([*processors, *steps])

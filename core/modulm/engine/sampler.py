@@ -7,6 +7,7 @@ when it is admitted and kept as flags, so a step in which every row is plain gre
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 import numpy as np
@@ -24,6 +25,9 @@ from modulm.engine.penalties import Seen, penalise, wants_penalties
 __all__ = ["LOGPROBS_MODES", "Sampled", "Sampler"]
 
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
+
+#: CPU time that one row's grammar may take in one step before the row is given up for the others.
+_GRAMMAR_SECONDS = 0.5
 
 _DRAWN, _LOGPROBS, _EDITED, _PENALISED, _GRAMMAR, _EARLY, _LATE = (1 << i for i in range(7))
 _HISTORY = _EDITED | _PENALISED | _GRAMMAR | _EARLY | _LATE
@@ -47,6 +51,11 @@ class _Row:
     edits: list[Edit]
     seen: Seen | None
     matcher: Matcher | None
+
+    def fill(self, mask: np.ndarray) -> None:
+        """mask: [ceil(vocabulary / 32)] int32, of the tokens that the grammar allows next."""
+        if self.matcher is not None:
+            self.matcher.fill(mask)
 
 
 @define(eq=False)
@@ -158,12 +167,13 @@ class Sampler:
         places = step.places(_GRAMMAR)
         masks = np.zeros((len(places), -(-self.vocabulary // 32)), dtype=np.int32)
         for place, mask in zip(places, masks, strict=True):
-            matcher = self._rows[step.rows[place]].matcher
+            began = time.thread_time()
             try:
-                if matcher is not None:
-                    matcher.fill(mask)
+                self._rows[step.rows[place]].fill(mask)
             except Exception as error:
                 step.errors[place] = f"the grammar failed: {error}"[:300]
+            if time.thread_time() - began > _GRAMMAR_SECONDS:
+                step.errors[place] = "the grammar is too ambiguous: a token took too long to check"
         at = torch.tensor(places, dtype=torch.int64, device=self.device)
         self.ops.apply_bitmask(step.logits, at, torch.from_numpy(masks).to(self.device))
 

@@ -276,6 +276,15 @@ def test_a_grammar_that_raises_ends_its_row() -> None:
     assert "broken on purpose" in got.errors[0]
 
 
+def test_a_grammar_that_takes_too_long_ends_its_row(monkeypatch) -> None:
+    monkeypatch.setattr("modulm.engine.sampler._GRAMMAR_SECONDS", -1.0)
+    sampler = new()
+    admit(sampler, start(0, grammar=Fixed([3])), start(1))
+    got = pick(sampler, [0, 1], x := logits(2))
+    assert got.tokens.tolist() == [-1, int(x[1].argmax())]
+    assert "too ambiguous" in got.errors[0]
+
+
 def test_a_replay_that_the_grammar_refuses_is_an_error_of_the_admission() -> None:
     with pytest.raises(ValueError, match="does not accept token 8"):
         admit(new(), start(0, grammar=Fixed([3]), output=[8]))
