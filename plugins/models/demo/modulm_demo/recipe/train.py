@@ -180,9 +180,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=PUBLISHED, help="folder of the checkpoint")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=1800)
-    parser.add_argument("--decay", type=int, default=400, help="last steps, with a falling rate")
-    parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
+    parser.add_argument("--steps", type=int, default=2289)
+    parser.add_argument("--decay", type=int, default=500, help="last steps, with a falling rate")
+    parser.add_argument("--rate", type=float, default=2.5e-3, help="peak learning rate")
     args = parser.parse_args()
     train_tokenizer(args.seed).save_pretrained(args.out)
     with tempfile.TemporaryDirectory() as folder:
