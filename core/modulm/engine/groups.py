@@ -8,7 +8,6 @@ or in none.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -215,7 +214,6 @@ class CacheGroups:
         self.sizes = tuple(sorted({group.size for group in paged}))
         #: Whether prefixes can be reused at all: a state would have to be kept for each.
         self.reusable = bool(self.groups) and len(paged) == len(self.groups)
-        self._step = math.lcm(*self.sizes) if self.sizes else 1
         self._changes = 0
         self._gathered: tuple[np.ndarray, int, tuple[np.ndarray, ...]] | None = None
 
@@ -238,16 +236,15 @@ class CacheGroups:
         """The longest cached prefix of at most `most` tokens. names: block size -> names.
 
         What one group lacks shortens the prefix for all, and a window looks at other blocks of a
-        shorter prefix: the groups are asked in turn until all agree.
+        shorter prefix: the groups are asked in turn until all agree, which also makes the length
+        whole blocks of each.
         """
-        tokens = most - most % self._step
-        agreed = -1
+        tokens, agreed = most, -1
         while tokens != agreed:
             agreed = tokens
             for group in self.groups:
                 if tokens:
                     tokens = group.match(names[group.size][: tokens // group.size]) * group.size
-                    tokens -= tokens % self._step
         if not tokens:
             return Hit(0, tuple([] for _ in self.groups))
         return Hit(tokens, tuple(g.found(names[g.size][: tokens // g.size]) for g in self.groups))
