@@ -11,6 +11,7 @@ from modulm.contracts.attention import AttentionSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     import torch
 
@@ -103,6 +104,14 @@ class Model(ABC):
     @abstractmethod
     def tiny(cls) -> Mapping[str, Any]:
         """config.json of a tiny random checkpoint for tests; loads in transformers as well."""
+
+    def load(self, checkpoint: Path) -> bool:
+        """Fill the weights from the folder by other means than the builder's slots.
+
+        For models that another library reads and runs; True when that was done. A model that does
+        this may register its caches here instead of when it is built. Raises CheckpointError.
+        """
+        return False
 
     @property
     @abstractmethod

@@ -29,6 +29,9 @@ T = TypeVar("T")
 #: The method of layers that no other method holds.
 PLAIN = "none"
 
+#: Values of --model-impl that mean the driver of the architecture; others are a driver's name.
+_OWN = ("auto", "modulm", "vllm")
+
 
 @frozen(eq=False)
 class Choices:
@@ -47,6 +50,13 @@ class Choices:
         Raises ArchitectureNotFound if no installed plugin offers one of its names.
         """
         names = self.checkpoint.architectures
+        given = self.config.model.model_impl
+        if given not in _OWN:
+            self.decisions.append(
+                Decision("model", (Verdict(given),), given, "given by --model-impl")
+            )
+            stated: type[Model] = self.plugins.load("models", given)
+            return stated
         overrides = self.config.model.model_class_overrides
         for name in names:
             if name in overrides:

@@ -12,7 +12,7 @@ from attrs import frozen
 from modulm.errors import CheckpointError, ConfigError, UnsupportedError
 from modulm.loading.choices import Choices
 from modulm.loading.groups import CacheGroup, group_caches
-from modulm.loading.weights import fill, plan_weights, wanted, weight_bytes
+from modulm.loading.weights import WeightPlan, fill, plan_weights, wanted, weight_bytes
 from modulm.nn.builder import Builder, Shared
 from modulm.nn.config import read_config
 from modulm.nn.names import WeightNames
@@ -65,23 +65,15 @@ def load_model(
     """
     built = _build(config, checkpoint, platform, plugins)
     plugins.hook.modulm_model_built(model=built.model, config=config)
-    names = built.model.weights(built.settings)
-    if built.loader.expect(wanted(built.shared.units)):
-        names = WeightNames()
-    index = built.loader.index()
-    plan = plan_weights(built.shared.units, index, names, str(checkpoint.path))
+    filled = built.model.load(checkpoint.path)
+    plan = None if filled else _plan(built, checkpoint)
     size = weight_bytes(built.shared.units)
-    _check_memory(size, platform)
+    if plan is not None:
+        _check_memory(size, platform)
     groups = group_caches(built.model.caches, built.choices.backends)
     _fill_tables(built.shared, groups, platform)
-    fill(
-        plan,
-        built.loader,
-        names,
-        device=platform.device,
-        total=sum(stored.bytes for stored in index.values()),
-        progress=config.load.use_tqdm_on_load,
-    )
+    if plan is not None:
+        fill(plan, built.loader, device=platform.device, progress=config.load.use_tqdm_on_load)
     plugins.hook.modulm_model_loaded(model=built.model, config=config)
     return Loaded(
         model=built.model,
@@ -128,6 +120,15 @@ def _build(
     shared = _shared(config, choices, ops, dtype, length)
     model = driver(settings, Builder(shared)).eval()
     return _Built(model, settings, dtype, ops, shared, choices, choices.loader())
+
+
+def _plan(built: _Built, checkpoint: Checkpoint) -> WeightPlan:
+    """Where each tensor of the checkpoint goes; raises CheckpointError if they do not fit."""
+    names = built.model.weights(built.settings)
+    if built.loader.expect(wanted(built.shared.units)):
+        names = WeightNames()
+    index = built.loader.index()
+    return plan_weights(built.shared.units, index, names, str(checkpoint.path))
 
 
 def _shared(

@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import field, frozen
+from attrs import frozen
 
 from modulm.contracts.loader import StoredTensor
 from modulm.errors import CheckpointError
@@ -29,12 +29,17 @@ _SHOWN = 5
 
 @frozen(eq=False)
 class WeightPlan:
-    """What goes where: for each tensor name, as the model calls it, the places it fills."""
+    """What goes where: for each tensor name, as the model calls it, the places it fills.
+
+    `read` are the stored names that are needed, `total` the bytes that pass by in reading.
+    """
 
     routes: Mapping[str, Sequence[tuple[Unit, Slot, Part]]]
     remaining: dict[int, int]
     units: Sequence[Unit]
-    read: frozenset[str] = field(factory=frozenset)
+    names: WeightNames
+    total: int
+    read: frozenset[str]
 
 
 def wanted(units: Iterable[Unit]) -> Mapping[str, StoredTensor]:
@@ -86,29 +91,23 @@ def plan_weights(
                     )
     unexpected = [n for n in given if n not in routes and n.rpartition(".")[0] not in tied]
     _complain(where, missing, wrong, unexpected)
-    return WeightPlan(routes, remaining, units, frozenset(given[n][0].name for n in routes))
+    read = frozenset(given[name][0].name for name in routes)
+    total = sum(stored.bytes for stored in index.values())
+    return WeightPlan(routes, remaining, units, names, total, read)
 
 
-def fill(
-    plan: WeightPlan,
-    loader: WeightLoader,
-    names: WeightNames,
-    *,
-    device: torch.device,
-    total: int,
-    progress: bool,
-) -> None:
+def fill(plan: WeightPlan, loader: WeightLoader, *, device: torch.device, progress: bool) -> None:
     """Read the weights, put each tensor in place and finish each module once it is complete."""
     done: set[int] = set()
     for unit in plan.units:
         if not plan.remaining[id(unit)]:
             _finish(unit, plan, done)
-    with torch.no_grad(), _bar(total, progress) as bar:
+    with torch.no_grad(), _bar(plan.total, progress) as bar:
         for stored, tensor in loader.read():
             bar.update(tensor.nbytes)
             if stored not in plan.read:
                 continue
-            for name, piece in names.apply(stored, tensor):
+            for name, piece in plan.names.apply(stored, tensor):
                 for unit, slot, part in plan.routes.get(name, ()):
                     slot.fill(part, piece, device)
                     plan.remaining[id(unit)] -= 1

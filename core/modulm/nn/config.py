@@ -161,12 +161,16 @@ class DecoderConfig:
 def read_config(table: Mapping[str, Any], into: type[T], file: str = "config.json") -> T:
     """config.json structured into a model's config class.
 
-    Numbers are not converted from strings. null stands for the default. Raises CheckpointError
-    that names the file and the key.
+    Numbers are not converted from strings. null stands for the default. A class with a method
+    `from_table` reads the table itself. Raises CheckpointError that names the file and the key.
     """
     from cattrs import transform_error
     from cattrs.errors import BaseValidationError
 
+    own = getattr(into, "from_table", None)
+    if own is not None:
+        read: T = own(table, file)
+        return read
     aliases: Mapping[str, str] = into.ALIASES if issubclass(into, DecoderConfig) else {}
     named = {aliases.get(key, key): value for key, value in table.items() if value is not None}
     try:

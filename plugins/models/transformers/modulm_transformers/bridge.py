@@ -1,0 +1,258 @@
+"""Any decoder of the transformers library, on our paged memory, batching and sampling.
+
+transformers lets the attention function be replaced. Ours takes queries, keys and values of a step
+whose rows lie end to end, writes the cache and attends over each row's own blocks, so the model's
+code never knows that it computes several sequences, or the middle of one. Which layers there are
+and what they ask of attention is learnt by running a few tokens once. Linear layers are replaced
+by ours, so that they are packed or quantized as those of native models are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Module
+
+from modulm.contracts.attention import AttentionBackend, AttentionSpec
+from modulm.contracts.model import Batch, CacheSpec, Model
+from modulm.errors import CheckpointError, UnsupportedError
+from modulm.nn import Builder, Linear, WeightNames, tiny_config
+from modulm_transformers.config import TransformersConfig
+
+__all__ = ["TransformersForCausalLM"]
+
+#: The name under which transformers finds our attention function.
+_NAME = "modulm"
+_PROBE = 3
+
+
+class TransformersForCausalLM(Module, Model):
+    """A causal language model of transformers, whatever its architecture."""
+
+    api = 1
+    config_type = TransformersConfig
+
+    def __init__(self, config: TransformersConfig, build: Builder) -> None:
+        super().__init__()
+        if build.ranks > 1:
+            raise UnsupportedError("models of transformers on several ranks: not yet")
+        self.config = config
+        self.build = build
+        self.layers: dict[int, tuple[int, AttentionBackend]] = {}
+
+    @classmethod
+    def weights(cls, config: Any) -> WeightNames:
+        return WeightNames()
+
+    @property
+    def caches(self) -> tuple[CacheSpec, ...]:
+        return tuple(self.build.shared.caches)
+
+    def load(self, checkpoint: Path) -> bool:
+        shared = self.build.shared
+        _register()
+        model, report = self.config.model.from_pretrained(
+            checkpoint,
+            config=self.config.settings,
+            dtype=shared.dtype,
+            attn_implementation=_NAME,
+            output_loading_info=True,
+            local_files_only=True,
+        )
+        for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+            if report[what]:
+                names = ", ".join(str(key) for key in list(report[what])[:5])
+                raise CheckpointError(f"{checkpoint}: {what.replace('_', ' ')}: {names}")
+        self.whole = model.eval().requires_grad_(False).to(shared.device)
+        prefix = self.whole.base_model_prefix
+        self.base = getattr(self.whole, prefix)
+        _replace_linears(self.whole, self.build)
+        self._learn_layers()
+        setattr(self.whole, prefix, _HiddenStates())
+        return True
+
+    @torch.inference_mode()
+    def _learn_layers(self) -> None:
+        """Run a few tokens and note what each attention layer asks for."""
+        trace = _Trace(self.build)
+        tokens = torch.arange(_PROBE, device=self.build.shared.device)
+        self._run(tokens[None] % self.config.vocab_size, tokens, trace)
+        if not trace.layers:
+            raise UnsupportedError(
+                f"{self.config.model.__name__} does not hand its attention our arguments"
+            )
+        self.layers = trace.layers
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Hidden states after the final norm: [tokens, hidden]."""
+        return self._run(batch.tokens[None], batch.positions, _Step(batch, self.layers))
+
+    def _run(self, tokens: Tensor, positions: Tensor, step: Any) -> Tensor:
+        output = self.base(
+            input_ids=tokens, position_ids=positions[None], use_cache=False, modulm=step
+        )
+        hidden: Tensor = output[0][0]
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """What the model's own head makes of hidden states, with its scaling and capping."""
+        logits: Tensor = self.whole(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        return logits
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        return tiny_config("smollm3", "SmolLM3ForCausalLM", no_rope_layers=[1, 1, 0])
+
+
+class _HiddenStates(Module):
+    """Stands in for the decoder when only the head is to run: gives back what it is given."""
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPast
+
+        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+
+class _Trace:
+    """Registers a cache for each attention layer, in the order in which they run."""
+
+    def __init__(self, build: Builder) -> None:
+        self.build = build
+        self.layers: dict[int, tuple[int, AttentionBackend]] = {}
+
+    def attend(self, module: Module, q: Tensor, k: Tensor, v: Tensor, asked: _Asked) -> Tensor:
+        """q, k, v: [1, heads, tokens, size] -> [1, tokens, heads, value size], attended plainly."""
+        if id(module) in self.layers:
+            raise UnsupportedError("a layer that attends twice in a step: not yet")
+        spec = AttentionSpec(
+            heads=q.shape[1],
+            kv_heads=k.shape[1],
+            head_dim=q.shape[-1],
+            value_dim=v.shape[-1] if v.shape[-1] != q.shape[-1] else None,
+            scale=asked.scale,
+            dtype=self.build.dtype,
+            kv_dtype=self.build.shared.kv_dtype,
+            window=asked.window,
+            softcap=asked.softcap,
+            sinks=asked.sinks is not None,
+        )
+        at = self.build.at(f"layers.{len(self.layers)}")
+        self.layers[id(module)] = at.attention_cache(spec)
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=asked.scale, enable_gqa=grouped
+        )
+        return out.transpose(1, 2)
+
+
+class _Step:
+    """One step of the engine, as the attention function sees it."""
+
+    def __init__(self, batch: Batch, layers: Mapping[int, tuple[int, AttentionBackend]]) -> None:
+        self.batch, self.layers = batch, layers
+
+    def attend(self, module: Module, q: Tensor, k: Tensor, v: Tensor, asked: _Asked) -> Tensor:
+        """Shapes as in `_Trace.attend`; attends over each row's own cache."""
+        cache, backend = self.layers[id(module)]
+        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
+        out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
+        batch = self.batch
+        backend.forward(q, k, v, batch.caches[cache], batch.plan(cache), out, sinks=asked.sinks)
+        return out[None]
+
+
+class _Asked:
+    """What a model asks of attention beside queries, keys and values."""
+
+    def __init__(
+        self, scale: float, window: int | None, softcap: float, sinks: Tensor | None
+    ) -> None:
+        self.scale, self.window, self.softcap, self.sinks = scale, window, softcap, sinks
+
+
+def _attend(
+    module: Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    modulm: Any = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Our attention function, with the arguments that transformers' models hand over."""
+    if modulm is None:
+        raise UnsupportedError(f"{type(module).__name__} drops the arguments meant for attention")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    sinks = None if s_aux is None else s_aux.float()
+    asked = _Asked(scale, sliding_window or None, softcap or 0.0, sinks)
+    return modulm.attend(module, query, key, value, asked), None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """The backend masks by rows and positions; transformers need not build anything."""
+    return
+
+
+def _register() -> None:
+    """Make our attention known to transformers; doing it again changes nothing."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(_NAME, _attend)
+    AttentionMaskInterface.register(_NAME, _no_mask)
+
+
+class _Bridged(Module):
+    """One of our linear layers where transformers expects its own: any leading dimensions."""
+
+    def __init__(self, layer: Linear) -> None:
+        super().__init__()
+        self.layer = layer
+        self.in_features, self.out_features = layer.spec.inputs, layer.spec.outputs
+
+    @property
+    def weight(self) -> Tensor:
+        """[outputs, inputs], unpacked: some models look at its dtype or multiply by it."""
+        return self.layer.method.dequantize(self.layer, self.layer.spec)
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., inputs] -> [..., outputs]."""
+        out: Tensor = self.layer(x.reshape(-1, self.in_features))
+        return out.view(*x.shape[:-1], self.out_features)
+
+
+def _replace_linears(model: Module, build: Builder) -> None:
+    """Put our layers in place of plain ones, module by module, handing the weight over."""
+    for path, parent in list(model.named_modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is torch.nn.Linear:
+                setattr(parent, name, _bridge(build.at(path), name, child))
+
+
+def _bridge(build: Builder, name: str, linear: torch.nn.Linear) -> _Bridged:
+    layer = build.linear(
+        name, linear.in_features, linear.out_features, bias=linear.bias is not None, split=False
+    )
+    if set(layer.method.create(layer.spec)) != {"weight"}:
+        raise UnsupportedError(
+            f"{layer.method.name} weights in a model run by transformers: not yet"
+        )
+    layer.register_parameter("weight", linear.weight)
+    if linear.bias is not None:
+        layer.register_parameter("bias", linear.bias)
+    layer.method.finish(layer, layer.spec)
+    return _Bridged(layer)

@@ -1,0 +1,70 @@
+"""config.json as the transformers library reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import frozen
+
+from modulm.errors import CheckpointError, UnsupportedError
+
+__all__ = ["TransformersConfig"]
+
+_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+_FALLBACK_LENGTH = 2048
+#: Kinds of layers whose rule for what a token sees reaches attention as an argument.
+_KINDS = frozenset({"full_attention", "sliding_attention"})
+
+
+@frozen(eq=False)
+class TransformersConfig:
+    """The model's class in transformers, its configuration object, and what the engine asks."""
+
+    model: Any
+    settings: Any
+    vocab_size: int
+    max_length: int
+    sliding_window: int | None
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any], file: str) -> TransformersConfig:
+        """Raises UnsupportedError for an architecture that cannot be bridged, CheckpointError for
+        values that transformers refuses. No code of the checkpoint runs."""
+        import transformers
+
+        name = str(table["architectures"][0])
+        model = getattr(transformers, name, None)
+        if model is None:
+            raise UnsupportedError(f"the installed transformers has no {name}")
+        try:
+            settings = model.config_class.from_dict(dict(table))
+            text = settings.get_text_config()
+        except Exception as error:
+            raise CheckpointError(f"{file}: {error}") from error
+        _check(name, model, text)
+        values = text.to_dict()
+        lengths = [values[key] for key in _LENGTH_KEYS if isinstance(values.get(key), int)]
+        window = values.get("sliding_window")
+        return cls(
+            model,
+            settings,
+            text.vocab_size,
+            min(lengths, default=_FALLBACK_LENGTH),
+            window if isinstance(window, int) and window > 0 else None,
+        )
+
+
+def _check(name: str, model: Any, text: Any) -> None:
+    if not model.is_backend_compatible():
+        raise UnsupportedError(
+            f"{name}: its attention in transformers cannot be replaced by ours "
+            "(it does not go through transformers' attention interface)"
+        )
+    if not model.can_generate() or getattr(model, "_is_stateful", False):
+        raise UnsupportedError(
+            f"{name} keeps more than keys and values: not yet through transformers"
+        )
+    kinds = set(text.to_dict().get("layer_types") or ()) - _KINDS
+    if kinds:
+        raise UnsupportedError(f"{name} has layers of kind {', '.join(sorted(kinds))}: not yet")

@@ -1,0 +1,24 @@
+"""The bridge offers itself for architectures that no installed plugin provides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from modulm.plugins import Choice, current, hookimpl
+
+__all__ = ["modulm_choose_model"]
+
+
+@hookimpl(trylast=True)
+def modulm_choose_model(architectures: Sequence[str], config: Mapping[str, Any]) -> Choice | None:
+    """transformers' own code, if it has the architecture and nobody here does better."""
+    installed = {declared.name for declared in current().names("models")}
+    if installed & set(architectures):
+        return None
+    import transformers
+
+    if not any(hasattr(transformers, name) for name in architectures):
+        return None
+    reason = f"no plugin provides {architectures[0]}; runs with transformers' own code, slower"
+    return Choice("transformers", reason)
