@@ -1,0 +1,109 @@
+"""Sampling against its twins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from modulm.ops import sampling_twins as twins
+
+SIZES = (1, 5, 16, 1000, 10001)
+SETTINGS = {
+    "plain": (1.0, 0, 1.0, 0.0),
+    "greedy": (0.0, 3, 0.5, 0.1),
+    "hot": (2.5, 0, 1.0, 0.0),
+    "top-k": (0.8, 7, 1.0, 0.0),
+    "top-k 1": (0.8, 1, 1.0, 0.0),
+    "top-p": (1.1, 0, 0.7, 0.0),
+    "top-p 0": (1.1, 0, 0.0, 0.0),
+    "min-p": (1.0, 0, 1.0, 0.2),
+    "all": (0.9, 40, 0.9, 0.05),
+}
+
+
+def arguments(rows, temperature, top_k, top_p, min_p):
+    return (
+        torch.full((rows,), temperature),
+        torch.full((rows,), top_k, dtype=torch.int32),
+        torch.full((rows,), top_p),
+        torch.full((rows,), min_p),
+        torch.rand(rows, dtype=torch.float64),
+    )
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_argmax(ops, size, dtype):
+    logits = (torch.randn(9, size + 3) * 3).to(dtype)[:, :size].round()
+    logits[1] = -torch.inf
+    logits[2, size // 2] = torch.nan
+    logits[3, size - 1] = torch.inf
+    logits[4, : size - 1] = -torch.inf
+    assert torch.equal(ops["argmax"](logits), twins.argmax(logits))
+    assert ops["argmax"](logits[:0]).shape == (0,)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_sample(ops, size, setting):
+    rows = 64
+    logits = torch.randn(rows, size + 2)[:, :size] * 2
+    logits[0, size // 3 :] = -torch.inf
+    logits[1, 0] = torch.nan
+    logits[2] = logits[2].round()
+    given = arguments(rows, *SETTINGS[setting])
+    before = logits.clone()
+    mine, theirs = ops["sample"](logits, *given), twins.sample(logits, *given)
+    assert torch.equal(logits.nan_to_num(), before.nan_to_num())
+    # A draw that falls on a boundary between two tokens may go to either, by rounding.
+    for row in (mine != theirs).nonzero().flatten().tolist():
+        some = [x[row : row + 1] for x in (logits, *given)]
+        shifted = [
+            twins.sample(*some[:-1], (some[-1] + step).clamp(0, 1 - 1e-9)) for step in (-1e-5, 1e-5)
+        ]
+        assert int(mine[row]) in [int(x) for x in shifted]
+    assert (mine != theirs).sum() <= 1
+
+
+def test_sampled_tokens_follow_the_distribution(ops):
+    logits = torch.randn(20)
+    rows = 20000
+    drawn = ops["sample"](logits.expand(rows, -1).contiguous(), *arguments(rows, 1.0, 0, 0.8, 0.0))
+    kept = twins.filter_logits(logits[None], *(x[:1] for x in arguments(1, 1.0, 0, 0.8, 0.0)[:-1]))
+    wanted = kept.softmax(-1)[0]
+    found = torch.bincount(drawn, minlength=20) / rows
+    assert (found - wanted).abs().max() < 0.02
+
+
+def test_penalties(ops):
+    mine = torch.randn(5, 100)
+    theirs = mine.clone()
+    flat = torch.randperm(500)[:80]
+    places, ids = flat // 100, flat % 100
+    rest = (torch.randint(3, (80,)).float(), torch.rand(80) + 0.5, torch.rand(80), torch.rand(80))
+    ops["apply_penalties"](mine, places, ids, *rest)
+    twins.apply_penalties(theirs, places, ids, *rest)
+    torch.testing.assert_close(mine, theirs)
+    with pytest.raises(ValueError, match="^ids must lie"):
+        ops["apply_penalties"](mine, places, ids + 100, *rest)
+
+
+@pytest.mark.parametrize("size", [1, 31, 64, 100])
+def test_bitmask(ops, size):
+    mine = torch.randn(6, size)
+    theirs = mine.clone()
+    places = torch.tensor([4, 0, 5])
+    words = torch.randint(-(2**31), 2**31 - 1, (3, -(-size // 32)), dtype=torch.int32)
+    words[1] = -1
+    ops["apply_bitmask"](mine, places, words)
+    twins.apply_bitmask(theirs, places, words)
+    assert torch.equal(mine, theirs)
+
+
+def test_a_row_is_the_same_in_every_batch(ops, library):
+    logits, given = torch.randn(40, 5000), arguments(40, 1.0, 50, 0.9, 0.01)
+    whole = ops["sample"](logits, *given)
+    for count in (1, 2, 4):
+        library.set_threads(count)
+        assert torch.equal(ops["sample"](logits[7:9], *(x[7:9] for x in given)), whole[7:9])
+        assert torch.equal(ops["sample"](logits, *given), whole)
