@@ -1,4 +1,4 @@
-"""The installed `modulm` command with a real model: generate, complete, chat, serve, explain."""
+"""The `modulm` command with a real model: generate, complete, chat, serve, explain."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
 
+from modulm.cli.main import main
 from modulm.testing.checkpoints import make_tiny
 
-#: Wide enough that no message is wrapped.
-WIDE = {**os.environ, "COLUMNS": "1000"}
 SMALL = ["--cpu-threads", "1", "--kv-cache-memory-bytes", "8M"]
 
 
@@ -26,13 +26,31 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def modulm(*args: str, text: str = "", code: int = 0) -> tuple[str, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "modulm.cli.main", *args],
-        input=text, capture_output=True, text=True, timeout=120, env=WIDE,
-    )  # fmt: skip
-    assert done.returncode == code, done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stdout, done.stderr
+    """Run the command in this process: its output and what it said on stderr."""
+    streams = [TextIOWrapper(BytesIO(part), encoding="utf-8") for part in (text.encode(), b"", b"")]
+    before = sys.stdin, sys.stdout, sys.stderr
+    sys.stdin, sys.stdout, sys.stderr = streams
+    try:
+        main(args)
+    except SystemExit as ended:
+        status = ended.code
+    finally:
+        sys.stdin, sys.stdout, sys.stderr = before
+    out, told = (_written(stream) for stream in streams[1:])
+    assert status == code, told
+    return out, told
+
+
+def _written(stream: TextIOWrapper) -> str:
+    stream.flush()
+    stream.seek(0)
+    return stream.read()
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No message is wrapped."""
+    monkeypatch.setenv("COLUMNS", "1000")
 
 
 def test_generate_keeps_order_and_keys(checkpoint: Path, tmp_path: Path) -> None:

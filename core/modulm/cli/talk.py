@@ -131,7 +131,9 @@ class Local:
     """A model in this process: the engine runs on an event loop of its own thread."""
 
     def __init__(self, draft: Draft) -> None:
-        self._config = draft.config
+        from modulm.server.talk import with_declared_parsers
+
+        self._config = with_declared_parsers(draft.config)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
