@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
 
 from modulm.contracts.sampling import StructuredOutputs
@@ -12,6 +11,7 @@ from modulm.engine.grammars import GrammarCompiler
 from modulm.errors import RequestError
 from modulm.plugins import manager
 from modulm.testing.checkpoints import make_tiny
+from modulm.testing.grammars import allowed, takes, wander
 from modulm.text.tokenizer import load_tokenizer
 
 VOCABULARY = 520  # wider than the tokenizer, as padded checkpoints are
@@ -31,40 +31,6 @@ def backend(tokenizer):
 @pytest.fixture(scope="module")
 def compiler(backend):
     return GrammarCompiler([backend], seconds=20.0, workers=1)
-
-
-def allowed(matcher) -> list[int]:
-    mask = np.zeros(-(-VOCABULARY // 32), dtype=np.int32)
-    matcher.fill(mask)
-    bits = np.unpackbits(mask.view(np.uint8), count=VOCABULARY, bitorder="little")
-    return np.flatnonzero(bits).tolist()
-
-
-def takes(tokenizer, grammar, text: str) -> bool:
-    """Whether a model that says `text` and then stops would be let through, masks included."""
-    matcher = grammar.matcher()
-    for token in [*tokenizer.encode(text, add_special_tokens=False), tokenizer.stop_ids[0]]:
-        fits = token in allowed(matcher)
-        if matcher.accept(token) != fits:
-            raise AssertionError("mask and matcher disagree")
-        if not fits:
-            return False
-    return True
-
-
-def wander(tokenizer, grammar, seed: int, most=400) -> str | None:
-    """Text of a random walk through the masks; None if it does not end by itself."""
-    matcher, random, ids = grammar.matcher(), np.random.default_rng(seed), []
-    while len(ids) < most:
-        choices = allowed(matcher)
-        ends = [token for token in choices if token in tokenizer.stop_ids]
-        token = int(random.choice(ends or choices))
-        if not matcher.accept(token):
-            raise AssertionError("the mask allows what the matcher refuses")
-        if ends:
-            return tokenizer.decode(ids, skip_special_tokens=False)
-        ids.append(token)
-    return None
 
 
 PERSON = {
@@ -102,13 +68,17 @@ def test_right_texts_pass_and_wrong_ones_do_not(
     tokenizer, compiler, constraint, right, wrong
 ) -> None:
     grammar = compiler(constraint).result(30)
-    assert [takes(tokenizer, grammar, text) for text in right] == [True] * len(right)
-    assert [takes(tokenizer, grammar, text) for text in wrong] == [False] * len(wrong)
+    assert [takes(tokenizer, grammar, text, VOCABULARY) for text in right] == [True] * len(right)
+    assert [takes(tokenizer, grammar, text, VOCABULARY) for text in wrong] == [False] * len(wrong)
 
 
 def test_random_walks_are_valid(tokenizer, compiler) -> None:
     grammar = compiler(StructuredOutputs(json=PERSON, disable_any_whitespace=True)).result(30)
-    texts = [text for text in (wander(tokenizer, grammar, seed) for seed in range(20)) if text]
+    texts = [
+        text
+        for text in (wander(tokenizer, grammar, seed, VOCABULARY) for seed in range(20))
+        if text
+    ]
     assert len(texts) > 5
     for text in texts:
         value = json.loads(text)
@@ -121,14 +91,14 @@ def test_special_tokens_are_no_text(tokenizer, compiler) -> None:
     grammar = compiler(StructuredOutputs(regex=".*")).result(30)
     specials = tokenizer.special_ids - set(tokenizer.stop_ids)
     assert specials
-    assert not specials & set(allowed(grammar.matcher()))
-    assert max(allowed(grammar.matcher())) < len(tokenizer)
+    assert not specials & set(allowed(grammar.matcher(), VOCABULARY))
+    assert max(allowed(grammar.matcher(), VOCABULARY)) < len(tokenizer)
 
 
 def test_matchers_are_independent_and_roll_back(tokenizer, compiler) -> None:
     grammar = compiler(StructuredOutputs(choice=["abc", "abd"])).result(30)
     one, other = grammar.matcher(), grammar.matcher()
-    before = allowed(one)
+    before = allowed(one, VOCABULARY)
     ids = tokenizer.encode("abc", add_special_tokens=False)
     assert all(one.accept(token) for token in ids)
     assert one.finished
@@ -137,9 +107,9 @@ def test_matchers_are_independent_and_roll_back(tokenizer, compiler) -> None:
     assert one.accept(end)
     assert one.accept(end)
     assert not one.accept(ids[0])
-    assert set(allowed(one)) == set(tokenizer.stop_ids)
+    assert set(allowed(one, VOCABULARY)) == set(tokenizer.stop_ids)
     one.rollback(len(ids) + 2)
-    assert allowed(one) == allowed(other) == before
+    assert allowed(one, VOCABULARY) == allowed(other, VOCABULARY) == before
 
 
 def test_a_complete_text_that_may_go_on_is_not_finished(tokenizer, compiler) -> None:

@@ -1,0 +1,1 @@
+"""Structured output through llguidance (https://github.com/guidance-ai/llguidance)."""

@@ -1,0 +1,168 @@
+"""Grammar backend on llguidance, written against version 1.9.
+
+Its JSON schema compiler refuses every keyword that it does not enforce, and its parser stops at
+limits of its own, so little has to be checked here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer, StructTag
+from llguidance.gbnf_to_lark import any_to_lark
+
+from modulm.contracts.grammar import Grammar, GrammarBackend, Matcher
+from modulm.contracts.sampling import StructuredOutputs
+from modulm.errors import RequestError
+
+__all__ = ["LLGuidance"]
+
+
+class LLGuidance(GrammarBackend):
+    """JSON schemas, regular expressions, choices, Lark or GBNF grammars, tags with triggers."""
+
+    name = "llguidance"
+    api = 1
+
+    def rejects(self, constraint: StructuredOutputs) -> str | None:
+        if self.tokenizer.core is None:
+            return "the tokenizer is not of the tokenizers library"
+        if not self._ends:
+            return "the tokenizer has no end-of-sequence token"
+        if constraint.structural_tag is not None:
+            tag = _json(constraint.structural_tag)
+            if not isinstance(tag, dict) or "structures" not in tag:
+                return "only structural tags with structures and triggers are supported"
+        return None
+
+    def compile(self, constraint: StructuredOutputs) -> Grammar:
+        try:
+            source = _source(constraint)
+        except (ValueError, KeyError, TypeError, AssertionError) as error:
+            raise _refused(constraint, f"{type(error).__name__}: {error}") from error
+        failed, words = LLMatcher.validate_grammar_with_warnings(source, self._tokens)
+        if failed:
+            raise _refused(constraint, words[0])
+        return _Compiled(LLMatcher(self._tokens, source, log_level=0), self._ends)
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return [token for token in self.stop_ids if token < self.vocabulary]
+
+    @cached_property
+    def _tokens(self) -> LLTokenizer:
+        core = self.tokenizer.core.to_str()
+        return LLTokenizer(core, n_vocab=self.vocabulary, eos_token=self._ends)
+
+
+class _Compiled(Grammar):
+    def __init__(self, start: LLMatcher, ends: list[int]) -> None:
+        self.start = start
+        self.ends = ends
+
+    def matcher(self) -> Matcher:
+        return _Matcher(self.start.deep_copy(), self.ends)
+
+
+class _Matcher(Matcher):
+    """After the end-of-sequence token, only that token goes on being allowed."""
+
+    def __init__(self, matcher: LLMatcher, ends: list[int]) -> None:
+        self._matcher = matcher
+        self._ends = ends
+        self._after = 0
+
+    def accept(self, token: int) -> bool:
+        if token in self._ends:
+            complete = self._matcher.is_accepting()
+            self._after += complete
+            return complete
+        return not self._after and bool(self._matcher.try_consume_tokens([token]))
+
+    def fill(self, mask: np.ndarray) -> None:
+        if self._after or self._matcher.is_stopped():
+            mask[:] = 0
+            for token in self._ends:
+                mask.view(np.uint32)[token // 32] |= np.uint32(1 << (token % 32))
+            return
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self._matcher.is_error():
+            raise RuntimeError(self._matcher.get_error()[:200])
+
+    def rollback(self, tokens: int) -> None:
+        ends = min(tokens, self._after)
+        self._after -= ends
+        if tokens > ends:
+            self._matcher.rollback(tokens - ends)
+
+    @property
+    def finished(self) -> bool:
+        return bool(self._after) or self._matcher.is_stopped()
+
+
+def _source(constraint: StructuredOutputs) -> str:
+    """The constraint in llguidance's own form."""
+    options: dict[str, Any] = {"whitespace_flexible": not constraint.disable_any_whitespace}
+    if constraint.whitespace_pattern is not None:
+        options["whitespace_pattern"] = constraint.whitespace_pattern
+    if constraint.json is not None:
+        schema = _json(constraint.json) if isinstance(constraint.json, str) else constraint.json
+        if constraint.disable_additional_properties:
+            schema = _closed(schema)
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+    if constraint.json_object:
+        return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=options)
+    if constraint.regex is not None:
+        return LLMatcher.grammar_from_regex(constraint.regex)
+    if constraint.choice is not None:
+        texts = " | ".join(json.dumps(text) for text in dict.fromkeys(constraint.choice))
+        return LLMatcher.grammar_from_lark(f"start: {texts}")
+    if constraint.grammar is not None:
+        return LLMatcher.grammar_from_lark(any_to_lark(constraint.grammar))
+    return _tags(_json(constraint.structural_tag or ""))
+
+
+def _tags(tag: Mapping[str, Any]) -> str:
+    """Free text in which each trigger starts the first structure that begins with it."""
+    tags = []
+    for each in tag["structures"]:
+        trigger = next((t for t in tag["triggers"] if each["begin"].startswith(t)), None)
+        if trigger is None:
+            raise ValueError(f"no trigger begins {each['begin']!r}")
+        tags.append(
+            StructTag(trigger=trigger, begin=each["begin"], grammar=each["schema"], end=each["end"])
+        )
+    return LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=False))
+
+
+def _closed(schema: Any) -> Any:
+    """The schema with objects that list their properties closed to others."""
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    closed = {key: _closed(value) for key, value in schema.items()}
+    if isinstance(schema.get("properties"), Mapping):
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise RequestError(
+            f"structured_outputs is not valid JSON: {error}", "structured_outputs"
+        ) from error
+
+
+def _refused(constraint: StructuredOutputs, words: str) -> RequestError:
+    kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+    kind = next(k for k in kinds if getattr(constraint, k) is not None)
+    return RequestError(
+        f"structured_outputs.{kind}: {' '.join(words.split())[:300]}", "structured_outputs"
+    )
