@@ -1,7 +1,7 @@
 """Scores the checkpoint on held-out prompts: `python -m modulm_demo.recipe.evaluate`.
 
-Prompts come from another seed than training and from the hash's other side; that none of them is in
-the training text is checked again by writing that text anew.
+Prompts come from another seed than training and from the hash's other side; the training text is
+written anew to make sure that none of them is in it.
 """
 
 import argparse
@@ -47,12 +47,28 @@ def is_right(example: Example, given: Message) -> bool:
     )
 
 
-def check_disjoint(chosen: Iterable[Example], seed: int, count: int) -> None:
-    """Assert that no held-out question occurs in the first `count` training conversations."""
+def unseen(chosen: list[Example], seed: int, count: int) -> list[Example]:
+    """Drop what the first `count` training conversations ask after all.
+
+    The hash decides on a question as first written; a slip or a greeting added to another question
+    can still lead to the same words.
+    """
     asked = {normalized(prompts(example)[-1]) for example in chosen}
-    for example in itertools.islice(training(seed), count):
-        for prompt in prompts(example):
-            assert normalized(prompt) not in asked, f"in the training text: {prompt}"
+    written = itertools.islice(training(seed), count)
+    seen = asked.intersection(normalized(prompt) for e in written for prompt in prompts(e))
+    kept = [example for example in chosen if normalized(prompts(example)[-1]) not in seen]
+    print(f"{len(chosen) - len(kept)} of {len(chosen)} prompts dropped: in the training text\n")
+    return kept
+
+
+def grouped(chosen: Iterable[Example]) -> dict[str, list[Example]]:
+    """Group by category; sums without a thought are a harder task with a line of their own."""
+    groups: dict[str, list[Example]] = {}
+    for example in chosen:
+        direct = example.category == "arithmetic" and not example.thinking
+        name = "arithmetic, no thinking" if direct else example.category
+        groups.setdefault(name, []).append(example)
+    return groups
 
 
 def score(answer: Answer, chosen: list[Example], show: bool) -> int:
@@ -85,14 +101,13 @@ def main() -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--count", type=int, default=100, help="prompts per category")
     parser.add_argument("--seed", type=int, default=2)
-    parser.add_argument("--training-seed", type=int, nargs="+", default=[1])
-    parser.add_argument("--training-count", type=int, default=200_000)
+    parser.add_argument("--training-seed", type=int, default=1)
+    parser.add_argument("--training-count", type=int, default=80_000, help="conversations")
     parser.add_argument("--only", choices=CATEGORIES, nargs="+", default=list(CATEGORIES))
     parser.add_argument("--show", action="store_true", help="print the wrong answers")
     args = parser.parse_args()
-    sets = {name: heldout(args.seed, name, args.count) for name in args.only}
-    for seed in args.training_seed:
-        check_disjoint(itertools.chain(*sets.values()), seed, args.training_count)
+    chosen = [example for name in args.only for example in heldout(args.seed, name, args.count)]
+    sets = grouped(unseen(chosen, args.training_seed, args.training_count))
     if args.backend == "http":
         answer = http_backend(args.model, args.url)
     else:

@@ -64,7 +64,7 @@ _MODULM: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
       "Will modulm work without a GPU?", "Is a GPU required?", "Can I use modulm on my laptop?",
       "Which hardware does modulm need?", "Does it run on a plain CPU?"),
      "No GPU is needed. modulm runs on a plain CPU, and platform plugins add other devices.",
-     ("CPU", "plugin")),
+     ("CPU", "plugins")),
     (("Which API does the modulm server have?", "Is modulm compatible with OpenAI?",
       "Can I use the OpenAI client?", "How do I talk to the server?", "What API does modulm serve?",
       "How do I send a request to modulm?", "Does the server speak the OpenAI API?"),

@@ -5,6 +5,7 @@ same tokens after a space and after a quote: copying then needs no rewriting of 
 """
 
 import itertools
+import json
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -57,3 +58,14 @@ def train_tokenizer(seed: int, count: int = 30_000) -> PreTrainedTokenizerFast:
     core.train_from_iterator(texts, trainer)
     core.add_tokens(plain)
     return _wrap(core)
+
+
+def store(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write the tokenizer under the class name that transformers 4 knows too."""
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    for key in ("backend", "is_local", "local_files_only"):
+        settings.pop(key, None)
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    file.write_text(json.dumps(settings, indent=2) + "\n")

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from .batches import Batch, batches
-from .tokenizer import CONTEXT, train_tokenizer
+from .tokenizer import CONTEXT, store, train_tokenizer
 
 PUBLISHED = Path(__file__).parents[1] / "checkpoint"
 WORKERS = 2
@@ -137,7 +137,7 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
         do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     published.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    store(tokenizer, folder)
 
 
 def as_tensors(batch: Batch) -> list[Tensor]:
@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--decay", type=int, default=500, help="last steps, with a falling rate")
     parser.add_argument("--rate", type=float, default=2.5e-3, help="peak learning rate")
     args = parser.parse_args()
-    train_tokenizer(args.seed).save_pretrained(args.out)
+    store(train_tokenizer(args.seed), args.out)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(work, (f"file://{folder}/meeting", args), nprocs=WORKERS)
 
