@@ -27,7 +27,8 @@ class RouteContext:
     engine: modulm.engine.aio.AsyncLLM. config: the resolved EngineConfig. models: names that the
     model is served under, the first one is shown in answers. created: Unix time in seconds at
     which the server was built. desk: modulm.server.desk.Desk, which turns messages and prompts
-    into running generations. registry: the prometheus_client registry behind /metrics.
+    into running generations. registry: the prometheus_client registry behind /metrics. inside:
+    modulm.server.inside.Inside, which lets a family call the server's other routes.
     """
 
     engine: Any
@@ -36,6 +37,7 @@ class RouteContext:
     created: int
     desk: Any
     registry: Any
+    inside: Any
 
 
 class RouteFamily(ABC):

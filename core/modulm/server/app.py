@@ -17,12 +17,13 @@ from starlette.routing import BaseRoute, Route
 
 import modulm
 from modulm.contracts.route import RouteContext, RouteFamily
-from modulm.errors import ConfigError, ModulmError, PluginConflict, PluginError
+from modulm.errors import ConfigError, ModulmError, PluginConflict
 from modulm.plugins import manager
 from modulm.server.auth import guard, read_keys
 from modulm.server.desk import Desk
 from modulm.server.errors import answers, respond
 from modulm.server.foreign import ForeignRenderer
+from modulm.server.inside import Inside
 from modulm.server.limits import Boundary
 from modulm.server.metrics import HttpMetrics
 from modulm.server.wire import bad_field
@@ -30,8 +31,9 @@ from modulm.text.chat import load_template
 from modulm.text.templates import execute
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
+    from fastapi import APIRouter
     from starlette.types import ASGIApp
 
     from modulm.config import EngineConfig, ServerConfig
@@ -76,6 +78,7 @@ def create_app(engine: Any, config: EngineConfig) -> Served:
     registry.register(engine.metrics)
     http = HttpMetrics(registry)
     desk = _desk(engine, config)
+    inside = Inside()
     context = RouteContext(
         engine=engine,
         config=config,
@@ -83,6 +86,7 @@ def create_app(engine: Any, config: EngineConfig) -> Served:
         created=int(time.time()),
         desk=desk,
         registry=registry,
+        inside=inside,
     )
     api = _api(server)
     families = _families(context)
@@ -100,7 +104,8 @@ def create_app(engine: Any, config: EngineConfig) -> Served:
         stacks=server.log_error_stack,
         observe=http.observe,
     )
-    return Served(boundary, api, desk, families)
+    inside.app = boundary
+    return Served(boundary, api, desk, tuple(families))
 
 
 def served_names(config: EngineConfig) -> tuple[str, ...]:
@@ -144,28 +149,38 @@ async def _refuse(request: Any, error: RequestValidationError) -> Any:
     return respond(bad_field(name, f"{name}: {first['msg']}"))
 
 
-def _families(context: RouteContext) -> tuple[RouteFamily, ...]:
-    """The route families that are installed and apply, by name. A broken one is left out."""
+def _families(context: RouteContext) -> dict[RouteFamily, APIRouter]:
+    """The route families that are installed and apply, with their routes.
+
+    A broken one is reported and left out: the others do not need it.
+    """
     plugins = manager.current()
-    families: list[RouteFamily] = []
+    families: dict[RouteFamily, APIRouter] = {}
     for declared in plugins.names("routes"):
         try:
             family: RouteFamily = plugins.load_declared(declared)(context)
-        except PluginError as error:
-            log.error("routes %s are not served: %s", declared.name, error)
-            continue
-        reason = family.absent()
-        if reason is None:
-            families.append(family)
-        else:
-            log.debug("routes %s are not served: %s", declared.name, reason)
-    return tuple(families)
+            reason = family.absent()
+            if reason is None:
+                families[family] = family.router()
+            else:
+                log.debug("routes %s are not served: %s", declared.name, reason)
+        except ConfigError:
+            raise
+        except Exception as error:
+            log.error(
+                "routes %s of %s are not served: %s: %s",
+                declared.name,
+                declared.origin,
+                type(error).__name__,
+                error,
+            )
+    return families
 
 
-def _add_routes(api: FastAPI, families: Sequence[RouteFamily]) -> None:
+def _add_routes(api: FastAPI, families: Mapping[RouteFamily, APIRouter]) -> None:
     owners: dict[tuple[str, str], str] = {}
-    for family in families:
-        for route in family.router().routes:
+    for family, router in families.items():
+        for route in router.routes:
             for key in _claims(route):
                 if key in owners:
                     raise PluginConflict(

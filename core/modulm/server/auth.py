@@ -20,17 +20,21 @@ from modulm.server.errors import ApiError, respond
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from starlette.requests import Request
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from modulm.config import ServerConfig
 
-__all__ = ["OPEN_PATHS", "Keys", "guard", "read_keys"]
+__all__ = ["INSIDE", "OPEN_PATHS", "Keys", "guard", "owner_of", "read_keys"]
 
 #: Routes that answer without a key: signs of life, and the page that asks the user for one.
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/ready"})
 
 #: Kinds of routes whose endpoint can be wrapped, which leaves them visible to the API pages.
 _PLAIN = (APIRoute, APIWebSocketRoute, Host, Mount, Route, WebSocketRoute)
+
+#: What the scope of a request carries that the server makes itself. No client can send it.
+INSIDE = object()
 
 _MISSING = ApiError(
     401,
@@ -66,6 +70,12 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
+def owner_of(request: Request) -> str:
+    """Whose request this is: a digest of the key, empty on a server without keys."""
+    owner: str = request.scope.get("modulm.owner", "")
+    return owner
+
+
 def read_keys(config: ServerConfig) -> Keys:
     """The keys of the configuration. Raises ConfigError for a key file without a key."""
     keys = list(config.api_key or ())
@@ -95,6 +105,9 @@ class _Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         key = _given_key(scope)
         if key is not None and self._keys.knows(key):
+            scope["modulm.owner"] = _digest(key).hex()
+            await self._app(scope, receive, send)
+        elif scope.get("modulm.inside") is INSIDE:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})

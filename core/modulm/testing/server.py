@@ -28,7 +28,7 @@ from modulm.engine.outputs import PoolingOutput, PoolingRequestOutput, RequestOu
 from modulm.engine.requests import Finish
 from modulm.engine.stats import Metrics, StepStats
 from modulm.engine.validate import check, check_pooling, check_prompt, truncated
-from modulm.errors import EngineDead, EngineError
+from modulm.errors import EngineDead, EngineError, UnsupportedError
 from modulm.server.app import Served, create_app
 from modulm.server.serve import make_server, open_socket
 from modulm.text.tokenizer import Tokenizer
@@ -131,6 +131,14 @@ class ScriptedEngine:
         """Count the calls."""
         self.resets += 1
         return True
+
+    async def sleep(self, level: int = 1) -> None:
+        """As AsyncLLM.sleep."""
+        raise UnsupportedError("sleeping engines: not yet")
+
+    async def wake_up(self) -> None:
+        """As AsyncLLM.wake_up."""
+        raise UnsupportedError("sleeping engines: not yet")
 
     @property
     def active(self) -> int:

@@ -41,6 +41,9 @@ class _Codec(ABC):
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
 
     @abstractmethod
+    def encode_pair(self, first: str, second: str) -> list[int]: ...
+
+    @abstractmethod
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
 
     @abstractmethod
@@ -64,6 +67,10 @@ class _RustCodec(_Codec):
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids: list[int] = self.core.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        ids: list[int] = self.core.encode(first, second).ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -92,6 +99,9 @@ class _PythonCodec(_Codec):
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
+
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        return list(self._hf.encode(first, second))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return str(
@@ -172,6 +182,10 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`; special tokens that are written out in it become their ids."""
         return self._codec.encode(text, add_special_tokens)
+
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Ids of two texts that a model is to compare, with the special tokens between them."""
+        return self._codec.encode_pair(first, second)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; what is not UTF-8 becomes U+FFFD."""

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from modulm.contracts.route import RouteFamily
+from modulm.server.auth import owner_of
 from modulm.server.desk import ChatOptions
 from modulm.server.errors import ApiError, describe
 from modulm.server.sampling import not_yet
@@ -27,7 +28,7 @@ from modulm_route_responses.schema import (
     params_of,
     tools_of,
 )
-from modulm_route_responses.store import Store, Stored, owner_of
+from modulm_route_responses.store import Store, Stored
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator

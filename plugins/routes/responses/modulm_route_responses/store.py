@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +11,9 @@ from attrs import define, field
 from modulm.server.errors import ApiError
 
 if TYPE_CHECKING:
-    from starlette.requests import Request
+    pass
 
-__all__ = ["Stored", "Store", "owner_of"]
+__all__ = ["Stored", "Store"]
 
 _MOST = 1_000
 
@@ -70,9 +69,3 @@ class Store:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def owner_of(request: Request) -> str:
-    """Who asks: a digest of the key, empty where none is needed."""
-    given = request.headers.get("authorization") or request.headers.get("x-api-key") or ""
-    return hashlib.sha256(given.encode()).hexdigest() if given else ""

@@ -1,0 +1,72 @@
+"""Routes behind switches: caches, sleep and profiles for developers, adapters for LoRA servers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from modulm.contracts.route import RouteFamily
+from modulm.server.errors import ApiError
+from modulm.server.wire import json_response
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+__all__ = ["Admin"]
+
+
+class Admin(RouteFamily):
+    """With --server-dev-mode: `/reset_prefix_cache`, `/sleep`, `/wake_up`, `/is_sleeping`,
+    `/start_profile`, `/stop_profile`. With --enable-lora: adapters.
+    """
+
+    name = "admin"
+    api = 1
+
+    def absent(self) -> str | None:
+        config = self.context.config
+        if config.frontend.server_dev_mode or config.lora.enable_lora:
+            return None
+        return "neither --server-dev-mode nor --enable-lora is given"
+
+    def router(self) -> APIRouter:
+        router = APIRouter(tags=["Administration"])
+        if self.context.config.frontend.server_dev_mode:
+            router.add_api_route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"])
+            router.add_api_route("/sleep", self.sleep, methods=["POST"])
+            router.add_api_route("/wake_up", self.wake_up, methods=["POST"])
+            router.add_api_route("/is_sleeping", self.is_sleeping, methods=["GET"])
+            for path in ("/start_profile", "/stop_profile"):
+                router.add_api_route(path, _later("profiles on request"), methods=["POST"])
+        if self.context.config.lora.enable_lora:
+            for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+                router.add_api_route(path, _later("LoRA adapters"), methods=["POST"])
+        return router
+
+    async def reset_prefix_cache(self) -> Response:
+        """Forget cached prefixes."""
+        return json_response({"success": await self.context.engine.reset_prefix_cache()})
+
+    async def sleep(self, level: int = 1) -> Response:
+        """Give the model's memory back."""
+        await self.context.engine.sleep(level)
+        return Response(status_code=200)
+
+    async def wake_up(self) -> Response:
+        """Take the memory again."""
+        await self.context.engine.wake_up()
+        return Response(status_code=200)
+
+    async def is_sleeping(self) -> Response:
+        """Whether the engine sleeps, which it cannot yet."""
+        return json_response({"is_sleeping": False})
+
+
+def _later(what: str) -> Callable[[], Awaitable[Response]]:
+    async def not_yet() -> Response:
+        """Not there yet."""
+        raise ApiError(400, f"{what}: not yet supported", code="unsupported")
+
+    return not_yet

@@ -1,0 +1,170 @@
+"""The route family."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request
+from msgspec import Meta, Struct
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.responses import FileResponse, Response
+
+from modulm.contracts.route import RouteFamily
+from modulm.server.auth import owner_of
+from modulm.server.errors import ApiError
+from modulm.server.sampling import LIMITS
+from modulm.server.wire import bad_field, json_response, read
+from modulm_route_files.batch import ENDPOINTS, Batch
+from modulm_route_files.store import FileStore
+
+__all__ = ["Files"]
+
+_PURPOSES = ("batch", "batch_output")
+_PIECE = 1 << 20
+_BATCHES = 1_000
+
+
+class BatchRequest(Struct, kw_only=True):
+    """`POST /v1/batches`."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: Literal["24h"] = "24h"
+    metadata: (
+        Annotated[
+            dict[str, Annotated[str, Meta(max_length=LIMITS.metadata_value)]],
+            Meta(max_length=LIMITS.metadata),
+        ]
+        | None
+    ) = None
+    output_expires_after: dict[str, Any] | None = None
+
+
+class Files(RouteFamily):
+    """`/v1/files` and `/v1/batches`."""
+
+    name = "files"
+    api = 1
+
+    def router(self) -> APIRouter:
+        self._files = FileStore()
+        self._batches: dict[str, Batch] = {}
+        router = APIRouter(prefix="/v1", tags=["Files and batches"])
+        router.add_api_route("/files", self.upload, methods=["POST"])
+        router.add_api_route("/files", self.list_files, methods=["GET"])
+        router.add_api_route("/files/{file_id}", self.file, methods=["GET"])
+        router.add_api_route("/files/{file_id}", self.delete, methods=["DELETE"])
+        router.add_api_route("/files/{file_id}/content", self.content, methods=["GET"])
+        router.add_api_route("/batches", self.create, methods=["POST"])
+        router.add_api_route("/batches", self.list_batches, methods=["GET"])
+        router.add_api_route("/batches/{batch_id}", self.batch, methods=["GET"])
+        router.add_api_route("/batches/{batch_id}/cancel", self.cancel, methods=["POST"])
+        return router
+
+    async def stop(self) -> None:
+        tasks = [batch.task for batch in self._batches.values() if batch.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._files.close()
+
+    # Files.
+
+    async def upload(self, request: Request) -> Response:
+        """Store a file for a batch."""
+        kind = request.headers.get("content-type", "")
+        if not kind.startswith("multipart/form-data"):
+            raise ApiError(415, "a file is sent as multipart/form-data")
+        try:
+            form = await request.form(max_files=1, max_fields=8)
+        except HTTPException as error:
+            raise bad_field("file", f"file: {error.detail}") from error
+        given, purpose = form.get("file"), form.get("purpose")
+        if not isinstance(given, UploadFile):
+            raise bad_field("file", "file: is missing")
+        if purpose != "batch":
+            raise bad_field("purpose", "purpose: batch is the only one")
+        file = self._files.make(owner_of(request), given.filename or "file", "batch")
+        with file.path.open("wb") as target:
+            while piece := await given.read(_PIECE):
+                target.write(piece)
+                file.size += len(piece)
+        return json_response(file.card())
+
+    async def list_files(self, request: Request) -> Response:
+        """One's own files."""
+        purpose = request.query_params.get("purpose")
+        found = [
+            file.card()
+            for file in self._files.of(owner_of(request))
+            if purpose is None or file.purpose == purpose
+        ]
+        return json_response({"object": "list", "data": found, "has_more": False})
+
+    async def file(self, request: Request, file_id: str) -> Response:
+        """What is known of a file."""
+        return json_response(self._files.get(file_id, owner_of(request)).card())
+
+    async def delete(self, request: Request, file_id: str) -> Response:
+        """Delete a file."""
+        file = self._files.get(file_id, owner_of(request))
+        self._files.remove(file)
+        return json_response({"id": file.id, "object": "file", "deleted": True})
+
+    async def content(self, request: Request, file_id: str) -> Response:
+        """What is in a file."""
+        file = self._files.get(file_id, owner_of(request))
+        headers = {"X-Content-Type-Options": "nosniff", "Content-Security-Policy": "sandbox"}
+        return FileResponse(
+            file.path,
+            headers=headers,
+            media_type="application/octet-stream",
+            filename=f"{file.id}.jsonl",
+        )
+
+    # Batches.
+
+    async def create(self, request: Request) -> Response:
+        """Begin a batch."""
+        body = await read(request, BatchRequest)
+        self.context.desk.check_open()
+        if body.endpoint not in ENDPOINTS:
+            raise bad_field("endpoint", f"endpoint: one of {', '.join(ENDPOINTS)}")
+        owner = owner_of(request)
+        source = self._files.get(body.input_file_id, owner, "input_file_id")
+        if sum(batch.task is not None for batch in self._batches.values()) >= _BATCHES:
+            raise ApiError(429, "too many batches are running", code="overloaded")
+        batch = Batch(owner, body.endpoint, body.completion_window, source, body.metadata)
+        self._batches[batch.id] = batch
+        while len(self._batches) > _BATCHES:
+            self._batches.pop(next(iter(self._batches)))
+        card = batch.card()
+        work = batch.run(self._files, self.context.inside)
+        batch.task = asyncio.get_running_loop().create_task(work)
+        return json_response(card)
+
+    async def list_batches(self, request: Request) -> Response:
+        """One's own batches, the newest first."""
+        owner = owner_of(request)
+        found = [b.card() for b in reversed(self._batches.values()) if b.owner == owner]
+        return json_response({"object": "list", "data": found, "has_more": False})
+
+    async def batch(self, request: Request, batch_id: str) -> Response:
+        """How far a batch is."""
+        return json_response(self._batch(request, batch_id).card())
+
+    async def cancel(self, request: Request, batch_id: str) -> Response:
+        """End a batch; answers that are there stay."""
+        batch = self._batch(request, batch_id)
+        if batch.task is not None:
+            batch.task.cancel()
+            await asyncio.gather(batch.task, return_exceptions=True)
+        return json_response(batch.card())
+
+    def _batch(self, request: Request, batch_id: str) -> Batch:
+        batch = self._batches.get(batch_id)
+        if batch is None or batch.owner != owner_of(request):
+            raise ApiError(404, f"there is no batch {batch_id[:64]!r}", code="not_found")
+        return batch

@@ -1,0 +1,199 @@
+"""Files and batches through the official client."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from modulm.testing.server import Live, error_of
+
+ServerMaker = Callable[..., Live]
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+def client(live: Live) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def line(name: Any, **fields: Any) -> bytes:
+    body = {"model": "M", "messages": [{"role": "user", "content": "hi"}]}
+    whole = {"custom_id": name, "method": "POST", "url": CHAT, "body": body, **fields}
+    return json.dumps(whole).encode()
+
+
+def finished(client: openai.OpenAI, identity: str) -> Any:
+    for _ in range(500):
+        batch = client.batches.retrieve(identity)
+        if batch.status in ("completed", "failed", "cancelled"):
+            return batch
+        time.sleep(0.02)
+    raise AssertionError(batch)
+
+
+def records(client: openai.OpenAI, identity: str | None) -> dict[str, Any]:
+    text = client.files.content(identity).text if identity else ""
+    found = [json.loads(part) for part in text.splitlines()]
+    return {record["custom_id"]: record for record in found}
+
+
+def test_a_batch(client: openai.OpenAI) -> None:
+    source = client.files.create(
+        file=("jobs.jsonl", b"\n".join(line(f"job-{i}") for i in range(50))), purpose="batch"
+    )
+    batch = client.batches.create(
+        input_file_id=source.id, endpoint=CHAT, completion_window="24h", metadata={"a": "b"}
+    )
+    done = finished(client, batch.id)
+    assert done.status == "completed"
+    assert (done.request_counts.total, done.request_counts.completed) == (50, 50)
+    assert done.error_file_id is None
+    answers = records(client, done.output_file_id)
+    assert set(answers) == {f"job-{i}" for i in range(50)}
+    for record in answers.values():
+        message = record["response"]["body"]["choices"][0]["message"]
+        assert message["content"] == "Hello there."
+    assert batch.id in [entry.id for entry in client.batches.list()]
+
+
+def test_a165_bad_lines_do_not_hurt_the_others(client: openai.OpenAI) -> None:
+    lines = [
+        b"\xef\xbb\xbf" + line("good-1") + b"\r",
+        b'{"custom_id": "cut", ',
+        line("good-1"),
+        line("no-url", url=None),
+        line("elsewhere", url="/../admin"),
+        line("far", url="http://127.0.0.1:1/v1/chat/completions"),
+        line("streamed", body={"model": "M", "messages": [], "stream": True}),
+        line("wrong", body={"model": "M", "messages": [{"role": "wizard", "content": "x"}]}),
+        b"",
+        line(5),
+        line("good-2"),
+    ]
+    source = client.files.create(file=("x", b"\n".join(lines)), purpose="batch")
+    batch = client.batches.create(input_file_id=source.id, endpoint=CHAT, completion_window="24h")
+    done = finished(client, batch.id)
+    assert done.status == "completed"
+    assert (done.request_counts.completed, done.request_counts.failed) == (2, 8)
+    assert set(records(client, done.output_file_id)) == {"good-1", "good-2"}
+    bad = client.files.content(done.error_file_id or "").text.splitlines()
+    assert len(bad) == 8
+    wrong = records(client, done.error_file_id)["wrong"]
+    assert wrong["response"]["status_code"] == 400
+    assert wrong["response"]["body"]["error"]["param"] == "messages"
+
+
+def test_a_batch_can_be_cancelled(client: openai.OpenAI, live: Live) -> None:
+    slow = {"model": "M", "messages": [{"role": "user", "content": "count slowly"}]}
+    source = client.files.create(
+        file=("x", b"\n".join(line(f"{i}", body=slow) for i in range(5))), purpose="batch"
+    )
+    batch = client.batches.create(input_file_id=source.id, endpoint=CHAT, completion_window="24h")
+    assert client.batches.cancel(batch.id).status == "cancelled"
+    for _ in range(200):
+        if not live.engine.active:
+            break
+        time.sleep(0.01)
+    assert live.engine.active == 0
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n"])
+def test_an_empty_batch_fails(client: openai.OpenAI, content: bytes) -> None:
+    source = client.files.create(file=("x", content), purpose="batch")
+    batch = client.batches.create(input_file_id=source.id, endpoint=CHAT, completion_window="24h")
+    assert finished(client, batch.id).status == "failed"
+
+
+def test_a169_names_of_files_are_never_paths(client: openai.OpenAI, http: httpx.Client) -> None:
+    made = client.files.create(file=("../../x.html", b"<script>"), purpose="batch")
+    answer = http.get(f"/v1/files/{made.id}/content")
+    assert answer.content == b"<script>", answer.text
+    assert answer.headers["content-disposition"].startswith("attachment")
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["content-type"] == "application/octet-stream"
+    assert "x.html" not in answer.headers["content-disposition"]
+    assert made.id in [file.id for file in client.files.list()]
+    client.files.delete(made.id)
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(made.id)
+    for name in ("..%2f..%2fetc%2fpasswd", "file-", "*"):
+        assert http.get(f"/v1/files/{name}/content").status_code == 404
+
+
+def test_a026_uploads_that_are_not_files(http: httpx.Client) -> None:
+    answer = http.post("/v1/files", json={})
+    assert answer.status_code == 415
+    answer = http.post("/v1/files", data={"purpose": "batch"}, files={"other": b"x"})
+    assert answer.status_code == 400
+    assert error_of(answer)["param"] == "file"
+    answer = http.post("/v1/files", data={"purpose": "fine-tune"}, files={"file": b"x"})
+    assert error_of(answer)["param"] == "purpose"
+    parts = [("file", (f"{i}", b"x")) for i in range(1000)]
+    answer = http.post("/v1/files", data={"purpose": "batch"}, files=parts)
+    assert answer.status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"endpoint": "/../admin"}, 400, "endpoint"),
+        ({"completion_window": "1h"}, 400, "completion_window"),
+        ({"input_file_id": "file-x"}, 404, "input_file_id"),
+        ({"metadata": {"a": 5}}, 400, "metadata"),
+    ],
+)
+def test_bad_batches(
+    client: openai.OpenAI, http: httpx.Client, fields: Any, status: int, param: str
+) -> None:
+    source = client.files.create(file=("x", line("1")), purpose="batch")
+    body = {"input_file_id": source.id, "endpoint": CHAT, "completion_window": "24h", **fields}
+    answer = http.post("/v1/batches", json=body)
+    assert answer.status_code == status
+    assert error_of(answer)["param"] == param
+
+
+def test_files_and_batches_belong_to_a_key(make_server: ServerMaker) -> None:
+    live = make_server(api_key=("ann", "bob"))
+
+    def client(key: str) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{live.url}/v1", api_key=key, max_retries=0)
+
+    ann, bob = client("ann"), client("bob")
+    source = ann.files.create(file=("x", line("1")), purpose="batch")
+    with pytest.raises(openai.NotFoundError):
+        bob.files.content(source.id)
+    with pytest.raises(openai.NotFoundError):
+        bob.batches.create(input_file_id=source.id, endpoint=CHAT, completion_window="24h")
+    batch = ann.batches.create(input_file_id=source.id, endpoint=CHAT, completion_window="24h")
+    assert finished(ann, batch.id).request_counts.completed == 1
+    with pytest.raises(openai.NotFoundError):
+        bob.batches.retrieve(batch.id)
+    assert list(bob.files.list()) == []
+
+
+def test_audio_is_not_there_yet(http: httpx.Client) -> None:
+    for path in ("transcriptions", "translations", "speech"):
+        answer = http.post(f"/v1/audio/{path}", files={"file": b"x"})
+        assert answer.status_code == 400
+        assert "not yet" in error_of(answer)["message"]
+
+
+def test_developers_routes_behind_their_switch(make_server: ServerMaker) -> None:
+    live = make_server(server_dev_mode=True)
+    with live.client() as client:
+        assert client.post("/reset_prefix_cache").json() == {"success": True}
+        assert live.engine.resets == 1
+        assert client.get("/is_sleeping").json() == {"is_sleeping": False}
+        for path in ("/sleep", "/wake_up", "/start_profile", "/stop_profile"):
+            answer = client.post(path)
+            assert answer.status_code == 400
+            assert "not yet" in error_of(answer)["message"]
+        assert client.post("/v1/load_lora_adapter").status_code == 404

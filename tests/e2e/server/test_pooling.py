@@ -1,0 +1,125 @@
+"""Embeddings, scores, ranks and classes, and what a model for text says to them."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from modulm.testing.server import Live, error_of
+
+ServerMaker = Callable[..., Live]
+
+
+@pytest.fixture(scope="module")
+def pooling(make_server: ServerMaker) -> Live:
+    return make_server(info={"tasks": ("embed", "classify")})
+
+
+@pytest.fixture(scope="module")
+def ranker(make_server: ServerMaker) -> Live:
+    return make_server(info={"tasks": ("score",)})
+
+
+def test_embeddings_through_the_client(pooling: Live) -> None:
+    with openai.OpenAI(base_url=f"{pooling.url}/v1", api_key="x") as client:
+        one = client.embeddings.create(model="M", input="hello")
+        many = client.embeddings.create(
+            model="M", input=["hello", "world"], encoding_format="float"
+        )
+        ids = client.embeddings.create(model="M", input=[[5, 6], [7]])
+        short = client.embeddings.create(model="M", input="hello", dimensions=4)
+    assert one.data[0].embedding == pytest.approx(many.data[0].embedding)
+    assert [entry.index for entry in many.data] == [0, 1]
+    assert sum(x * x for x in one.data[0].embedding) == pytest.approx(1)
+    assert len(ids.data) == 2
+    assert len(short.data[0].embedding) == 4
+    assert one.usage.total_tokens > 0
+
+
+def test_base64_is_the_same_numbers(pooling: Live) -> None:
+    with pooling.client() as client:
+        body = {"model": "M", "input": "hello"}
+        plain = client.post("/v1/embeddings", json=body).json()
+        coded = client.post("/v1/embeddings", json={**body, "encoding_format": "base64"}).json()
+    raw = base64.b64decode(coded["data"][0]["embedding"])
+    assert list(struct.unpack("<8f", raw)) == plain["data"][0]["embedding"]
+
+
+def test_other_routes(pooling: Live) -> None:
+    with pooling.client() as client:
+        classes = client.post("/classify", json={"model": "M", "input": ["a", "b"]}).json()
+        assert [entry["num_classes"] for entry in classes["data"]] == [8, 8]
+        pooled = client.post("/pooling", json={"input": "a", "task": "embed"}).json()
+        assert len(pooled["data"][0]["data"]) == 8
+        for path in ("/score", "/v1/score"):
+            pair = {"text_1": "same", "text_2": ["same", "else"]}
+            scores = [e["score"] for e in client.post(path, json=pair).json()["data"]]
+            assert scores[0] == pytest.approx(1)
+            assert scores[1] < 1
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+            asked = {"query": "same", "documents": ["else", {"text": "same"}], "top_n": 1}
+            results = client.post(path, json=asked).json()["results"]
+            assert [(r["index"], r["document"]["text"]) for r in results] == [(1, "same")]
+
+
+def test_a_model_that_scores_pairs_gets_pairs(ranker: Live) -> None:
+    with ranker.client() as client:
+        answer = client.post("/score", json={"text_1": "a", "text_2": "b"})
+    assert answer.status_code == 200
+    expected = ranker.engine.tokenizer.encode_pair("a", "b")
+    assert answer.json()["usage"]["prompt_tokens"] == len(expected)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/embeddings", {"input": []}, "input"),
+        ("/v1/embeddings", {"input": ""}, "input"),
+        ("/v1/embeddings", {"input": [[]]}, "input"),
+        ("/v1/embeddings", {"input": [""]}, "input"),
+        ("/v1/embeddings", {"input": None}, "input"),
+        ("/v1/embeddings", {"input": ["a"] * 10_001}, "input"),
+        ("/v1/embeddings", {"input": [99_999]}, "input"),
+        ("/v1/embeddings", {"dimensions": 0}, "dimensions"),
+        ("/v1/embeddings", {"dimensions": -1}, "dimensions"),
+        ("/v1/embeddings", {"dimensions": 10**6}, "dimensions"),
+        ("/v1/embeddings", {"encoding_format": "x"}, "encoding_format"),
+        ("/v1/embeddings", {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ("/pooling", {"task": "poetry"}, "model"),
+        ("/classify", {"input": 5}, "input"),
+        ("/score", {"text_1": [], "text_2": "a"}, "text_1"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["a"]}, "text_2"),
+        ("/rerank", {"query": "a", "documents": []}, "documents"),
+        ("/rerank", {"query": "a", "documents": [5]}, "documents"),
+        ("/rerank", {"query": 5, "documents": ["a"]}, "query"),
+    ],
+)
+def test_a158_bad_fields(pooling: Live, path: str, fields: dict[str, Any], param: str) -> None:
+    with pooling.client() as client:
+        answer = client.post(path, json={"model": "M", "input": "hello", **fields})
+    assert answer.status_code == 400
+    assert error_of(answer)["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": "a"}),
+        ("/pooling", {"input": "a"}),
+        ("/classify", {"input": "a"}),
+        ("/score", {"text_1": "a", "text_2": "b"}),
+        ("/rerank", {"query": "a", "documents": ["b"]}),
+    ],
+)
+def test_a_model_for_text_says_so(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    answer = http.post(path, json=body)
+    assert answer.status_code == 400
+    error = error_of(answer)
+    assert error["param"] == "model"
+    assert "--runner pooling" in error["message"]
