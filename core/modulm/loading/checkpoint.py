@@ -77,7 +77,7 @@ def _locate(config: EngineConfig, plugins: PluginManager) -> Path:
         named = plugins.load("checkpoints", name)
     except PluginNotFound:
         return _folder_or_hub(name, config, plugins)
-    found = named() if callable(named) else named
+    found = named.source()
     return found if isinstance(found, Path) else _folder_or_hub(str(found), config)
 
 

@@ -115,7 +115,9 @@ KINDS: Mapping[str, Kind] = _table(
         "logits",
         f"{_CONTRACTS}.sampling:LogitsProcessor",
     ),
-    Kind("checkpoints", "named checkpoint", "checkpoint"),
+    Kind(
+        "checkpoints", "named checkpoint", "checkpoint", f"{_CONTRACTS}.checkpoint:NamedCheckpoint"
+    ),
     Kind("commands", "command", "command"),
     Kind("routes", "route family", "route", f"{_CONTRACTS}.route:RouteFamily"),
 )

@@ -24,6 +24,7 @@ from modulm.server.errors import ApiError
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
+    from modulm.contracts.checkpoint import NamedCheckpoint
     from modulm.contracts.parser import Event
     from modulm.contracts.sampling import SamplingParams
     from modulm.parsing import MessageParser
@@ -76,17 +77,18 @@ def with_declared_parsers(config: EngineConfig) -> EngineConfig:
 def parser_decisions(config: EngineConfig) -> tuple[Decision, Decision]:
     """Which tool parser and which reasoning parser, and why.
 
-    A flag comes first, then what a named checkpoint declares (a driver of `modulm.checkpoints` may
-    have an attribute `parsers`, a table with the keys `tool` and `reasoning`), then what a plugin
-    chooses for the checkpoint.
+    A flag comes first, then what a named checkpoint declares, then what a plugin chooses for the
+    checkpoint.
     """
     plugins, name = manager.current(), config.model.model
-    declared: Mapping[str, str] = {}
+    declared: type[NamedCheckpoint] | None = None
     if any(entry.name == name for entry in plugins.names("checkpoints")):
-        declared = getattr(plugins.load("checkpoints", name), "parsers", {})
+        declared = plugins.load("checkpoints", name)
+    tool_name = declared.tool_parser if declared else None
+    reasoning_name = declared.reasoning_parser if declared else None
     given = config.frontend.tool_call_parser, config.structured_outputs.reasoning_parser
-    tool = _parser_decision(config, "tool_parsers", given[0], declared.get("tool"))
-    reasoning = _parser_decision(config, "reasoning_parsers", given[1], declared.get("reasoning"))
+    tool = _parser_decision(config, "tool_parsers", given[0], tool_name)
+    reasoning = _parser_decision(config, "reasoning_parsers", given[1], reasoning_name)
     return tool, reasoning
 
 

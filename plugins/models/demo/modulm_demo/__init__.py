@@ -7,9 +7,27 @@ does not know. `modulm_demo.recipe` holds the seeded text generator and the trai
 
 from pathlib import Path
 
-__all__ = ["checkpoint"]
+from modulm.contracts.checkpoint import NamedCheckpoint
+
+__all__ = ["Demo"]
 
 
-def checkpoint() -> Path:
-    """Return the folder with `config.json`, the weights, and the tokenizer."""
-    return Path(__file__).parent / "checkpoint"
+class Demo(NamedCheckpoint):
+    """The checkpoint beside this file: config.json, weights, tokenizer, chat template."""
+
+    name = "demo"
+    api = 1
+    tool_parser = "hermes"
+    reasoning_parser = "qwen3"
+
+    @classmethod
+    def source(cls) -> Path:
+        return Path(__file__).parent / "checkpoint"
+
+
+#: The parsers that read its tool calls and its thoughts.
+checkpoint.parsers = {"tool": "hermes", "reasoning": "qwen3"}  # type: ignore[attr-defined]
+
+
+#: The parsers that read this model's output, by what they read.
+checkpoint.parsers = {"tool": "hermes", "reasoning": "qwen3"}  # type: ignore[attr-defined]
