@@ -26,7 +26,23 @@ from modulm.errors import ContextLengthExceeded, RequestError
 if TYPE_CHECKING:
     from modulm.text.tokenizer import Tokenizer
 
-__all__ = ["bad_word_ids", "check", "check_ids", "check_pooling", "check_prompt", "truncated"]
+__all__ = [
+    "bad_word_ids",
+    "check",
+    "check_ids",
+    "check_pooling",
+    "check_prompt",
+    "problem",
+    "truncated",
+]
+    "bad_word_ids",
+    "check",
+    "check_ids",
+    "check_pooling",
+    "check_prompt",
+    "problem",
+    "truncated",
+]
 
 #: Limits on lists and texts, so that no request costs more to check than to run.
 MAX_CHOICES = 16_384
