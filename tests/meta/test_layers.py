@@ -95,11 +95,14 @@ def test_contracts_import_no_torch() -> None:
 
 
 def installed_names() -> set[str]:
-    """Names of architectures, formats, chips and parsers, from the plugins' own folders."""
+    """Names of architectures, formats, chips and parsers, from the plugins' own folders.
+
+    "transformers" is the name of a library that the core uses, too.
+    """
     families = {path.name for kind in ("models", "parsers") for path in folders(kind)}
     chips = {path.name for path in folders("platforms")} - {"cpu"}
     methods = {path.name for path in folders("quantization")} - {"none"}
-    return families - {"demo"} | chips | methods
+    return families - {"demo", "transformers"} | chips | methods
 
 
 def folders(kind: str) -> Iterator[Path]:
