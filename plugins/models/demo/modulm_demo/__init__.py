@@ -23,11 +23,3 @@ class Demo(NamedCheckpoint):
     @classmethod
     def source(cls) -> Path:
         return Path(__file__).parent / "checkpoint"
-
-
-#: The parsers that read its tool calls and its thoughts.
-checkpoint.parsers = {"tool": "hermes", "reasoning": "qwen3"}  # type: ignore[attr-defined]
-
-
-#: The parsers that read this model's output, by what they read.
-checkpoint.parsers = {"tool": "hermes", "reasoning": "qwen3"}  # type: ignore[attr-defined]
