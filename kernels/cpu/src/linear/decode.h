@@ -14,7 +14,18 @@ inline void ahead(const void* p, int bytes) { __builtin_prefetch(static_cast<con
 // Distance of the software prefetch; the hardware's own stops at 4 KB pages.
 constexpr int kAhead = 2048;
 
-// lanes: [n] of two int8 each.
+// n lanes of two int8 each.
+#if defined(__AVX512BF16__)
+inline void decode_int8(const uint8_t* from, uint32_t* to, int64_t n) {
+  for (int64_t i = 0; i < n; i += 16) {
+    ahead(from + 2 * i, kAhead);
+    auto source = reinterpret_cast<const __m128i*>(from + 2 * i);
+    __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(source)));
+    __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(source + 1)));
+    _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+  }
+}
+#else
 inline void decode_int8(const uint8_t* from, uint32_t* to, int64_t n) {
   for (int64_t i = 0; i < n; i += kLanes) {
     ahead(from + 2 * i, kAhead);
@@ -24,6 +35,7 @@ inline void decode_int8(const uint8_t* from, uint32_t* to, int64_t n) {
     store_raw(to + i, join(low, high));
   }
 }
+#endif
 
 // One e4m3 value per lane, in bits 0-7, to fp32. With an exponent field the bits are moved and
 // the exponent re-biased from 7 to 127; without one the value is mantissa * 2^-9.
@@ -56,16 +68,18 @@ inline void decode_fp8(const uint8_t* from, uint32_t* to, int64_t n) {
   __m512i low0 = _mm512_load_si512(table.low), low1 = _mm512_load_si512(table.low + 64);
   __m512i high0 = _mm512_load_si512(table.high), high1 = _mm512_load_si512(table.high + 64);
   const __m512i sign = _mm512_set1_epi8(char(0x80));
-  // unpack works within 128-bit quarters: spread 32 codes so that its halves come out in order.
-  const __m512i spread = _mm512_setr_epi64(0, -1, 1, -1, 2, -1, 3, -1);
-  for (int64_t i = 0; i < n; i += 16) {
+  // unpack works within 128-bit quarters: its operands are arranged so that lanes stay in order.
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+  for (int64_t i = 0; i < n; i += 32) {
     ahead(from + 2 * i, kAhead);
-    __m512i x = _mm512_maskz_permutexvar_epi64(
-        0x55, spread, _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)(from + 2 * i))));
+    bool whole = i + 32 <= n;
+    __m512i x = _mm512_maskz_loadu_epi64(whole ? 0xff : 0x0f, from + 2 * i);
+    x = _mm512_permutexvar_epi64(order, x);
     __m512i low = _mm512_permutex2var_epi8(low0, x, low1);
     __m512i high = _mm512_permutex2var_epi8(high0, x, high1);
     high = _mm512_ternarylogic_epi64(high, x, sign, 0xf8);  // high | (x & sign)
     _mm512_storeu_si512(to + i, _mm512_unpacklo_epi8(low, high));
+    if (whole) _mm512_storeu_si512(to + i + 16, _mm512_unpackhi_epi8(low, high));
   }
 }
 #else

@@ -1,0 +1,214 @@
+"""Each CPU kernel beside its limit and beside torch, in one run.
+
+    python bench/kernels.py [--level LEVEL] [--only TEXT] [--seconds S] [--json FILE]
+
+A line per op and shape (those of Qwen3-0.6B): microseconds, what it reads or computes per second,
+that as a fraction of the peak that `bench/probe.py` measures at the start of the same run, and how
+many times faster than plain torch it is. Times are the best of many runs: on a shared machine the
+mean says more about the neighbours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from probe import probe
+
+import modulm_kernels_cpu as kernels
+from modulm.ops import sampling_twins, twins
+
+HIDDEN, INNER, HEADS, KV_HEADS, HEAD, VOCABULARY = 1024, 3072, 16, 8, 128, 151936
+COPIES = 6  # weights of a product that are cycled through, so that none stays in a cache
+
+
+@dataclass
+class Case:
+    """One line: `run` is the kernel, `other` torch's way; `bytes` or `flops` is its work."""
+
+    name: str
+    run: Callable[[], object]
+    other: Callable[[], object]
+    bytes: float = 0.0
+    flops: float = 0.0
+
+
+def best_time(run: Callable[[], object], seconds: float) -> float:
+    """Seconds of the fastest call within `seconds`."""
+    run()
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        run()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def cases(ops) -> Iterator[Case]:
+    """Everything that is measured, made when its turn comes."""
+    yield from linears(ops)
+    yield from attentions(ops)
+    yield from small(ops)
+    yield from samplers(ops)
+
+
+def linears(ops) -> Iterator[Case]:
+    outputs, inputs = 2 * INNER, HIDDEN
+    plain = [torch.randn(outputs, inputs).bfloat16() / 32 for _ in range(COPIES)]
+    for form in ("bf16", "int8", "fp8", "int4"):
+        packed = [pack(ops, w, form) for w in plain]
+        for rows in (1, 4, 16, 64, 512):
+            x = torch.randn(rows, inputs).bfloat16()
+            out = torch.empty(rows, outputs, dtype=torch.bfloat16)
+            streams = rows <= 4
+            yield Case(
+                f"linear {form} M={rows}",
+                lambda x=x, p=packed, out=out: [ops["linear"](x, w, None, out) for w in p],
+                lambda x=x: [F.linear(x, w) for w in plain],
+                bytes=sum(p.bytes for p in packed) if streams else 0.0,
+                flops=0.0 if streams else 2.0 * rows * outputs * inputs * COPIES,
+            )
+
+
+def pack(ops, weight: torch.Tensor, form: str) -> kernels.PackedLinear:
+    """Codes without care for accuracy: their values do not change the time."""
+    if form == "bf16":
+        return ops["pack_linear"](weight)
+    if form == "int4":
+        groups = weight.shape[1] // 64
+        codes = (weight * 100).clamp(0, 15).to(torch.uint8)
+        scales = torch.rand(weight.shape[0], groups)
+        return ops["pack_linear"](codes, form, 64, scales, (scales * 15).round())
+    codes = (weight * 100).to(torch.int8 if form == "int8" else torch.float8_e4m3fn)
+    return ops["pack_linear"](codes, form, scales=torch.rand(weight.shape[0]))
+
+
+def attentions(ops) -> Iterator[Case]:
+    for name, context, fresh, rows in (
+        ("decode, 1 row of 8192", 8192, 1, 1),
+        ("decode, 32 rows of 512", 512, 1, 32),
+        ("prefill of 2048", 2048, 2048, 1),
+    ):
+        block = 32
+        width = context // block
+        shape = kernels.cache_shape(rows * width, KV_HEADS, block, HEAD)
+        cache = torch.randn(shape).bfloat16()
+        tables = torch.arange(rows * width, dtype=torch.int32).view(rows, width)
+        starts = torch.arange(rows + 1, dtype=torch.int32) * fresh
+        lengths = torch.full((rows,), context, dtype=torch.int32)
+        q = torch.randn(rows * fresh, HEADS, HEAD).bfloat16()
+        out = torch.empty_like(q)
+        dense = torch.randn(2, rows, KV_HEADS, context, HEAD).bfloat16()
+        queries = q.view(rows, fresh, HEADS, HEAD).transpose(1, 2)
+        decode = fresh == 1
+        yield Case(
+            f"attention {name}",
+            lambda a=(q, cache, tables, starts, lengths, HEAD**-0.5, out): ops["paged_attention"](
+                *a
+            ),
+            lambda q=queries, kv=dense, causal=not decode: F.scaled_dot_product_attention(
+                q, kv[0], kv[1], is_causal=causal, enable_gqa=True
+            ),
+            bytes=cache.nbytes if decode else 0.0,
+            flops=0.0 if decode else 2.0 * rows * HEADS * HEAD * fresh * context,
+        )
+
+
+def small(ops) -> Iterator[Case]:
+    for rows in (1, 32):
+        x, residual = (torch.randn(rows, HIDDEN).bfloat16() for _ in range(2))
+        weight = torch.ones(HIDDEN).bfloat16()
+        yield Case(
+            f"add_rms_norm T={rows}",
+            lambda a=(x, residual, weight, 1e-6): ops["add_rms_norm"](*a),
+            lambda a=(x, residual, weight, 1e-6): twins.add_rms_norm(*a),
+        )
+        wide = torch.randn(rows, 2 * INNER).bfloat16()
+        yield Case(
+            f"silu_and_mul T={rows}",
+            lambda x=wide: ops["silu_and_mul"](x),
+            lambda x=wide: twins.silu_and_mul(x),
+        )
+        qkv = torch.randn(rows, (HEADS + 2 * KV_HEADS) * HEAD).bfloat16()
+        norm, table = torch.ones(HEAD).bfloat16(), torch.randn(64, HEAD)
+        places = torch.arange(rows)
+        mine = torch.zeros(kernels.cache_shape(2, KV_HEADS, 32, HEAD), dtype=torch.bfloat16)
+        theirs = torch.zeros(2, 32, KV_HEADS, 2 * HEAD, dtype=torch.bfloat16)
+        shared = (qkv, norm, norm, 1e-6, table, places, places)
+        yield Case(
+            f"qkv_prepare T={rows}",
+            lambda a=shared, c=mine: ops["qkv_prepare"](*a, c, HEADS, KV_HEADS),
+            lambda a=shared, c=theirs: twins.qkv_prepare(*a, c, HEADS, KV_HEADS),
+        )
+
+
+def samplers(ops) -> Iterator[Case]:
+    for rows in (1, 32):
+        logits = torch.randn(rows, VOCABULARY) * 3
+        yield Case(
+            f"argmax R={rows}",
+            lambda x=logits: ops["argmax"](x),
+            lambda x=logits: sampling_twins.argmax(x),
+        )
+        settings = (
+            torch.full((rows,), 0.8),
+            torch.full((rows,), 50, dtype=torch.int32),
+            torch.full((rows,), 0.9),
+            torch.zeros(rows),
+            torch.rand(rows, dtype=torch.float64),
+        )
+        yield Case(
+            f"sample R={rows}, top-k 50, top-p 0.9",
+            lambda a=(logits, *settings): ops["sample"](*a),
+            lambda a=(logits, *settings): sampling_twins.sample(*a),
+        )
+
+
+def measure(case: Case, peaks: dict[str, object], seconds: float) -> dict[str, object]:
+    mine, other = best_time(case.run, seconds), best_time(case.other, seconds)
+    work, unit, peak = case.bytes, "GB/s", peaks["read GB/s"]
+    if case.flops:
+        work, unit, peak = case.flops, "GFLOP/s", peaks["bf16 gemm GFLOP/s"]
+    rate = work / mine / 1e9
+    return {
+        "name": case.name,
+        "us": mine * 1e6,
+        "rate": rate,
+        "unit": unit if work else "",
+        "of peak": rate / peak,
+        "times torch": other / mine,
+    }
+
+
+def main() -> None:
+    """Measure and print; write JSON where asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--level", choices=kernels.levels(), help="default: the best one")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--seconds", type=float, default=0.3, help="per case and side")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    options = parser.parse_args()
+    peaks = probe()
+    print(", ".join(f"{name} {value}" for name, value in peaks.items()))
+    results = []
+    for case in cases(kernels.ops(options.level)):
+        if options.only not in case.name:
+            continue
+        line = measure(case, peaks, options.seconds)
+        results.append(line)
+        rate = (
+            f"{line['rate']:8.1f} {line['unit']:8} {line['of peak']:5.2f}" if line["unit"] else ""
+        )
+        print(f"{line['name']:40} {line['us']:10.1f} us {rate:24} x{line['times torch']:.2f}")
+    if options.json:
+        options.json.write_text(json.dumps({"peaks": peaks, "results": results}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

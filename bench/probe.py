@@ -1,0 +1,63 @@
+"""What this machine can do: the peaks that other figures are fractions of.
+
+    python bench/probe.py [--json FILE]
+
+Read bandwidth with all cores, instruction rates, and the rate of a large bf16 product through
+torch's oneDNN. Neighbours on the host and a busy machine change all of them: run it just before
+what is to be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from pathlib import Path
+
+import torch
+
+import modulm_kernels_cpu as kernels
+from modulm_kernels_cpu.probe import instruction_rates, read_bandwidth
+
+
+def gemm_rate(size: int = 2048, seconds: float = 1.0) -> float:
+    """GFLOP/s of a bf16 product [size, size] x [size, size] on packed weights, the best run."""
+    x = torch.randn(size, size).bfloat16()
+    packed = torch.ops.mkldnn._reorder_linear_weight(torch.randn(size, size).bfloat16(), size)
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best / 1e9
+
+
+def probe() -> dict[str, object]:
+    """All peaks by name: GB/s for reading, GFLOP/s or GOP/s (2 per multiplication) for the rest."""
+    library = kernels.load()
+    rates = instruction_rates(library)
+    return {
+        "machine": platform.processor() or platform.machine(),
+        "level": library.level,
+        "threads": library.threads,
+        "read GB/s": round(read_bandwidth(library), 1),
+        "bf16 gemm GFLOP/s": round(gemm_rate()),
+        **{f"{name} G/s": round((1 if name == "vpermw" else 2) * r) for name, r in rates.items()},
+    }
+
+
+def main() -> None:
+    """Print the table; write it as JSON where asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    options = parser.parse_args()
+    found = probe()
+    for name, value in found.items():
+        print(f"{name:20} {value}")
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

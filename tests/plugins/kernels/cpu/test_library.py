@@ -1,0 +1,34 @@
+"""Levels, the missing library, and the probe."""
+
+from __future__ import annotations
+
+import pytest
+
+import modulm_kernels_cpu as kernels
+from modulm.ops.table import twin_ops
+from modulm_kernels_cpu import library as loading
+from modulm_kernels_cpu.probe import instruction_rates, read_bandwidth
+
+
+def test_levels_are_ordered_and_the_best_is_the_default():
+    assert kernels.levels()[0] == "scalar"
+    assert kernels.load().level == kernels.levels()[-1]
+    assert set(kernels.levels()) <= set(kernels.LEVELS)
+
+
+def test_unknown_and_missing_levels(monkeypatch):
+    with pytest.raises(ValueError, match="level must be one of scalar"):
+        kernels.load("sse9")
+    monkeypatch.setattr(kernels, "__path__", [])
+    with pytest.raises(ImportError, match=r"libmodulm_cpu_avx2\.so.*C\+\+ compiler"):
+        loading._path("avx2")
+
+
+def test_ops_have_the_names_of_twins():
+    extra = set(kernels.ops()) - set(twin_ops())
+    assert extra == {"pack_quantized"}
+
+
+def test_probe(library):
+    assert read_bandwidth(library, 1 << 22) > 0
+    assert instruction_rates(library)["fma"] > 0
