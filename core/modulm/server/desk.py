@@ -17,7 +17,7 @@ from attrs import define, field, frozen
 from modulm.engine.outputs import RequestOutput
 from modulm.errors import EngineError
 from modulm.server.errors import ApiError, model_error
-from modulm.text.chat import render
+from modulm.text.chat import pieces, render, seal
 from modulm.text.templates import execute
 
 if TYPE_CHECKING:
@@ -110,7 +110,10 @@ class Desk:
     async def from_messages(
         self, messages: Sequence[Mapping[str, Any]], options: ChatOptions
     ) -> Prompt:
-        """Messages as a prompt. Raises RequestError naming the field to blame."""
+        """Messages as a prompt. Raises RequestError naming the field to blame.
+
+        What users and tools say cannot become control tokens: it is tokenized as text.
+        """
         server = self.config.frontend
         template = options.template or self.template
         wanted = server.chat_template_content_format
@@ -119,7 +122,7 @@ class Desk:
         text = await _away(
             _INLINE if foreign else _size(messages),
             render,
-            messages,
+            seal(messages, self.tokenizer.special_tokens),
             tokenizer=self.tokenizer,
             tools=options.tools or None,
             documents=options.documents,
@@ -130,7 +133,12 @@ class Desk:
             kwargs={**defaults, **options.variables},
             run=self.run_foreign if foreign else execute,
         )
-        return await self.tokenize(text, options.add_special_tokens)
+        first, *others = pieces(text)
+        prompt = await self.tokenize(first, options.add_special_tokens)
+        if not others:
+            return prompt
+        more = [(await self.tokenize(piece, add_special_tokens=False)).ids for piece in others]
+        return Prompt(sum(more, prompt.ids), "".join([first, *others]))
 
     async def generate(
         self,

@@ -24,6 +24,7 @@ __all__ = ["ForeignRenderer"]
 
 _SECONDS = 1.0
 _START_SECONDS = 20.0
+_SLACK = 1.0
 _MEMORY = 512 << 20
 _WAITING = 8
 
@@ -32,6 +33,8 @@ class ForeignRenderer:
     """One worker process, made when it is needed and replaced when it had to be killed."""
 
     def __init__(self) -> None:
+        #: Seconds that one rendering may take.
+        self.seconds = _SECONDS
         self._lock = threading.Lock()
         self._waiting = threading.BoundedSemaphore(_WAITING)
         self._worker: subprocess.Popen[bytes] | None = None
@@ -42,7 +45,8 @@ class ForeignRenderer:
             raise QueueFull("too many chat templates wait to be rendered", "chat_template")
         try:
             with self._lock:
-                return self._ask({"source": source, "variables": dict(variables)})
+                question = {"source": source, "variables": dict(variables)}
+                return self._ask({**question, "seconds": self.seconds})
         finally:
             self._waiting.release()
 
@@ -59,7 +63,7 @@ class ForeignRenderer:
         try:
             worker.stdin.write(json.dumps(question).encode() + b"\n")
             worker.stdin.flush()
-            line = _line(worker.stdout, _START_SECONDS if fresh else 2 * _SECONDS)
+            line = _line(worker.stdout, _START_SECONDS if fresh else 2 * self.seconds + _SLACK)
         except OSError:
             line = b""
         if not line:
@@ -114,7 +118,8 @@ def _serve() -> None:
         question = json.loads(line)
         reply: dict[str, Any]
         try:
-            reply = {"text": execute(question["source"], question["variables"], _SECONDS)}
+            text = execute(question["source"], question["variables"], question["seconds"])
+            reply = {"text": text}
         except TemplateFailed as error:
             reply = {"error": error.message, "param": error.param}
         sys.stdout.buffer.write(json.dumps(reply).encode() + b"\n")

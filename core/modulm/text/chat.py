@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -30,7 +31,9 @@ __all__ = [
     "content_format",
     "load_template",
     "normalise",
+    "pieces",
     "render",
+    "seal",
 ]
 
 ContentFormat = Literal["string", "openai"]
@@ -59,6 +62,10 @@ _RESERVED = frozenset(
 #: One text under the names that templates know it by.
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
+#: Stands inside of what would be a special token; private letters that nobody writes.
+_SEAM = "\ue002\ue003"
+#: Roles whose text comes from outside of the application that made the request.
+_STRANGERS = frozenset({"user", "tool", "function"})
 #: Stands at the end of the message that is to be continued. Whether its space survives tells
 #: whether the template trims messages.
 _MARK = "\ue000the-text-goes-on-here\ue001 "
@@ -193,6 +200,44 @@ def normalise(
     if not messages:
         raise RequestError("messages: at least one message is needed", "messages")
     return [_message(index, message, content) for index, message in enumerate(messages)]
+
+
+def seal(
+    messages: Sequence[Mapping[str, Any]], special: Sequence[str]
+) -> Sequence[Mapping[str, Any]]:
+    """Messages in which what users and tools say cannot become control tokens.
+
+    A seam is put into every special token that is written out in their text; `pieces` cuts the
+    rendered prompt there, so that no piece holds one. `special`: the texts of special tokens.
+    """
+    pattern = _any_of(tuple(special))
+    return [
+        {**message, "content": _sealed(message.get("content"), pattern)}
+        if isinstance(message, Mapping) and message.get("role") in _STRANGERS
+        else message
+        for message in messages
+    ]
+
+
+def pieces(text: str) -> list[str]:
+    """A prompt rendered from sealed messages, cut at its seams; joined, they are the prompt."""
+    return text.split(_SEAM)
+
+
+@lru_cache(maxsize=8)
+def _any_of(special: tuple[str, ...]) -> re.Pattern[str]:
+    words = [re.escape(word) for word in special if len(word) > 1]
+    return re.compile("|".join(words) if words else r"(?!)")
+
+
+def _sealed(content: Any, pattern: re.Pattern[str]) -> Any:
+    if isinstance(content, str):
+        return pattern.sub(lambda found: found[0][0] + _SEAM + found[0][1:], content)
+    if isinstance(content, Mapping):
+        return {key: _sealed(value, pattern) for key, value in content.items()}
+    if isinstance(content, Sequence):
+        return [_sealed(part, pattern) for part in content]
+    return content
 
 
 def _message(index: int, message: Mapping[str, Any], wanted: ContentFormat) -> dict[str, Any]:

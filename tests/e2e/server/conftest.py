@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from modulm.config import EngineConfig
+from modulm.errors import QueueFull
 from modulm.testing.checkpoints import make_tokenizer
 from modulm.testing.server import Live, Reply, ScriptedEngine, scripted_info, serve_in_thread
 from modulm.text.tokenizer import Tokenizer, load_tokenizer
@@ -37,6 +38,8 @@ REPLIES = {
     "call a tool": Reply("I will look. " + CALL),
     "count slowly": Reply("1 2 3 4 5 6 7 8 9 ", delay=0.02, endless=True),
     "flood": Reply("1 2 3 4 5 6 7 8 9 ", endless=True),
+    "queue is full": Reply(error_at=0, error=QueueFull("the queue is full")),
+    "die in the middle": Reply("one two three four", die_at=3),
     "fail at once": Reply(error_at=0),
     "fail late": Reply("one two three four", error_at=3),
     "leak a secret": Reply(error_at=0, error=RuntimeError("secret /root/private/x 0x7f00deadbeef")),

@@ -201,3 +201,36 @@ def test_f14_sigterm_without_patience_ends_streams_with_an_error(tiny_folder: Pa
         if '"finish_reason":"length"' not in rest[-2]:
             assert json.loads(rest[-2][6:])["error"]["code"] == "shutting_down"
         assert server.popen.wait(30) == 0
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(word) for task in tasks for word in task.read_text().split()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads Linux' process table")
+def test_f16_the_death_of_the_engine_is_seen(tiny_folder: Path) -> None:
+    with started(tiny_folder) as server:
+        engines = [
+            pid
+            for pid in children(server.popen.pid)
+            if b"engine" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            or b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+        if not engines:
+            pytest.skip("the engine runs in the server's own process here")
+        url = server.url + CHAT
+        messages = [{"role": "user", "content": "hi"}]
+        body = {"model": "M", "messages": messages, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", url, json={**body, "max_tokens": 240}, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            for pid in engines:
+                os.kill(pid, signal.SIGKILL)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2][6:])["error"]["code"] == "engine_dead"
+        health = httpx.get(f"{server.url}/health")
+        assert health.status_code == 503
+        assert server.popen.wait(30) == 1
