@@ -35,14 +35,6 @@ __all__ = [
     "problem",
     "truncated",
 ]
-    "bad_word_ids",
-    "check",
-    "check_ids",
-    "check_pooling",
-    "check_prompt",
-    "problem",
-    "truncated",
-]
 
 #: Limits on lists and texts, so that no request costs more to check than to run.
 MAX_CHOICES = 16_384
