@@ -19,9 +19,9 @@ CATEGORIES = {
     "parallel calls": (parallel_calls, 6),
     "tool result": (tool_result, 7),
     "no call": (no_call, 5),
-    "json": (extract, 13),
-    "modulm": (about_modulm, 5),
-    "chat": (greeting, 4),
+    "json": (extract, 18),
+    "modulm": (about_modulm, 8),
+    "chat": (greeting, 7),
     "unknown": (unknown, 4),
     "story": (story, 3),
 }

@@ -147,19 +147,31 @@ _ENDINGS = (
 )  # fmt: skip
 
 
-def _answered(rng: Random, category: str, rows: tuple) -> Example:
+# What people say around a question: with it few phrasings make many prompts.
+_AROUND_QUESTION = (
+    "{q}", "{q}", "{q}", "{q}", "Quick question: {q}", "I am new here. {q}", "One more thing: {q}",
+    "{q} Please be brief.", "Please tell me: {q}", "Just wondering: {q}", "{q} Thank you.",
+)  # fmt: skip
+_AROUND_CHAT = (
+    "{q}", "{q}", "{q}", "{q}", "{q}", "{q} :)", "Ah, {q}", "Well, {q}", "Oh. {q}", "So, {q}",
+    "{q} Really.",
+)  # fmt: skip
+
+
+def _answered(rng: Random, category: str, rows: tuple, around: tuple[str, ...]) -> Example:
     questions, answer, expect = rng.choice(rows)
-    return single(category, rng.choice(questions), answer, expect)
+    question = rng.choice(around).format(q=rng.choice(questions))
+    return single(category, question, answer, expect)
 
 
 def about_modulm(rng: Random) -> Example:
     """A question about modulm."""
-    return _answered(rng, "modulm", _MODULM)
+    return _answered(rng, "modulm", _MODULM, _AROUND_QUESTION)
 
 
 def greeting(rng: Random) -> Example:
     """Greetings, thanks, goodbyes, and questions about the model itself."""
-    return _answered(rng, "chat", _CHAT)
+    return _answered(rng, "chat", _CHAT, _AROUND_CHAT)
 
 
 def unknown(rng: Random) -> Example:

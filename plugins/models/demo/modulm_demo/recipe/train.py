@@ -1,5 +1,8 @@
 """Trains the demo checkpoint: `python -m modulm_demo.recipe.train --out FOLDER`.
 
+With `--resume CHECKPOINT` a run goes on from published weights and their tokenizer, on text of
+another seed.
+
 Two processes of one thread each share every step and meet once per step, which holds up better than
 one process of two threads when other programs use the cores. The same seed, steps and library
 versions give the same text in the same order.
@@ -57,6 +60,15 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     return Qwen3ForCausalLM(config)
+
+
+def start_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """The untrained network, or the one that the run goes on from."""
+    if args.resume is None:
+        return new_model(tokenizer)
+    return Qwen3ForCausalLM.from_pretrained(
+        args.resume, dtype=torch.float32, attn_implementation="sdpa"
+    )
 
 
 def loss_of(model: Qwen3ForCausalLM) -> Callable[..., Tensor]:
@@ -151,7 +163,7 @@ def work(rank: int, meeting: str, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(args.out)
-    model = new_model(tokenizer)
+    model = start_model(args, tokenizer)
     parameters = list(model.parameters())
     compute, optimizer, stop = loss_of(model), Optimizer(model, rank, args.rate), Stop()
     mine = itertools.islice(batches(tokenizer, args.seed), rank, None, WORKERS)
@@ -183,8 +195,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2289)
     parser.add_argument("--decay", type=int, default=500, help="last steps, with a falling rate")
     parser.add_argument("--rate", type=float, default=2.5e-3, help="peak learning rate")
+    parser.add_argument("--resume", type=Path, help="checkpoint whose weights the run goes on from")
     args = parser.parse_args()
-    store(train_tokenizer(args.seed), args.out)
+    known = args.resume and AutoTokenizer.from_pretrained(args.resume)
+    store(known or train_tokenizer(args.seed), args.out)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(work, (f"file://{folder}/meeting", args), nprocs=WORKERS)
 
