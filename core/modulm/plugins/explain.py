@@ -40,7 +40,8 @@ def render(decisions: Iterable[Decision]) -> str:
 
 def _block(decision: Decision) -> str:
     lines = [f"{decision.subject}: {decision.winner or 'nothing'} ({decision.reason})"]
-    others = [v for v in decision.candidates if v.name != decision.winner]
+    won = (decision.winner or "").split(", ")
+    others = [v for v in decision.candidates if v.name not in won]
     width = max((len(verdict.name) for verdict in others), default=0)
     lines += [f"  {v.name:{width}}  {v.reason or 'would do too'}" for v in others]
     return "\n".join(lines)

@@ -23,7 +23,7 @@ from modulm.config import EngineConfig
 from modulm.contracts.executor import RowLogprobs
 from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
 from modulm.engine.answers import Choice
-from modulm.engine.host import EngineInfo
+from modulm.engine.info import EngineInfo
 from modulm.engine.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from modulm.engine.requests import Finish
 from modulm.engine.stats import Metrics, StepStats
