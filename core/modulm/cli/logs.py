@@ -26,6 +26,19 @@ class _OneLine(logging.Formatter):
         return "".join(_visible(letter) for letter in super().formatMessage(record))
 
 
+class _Silent(logging.Filter):
+    """Drops access lines of some paths (`--disable-access-log-for-endpoints`)."""
+
+    def __init__(self, paths: frozenset[str]) -> None:
+        super().__init__()
+        self._paths = paths
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        # uvicorn's arguments: client, method, path with query, HTTP version, status
+        path = record.args[2] if isinstance(record.args, tuple) and len(record.args) > 2 else ""
+        return str(path).partition("?")[0] not in self._paths
+
+
 def _visible(letter: str) -> str:
     return letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii")
 
@@ -36,6 +49,9 @@ def configure_logging(config: EngineConfig) -> None:
     Raises ConfigError for a logging configuration that cannot be read or used.
     """
     given = config.observability
+    silent = frozenset(config.frontend.disable_access_log_for_endpoints or ())
+    if silent:
+        logging.getLogger("uvicorn.access").addFilter(_Silent(silent))
     logging.addLevelName(_TRACE, "TRACE")
     table = given.logging_config
     field = "logging_config"

@@ -165,6 +165,18 @@ def test_log_lines_cannot_be_forged(
     assert lines[2].startswith("Traceback")
 
 
+def test_some_paths_get_no_access_line(root: logging.Logger) -> None:
+    configure_logging(EngineConfig.from_keywords(disable_access_log_for_endpoints=["/health"]))
+    access = logging.getLogger("uvicorn.access")
+    try:
+        for path, shown in (("/health", False), ("/health?x=1", False), ("/v1/models", True)):
+            line = ("1.2.3.4:5", "GET", path, "1.1", 200)
+            record = logging.LogRecord("uvicorn.access", 20, "", 0, '%s - "%s %s"', line, None)
+            assert bool(access.filter(record)) is shown
+    finally:
+        access.filters.clear()
+
+
 def test_an_own_logging_configuration(root: logging.Logger, tmp_path: Path) -> None:
     path = tmp_path / "log.json"
     path.write_text('{"version": 1, "root": {"level": "ERROR"}}')

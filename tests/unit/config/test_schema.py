@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import attrs
 import pytest
 from hypothesis import given
@@ -177,7 +180,6 @@ def test_renamed_flags_reach_their_new_place() -> None:
         ({"max_num_batched_tokens": 4, "max_num_seqs": 8}, "max_num_batched_tokens"),
         ({"ssl_keyfile": "k.pem"}, "ssl_certfile"),
         ({"enable_auto_tool_choice": True}, "tool_call_parser"),
-        ({"enable_log_outputs": True}, "enable_log_outputs"),
         (
             {"enable_chunked_prefill": False, "max_num_batched_tokens": 64, "max_model_len": 128},
             "max_num_batched_tokens",
@@ -235,3 +237,16 @@ def test_plugin_terms_are_split() -> None:
     config = EngineConfig.from_keywords(plugins="a, -b")
     assert config.device.plugins == ("a", "-b")
     assert EngineConfig.from_keywords(plugins=["a,-b", "c"]).device.plugins == ("a", "-b", "c")
+
+
+def test_every_flag_that_works_is_read_somewhere() -> None:
+    root = Path(__file__).parents[3]
+    sources = [*(root / "core" / "modulm").rglob("*.py"), *(root / "plugins").rglob("*.py")]
+    read = {
+        word
+        for path in sources
+        if "schema" not in path.parts
+        for word in re.findall(r"\.(\w+)", path.read_text(encoding="utf-8"))
+    }
+    works = [spec for spec in ALL if spec.state.kind is Kind.WORKS and not spec.deprecated]
+    assert [spec.name for spec in works if spec.name not in read] == []

@@ -42,12 +42,16 @@ class DeviceConfig:
     numa_bind_cpus: tuple[str, ...] | None = flag(
         None, "Cores to bind to.", state=later("binding to memory nodes")
     )
-    additional_config: Mapping[str, Any] = flag({}, "Options of the platform, checked by it.")
+    additional_config: Mapping[str, Any] = flag(
+        {}, "Options of the platform.", state=later("options of platforms")
+    )
     plugins: tuple[str, ...] | None = flag(
         None,
         "Plugins that take part, by name or distribution; None: all. -NAME leaves one out.",
         parse=_terms,
     )
     plugin_config: Mapping[str, Any] = flag(
-        {}, "Options of drivers: {kind: {name: {option: value}}}, checked by each."
+        {},
+        "Options of drivers: {kind: {name: {option: value}}}.",
+        state=later("options of every kind; --attention-options and --quantization-config work"),
     )

@@ -258,8 +258,6 @@ def _check_together(config: EngineConfig) -> None:
         raise ConfigError("ssl_certfile", "goes together with ssl_keyfile: give both or none")
     if server.enable_auto_tool_choice and server.tool_call_parser is None:
         raise ConfigError("tool_call_parser", "is needed by enable_auto_tool_choice")
-    if server.enable_log_outputs and not config.observability.enable_log_requests:
-        raise ConfigError("enable_log_outputs", "needs enable_log_requests")
 
 
 def _check_whole_prompts(config: EngineConfig) -> None:

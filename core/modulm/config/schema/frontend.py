@@ -119,12 +119,21 @@ class ServerConfig:
     tool_server: str | None = flag(
         None, "Servers of built-in tools: host:port,...", state=later("built-in tools")
     )
-    max_log_len: int | None = flag(None, "Most prompt characters or ids in a log line.", least=0)
+    max_log_len: int | None = flag(
+        None,
+        "Most prompt characters or ids in a log line.",
+        least=0,
+        state=no_effect("prompts are never logged"),
+    )
     enable_prompt_tokens_details: bool = flag(False, "Report cached prompt tokens in usage.")
     enable_per_request_metrics: bool = flag(
         False, "Report each request's times.", state=later("times in answers")
     )
-    enable_server_load_tracking: bool = flag(False, "Count running requests for /load.")
+    enable_server_load_tracking: bool = flag(
+        False,
+        "Count running requests for /load.",
+        state=no_effect("/load counts always"),
+    )
     enable_force_include_usage: bool = flag(False, "Stream usage whether asked or not.")
     sse_keep_alive_interval: float = flag(
         0, "Silence after which a stream sends a comment; 0: never.", unit="s", least=0
@@ -133,8 +142,10 @@ class ServerConfig:
         False, "Serve routes for developers: /reset_prefix_cache, /sleep, /start_profile ..."
     )
     enable_tokenizer_info_endpoint: bool = flag(False, "Serve /tokenizer_info.")
-    enable_log_outputs: bool = flag(False, "Log answers; needs --enable-log-requests.")
-    enable_log_deltas: bool = flag(True, "Log the pieces of streamed answers.")
+    enable_log_outputs: bool = flag(False, "Log answers.", state=later("logs of answers"))
+    enable_log_deltas: bool = flag(
+        True, "Log the pieces of streamed answers.", state=no_effect("answers are never logged")
+    )
     log_error_stack: bool = flag(False, "Log a traceback for an error answer.")
     tokens_only: bool = flag(
         False, "Serve token ids, without text.", state=later("serving token ids alone")

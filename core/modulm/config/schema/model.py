@@ -92,7 +92,11 @@ class ModelConfig:
         state=later("multimodal models come with their own issue"),
     )
     revision: str | None = flag(None, "Branch, tag or commit of the model on the hub.")
-    code_revision: str | None = flag(None, "Revision of the model's remote code on the hub.")
+    code_revision: str | None = flag(
+        None,
+        "Revision of the model's remote code on the hub.",
+        state=later("a revision of the code alone; --revision pins both"),
+    )
     max_model_len: int | None = flag(
         None,
         "Longest prompt and answer together; None or auto: the checkpoint's.",
@@ -145,7 +149,10 @@ class ModelConfig:
         None, "Name or names of the model in the API; the first one is shown in answers."
     )
     config_format: str = flag(
-        "auto", "Format of the model's configuration file.", choices=("auto", "hf", "mistral")
+        "auto",
+        "Format of the model's configuration file.",
+        choices=("auto", "hf"),
+        state=no_effect("config.json is the one format that is read"),
     )
     hf_token: str | bool | None = flag(
         None,

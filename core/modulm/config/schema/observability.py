@@ -22,16 +22,22 @@ class ObservabilityConfig:
     TITLE: ClassVar[str] = "ObservabilityConfig"
     TABLE: ClassVar[str | None] = None
 
-    disable_log_stats: bool = flag(False, "Log no statistics while running.")
+    disable_log_stats: bool = flag(
+        False,
+        "Log no statistics while running.",
+        state=no_effect("statistics are at /metrics and never logged"),
+    )
     aggregate_engine_logging: bool = flag(
         False, "One line for all engines.", state=no_effect("there is one engine")
     )
-    enable_log_requests: bool = flag(False, "Log each request's id and parameters.")
+    enable_log_requests: bool = flag(
+        False, "Log each request's id and parameters.", state=later("logs of requests")
+    )
     disable_log_requests: bool = flag(
         True,
         "Log no requests.",
-        deprecated="requests are not logged; --enable-log-requests turns it on",
-        state=no_effect("requests are not logged unless --enable-log-requests is given"),
+        deprecated="requests are not logged",
+        state=no_effect("requests are not logged"),
     )
     log_level: str = flag(
         "info", "Least level of log lines.",

@@ -77,7 +77,9 @@ class SchedulerConfig:
         1, "Steps between two that start prompts.", least=1, state=later("spaced prompt steps")
     )
     disable_hybrid_kv_cache_manager: bool | None = flag(
-        None, "Give every layer the same cache, windowed or not."
+        None,
+        "Give every layer the same cache, windowed or not.",
+        state=later("one cache for windowed and full layers"),
     )
     async_scheduling: bool | None = flag(None, "Plan a step while the one before runs.")
     stream_interval: int = flag(
