@@ -73,7 +73,7 @@ def modulm_backend(model: str) -> Answer:
 
     def answer(messages: Sequence[Message], tools: Sequence[Tool], **template: Any) -> Message:
         request = {"tools": list(tools) or None, "chat_template_kwargs": template}
-        output = engine.chat(list(messages), greedy, **request)[0]
+        output = engine.chat(list(messages), greedy, use_tqdm=False, **request)[0]
         message = parse(output.outputs[0].text, tool_parser="hermes", reasoning_parser="qwen3",
                         **request)  # fmt: skip
         calls = [{"name": c.name, "arguments": c.arguments} for c in message.tool_calls or ()]
