@@ -18,7 +18,6 @@ from modulm.testing.checkpoints import make_tiny
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPTS = [[5, 99, 7, 300, 2, 2, 41], [17], list(range(100, 140)), [8] * 21]
-BLOCK = 16
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +36,6 @@ def new_runner(folder, **flags) -> Runner:
         "max_num_batched_tokens": 128,
         "max_model_len": 128,
         "num_gpu_blocks_override": 65,
-        "block_size": BLOCK,
         "dtype": "float32",
         **flags,
     }
@@ -285,6 +283,8 @@ def test_embeddings_are_cut_then_normalised_and_scores_activated(folder) -> None
 
 
 def test_capacity_tells_what_was_allocated(runner) -> None:
-    assert runner.capacity.groups == (("attention", BLOCK, None, 65),)
+    ((kind, size, window, blocks),) = runner.capacity.groups
+    assert (kind, window, blocks) == ("attention", None, 65)
+    assert size == runner.builder.groups[0].block_size
     assert runner.capacity.max_model_len == 128
     assert runner.capacity.vocabulary == 512
