@@ -102,8 +102,17 @@ def test_every_way_of_cutting_gives_the_same(parts, data):
     assert events(list(text)) == whole
 
 
-@pytest.mark.parametrize("text", ["[A(A=" * 10_000, "<tool_call>" * 6_000, '<tool_call>{"a":' * 4000,
-                                  "<" * 60_000, "<think>" * 9_000, '{"a":' * 12_000])  # fmt: skip
+HOSTILE = (
+    "[A(A=" * 10_000,
+    "<tool_call>" * 6_000,
+    '<tool_call>{"a":' * 4_000,
+    "<" * 60_000,
+    "<think>" * 9_000,
+    '{"a":' * 12_000,
+)
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=lambda text: text[:12])
 def test_hostile_repetition_ends_and_invents_no_call(text):
     message = parse("", tool_parser="hermes", reasoning_parser="qwen3", prompt="", chunks=text)
     assert not any(isinstance(event, ToolEnd) for event in message.deltas)
