@@ -24,6 +24,7 @@ from modulm.server.desk import Desk
 from modulm.server.errors import answers, respond
 from modulm.server.foreign import ForeignRenderer
 from modulm.server.inside import Inside
+from modulm.server.journal import Journal
 from modulm.server.limits import Boundary
 from modulm.server.metrics import HttpMetrics
 from modulm.server.wire import bad_field
@@ -122,6 +123,7 @@ def _desk(engine: Any, config: EngineConfig) -> Desk:
         config=config,
         models=served_names(config),
         template=template,
+        journal=Journal.of(config),
         run_foreign=execute if foreign is None else foreign.render,
     )
 

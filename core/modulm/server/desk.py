@@ -14,9 +14,10 @@ from uuid import uuid4
 
 from attrs import define, field, frozen
 
-from modulm.engine.outputs import RequestOutput
+from modulm.contracts.sampling import OutputKind
 from modulm.errors import EngineError
 from modulm.server.errors import ApiError, model_error
+from modulm.server.journal import Journal
 from modulm.text.chat import pieces, render, seal
 from modulm.text.templates import execute
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from modulm.contracts.sampling import PoolingParams, SamplingParams
+    from modulm.engine.outputs import RequestOutput
 
 __all__ = ["ChatOptions", "Desk", "Prompt", "Running", "merged"]
 
@@ -65,6 +67,7 @@ class Desk:
     models: tuple[str, ...]
     template: str | None = None
     run_foreign: Callable[[str, Mapping[str, Any]], str] = execute
+    journal: Journal = field(factory=Journal)
     closing: bool = False
     active: int = 0
 
@@ -157,10 +160,11 @@ class Desk:
         given: dict[str, Any] = {"prompt_token_ids": list(prompt.ids)}
         if prompt.text is not None:
             given["prompt"] = prompt.text
-        source = self.engine.generate(
-            given, params, uuid4().hex, priority=priority, cache_salt=cache_salt
-        )
-        return await Running.start(self._counted(source))
+        name = uuid4().hex
+        self.journal.request(name, prompt, params)
+        source = self.engine.generate(given, params, name, priority=priority, cache_salt=cache_salt)
+        streamed = params.output_kind is OutputKind.DELTA
+        return await Running.start(self._watched(name, self._counted(source), streamed))
 
     async def encode(self, prompt: Prompt, params: PoolingParams) -> Any:
         """The pooled output of a prompt (PoolingRequestOutput)."""
@@ -172,13 +176,21 @@ class Desk:
             raise EngineError("the engine gave no answer")
         return found[-1]
 
+    async def _watched(
+        self, name: str, source: AsyncGenerator[Any, None], streamed: bool
+    ) -> AsyncGenerator[Any, None]:
+        """Outputs of the engine that are answers: what it could not finish is raised."""
+        async with aclosing(source) as outputs:
+            async for output in outputs:
+                _check_ends(output)
+                self.journal.answer(name, output, streamed)
+                yield output
+
     async def _counted(self, source: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
         self.active += 1
         try:
             async with aclosing(source) as outputs:
                 async for output in outputs:
-                    if isinstance(output, RequestOutput):
-                        _check_ends(output)
                     yield output
         finally:
             self.active -= 1

@@ -121,9 +121,8 @@ class ServerConfig:
     )
     max_log_len: int | None = flag(
         None,
-        "Most prompt characters or ids in a log line.",
+        "Most characters of a prompt or answer in a log line.",
         least=0,
-        state=no_effect("prompts are never logged"),
     )
     enable_prompt_tokens_details: bool = flag(False, "Report cached prompt tokens in usage.")
     enable_per_request_metrics: bool = flag(
@@ -142,9 +141,9 @@ class ServerConfig:
         False, "Serve routes for developers: /reset_prefix_cache, /sleep, /start_profile ..."
     )
     enable_tokenizer_info_endpoint: bool = flag(False, "Serve /tokenizer_info.")
-    enable_log_outputs: bool = flag(False, "Log answers.", state=later("logs of answers"))
+    enable_log_outputs: bool = flag(False, "Log answers.")
     enable_log_deltas: bool = flag(
-        True, "Log the pieces of streamed answers.", state=no_effect("answers are never logged")
+        True, "Log the pieces of streamed answers; needs --enable-log-outputs."
     )
     log_error_stack: bool = flag(False, "Log a traceback for an error answer.")
     tokens_only: bool = flag(

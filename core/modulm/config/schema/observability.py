@@ -30,9 +30,7 @@ class ObservabilityConfig:
     aggregate_engine_logging: bool = flag(
         False, "One line for all engines.", state=no_effect("there is one engine")
     )
-    enable_log_requests: bool = flag(
-        False, "Log each request's id and parameters.", state=later("logs of requests")
-    )
+    enable_log_requests: bool = flag(False, "Log each request's prompt and parameters.")
     disable_log_requests: bool = flag(
         True,
         "Log no requests.",
