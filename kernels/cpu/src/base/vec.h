@@ -158,19 +158,24 @@ inline void store_one(T* p, float x) {
   store_some(p, splat(x), 1);
 }
 
+// Halves are folded onto each other, always in this order.
+#if defined(__AVX512F__)
+inline float sum(vf x) { return _mm512_reduce_add_ps((__m512)x); }
+inline float largest(vf x) { return _mm512_reduce_max_ps((__m512)x); }
+#else
 inline float sum(vf x) {
   for (int half = kLanes / 2; half; half /= 2)
     for (int i = 0; i < half; i++) x[i] += x[i + half];
   return x[0];
 }
 inline float largest(vf x) {
-  float m = x[0];
-  for (int i = 1; i < kLanes; i++) m = x[i] > m ? x[i] : m;
-  return m;
+  for (int half = kLanes / 2; half; half /= 2)
+    for (int i = 0; i < half; i++) x[i] = x[i] > x[i + half] ? x[i] : x[i + half];
+  return x[0];
 }
+#endif
 
-inline vf choose(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
-inline vf vmax(vf a, vf b) { return choose(a > b, a, b); }
-inline vf vmin(vf a, vf b) { return choose(a < b, a, b); }
+inline vf choose(vi mask, vf yes, vf no) { return mask ? yes : no; }
+inline vf vmax(vf a, vf b) { return a > b ? a : b; }
 
 }  // namespace modulm

@@ -60,12 +60,13 @@ void add_group(const Product& p, int64_t panel, int64_t group, int64_t row, int 
   int64_t first = panel * kPanel * p.w.groups() + group * width;
   const bf16* scales = static_cast<const bf16*>(p.w.scales) + first;
   const bf16* zeros = p.w.zeros ? p.w.zeros + first : nullptr;
-  for (int r = 0; r < rows; r++) {
-    float total = zeros ? p.group_sums[(row + r) * p.w.groups() + group] : 0.0f;
-    for (int c = 0; c < width; c += kLanes) {
+  for (int c = 0; c < width; c += kLanes) {
+    vf scale = load(scales + c), zero = zeros ? load(zeros + c) : vf{};
+    const float* totals = p.group_sums + row * p.w.groups() + group;
+    for (int r = 0; r < rows; r++) {
       vf dot = load(part + r * kPanel + c);
-      if (zeros) dot -= load(zeros + c) * total;
-      store(sums + r * kPanel + c, load(sums + r * kPanel + c) + dot * load(scales + c));
+      if (zeros) dot -= zero * totals[r * p.w.groups()];
+      store(sums + r * kPanel + c, load(sums + r * kPanel + c) + dot * scale);
     }
   }
 }
