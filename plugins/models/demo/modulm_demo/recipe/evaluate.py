@@ -47,14 +47,14 @@ def is_right(example: Example, given: Message) -> bool:
     )
 
 
-def unseen(chosen: list[Example], seed: int, count: int) -> list[Example]:
-    """Drop what the first `count` training conversations ask after all.
+def unseen(chosen: list[Example], seeds: Iterable[int], count: int) -> list[Example]:
+    """Drop what the first `count` training conversations of each seed ask after all.
 
     The hash decides on a question as first written; a slip or a greeting added to another question
     can still lead to the same words.
     """
     asked = {normalized(prompts(example)[-1]) for example in chosen}
-    written = itertools.islice(training(seed), count)
+    written = (e for seed in seeds for e in itertools.islice(training(seed), count))
     seen = asked.intersection(normalized(prompt) for e in written for prompt in prompts(e))
     kept = [example for example in chosen if normalized(prompts(example)[-1]) not in seen]
     print(f"{len(chosen) - len(kept)} of {len(chosen)} prompts dropped: in the training text\n")
@@ -95,24 +95,24 @@ def evaluate(answer: Answer, sets: dict[str, list[Example]], show: bool) -> None
 def main() -> None:
     """Read the options and evaluate."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default=str(_CHECKPOINT))
+    parser.add_argument("--model", help="default: the checkpoint; over HTTP the name demo")
     parser.add_argument("--backend", choices=("transformers", "modulm", "http"),
                         default="transformers")  # fmt: skip
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--count", type=int, default=100, help="prompts per category")
     parser.add_argument("--seed", type=int, default=2)
-    parser.add_argument("--training-seed", type=int, default=1)
+    parser.add_argument("--training-seeds", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--training-count", type=int, default=80_000, help="conversations")
     parser.add_argument("--only", choices=CATEGORIES, nargs="+", default=list(CATEGORIES))
     parser.add_argument("--show", action="store_true", help="print the wrong answers")
     args = parser.parse_args()
     chosen = [example for name in args.only for example in heldout(args.seed, name, args.count)]
-    sets = grouped(unseen(chosen, args.training_seed, args.training_count))
+    sets = grouped(unseen(chosen, args.training_seeds, args.training_count))
     if args.backend == "http":
-        answer = http_backend(args.model, args.url)
+        answer = http_backend(args.model or "demo", args.url)
     else:
         make = modulm_backend if args.backend == "modulm" else transformers_backend
-        answer = make(args.model)
+        answer = make(args.model or str(_CHECKPOINT))
     began = time.monotonic()
     evaluate(answer, sets, args.show)
     print(f"\n{args.backend}, {time.monotonic() - began:.0f} seconds")

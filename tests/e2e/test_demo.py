@@ -1,0 +1,101 @@
+"""The embedded model answers, and answers the same in this process and over HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from modulm import LLM, SamplingParams
+from modulm.config import EngineConfig
+from modulm.engine.aio import AsyncLLM
+from modulm.server.talk import with_declared_parsers
+from modulm.testing.server import serve_in_thread
+from modulm_demo.recipe.backends import http_backend, modulm_backend
+from modulm_demo.recipe.evaluate import is_right
+from modulm_demo.recipe.generator import heldout
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the weather in a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    config = with_declared_parsers(EngineConfig.from_keywords(model="demo"))
+    engine = AsyncLLM.from_config(config)
+    try:
+        with serve_in_thread(engine, config) as live:
+            yield live.url
+    finally:
+        engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def test_it_knows_a_capital(client: openai.OpenAI) -> None:
+    question = {"role": "user", "content": "What is the capital of France?"}
+    answer = client.chat.completions.create(model="demo", messages=[question], temperature=0)
+    assert "Paris" in (answer.choices[0].message.content or "")
+
+
+def test_it_calls_a_tool_and_streams_the_same_call(client: openai.OpenAI) -> None:
+    request = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+        "tools": [WEATHER],
+        "temperature": 0,
+    }
+    choice = client.chat.completions.create(**request).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments)["city"] == "Paris"
+    deltas = [
+        piece.function
+        for chunk in client.chat.completions.create(**request, stream=True)
+        for piece in (chunk.choices[0].delta.tool_calls or ())
+    ]
+    assert "".join(piece.arguments or "" for piece in deltas) == call.function.arguments
+
+
+def test_it_thinks_before_it_adds(client: openai.OpenAI) -> None:
+    question = {"role": "user", "content": "What is 12 + 31?"}
+    answer = client.chat.completions.create(model="demo", messages=[question], temperature=0)
+    message = answer.choices[0].message
+    assert message.model_extra["reasoning"]
+    assert "<think>" not in (message.content or "")
+
+
+def test_held_out_prompts_are_answered_alike_here_and_over_http(url: str) -> None:
+    chosen = [e for name in ("facts", "tool call", "json") for e in heldout(2, name, 4)]
+    here, there = modulm_backend("demo"), http_backend("demo", url)
+    right = 0
+    for example in chosen:
+        asked = (example.messages[:-1], example.tools)
+        given = here(*asked, enable_thinking=example.thinking)
+        assert there(*asked, enable_thinking=example.thinking) == given
+        right += is_right(example, given)
+    assert right >= len(chosen) * 0.8
+
+
+def test_a_short_name_is_a_model() -> None:
+    with LLM("demo") as llm:
+        (output,) = llm.chat(
+            [{"role": "user", "content": "Hello!"}], SamplingParams(temperature=0, max_tokens=32)
+        )
+    assert output.outputs[0].finish_reason == "stop"
