@@ -57,11 +57,11 @@ def tiny_folder(driver: type[Model], path: Path, **settings: Any) -> Path:
     return make_tiny(path, _architecture(driver), **settings)
 
 
-def check_equals_transformers(folder: Path, **flags: Any) -> None:
-    """64 greedy tokens, and the log probabilities of all tokens on the way, as transformers has."""
+def check_equals_transformers(folder: Path, *, steps: int = _STEPS, **flags: Any) -> None:
+    """Greedy tokens, and the log probabilities of all tokens on the way, as transformers has."""
     session = _session(folder, **flags)
     prompts = _prompts(session)
-    found = session.greedy(prompts, _STEPS)
+    found = session.greedy(prompts, steps)
     for row, (tokens, logprobs) in found.items():
         expected = _reference(folder, [*prompts[row], *tokens[:-1]])
         _compare(logprobs, expected, f"prompt of {len(prompts[row])} tokens, transformers")

@@ -112,10 +112,21 @@ class TransformersForCausalLM(Module, Model):
 class _HiddenStates(Module):
     """Stands in for the decoder when only the head is to run: gives back what it is given."""
 
-    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
-        from transformers.modeling_outputs import BaseModelOutputWithPast
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _Output:
+        return _Output(inputs_embeds)
 
-        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+class _Output:
+    """A decoder's output with hidden states and nothing else, whatever else a head looks for."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
 
 
 class _Trace:
@@ -192,6 +203,10 @@ def _attend(
     """Our attention function, with the arguments that transformers' models hand over."""
     if modulm is None:
         raise UnsupportedError(f"{type(module).__name__} drops the arguments meant for attention")
+    if attention_mask is not None:
+        raise UnsupportedError(f"{type(module).__name__} builds a mask of its own")
+    if not getattr(module, "is_causal", True):
+        raise UnsupportedError(f"{type(module).__name__} attends in both directions")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     sinks = None if s_aux is None else s_aux.float()
     asked = _Asked(scale, sliding_window or None, softcap or 0.0, sinks)

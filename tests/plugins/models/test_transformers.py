@@ -1,0 +1,201 @@
+"""The bridge: architectures that run with transformers' code on our memory, and those refused.
+
+docs/transformers.md lists both; a test keeps the page and this file together.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from modulm.config import EngineConfig
+from modulm.errors import UnsupportedError
+from modulm.plugins import explain, manager
+from modulm.testing.checkpoints import make_tiny
+from modulm.testing.models import check_equals_transformers
+from modulm.testing.session import Session
+
+PAGE = Path(__file__).resolve().parents[3] / "docs/transformers.md"
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+#: Every spelling of the sizes of windows and experts; a model takes those that it knows.
+SIZES = {
+    "head_dim": 16,
+    "sliding_window": 12,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "expert_ffn_hidden_size": 32,
+    "num_shared_experts": 1,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+LATENT = {**SIZES, "num_key_value_heads": 4, "head_dim": 8}
+#: Have a native plugin as well.
+NATIVE = (
+    "Cohere2ForCausalLM",
+    "CohereForCausalLM",
+    "GPT2LMHeadModel",
+    "GPTNeoXForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "GemmaForCausalLM",
+    "Glm4ForCausalLM",
+    "GlmForCausalLM",
+    "GptOssForCausalLM",
+    "GraniteForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Olmo2ForCausalLM",
+    "Olmo3ForCausalLM",
+    "OlmoForCausalLM",
+    "Phi3ForCausalLM",
+    "PhiForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Starcoder2ForCausalLM",
+)
+#: Take the sizes above.
+WITH_SIZES = (
+    "ApertusForCausalLM",
+    "ArceeForCausalLM",
+    "AriaTextForCausalLM",
+    "BeamForCausalLM",
+    "BitNetForCausalLM",
+    "Cohere2MoeForCausalLM",
+    "CwmForCausalLM",
+    "Dots1ForCausalLM",
+    "Ernie4_5ForCausalLM",
+    "Ernie4_5_MoeForCausalLM",
+    "Exaone4ForCausalLM",
+    "ExaoneMoeForCausalLM",
+    "FlexOlmoForCausalLM",
+    "FlintForCausalLM",
+    "GPTBigCodeForCausalLM",
+    "Glm4MoeForCausalLM",
+    "GraniteMoeForCausalLM",
+    "GraniteMoeSWAForCausalLM",
+    "GraniteMoeSharedForCausalLM",
+    "GraniteSWAForCausalLM",
+    "HYV3ForCausalLM",
+    "HeliumForCausalLM",
+    "HunYuanDenseV1ForCausalLM",
+    "HunYuanMoEV1ForCausalLM",
+    "HyperCLOVAXForCausalLM",
+    "Jais2ForCausalLM",
+    "JetMoeForCausalLM",
+    "Kolibri1ForCausalLM",
+    "LagunaForCausalLM",
+    "MellumForCausalLM",
+    "MiMoV2FlashForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "MiniMaxM3VLForCausalLM",
+    "Ministral3ForCausalLM",
+    "MinistralForCausalLM",
+    "ModernBertDecoderForCausalLM",
+    "NanoChatForCausalLM",
+    "PersimmonForCausalLM",
+    "SeedOssForCausalLM",
+    "SmolLM3ForCausalLM",
+    "SolarOpenForCausalLM",
+    "VaultGemmaForCausalLM",
+)
+#: Latent attention, as transformers computes it: keys and values are expanded before they are kept.
+WITH_LATENT = (
+    "AXK1ForCausalLM",
+    "AfmoeForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Glm4MoeLiteForCausalLM",
+    "LongcatFlashForCausalLM",
+    "MiniCPM3ForCausalLM",
+    "YoutuForCausalLM",
+)
+#: Take none of them.
+PLAIN = (
+    "OlmoeForCausalLM",
+    "PhimoeForCausalLM",
+)
+
+REFUSED = {
+    "BertLMHeadModel": "attends in both directions",
+    "DiffLlamaForCausalLM": "attends twice in a step",
+    "DogeForCausalLM": "builds a mask of its own",
+    "Llama4ForCausalLM": "layers of kind chunked_attention",
+    "MptForCausalLM": "cannot be replaced by ours",
+    "NemotronForCausalLM": "drops the arguments meant for attention",
+    "StableLmForCausalLM": "cannot be replaced by ours",
+}
+
+
+def write(path, architecture):
+    if architecture in NATIVE:
+        return make_tiny(path, architecture)
+    settings = (
+        LATENT if architecture in WITH_LATENT else SIZES if architecture in WITH_SIZES else {}
+    )
+    return make_tiny(path, architecture, **{**SMALL, **settings})
+
+
+@pytest.mark.parametrize("architecture", sorted((*NATIVE, *WITH_LATENT, *WITH_SIZES, *PLAIN)))
+def test_runs_as_in_transformers(architecture, tmp_path):
+    folder = write(tmp_path, architecture)
+    check_equals_transformers(folder, steps=8, model_impl="transformers", attention_backend="sdpa")
+
+
+@pytest.mark.parametrize("architecture", REFUSED)
+def test_what_cannot_be_bridged_says_why(architecture, tmp_path):
+    folder = make_tiny(tmp_path, architecture, **SMALL)
+    with pytest.raises(UnsupportedError, match=REFUSED[architecture]):
+        Session(folder, model_impl="transformers", attention_backend="sdpa")
+
+
+def test_it_stands_in_where_no_plugin_offers_the_architecture(tmp_path):
+    folder = make_tiny(tmp_path, "SmolLM3ForCausalLM", **SMALL, no_rope_layers=[1, 0])
+    session = Session(folder, device="cpu", attention_backend="sdpa")
+    decision = next(d for d in session.loaded.decisions if d.subject == "model")
+    assert decision.winner == "transformers"
+    assert "no plugin provides SmolLM3ForCausalLM" in explain.render([decision])
+
+
+def test_a_native_plugin_comes_first(tmp_path):
+    folder = make_tiny(tmp_path, "LlamaForCausalLM")
+    session = Session(folder, device="cpu", attention_backend="sdpa")
+    assert session.loaded.decisions[0].winner == "LlamaForCausalLM"
+
+
+def test_the_page_lists_what_is_tested():
+    text = PAGE.read_text(encoding="utf-8")
+    listed = set(re.findall(r"`(\w+(?:ForCausalLM|LMHeadModel))`", text))
+    assert listed == {*NATIVE, *WITH_LATENT, *WITH_SIZES, *PLAIN, *REFUSED}
+
+
+def test_the_name_of_the_driver_is_a_value_of_the_flag():
+    config = EngineConfig.from_keywords(model_impl="transformers")
+    assert manager.current().find("models", config.model.model_impl).distribution == (
+        "modulm-transformers"
+    )
