@@ -25,7 +25,7 @@ import modulm_kernels_cpu as kernels
 from modulm.ops import sampling_twins, twins
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD, VOCABULARY = 1024, 3072, 16, 8, 128, 151936
-COPIES = 6  # weights of a product that are cycled through, so that none stays in a cache
+COPIES = 40  # weights of a product that are cycled through: more than any cache holds
 
 
 @dataclass
