@@ -104,7 +104,7 @@ class ObjectReader:
             self._value = self._key is not None
             self.broken = self._key is None
         elif self._value:
-            self._put(token)
+            self._put(token.strip() if depth == 1 else token)  # space beside a value is layout
         elif not token.isspace():
             self.broken = True
 

@@ -68,6 +68,9 @@ def test_forced_choices_are_read_as_json():
     text = '[{"name": "f", "parameters": {"x": 1}}, {"name": "f", "parameters": {}}]'
     calls = parse(text, tools=TOOLS, tool_choice="required").tool_calls
     assert [json.loads(call.arguments) for call in calls] == [{"x": 1}, {}]
+    laid_out = '[{\n "name": "f",\n "parameters": {"x": 1}\n}]'
+    (call,) = parse(laid_out, tools=TOOLS, tool_choice="required").tool_calls
+    assert call.arguments == '{"x": 1}'
     with pytest.raises(RequestError) as error:
         parse("{}", tools=TOOLS, tool_choice={"type": "function"})
     assert error.value.param == "tool_choice"
