@@ -52,6 +52,7 @@ class ObjectReader:
         self._key: str | None = None
         self._value = False  # inside a member's value
         self._pending: list[str] = []
+        self._space = ""
         self._events: list[Member] = []
 
     def feed(self, text: str) -> tuple[list[Member], str]:
@@ -104,7 +105,7 @@ class ObjectReader:
             self._value = self._key is not None
             self.broken = self._key is None
         elif self._value:
-            self._put(token.strip() if depth == 1 else token)  # space beside a value is layout
+            self._in_value(token)
         elif not token.isspace():
             self.broken = True
 
@@ -127,8 +128,16 @@ class ObjectReader:
             self._flush(done=True)
             self.done = True
 
+    def _in_value(self, token: str) -> None:
+        """Space after a member's value is layout, unless more of the value follows."""
+        kept = token.rstrip() if len(self._open) == 1 else token
+        if kept:
+            self._put(kept)
+        self._space += token[len(kept) :]
+
     def _put(self, text: str) -> None:
-        (self._pending if self._value else self._word).append(text)
+        (self._pending if self._value else self._word).append(self._space + text)
+        self._space = ""
 
     def _name_ends(self) -> None:
         name = loads("".join(self._word))
@@ -147,4 +156,4 @@ class ObjectReader:
         if text or done:
             self._events.append(Member(self._key, text, done))
         if done:
-            self._key, self._value = None, False
+            self._key, self._value, self._space = None, False, ""

@@ -58,6 +58,7 @@ class HermesToolParser(ToolParser):
         self._block = ""  # a block's text while it may still turn out to be prose
         self._call: CallReader | None = None
         self._inside = False
+        self._after_call = False  # nothing but white space since a call
 
     def feed(self, text: str, ids: Sequence[int] = ()) -> list[Event]:
         self._cursor.push(text)
@@ -142,14 +143,14 @@ class HermesToolParser(ToolParser):
         self._call = None
         if call.announced:
             self._calls += 1
+            self._after_call = True
         else:
             events += self._prose()
         return events, True
 
     def _content(self, text: str) -> list[Event]:
-        text = self._space + text
+        text = text.lstrip() if self._after_call else self._space + text
         kept = text.rstrip()
         self._space = text[len(kept) :]
-        if self._calls and not kept:
-            self._space = ""
+        self._after_call = self._after_call and not kept
         return [Content(kept)] if kept else []
