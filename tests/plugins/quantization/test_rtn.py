@@ -1,0 +1,34 @@
+"""Rounding at load: how close the codes stay, and what the head keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from modulm.contracts.quantization import LinearSpec
+from modulm_quant_rtn.codes import round_weight
+from modulm_quant_rtn.methods import Int4, Int4Config
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "error"), [(8, 0, 0.01), (4, 32, 0.1), (4, 64, 0.11), (4, 128, 0.13)]
+)
+def test_error(bits, group, error):
+    torch.manual_seed(0)
+    weight = torch.randn(70, 256)
+    codes = round_weight(weight.bfloat16(), bits, group)
+    assert codes.scales.shape == (70, 256 // group if group else 1)
+    assert (codes.weight(torch.float32) - weight).norm() / weight.norm() < error
+
+
+def test_a_zero_row_stays_zero():
+    for bits, group in ((8, 0), (4, 32)):
+        assert round_weight(torch.zeros(2, 64), bits, group).weight(torch.float32).eq(0).all()
+
+
+def test_the_head_and_odd_sizes_keep_a_byte():
+    method = Int4(Int4Config(group_size=64), None, None)
+    spec = LinearSpec("up_proj", 256, (8,), False, "bfloat16")
+    head = LinearSpec("lm_head", 256, (8,), False, "bfloat16", kind="lm_head")
+    odd = LinearSpec("up_proj", 100, (8,), False, "bfloat16")
+    assert [method._form(each) for each in (spec, head, odd)] == [(4, 64), (8, 0), (8, 0)]
