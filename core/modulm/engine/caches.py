@@ -21,6 +21,7 @@ __all__ = ["Sizing", "allocate", "cache_budget", "share_out"]
 #: Share of what is left after the weights that a step's own tensors may take.
 _ACTIVATIONS = 0.1
 _GIB = 2**30
+_UNSHARED = "layers keep a state per sequence: prompts that begin alike are each computed in full"
 
 
 @frozen
@@ -64,21 +65,23 @@ def share_out(
     When not even one sequence of `max_model_len` fits: a shorter length if `may_shrink`, else
     ConfigError naming the figures.
     """
+    notes: tuple[str, ...] = (_UNSHARED,) if any(g.kind == "state" for g in groups) else ()
     if override is not None:
         blocks = tuple(rows + 1 if g.kind == "state" else max(override, 2) for g in groups)
         fits = _longest(groups, blocks, max_model_len, chunk)
-        notes = () if fits == max_model_len else (_shrunk(max_model_len, fits, "given blocks"),)
+        if fits != max_model_len:
+            notes = (*notes, _shrunk(max_model_len, fits, "given blocks"))
         return Sizing(blocks, fits, notes)
     states = sum(g.block_bytes * (rows + 1) for g in groups if g.kind == "state")
     nulls = sum(g.block_bytes for g in groups if g.kind != "state")
     left = budget - states - nulls
-    notes = ()
     length = max_model_len
     if left < _bytes_of_one(groups, length, chunk):
         length = _fitting(groups, left, max_model_len, chunk)
         if length == 0 or not may_shrink:
             raise _too_small(groups, budget, states, max_model_len, chunk)
-        notes = (_shrunk(max_model_len, length, f"{max(budget, 0) / _GIB:.2f} GiB of cache"),)
+        why = f"{max(budget, 0) / _GIB:.2f} GiB of cache"
+        notes = (*notes, _shrunk(max_model_len, length, why))
     one = _bytes_of_one(groups, length, chunk)
     sequences = min(float(rows), left / one) if one else float(rows)
     blocks = tuple(

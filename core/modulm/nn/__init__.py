@@ -23,11 +23,13 @@ from modulm.nn.moe import ExpertNames, MoE, Routing
 from modulm.nn.names import Rewrite, WeightNames, split_heads, transpose
 from modulm.nn.norm import LayerNorm, Norm, RMSNorm
 from modulm.nn.rope import Rope, RopeTable, cos_sin, parse_rope
+from modulm.nn.ssm import CausalConv, StateSpaceMixer, recur, selective_scan, single_rank
 
 __all__ = [
     "Attention",
     "AttentionNames",
     "Builder",
+    "CausalConv",
     "DecoderConfig",
     "DecoderForCausalLM",
     "Embedding",
@@ -49,6 +51,7 @@ __all__ = [
     "RopeTable",
     "Routing",
     "Shared",
+    "StateSpaceMixer",
     "WeightNames",
     "activation",
     "alibi_slopes",
@@ -56,6 +59,9 @@ __all__ = [
     "gated",
     "parse_rope",
     "read_config",
+    "recur",
+    "selective_scan",
+    "single_rank",
     "size",
     "softcap",
     "split_heads",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, ClassVar, TypeVar
@@ -20,6 +21,9 @@ T = TypeVar("T")
 _MOST_PARAMETERS = 10**13
 _MOST_POSITIONS = 2**27
 _MOST_LAYERS = 4096
+
+#: JSON has no word for these; transformers writes {"__float__": "Infinity"}.
+_INFINITE = {"Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def size(default: Any = attrs.NOTHING, least: int = 1) -> Any:
@@ -204,6 +208,8 @@ def _converter() -> Any:
 
 def _exact(accepted: Any) -> Any:
     def check(value: Any, target: type) -> Any:
+        if target is float and isinstance(value, dict):
+            value = _INFINITE.get(str(value.get("__float__")), value)
         whole = target is int and isinstance(value, float) and value.is_integer()
         if not (whole or isinstance(value, accepted)) or (
             isinstance(value, bool) and target is not bool

@@ -53,6 +53,7 @@ _FINAL_NORMS = (
     "final_layernorm.weight",
     "final_layer_norm.weight",
     "ln_f.weight",
+    "norm_f.weight",
 )
 
 #: Used where no installed driver says what a tiny model of an architecture looks like.

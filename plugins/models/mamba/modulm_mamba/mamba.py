@@ -1,0 +1,179 @@
+"""Mamba (Gu and Dao, arXiv 2312.00752): selective state spaces in place of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from attrs import frozen
+from torch import Tensor
+from torch.nn import Module
+
+from modulm.contracts.model import Batch, StateSpec
+from modulm.nn import (
+    Builder,
+    CausalConv,
+    DecoderConfig,
+    DecoderForCausalLM,
+    Embedding,
+    Norm,
+    WeightNames,
+    activation,
+    selective_scan,
+    single_rank,
+    size,
+)
+
+__all__ = ["MambaConfig", "MambaForCausalLM", "MambaLayer", "RecurrentForCausalLM"]
+
+
+@frozen(kw_only=True)
+class MambaConfig(DecoderConfig):
+    """config.json of Mamba. It has no attention; the longest sequence is what it was trained on.
+
+    `time_step_rank` is the width of the bottleneck that step sizes come from.
+    """
+
+    ALIASES: ClassVar[Mapping[str, str]] = {"layer_norm_epsilon": "rms_norm_eps"}
+
+    intermediate_size: int | None = size(None)
+    num_attention_heads: int = size(1)
+    state_size: int = size(16)
+    expand: int = size(2)
+    conv_kernel: int = size(4, least=2)
+    time_step_rank: Any = "auto"
+    use_bias: bool = False
+    use_conv_bias: bool = True
+    residual_in_fp32: bool = True
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = True
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        rank = self.time_step_rank
+        if rank != "auto" and (type(rank) is not int or rank < 1):
+            raise ValueError(f'time_step_rank: {rank!r} is neither "auto" nor a count')
+
+    @property
+    def inner_size(self) -> int:
+        return self.expand * self.hidden_size
+
+    @property
+    def rank(self) -> int:
+        """The bottleneck of the step sizes; "auto" is a sixteenth of the hidden size."""
+        given: Any = self.time_step_rank
+        return -(-self.hidden_size // 16) if given == "auto" else int(given)
+
+
+class MambaMixer(Module):
+    """A state of `state_size` numbers for each channel; step size, b and c follow the input."""
+
+    a_log: Tensor
+    skip: Tensor
+
+    def __init__(self, c: MambaConfig, b: Builder) -> None:
+        super().__init__()
+        single_rank(b)
+        inner, self.parts = c.inner_size, [c.rank, c.state_size, c.state_size]
+        self.project = b.linear("in_proj", c.hidden_size, 2 * inner, bias=c.use_bias)
+        self.conv = CausalConv(
+            b, "conv1d", inner, c.conv_kernel, bias=c.use_conv_bias, act=c.hidden_act
+        )
+        self.select = b.linear("x_proj", inner, sum(self.parts))
+        self.step = b.linear("dt_proj", c.rank, inner, bias=True)
+        self.act = activation(c.hidden_act)
+        b.parameter("A_log", self, "a_log", (inner, c.state_size), torch.float32)
+        b.parameter("D", self, "skip", (inner,), torch.float32)
+        self.out = b.row_linear("out_proj", inner, c.hidden_size, bias=c.use_bias)
+        state = ("state", (inner, 1, c.state_size), "float32")
+        self.cache = b.cache(StateSpec((("conv", self.conv.state, b.dtype), state)))
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """x: [tokens, hidden] -> [tokens, hidden]."""
+        cache, plan = batch.caches[self.cache], batch.plan(self.cache)
+        inputs, gate = self.project(x).chunk(2, -1)
+        inputs = self.conv(inputs, cache["conv"], plan)
+        dt, b, c = self.select(inputs).split(self.parts, -1)
+        dt = F.softplus(self.step(dt).float())
+        found = selective_scan(
+            inputs.unsqueeze(-1),
+            dt,
+            -self.a_log.exp(),
+            b.unsqueeze(1),
+            c.unsqueeze(1),
+            cache["state"],
+            plan,
+        )
+        y = (found.squeeze(-1) + self.skip * inputs.float()) * F.silu(gate.float())
+        mixed: Tensor = self.out(y.to(x.dtype))
+        return mixed
+
+
+class MixerLayer(Module):
+    """norm and mixer; the stream they are added to may be kept in fp32."""
+
+    def __init__(self, norm: Norm, mixer: Module, *, fp32: bool) -> None:
+        super().__init__()
+        self.norm, self.mixer, self.fp32 = norm, mixer, fp32
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, batch: Batch
+    ) -> tuple[Tensor, Tensor | None]:
+        """x, residual: [tokens, hidden]."""
+        stream = x if residual is None else residual + x
+        if self.fp32:
+            stream = stream.float()
+        return self.mixer(self.norm(stream.to(x.dtype)), batch), stream
+
+
+class MambaLayer(MixerLayer):
+    """One layer of Mamba."""
+
+    def __init__(self, c: MambaConfig, b: Builder, index: int) -> None:
+        norm = b.rms_norm("norm", c.hidden_size, c.rms_norm_eps)
+        super().__init__(norm, MambaMixer(c, b.at("mixer")), fp32=c.residual_in_fp32)
+
+
+class RecurrentForCausalLM(DecoderForCausalLM):
+    """The frame that both versions share: names, and a stream in fp32 up to the final norm."""
+
+    api = 1
+    root = "backbone"
+    names = WeightNames(rename=((r"^backbone\.embedding\.", "backbone.embeddings."),))
+
+    def make_embedding(self, config: Any, b: Builder) -> Embedding:
+        return b.embedding("embeddings", config.vocab_size, config.hidden_size)
+
+    def make_norm(self, config: Any, b: Builder) -> Norm:
+        return b.rms_norm("norm_f", config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, batch: Batch) -> Tensor:
+        x: Tensor = self.embed(batch)
+        residual: Tensor | None = None
+        for layer in self.layers:
+            x, residual = layer(x, residual, batch)
+        stream = x if residual is None else residual + x
+        normed: Tensor = self.norm(stream.to(x.dtype))
+        return normed
+
+
+class MambaForCausalLM(RecurrentForCausalLM):
+    """Mamba with a language-model head."""
+
+    config_type = MambaConfig
+    layer = MambaLayer
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        return {
+            "architectures": ["MambaForCausalLM"],
+            "model_type": "mamba",
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "num_hidden_layers": 3,
+            "state_size": 8,
+            "conv_kernel": 4,
+            "time_step_rank": 6,
+        }
