@@ -116,7 +116,18 @@ class Model(ABC):
     @property
     @abstractmethod
     def caches(self) -> tuple[CacheSpec, ...]:
-        """One entry per layer that keeps something, in layer order; empty for encoders."""
+        """One entry per layer that keeps something, in layer order.
+
+        Empty for encoders: the prompts of a model that keeps nothing run whole, in one step.
+        """
+
+    @property
+    def pooling(self) -> str:
+        """How the hidden states of a row become one vector where nothing else says it.
+
+        "LAST" token, "CLS" (the first) or "MEAN" of all.
+        """
+        return "LAST"
 
     @abstractmethod
     def forward(self, batch: Batch) -> torch.Tensor:

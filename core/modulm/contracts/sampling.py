@@ -116,13 +116,18 @@ class SamplingParams:
 
 @frozen(kw_only=True)
 class PoolingParams:
-    """What a pooling request wants: `task` is embed, classify, score, token_embed, ..."""
+    """What a pooling request wants: `task` is embed, classify, score, token_embed, ...
+
+    second_text: the token at which the second of two texts begins, for models that are told the
+    texts apart by token types.
+    """
 
     task: str = "embed"
     dimensions: int | None = None
     normalize: bool | None = None
     use_activation: bool | None = None
     truncate_prompt_tokens: int | None = None
+    second_text: int | None = None
     extra_args: Mapping[str, Any] | None = None
 
 

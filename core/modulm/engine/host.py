@@ -7,7 +7,7 @@ loop, or in a process of its own. Front ends meet it through `EngineInfo`, reque
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import cached_property
 from importlib import import_module
@@ -89,7 +89,7 @@ class Host:
         name = self.config.parallel.distributed_executor_backend or "uni"
         self.executor: Executor = plugins.load("executors", name)()
         capacity = self.executor.start(self.config)
-        scheduler = _scheduler(self.config, capacity, use)
+        scheduler = _scheduler(self.config, capacity, use, _describe(self.executor))
         depth = 2 if self.config.scheduler.async_scheduling else 1
         self.engine = Engine(scheduler, self.executor, listener, plugins.notify, depth)
         notes = (*map(str, resolved.notices), *capacity.notes)
@@ -186,13 +186,26 @@ def _copy(done: Future[Grammar], answer: Future[Grammar]) -> None:
         answer.set_exception(error)
 
 
-def _scheduler(config: EngineConfig, capacity: Capacity, use: Use) -> Scheduler:
+def _describe(executor: Executor) -> Mapping[str, Any]:
+    try:
+        return executor.call("describe") or {}
+    except UnsupportedError:
+        return {}
+
+
+def _scheduler(
+    config: EngineConfig, capacity: Capacity, use: Use, description: Mapping[str, Any]
+) -> Scheduler:
     policy: Policy = manager.current().load("schedulers", config.scheduler.scheduling_policy)()
     path = config.scheduler.scheduler_cls
     made: type[Any] = BudgetScheduler
     if path is not None:
         made = _class_at(path)
-    scheduler: Scheduler = made(limits_of(config, use), capacity, policy)
+    limits = limits_of(config, use)
+    if not capacity.groups and "generate" not in description.get("tasks", ("generate",)):
+        # An encoder keeps nothing between steps: it must see a prompt whole.
+        limits = evolve(limits, chunked=False)
+    scheduler: Scheduler = made(limits, capacity, policy)
     return scheduler
 
 
@@ -216,10 +229,7 @@ def _info(
     executor: Executor,
     notes: tuple[str, ...],
 ) -> EngineInfo:
-    try:
-        description = executor.call("describe") or {}
-    except UnsupportedError:
-        description = {}
+    description = _describe(executor)
     most = scheduler.most if isinstance(scheduler, BudgetScheduler) else capacity.max_model_len
     return EngineInfo(
         config=config,

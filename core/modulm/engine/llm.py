@@ -7,6 +7,7 @@ from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from attrs import evolve
 from tqdm import tqdm
 
 from modulm.config.sources import keywords
@@ -22,7 +23,9 @@ from modulm.engine.outputs import (
     EmbeddingOutput,
     PoolingRequestOutput,
     RequestOutput,
+    ScoringOutput,
 )
+from modulm.engine.pairs import cosine, pair, paired
 from modulm.engine.prepare import Preparer, PromptLike, Work
 from modulm.engine.requests import Finish, StepEvents
 from modulm.engine.stats import Metrics
@@ -230,9 +233,32 @@ class LLM:
             output.outputs = ClassificationOutput(output.outputs.data.tolist())
         return found
 
-    def score(self, *texts: Any, **options: Any) -> list[PoolingRequestOutput]:
-        """Similarity of pairs of texts."""
-        raise UnsupportedError("scoring pairs of texts: not yet")
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """How well texts go together: `outputs.score`, one per pair.
+
+        One text in `data_1` goes with each of `data_2`. A model with one class is given each
+        pair; of an embedding model it is the cosine of two embeddings.
+        """
+        left, right = paired(data_1, data_2)
+        given = pooling_params or PoolingParams()
+        if "score" not in self.info.tasks:
+            texts = list(dict.fromkeys([*left, *right]))
+            wanted = evolve(given, task="embed", normalize=True)
+            found = dict(zip(texts, self.encode(texts, wanted, use_tqdm=use_tqdm), strict=True))
+            return [cosine(found[a], found[b]) for a, b in zip(left, right, strict=True)]
+        pairs = [pair(self.get_tokenizer(), a, b) for a, b in zip(left, right, strict=True)]
+        params = [evolve(given, task="score", second_text=start) for _, start in pairs]
+        outputs = self.encode([ids for ids, _ in pairs], params, use_tqdm=use_tqdm)
+        for output in outputs:
+            output.outputs = ScoringOutput(float(output.outputs.data.ravel()[0]))
+        return outputs
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes."""

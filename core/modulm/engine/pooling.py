@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from attrs import define, field, frozen, validators
+from attrs import define, field, fields, frozen, validators
 
 from modulm.contracts.sampling import PoolingParams
+from modulm.errors import ConfigError
 
 __all__ = ["Pooler", "PoolerConfig"]
 
@@ -28,7 +29,7 @@ class PoolerConfig:
 
     pooling_type: "LAST" token, "CLS" (the first), "MEAN" of all or "ALL" of them. normalize:
     embeddings get length 1. use_activation: scores go through softmax, or sigmoid if there is
-    one class. A request's own parameters come first.
+    one class or `multi_label` (each class for itself). A request's own parameters come first.
     """
 
     pooling_type: str = field(
@@ -39,6 +40,7 @@ class PoolerConfig:
     normalize: bool = True
     use_activation: bool = True
     dimensions: int | None = None
+    multi_label: bool = False
 
 
 @define(eq=False)
@@ -67,8 +69,15 @@ class Pooler:
     def from_table(
         cls, table: Mapping[str, Any] | None, head: Callable[[torch.Tensor], torch.Tensor]
     ) -> Pooler:
-        """A pooler from the table of `--pooler-config`."""
-        return cls(PoolerConfig(**(table or {})), head)
+        """A pooler from the table of `--pooler-config`. Raises ConfigError naming the key."""
+        known = {f.name for f in fields(PoolerConfig)}
+        for key in table or {}:
+            if key not in known:
+                raise ConfigError("pooler_config", f"{key!r} is not one of {', '.join(known)}")
+        try:
+            return cls(PoolerConfig(**(table or {})), head)
+        except (ValueError, AttributeError) as error:
+            raise ConfigError("pooler_config", f"pooling_type: {error.args[0]}") from error
 
     def admit(self, row: int, params: PoolingParams) -> None:
         """A pooling row starts, from its first token."""
@@ -124,4 +133,5 @@ class Pooler:
         wants = params.use_activation
         if not (self.config.use_activation if wants is None else wants):
             return scores
-        return scores.softmax(dim=-1) if scores.shape[-1] > 1 else scores.sigmoid()
+        alone = self.config.multi_label or scores.shape[-1] == 1
+        return scores.sigmoid() if alone else scores.softmax(dim=-1)

@@ -68,7 +68,8 @@ class Preparer:
         adapter: str | None = None,
     ) -> Work:
         """Check everything that can be checked before the engine sees it. Raises RequestError."""
-        text, ids, salt = self.read(prompt, params.truncate_prompt_tokens)
+        room = 0 if isinstance(params, PoolingParams) else 1
+        text, ids, salt = self.read(prompt, params.truncate_prompt_tokens, room)
         salt = cache_salt if cache_salt is not None else salt
         common = {"eos": self.eos, "priority": priority, "salt": salt, "adapter": adapter}
         if isinstance(params, PoolingParams):
@@ -82,7 +83,7 @@ class Preparer:
         return Work(answer, (request,))
 
     def read(
-        self, prompt: PromptLike, truncate: int | None = None
+        self, prompt: PromptLike, truncate: int | None = None, room: int = 1
     ) -> tuple[str | None, list[int], str | None]:
         """(text, token ids, cache salt) of a prompt in any of its forms."""
         salt = None
@@ -101,8 +102,8 @@ class Preparer:
         if isinstance(ids, str | bytes) or not isinstance(ids, Sequence | np.ndarray):
             raise RequestError("prompt must be text, token ids, or a table of them", "prompt")
         most, vocabulary = self.info.max_model_len, self.info.vocabulary
-        kept = truncated(list(ids), truncate, most)
-        check_prompt(kept, vocabulary=vocabulary, max_model_len=most)
+        kept = truncated(list(ids), truncate, most, room)
+        check_prompt(kept, vocabulary=vocabulary, max_model_len=most, room=room)
         return text, [int(token) for token in kept], salt
 
     def _encode(self, text: Any) -> list[int]:

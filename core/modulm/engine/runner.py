@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from attrs import evolve
 
 from modulm.contracts.executor import Capacity, Plan, RowLogprobs, RowStart, StepResult
 from modulm.contracts.sampling import PoolingParams
@@ -68,8 +69,8 @@ class Runner:
             mode=config.model.logprobs_mode,
             processors=build_processors(config, loaded.vocabulary, platform.device),
         )
-        self.pooler = Pooler.from_table(config.model.pooler_config, self.model.logits)
-        self._pooling: set[int] = set()
+        self.pooler = Pooler.from_table(loaded.pooling, self.model.logits)
+        self._pooling: dict[int, int | None] = {}
         self._prompts: dict[int, tuple[np.ndarray, int]] = {}
         self._failed: dict[int, str] = {}
 
@@ -82,7 +83,10 @@ class Runner:
             return StepResult(step=plan.step, tokens=np.zeros(0, dtype=np.int64))
         ends = np.cumsum(plan.counts)
         places = ends[plan.samples] - 1
-        hidden = self.model.forward(self.builder.build(plan, places))
+        batch = self.builder.build(plan, places)
+        if any(self._pooling.values()):
+            batch = evolve(batch, extras={"token_types": self._token_types(plan, ends)})
+        hidden = self.model.forward(batch)
         prompt_logprobs = self._prompt_logprobs(plan, ends, hidden) if self._prompts else {}
         pooled = self._pool(plan, ends, hidden) if self._pooling else {}
         rows = plan.rows[plan.samples]
@@ -133,7 +137,7 @@ class Runner:
         self.builder.last[row] = -1
         self._failed.pop(row, None)
         if row in self._pooling:
-            self._pooling.remove(row)
+            del self._pooling[row]
             self.pooler.release(row)
             return
         self._prompts.pop(row, None)
@@ -142,7 +146,7 @@ class Runner:
     def _admit(self, start: RowStart) -> None:
         params = start.params
         if isinstance(params, PoolingParams):
-            self._pooling.add(start.row)
+            self._pooling[start.row] = params.second_text
             self.pooler.admit(start.row, params)
             return
         if params.prompt_logprobs is not None:
@@ -208,6 +212,16 @@ class Runner:
             logits = self.model.logits(hidden[at : at + _PROMPT_SLICE]).float()
             entries += self.sampler.gather(logits, targets[at : at + _PROMPT_SLICE], best)
         return tuple(entries)
+
+    def _token_types(self, plan: Plan, ends: np.ndarray) -> torch.Tensor:
+        """[tokens] int64: 1 for the tokens of a pair's second text, else 0."""
+        types = np.zeros(len(plan.tokens), dtype=np.int64)
+        for i, row in enumerate(plan.rows.tolist()):
+            second = self._pooling.get(row)
+            if second is not None:
+                first = ends[i] - plan.counts[i]
+                types[first + max(second - int(plan.starts[i]), 0) : ends[i]] = 1
+        return torch.from_numpy(types).to(self.device)
 
     def _pool(self, plan: Plan, ends: np.ndarray, hidden: torch.Tensor) -> dict[int, np.ndarray]:
         pooled = {}

@@ -129,6 +129,8 @@ class BudgetScheduler(Scheduler):
         self.queue = WaitingQueue(policy)
         #: Most tokens that one sequence can have: the model's context, or what the cache holds.
         self.most = min(capacity.max_model_len, self.cache.most(limits.tokens))
+        if not (limits.chunked or capacity.groups):
+            self.most = min(self.most, limits.tokens)
         self._entries: dict[str, Entry] = {}
         self._running: dict[int, Entry] = {}
         self._prefilling: set[int] = set()

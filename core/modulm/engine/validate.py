@@ -96,11 +96,16 @@ def problem(name: str, value: Any) -> str | None:
     return _FIELDS[name](value)
 
 
-def check_prompt(ids: Sequence[int] | np.ndarray, *, vocabulary: int, max_model_len: int) -> None:
-    """Raise RequestError for a prompt that is empty, too long or holds ids the model lacks."""
+def check_prompt(
+    ids: Sequence[int] | np.ndarray, *, vocabulary: int, max_model_len: int, room: int = 1
+) -> None:
+    """Raise RequestError for a prompt that is empty, too long or holds ids the model lacks.
+
+    room: tokens that must fit after it; pooling needs none.
+    """
     if not len(ids):
         raise RequestError("the prompt is empty; give at least one token", "prompt")
-    _check_length(len(ids), max_model_len, 1)
+    _check_length(len(ids), max_model_len, room)
     if isinstance(ids, np.ndarray) and ids.dtype.kind in "iu":
         wrong = ids[(ids < 0) | (ids >= vocabulary)][:1].tolist()
     else:
@@ -113,11 +118,19 @@ def check_prompt(ids: Sequence[int] | np.ndarray, *, vocabulary: int, max_model_
         )
 
 
-def truncated(ids: Sequence[int], limit: int | None, max_model_len: int) -> Sequence[int]:
-    """The last `limit` tokens of a prompt (truncate_prompt_tokens); -1 means what fits."""
+def truncated(
+    ids: Sequence[int], limit: int | None, max_model_len: int, room: int = 1
+) -> Sequence[int]:
+    """`limit` tokens of a prompt (truncate_prompt_tokens); -1 means what fits.
+
+    The last ones, where an answer follows (`room`), else the first: a text's beginning says most
+    of what it is about, and pairs of texts stay where they were.
+    """
     if limit is None:
         return ids
-    return ids[-(max_model_len - 1 if limit == -1 else limit) :]
+    if not room:
+        return ids[: max_model_len if limit == -1 else limit]
+    return ids[-(max_model_len - room if limit == -1 else limit) :]
 
 
 def check_pooling(
@@ -219,6 +232,12 @@ def _room(params: SamplingParams, max_model_len: int, prompt_len: int | None) ->
 
 
 def _check_length(prompt_len: int, max_model_len: int, wanted: int) -> None:
+    if not wanted and prompt_len > max_model_len:
+        raise ContextLengthExceeded(
+            f"the prompt has {prompt_len} tokens and the model takes {max_model_len} at once; "
+            "shorten it or set truncate_prompt_tokens",
+            "prompt",
+        )
     if prompt_len + wanted > max_model_len:
         raise ContextLengthExceeded(
             f"the prompt has {prompt_len} tokens and at least {wanted} must be generated, but the "

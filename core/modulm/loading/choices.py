@@ -10,6 +10,7 @@ from attrs import evolve, field, frozen
 
 from modulm.contracts.attention import AttentionBackend, AttentionSpec
 from modulm.contracts.quantization import LinearSpec, QuantizationMethod
+from modulm.loading.pooling import conversion, convert
 from modulm.ops import OpTable, bind
 from modulm.plugins import defaults
 from modulm.plugins.explain import Decision, Verdict
@@ -65,6 +66,13 @@ class Choices:
                 self.decisions.append(Decision("model", (Verdict(name),), name, reason))
                 driver: type[Model] = self.plugins.load("models", name)
                 return driver
+        found = conversion(self.config, names, {d.name for d in self.plugins.names("models")})
+        if found is not None:
+            base, kind = found
+            chosen = self._keep(
+                defaults.choose_model(self.plugins, (base,), self.checkpoint.config)
+            )
+            return convert(chosen, kind, self.checkpoint.config)
         return self._keep(defaults.choose_model(self.plugins, names, self.checkpoint.config))
 
     def ops(self, dtype: str) -> OpTable:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 
 from modulm.errors import CheckpointError, ConfigError, UnsupportedError
 from modulm.loading.choices import Choices
 from modulm.loading.groups import CacheGroup, group_caches
+from modulm.loading.pooling import pooling_table, pooling_tasks
 from modulm.loading.weights import WeightPlan, fill, plan_weights, wanted, weight_bytes
 from modulm.nn.builder import Builder, Shared
 from modulm.nn.config import read_config
@@ -42,7 +43,7 @@ class Loaded:
     """A model that is ready to run, what it keeps, and why it runs the way it does.
 
     `vocabulary` is the width of the logits; `weight_bytes` what the weights took before
-    repacking.
+    repacking; `tasks` what requests may ask for; `pooling` how, by names of `--pooler-config`.
     """
 
     model: Model
@@ -53,6 +54,8 @@ class Loaded:
     max_model_len: int
     ops: OpTable
     weight_bytes: int
+    tasks: tuple[str, ...] = ("generate",)
+    pooling: Mapping[str, Any] = field(factory=dict)
 
 
 def load_model(
@@ -84,6 +87,8 @@ def load_model(
         max_model_len=built.shared.max_length,
         ops=built.ops,
         weight_bytes=size,
+        tasks=pooling_tasks(config, checkpoint, built.model),
+        pooling=pooling_table(config, checkpoint, built.model),
     )
 
 

@@ -17,22 +17,23 @@ from modulm.nn.decoder import (
     tiny_config,
 )
 from modulm.nn.embedding import Embedding, Head, LearnedPositions, softcap
+from modulm.nn.encoder import BidirectionalAttention, Encoder, Segment, segments
 from modulm.nn.linear import Linear
 from modulm.nn.mlp import GatedMLP, PlainMLP
 from modulm.nn.moe import ExpertNames, MoE, Routing
 from modulm.nn.names import Rewrite, WeightNames, split_heads, transpose
 from modulm.nn.norm import LayerNorm, Norm, RMSNorm
 from modulm.nn.rope import Rope, RopeTable, cos_sin, parse_rope
-from modulm.nn.ssm import CausalConv, StateSpaceMixer, recur, selective_scan, single_rank
 
 __all__ = [
     "Attention",
     "AttentionNames",
+    "BidirectionalAttention",
     "Builder",
-    "CausalConv",
     "DecoderConfig",
     "DecoderForCausalLM",
     "Embedding",
+    "Encoder",
     "ExpertNames",
     "GatedMLP",
     "Head",
@@ -50,8 +51,8 @@ __all__ = [
     "Rope",
     "RopeTable",
     "Routing",
+    "Segment",
     "Shared",
-    "StateSpaceMixer",
     "WeightNames",
     "activation",
     "alibi_slopes",
@@ -59,9 +60,7 @@ __all__ = [
     "gated",
     "parse_rope",
     "read_config",
-    "recur",
-    "selective_scan",
-    "single_rank",
+    "segments",
     "size",
     "softcap",
     "split_heads",

@@ -29,9 +29,10 @@ class GatedMLP(Module):
         gate: str = "gate_proj",
         up: str = "up_proj",
         down: str = "down_proj",
+        fused: str = "gate_up_proj",
     ) -> None:
         super().__init__()
-        self.gate_up = b.linear("gate_up_proj", hidden, {gate: inner, up: inner}, bias=bias)
+        self.gate_up = b.linear(fused, hidden, {gate: inner, up: inner}, bias=bias)
         self.act = gated(act, b.ops)
         self.down = b.row_linear(down, inner, hidden, bias=bias)
 

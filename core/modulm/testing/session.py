@@ -64,6 +64,14 @@ class Session:
     @torch.inference_mode()
     def step(self, work: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
         """Run the next tokens of some rows: row -> log probabilities [tokens, vocabulary] fp32."""
+        return {
+            row: self.model.logits(hidden).float().log_softmax(-1).cpu()
+            for row, hidden in self.hidden(work).items()
+        }
+
+    @torch.inference_mode()
+    def hidden(self, work: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
+        """Run the next tokens of some rows: row -> hidden states [tokens, hidden]."""
         rows = np.array(list(work), dtype=np.int32)
         counts = np.array([len(tokens) for tokens in work.values()], dtype=np.int32)
         starts = self.done[rows]
@@ -78,9 +86,8 @@ class Session:
         )
         places = np.cumsum(counts) - 1
         hidden = self.model.forward(self._builder.build(plan, places))
-        logprobs = self.model.logits(hidden).float().log_softmax(-1).cpu()
         self.done[rows] += counts
-        return dict(zip(work, torch.split(logprobs, counts.tolist()), strict=True))
+        return dict(zip(work, torch.split(hidden, counts.tolist()), strict=True))
 
     def release(self, row: int) -> None:
         """The row's sequence is over; the next step on it starts at position 0."""

@@ -44,6 +44,9 @@ class _Codec(ABC):
     def encode_pair(self, first: str, second: str) -> list[int]: ...
 
     @abstractmethod
+    def pair_types(self, first: str, second: str) -> list[int]: ...
+
+    @abstractmethod
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
 
     @abstractmethod
@@ -72,6 +75,10 @@ class _RustCodec(_Codec):
     def encode_pair(self, first: str, second: str) -> list[int]:
         ids: list[int] = self.core.encode(first, second).ids
         return ids
+
+    def pair_types(self, first: str, second: str) -> list[int]:
+        types: list[int] = self.core.encode(first, second).type_ids
+        return types
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return self.core.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -102,6 +109,9 @@ class _PythonCodec(_Codec):
 
     def encode_pair(self, first: str, second: str) -> list[int]:
         return list(self._hf.encode(first, second))
+
+    def pair_types(self, first: str, second: str) -> list[int]:
+        return list(self._hf(first, second, return_token_type_ids=True)["token_type_ids"])
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return str(
@@ -186,6 +196,11 @@ class Tokenizer:
     def encode_pair(self, first: str, second: str) -> list[int]:
         """Ids of two texts that a model is to compare, with the special tokens between them."""
         return self._codec.encode_pair(first, second)
+
+    def second_start(self, first: str, second: str) -> int | None:
+        """Where the second text begins in `encode_pair`'s ids, by token types; None without."""
+        types = self._codec.pair_types(first, second)
+        return types.index(1) if 1 in types else None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; what is not UTF-8 becomes U+FFFD."""

@@ -11,8 +11,6 @@ from modulm.config.schema.flags import equip, flag, later, no_effect, parse_int,
 
 __all__ = ["ModelConfig"]
 
-_POOLING = "pooling models come with their own issue"
-
 
 def _length(value: Any) -> int | None:
     """`auto` and -1 leave the choice to the checkpoint."""
@@ -49,7 +47,6 @@ class ModelConfig:
         "auto",
         "Turn a generating model into a pooling one.",
         choices=("auto", "none", "embed", "classify", "reward", "mm_encoder_only"),
-        state=later(_POOLING),
     )
     task: str | None = flag(
         None,
@@ -164,11 +161,9 @@ class ModelConfig:
     model_class_overrides: Mapping[str, Any] = flag(
         {}, "Another class for an architecture: {name: pkg.mod:Class}."
     )
-    pooler_config: Mapping[str, Any] | None = flag(
-        None, "How a pooling model pools.", state=later(_POOLING)
-    )
+    pooler_config: Mapping[str, Any] | None = flag(None, "How a pooling model pools.")
     override_pooler_config: Mapping[str, Any] | None = flag(
-        None, "How a pooling model pools.", deprecated="use --pooler-config", state=later(_POOLING)
+        None, "How a pooling model pools.", deprecated="use --pooler-config"
     )
     generation_config: str = flag(
         "auto",

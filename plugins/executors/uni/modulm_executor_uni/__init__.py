@@ -39,7 +39,7 @@ class UniExecutor(Executor):
         self._runner.check()
         self._description = {
             "dtype": loaded.dtype,
-            "tasks": tuple(type(loaded.model).tasks),
+            "tasks": loaded.tasks,
             "platform": platform.name,
             "device": platform.describe(),
             "weight_bytes": loaded.weight_bytes,

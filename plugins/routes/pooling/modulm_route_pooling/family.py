@@ -10,11 +10,13 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
+from attrs import evolve
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from modulm.contracts.route import RouteFamily
 from modulm.contracts.sampling import PoolingParams
+from modulm.engine.pairs import pair
 from modulm.errors import RequestError
 from modulm.server.desk import ChatOptions, Prompt
 from modulm.server.sampling import LIMITS
@@ -169,10 +171,15 @@ class Pooling(RouteFamily):
             for one in many
         ]
 
-    async def _run(self, prompts: Sequence[Prompt], params: PoolingParams) -> list[Any]:
+    async def _run(
+        self, prompts: Sequence[Prompt], params: PoolingParams | Sequence[PoolingParams]
+    ) -> list[Any]:
         """All prompts at once; the first failure ends the others."""
+        each = [params] * len(prompts) if isinstance(params, PoolingParams) else params
+        encode = self.context.desk.encode
         tasks = [
-            asyncio.ensure_future(self.context.desk.encode(prompt, params)) for prompt in prompts
+            asyncio.ensure_future(encode(prompt, own))
+            for prompt, own in zip(prompts, each, strict=True)
         ]
         try:
             return list(await asyncio.gather(*tasks))
@@ -197,8 +204,11 @@ class Pooling(RouteFamily):
                 use_activation=body.use_activation,
                 truncate_prompt_tokens=body.truncate_prompt_tokens,
             )
-            pairs = [desk.tokenizer.encode_pair(a, b) for a, b in zip(left, right, strict=True)]
-            outputs = await self._run([Prompt(tuple(ids)) for ids in pairs], params)
+            pairs = [pair(desk.tokenizer, a, b) for a, b in zip(left, right, strict=True)]
+            outputs = await self._run(
+                [Prompt(tuple(ids)) for ids, _ in pairs],
+                [evolve(params, second_text=start) for _, start in pairs],
+            )
             return [float(np.asarray(o.outputs.data).ravel()[0]) for o in outputs], outputs
         params = PoolingParams(
             task="embed", normalize=True, truncate_prompt_tokens=body.truncate_prompt_tokens

@@ -1,0 +1,144 @@
+"""Encoders: every token of a row sees the whole row, and nothing is kept between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from attrs import frozen
+from torch import Tensor
+from torch.nn import Module
+
+from modulm.contracts.model import Batch, CacheSpec, Model
+from modulm.nn.attention import AttentionNames
+from modulm.nn.names import WeightNames
+
+if TYPE_CHECKING:
+    from modulm.nn.builder import Builder
+    from modulm.nn.rope import Rope
+
+__all__ = ["BidirectionalAttention", "Encoder", "Segment", "segments"]
+
+
+@frozen(eq=False)
+class Segment:
+    """Rows of a step that have the same length; places: [rows * length] int64 of their tokens."""
+
+    rows: int
+    length: int
+    places: Tensor
+
+
+def segments(batch: Batch) -> tuple[Segment, ...]:
+    """The step's rows by length. Computed once, then used by all layers.
+
+    Rows of one length attend together without padding, so a row's numbers do not depend on how
+    long its neighbours are.
+    """
+    starts = batch.query_starts.tolist()
+    by_length: dict[int, list[int]] = {}
+    for first, end in pairwise(starts):
+        by_length.setdefault(end - first, []).append(first)
+    device = batch.tokens.device
+    found = []
+    for length, firsts in by_length.items():
+        places = torch.tensor(firsts)[:, None] + torch.arange(length)
+        found.append(Segment(len(firsts), length, places.flatten().to(device)))
+    return tuple(found)
+
+
+class BidirectionalAttention(Module):
+    """Attention in which a token sees all of its row, or the `window` tokens on either side."""
+
+    def __init__(
+        self,
+        b: Builder,
+        *,
+        hidden: int,
+        heads: int,
+        names: AttentionNames,
+        bias: bool = True,
+        rope: Rope | None = None,
+        window: int | None = None,
+    ) -> None:
+        super().__init__()
+        group = b.shared.mesh.tensor
+        self.heads, self.size = group.part(heads, b.prefix), hidden // heads
+        self.ops, self.window = b.ops, window
+        parts = {names.q: hidden, names.k: hidden, names.v: hidden}
+        self.qkv = b.linear(names.qkv, hidden, parts, bias=bias)
+        self.out = b.row_linear(names.out, hidden, hidden, bias=bias)
+        self.rotation = None if rope is None else b.rope(rope)
+
+    def forward(self, x: Tensor, batch: Batch, rows: tuple[Segment, ...]) -> Tensor:
+        """x: [tokens, hidden] -> [tokens, hidden]."""
+        q, k, v = self.qkv(x).view(-1, 3, self.heads, self.size).unbind(1)
+        if self.rotation is not None:
+            q, k = q.contiguous(), k.contiguous()
+            self.ops.rotary(q, k, batch.positions, self.rotation.cos_sin, True)
+        out = q.new_empty(q.shape)
+        for segment in rows:
+            out[segment.places] = self._attend(q, k, v, segment).flatten(0, 1)
+        attended: Tensor = self.out(out.flatten(1))
+        return attended
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, segment: Segment) -> Tensor:
+        """[rows, length, heads, head_dim] of one segment."""
+        shape = (segment.rows, segment.length, self.heads, self.size)
+        q, k, v = (t[segment.places].view(shape).transpose(1, 2) for t in (q, k, v))
+        mask = None
+        if self.window is not None and segment.length > self.window + 1:
+            at = torch.arange(segment.length, device=q.device)
+            mask = (at[:, None] - at[None, :]).abs() <= self.window
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+
+
+class Encoder(Module, Model):
+    """The frame of an encoder. It keeps no cache, so its prompts run whole, each in one step.
+
+    A family sets `api`, `config_type` and `names`, and builds `embed` (called with the batch),
+    `layers` (called as `layer(x, batch, segments)`) and `norm` or None. `head` turns vectors
+    into classes; without one the vectors are the result.
+    """
+
+    names: ClassVar[WeightNames] = WeightNames()
+    tasks: ClassVar[tuple[str, ...]] = ("embed", "token_embed")
+    embed: Module
+    layers: Any
+    norm: Module | None
+    head: Module | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = self.head = None
+
+    @classmethod
+    def weights(cls, config: Any) -> WeightNames:
+        return cls.names
+
+    @property
+    def caches(self) -> tuple[CacheSpec, ...]:
+        return ()
+
+    @property
+    def pooling(self) -> str:
+        return "CLS"
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Hidden states of the last layer: [tokens, hidden]."""
+        rows = segments(batch)
+        x: Tensor = self.embed(batch)
+        for layer in self.layers:
+            x = layer(x, batch, rows)
+        return x if self.norm is None else self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] -> [n, classes], or the vectors themselves where there is no head."""
+        return hidden if self.head is None else self.head(hidden)
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        raise NotImplementedError

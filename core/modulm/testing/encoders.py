@@ -1,0 +1,77 @@
+"""The contract kit for encoders: vectors and classes as transformers has them.
+
+A tiny random checkpoint is run over rows of different lengths, together and one by one, in fp32.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modulm.contracts.model import Model
+from modulm.plugins import manager
+from modulm.testing.checkpoints import make_tiny
+from modulm.testing.session import Session
+
+__all__ = ["check_encoder"]
+
+TOLERANCE = 1e-4
+_LENGTHS = (37, 5, 1, 5)
+
+
+def check_encoder(driver: type[Model], **flags: Any) -> None:
+    """Run the kit; `flags` go to the engine's configuration. Raises AssertionError."""
+    architecture = driver.tiny()["architectures"][0]
+    plugins = manager.PluginManager()
+    plugins.register("models", architecture, driver)
+    with tempfile.TemporaryDirectory() as name, manager.using(plugins):
+        folder = make_tiny(Path(name) / "whole", architecture)
+        settings = {"device": "cpu", "dtype": "float32", **flags}
+        session = Session(folder, **settings)
+        assert session.model.caches == (), "an encoder keeps nothing between steps"
+        rng = random.Random(1)
+        vocabulary = session.loaded.vocabulary
+        rows = {r: [rng.randrange(3, vocabulary) for _ in range(n)] for r, n in enumerate(_LENGTHS)}
+        found = session.hidden(rows)
+        for row, tokens in rows.items():
+            expected, classes = _reference(architecture, folder, tokens)
+            _compare(found[row], expected, f"hidden states of {len(tokens)} tokens, transformers")
+            session.release(row)
+            _compare(session.hidden({row: tokens})[row], expected, "a row by itself")
+            if classes is not None:
+                _compare(_classes(session.model, found[row]), classes, "classes, transformers")
+
+
+def _classes(model: Model, hidden: torch.Tensor) -> torch.Tensor:
+    """[n, classes]: n is 1, or the number of tokens where each has its own classes."""
+    if "token_classify" not in model.tasks:
+        pooled = {"CLS": hidden[:1], "LAST": hidden[-1:], "MEAN": hidden.mean(0, keepdim=True)}
+        hidden = pooled[model.pooling]
+    with torch.inference_mode():
+        return model.logits(hidden)
+
+
+def _reference(
+    architecture: str, folder: Path, tokens: list[int]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    import transformers
+
+    model = getattr(transformers, architecture).from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.inference_mode():
+        output = model.eval()(torch.tensor([tokens]), output_hidden_states=True)
+        if "last_hidden_state" in output:
+            return output.last_hidden_state[0], None
+        states = model.base_model(torch.tensor([tokens])).last_hidden_state[0]
+    return states, output.logits.reshape(-1, output.logits.shape[-1])
+
+
+def _compare(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    assert found.shape == expected.shape, f"{what}: {found.shape}, not {expected.shape}"
+    worst = (found - expected).abs().max().item()
+    assert worst <= TOLERANCE, f"{what}: differ by {worst:.2g} > {TOLERANCE}"

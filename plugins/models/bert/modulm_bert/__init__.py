@@ -1,0 +1,1 @@
+"""BERT, RoBERTa, XLM-RoBERTa and ModernBERT for modulm."""

