@@ -18,6 +18,7 @@ from modulm.nn.decoder import (
 )
 from modulm.nn.embedding import Embedding, Head, LearnedPositions, softcap
 from modulm.nn.encoder import BidirectionalAttention, Encoder, Segment, segments
+from modulm.nn.latent import LatentAttention
 from modulm.nn.linear import Linear
 from modulm.nn.mlp import GatedMLP, PlainMLP
 from modulm.nn.moe import ExpertNames, MoE, Routing
@@ -37,6 +38,7 @@ __all__ = [
     "ExpertNames",
     "GatedMLP",
     "Head",
+    "LatentAttention",
     "LayerNorm",
     "LearnedPositions",
     "Linear",

@@ -209,6 +209,11 @@ class Builder:
         slot = Slot(module, attribute, shape, kept, (Part(self.name(name), shape),))
         self.shared.units.append(Unit(self.name(name), module, [slot]))
 
+    def after(self, layer: Module, then: Callable[[], None]) -> None:
+        """Call `then` once the weights of `layer` are loaded and its method has finished it."""
+        source = next(unit for unit in self.shared.units if unit.module is layer)
+        self.shared.units.append(Unit(f"{source.path}.after", layer, [], then, source))
+
     # What layers share.
 
     def rope(self, rope: Rope) -> RopeTable:

@@ -35,3 +35,9 @@ class Linear(Module):
             return self.method.apply(self, x, self.bias)
         bias = self.bias if self.reduce.rank == 0 else None
         return self.reduce.all_reduce(self.method.apply(self, x, bias))
+
+    def dequantize(self) -> Tensor:
+        """The weight [outputs, inputs] in the layer's dtype; for layers whose weight is used
+        otherwise than by `forward`. Raises UnsupportedError if the method cannot give it back.
+        """
+        return self.method.dequantize(self, self.spec)

@@ -56,7 +56,8 @@ class MoE(Module):
     """Sparse gated feed-forward experts (Shazeer et al., arXiv 1701.06538).
 
     `choice_bias` adds a stored bias to the scores for choosing only. `act` is an activation by
-    name or a function of [tokens, 2 inner]. The result is the same for a token whatever the
+    name or a function of [tokens, 2 inner]. `shared` is a block that every token takes besides
+    (Dai et al., arXiv 2401.06066), added as it is. The result is the same for a token whatever the
     others are: each expert's output lands in its own place before the weighted sum.
     """
 
@@ -73,6 +74,7 @@ class MoE(Module):
         act: str | Callable[[Tensor], Tensor] = "silu",
         router_bias: bool = False,
         choice_bias: bool = False,
+        shared: Module | None = None,
         names: ExpertNames = _NAMES,
     ) -> None:
         super().__init__()
@@ -92,6 +94,7 @@ class MoE(Module):
             names.one,
             bias=names.down_bias,
         )
+        self.shared = shared
         self.act = gated(act, b.ops) if isinstance(act, str) else act
         self.register_parameter("choice_bias", None)
         if choice_bias:
@@ -108,7 +111,8 @@ class MoE(Module):
         placed = torch.empty_like(found)
         placed[order] = found
         summed = (placed.view(*ids.shape, -1).float() * weights.unsqueeze(-1)).sum(1)
-        return summed.to(x.dtype)
+        mixed = summed.to(x.dtype)
+        return mixed if self.shared is None else mixed + self.shared(x)
 
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """logits: [tokens, experts] -> weights [tokens, top_k] fp32 and expert ids."""

@@ -23,6 +23,8 @@ class Rope:
     """One kind of rotary positions. `size` is R, the number of dimensions of a head that turn.
 
     `original` is the length the model was trained for before it was stretched by `factor`.
+    `score_factor` is for layers that turn only a part of each head: cosines and sines cannot
+    carry the attention factor of the rest, so the softmax scale is multiplied by this.
     """
 
     size: int
@@ -31,6 +33,7 @@ class Rope:
     factor: float = 1.0
     original: int = 0
     attention_factor: float = 1.0
+    score_factor: float = 1.0
     low_frequency: float = 1.0
     high_frequency: float = 4.0
     beta_fast: float = 32.0
@@ -83,6 +86,7 @@ def parse_rope(
         factor=factor,
         original=original,
         attention_factor=_attention_factor(kind, table, factor, original),
+        score_factor=_score_factor(kind, table, factor),
         low_frequency=_number(table, "low_freq_factor", 1.0),
         high_frequency=_number(table, "high_freq_factor", 4.0),
         beta_fast=_number(table, "beta_fast", 32.0),
@@ -184,6 +188,12 @@ def _attention_factor(kind: str, table: Mapping[str, Any], factor: float, origin
     if whole and head:
         return _mscale(factor, whole) / _mscale(factor, head)
     return _mscale(factor, 1.0)
+
+
+def _score_factor(kind: str, table: Mapping[str, Any], factor: float) -> float:
+    """`mscale_all_dim` is for queries and keys alike: a score has it squared."""
+    head = _number(table, "mscale_all_dim", 0.0)
+    return _mscale(factor, head) ** 2 if head and kind != "default" else 1.0
 
 
 def _mscale(factor: float, weight: float) -> float:

@@ -122,6 +122,8 @@ class SdpaAttention(AttentionBackend):
         visible = piece.visible[:, None]
         if not spec.softcap and sinks is None and alibi is None:
             grouped = q.shape[1] != k.shape[1]
+            if grouped and q.shape[2] == 1:
+                return self._attend_folded(q, k, v, visible)
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask=visible, scale=spec.scale, enable_gqa=grouped
             )
@@ -139,6 +141,17 @@ class SdpaAttention(AttentionBackend):
             scores = torch.cat([scores, column], dim=-1)
         weights = scores.softmax(-1)[..., : k.shape[2]]
         return torch.matmul(weights, v.float().repeat_interleave(group, 1)).to(q.dtype)
+
+    def _attend_folded(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        """One query per row: the heads that share a key head become its queries, so that keys
+        and values are read once instead of being repeated for each; shapes as in `_attend`.
+        """
+        rows, heads, _, size = q.shape
+        queries = q.reshape(rows, k.shape[1], -1, size)
+        found = F.scaled_dot_product_attention(
+            queries, k, v, attn_mask=visible, scale=self.spec.scale
+        )
+        return found.reshape(rows, heads, 1, -1)
 
     def _pieces(self, step: StepLayout, device: torch.device) -> Iterator[_Piece]:
         counts = np.diff(step.query_starts)

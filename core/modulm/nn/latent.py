@@ -1,0 +1,125 @@
+"""Latent attention: all heads share one small cached vector per token."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from modulm.contracts.attention import AttentionSpec
+
+if TYPE_CHECKING:
+    from modulm.contracts.model import Batch
+    from modulm.nn.builder import Builder
+    from modulm.nn.linear import Linear
+    from modulm.nn.rope import Rope
+
+__all__ = ["LatentAttention"]
+
+
+class LatentAttention(Module):
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1).
+
+    A token keeps `rank` numbers, from which every head's key (`nope` dimensions) and value
+    (`value` dimensions) are linear maps, and `rope.size` rotated ones that are part of every
+    head's key. The maps are absorbed: queries go through the transpose of the key map before
+    they meet the cache, and what attention returns through the value map after, so that neither
+    keys nor values of a head are ever made from the cache. `q_rank` compresses the input of the
+    queries as well. `eps` is that of the norms of the compressed vectors.
+    """
+
+    up_k: Tensor
+    up_v: Tensor
+
+    def __init__(
+        self,
+        b: Builder,
+        *,
+        hidden: int,
+        heads: int,
+        rank: int,
+        nope: int,
+        value: int,
+        rope: Rope,
+        q_rank: int | None = None,
+        bias: bool = False,
+        eps: float = 1e-6,
+    ) -> None:
+        super().__init__()
+        self.heads = b.shared.mesh.tensor.part(heads, b.prefix)
+        self.rank, self.nope, self.rope_size, self.q_rank = rank, nope, rope.size, q_rank
+        self.ops, self.rotation = b.ops, b.rope(rope)
+        self._make_inputs(b, hidden, heads * (nope + rope.size), bias, eps)
+        self.kv_norm = b.rms_norm("kv_a_layernorm", rank, eps)
+        up = b.linear("kv_b_proj", rank, heads * (nope + value))
+        b.after(up, partial(self._absorb, up))
+        for name in ("up_k", "up_v"):
+            self.register_buffer(name, None, persistent=False)
+        self.out = b.row_linear("o_proj", heads * value, hidden, bias=bias)
+        spec = AttentionSpec(
+            heads=self.heads,
+            kv_heads=1,
+            head_dim=rank + rope.size,
+            scale=(nope + rope.size) ** -0.5 * rope.score_factor,
+            dtype=b.dtype,
+            kv_dtype=b.shared.kv_dtype,
+            latent=rank,
+        )
+        self.cache, self.backend = b.attention_cache(spec)
+
+    def _make_inputs(self, b: Builder, hidden: int, queries: int, bias: bool, eps: float) -> None:
+        """The layers that read the stream; where queries are compressed both are one."""
+        kept = {"kv_a_proj_with_mqa": self.rank + self.rope_size}
+        if self.q_rank is None:
+            self.q = b.linear("q_proj", hidden, queries)
+            self.down = b.linear("kv_a_proj_with_mqa", hidden, kept, bias=bias, split=False)
+            return
+        parts = {"q_a_proj": self.q_rank, **kept}
+        self.down = b.linear("qkv_a_proj", hidden, parts, bias=bias, split=False)
+        self.q_norm = b.rms_norm("q_a_layernorm", self.q_rank, eps)
+        self.q = b.linear("q_b_proj", self.q_rank, queries)
+
+    def _absorb(self, up: Linear) -> None:
+        """Take the maps of keys and values out of the layer that held them.
+
+        up_k: [heads, nope, rank]; up_v: [heads, rank, value].
+        """
+        maps = torch.unflatten(up.dequantize(), 0, (self.heads, -1))
+        k, v = torch.tensor_split(maps, [self.nope], dim=1)
+        self.up_k, self.up_v = k.contiguous(), v.transpose(1, 2).contiguous()
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """x: [tokens, hidden] -> [tokens, hidden]."""
+        q, latent, k_rope = self._project(x)
+        q_nope, q_rope = torch.split(q, [self.nope, self.rope_size], dim=-1)
+        q_rope = q_rope.contiguous()
+        self.ops.rotary(
+            q_rope, k_rope, batch.positions, self.rotation.cos_sin, self.rotation.rope.neox
+        )
+        q = torch.cat([_each_head(q_nope, self.up_k), q_rope], dim=-1)
+        k = torch.cat([latent.unsqueeze(1), k_rope], dim=-1)
+        out = q.new_empty(x.shape[0], self.heads, self.rank)
+        cache, plan = batch.caches[self.cache], batch.plan(self.cache)
+        self.backend.forward(q, k, k[..., : self.rank], cache, plan, out)
+        attended: Tensor = self.out(_each_head(out, self.up_v).flatten(1))
+        return attended
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [tokens, heads, nope + rope], what is kept [tokens, rank], k_rope [tokens, 1, rope]."""
+        down = self.down(x)
+        if self.q_rank is None:
+            q = self.q(x)
+        else:
+            q = self.q(self.q_norm(down[:, : self.q_rank].contiguous()))
+            down = down[:, self.q_rank :]
+        latent, k_rope = torch.split(down, [self.rank, self.rope_size], dim=-1)
+        kept = self.kv_norm(latent.contiguous())
+        return torch.unflatten(q, -1, (self.heads, -1)), kept, k_rope.unsqueeze(1).contiguous()
+
+
+def _each_head(x: Tensor, weight: Tensor) -> Tensor:
+    """x: [tokens, heads, n], weight: [heads, n, m] -> [tokens, heads, m]."""
+    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)

@@ -1,0 +1,208 @@
+"""DeepSeek-V2 (arXiv 2405.04434): latent attention, many small experts beside shared ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from attrs import evolve, field, frozen, validators
+
+from modulm.nn import (
+    Builder,
+    DecoderConfig,
+    DecoderForCausalLM,
+    GatedMLP,
+    LatentAttention,
+    MoE,
+    PreNormLayer,
+    Rope,
+    Routing,
+    WeightNames,
+    size,
+    standard_mlp,
+    tiny_config,
+)
+
+__all__ = [
+    "DeepseekConfig",
+    "DeepseekForCausalLM",
+    "DeepseekLayer",
+    "DeepseekV2Config",
+    "DeepseekV2ForCausalLM",
+    "tiny_deepseek",
+]
+
+
+@frozen(kw_only=True)
+class DeepseekConfig(DecoderConfig):
+    """The keys that both versions have. Heads rotate `qk_rope_head_dim` dimensions only."""
+
+    ALIASES: ClassVar[Mapping[str, str]] = {
+        "num_experts": "n_routed_experts",
+        "num_local_experts": "n_routed_experts",
+        "num_mtp_layers": "num_nextn_predict_layers",
+    }
+    CHOICE_BIAS: ClassVar[bool] = False
+
+    kv_lora_rank: int = size()
+    q_lora_rank: int | None = size(None)
+    qk_nope_head_dim: int = size()
+    qk_rope_head_dim: int = size()
+    v_head_dim: int = size()
+    rope_interleave: bool = True
+    n_routed_experts: int = size()
+    n_shared_experts: int | None = size(None)
+    num_experts_per_tok: int = size()
+    moe_intermediate_size: int = size()
+    first_k_dense_replace: int = size(0, least=0)
+    moe_layer_freq: int = size(1)
+    n_group: int = size(1)
+    topk_group: int = size(1)
+    norm_topk_prob: bool = False
+    routed_scaling_factor: float = 1.0
+    num_nextn_predict_layers: int = size(0, least=0)
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        each, rest = divmod(self.n_routed_experts, self.n_group)
+        if rest:
+            raise ValueError(
+                f"n_group: {self.n_routed_experts} experts are no {self.n_group} groups"
+            )
+        if self.topk_group > self.n_group:
+            raise ValueError(f"topk_group: {self.topk_group} of {self.n_group} groups")
+        if self.num_experts_per_tok > each * self.topk_group:
+            raise ValueError(
+                f"num_experts_per_tok: {self.num_experts_per_tok} of the {each * self.topk_group} "
+                f"experts in {self.topk_group} groups"
+            )
+
+    @property
+    def head_size(self) -> int:
+        return self.qk_rope_head_dim
+
+    def rope(self, layer_type: str = "") -> Rope:
+        return evolve(super().rope(layer_type), neox=not self.rope_interleave)
+
+    def sparse(self, index: int) -> bool:
+        """Whether layer `index` has experts."""
+        return index >= self.first_k_dense_replace and index % self.moe_layer_freq == 0
+
+    @property
+    def routing(self) -> Routing:
+        """How a token chooses its experts."""
+        raise NotImplementedError
+
+
+@frozen(kw_only=True)
+class DeepseekV2Config(DeepseekConfig):
+    """config.json of DeepSeek-V2. A group of experts is as good as its best one."""
+
+    topk_method: str = field(
+        default="greedy", validator=validators.in_(("greedy", "group_limited_greedy"))
+    )
+    scoring_func: str = field(default="softmax", validator=validators.in_(("softmax",)))
+
+    @property
+    def routing(self) -> Routing:
+        """Weights are made to sum to one or scaled, not both, as the family's own code has it."""
+        grouped = self.topk_method != "greedy"
+        return Routing(
+            self.num_experts_per_tok,
+            renormalise=self.norm_topk_prob,
+            groups=self.n_group if grouped else 1,
+            top_groups=self.topk_group if grouped else 1,
+            scale=1.0 if self.norm_topk_prob else self.routed_scaling_factor,
+        )
+
+
+def _attention(c: DeepseekConfig, b: Builder) -> LatentAttention:
+    return LatentAttention(
+        b.at("self_attn"),
+        hidden=c.hidden_size,
+        heads=c.heads,
+        rank=c.kv_lora_rank,
+        nope=c.qk_nope_head_dim,
+        value=c.v_head_dim,
+        rope=c.rope(),
+        q_rank=c.q_lora_rank,
+        bias=c.attention_bias,
+    )
+
+
+def _experts(c: DeepseekConfig, b: Builder) -> MoE:
+    shared = None
+    if c.n_shared_experts is not None:
+        inner = c.n_shared_experts * c.moe_intermediate_size
+        at = b.at("shared_experts")
+        shared = GatedMLP(at, c.hidden_size, inner, c.hidden_act, bias=c.mlp_bias)
+    return MoE(
+        b,
+        hidden=c.hidden_size,
+        inner=c.moe_intermediate_size,
+        experts=c.n_routed_experts,
+        routing=c.routing,
+        act=c.hidden_act,
+        choice_bias=c.CHOICE_BIAS,
+        shared=shared,
+    )
+
+
+class DeepseekLayer(PreNormLayer):
+    """The pre-norm block with latent attention, and experts in the sparse layers."""
+
+    def __init__(self, c: DeepseekConfig, b: Builder, index: int) -> None:
+        super().__init__(
+            b.rms_norm("input_layernorm", c.hidden_size, c.rms_norm_eps),
+            _attention(c, b),
+            b.rms_norm("post_attention_layernorm", c.hidden_size, c.rms_norm_eps),
+            _experts(c, b.at("mlp")) if c.sparse(index) else standard_mlp(c, b),
+        )
+
+
+class DeepseekForCausalLM(DecoderForCausalLM):
+    """What both versions are. Layers beyond the last, which draft tokens, are not read."""
+
+    layer = DeepseekLayer
+
+    @classmethod
+    def weights(cls, config: DeepseekConfig) -> WeightNames:
+        first = config.num_hidden_layers
+        drafts = range(first, first + config.num_nextn_predict_layers)
+        return WeightNames(ignore=tuple(rf"^model\.layers\.{i}\." for i in drafts))
+
+
+class DeepseekV2ForCausalLM(DeepseekForCausalLM):
+    """DeepSeek-V2 with a language-model head."""
+
+    api = 1
+    config_type = DeepseekV2Config
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        return tiny_deepseek(
+            "deepseek_v2",
+            "DeepseekV2ForCausalLM",
+            topk_method="group_limited_greedy",
+            q_lora_rank=40,
+            routed_scaling_factor=1.5,
+        )
+
+
+def tiny_deepseek(model_type: str, architecture: str, **changes: Any) -> Mapping[str, Any]:
+    """config.json of a tiny checkpoint: one dense layer, two with eight experts in four groups."""
+    settings: dict[str, Any] = {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 24,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 20,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+    }
+    return tiny_config(model_type, architecture, **{**settings, **changes})

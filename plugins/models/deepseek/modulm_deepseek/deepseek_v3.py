@@ -1,0 +1,67 @@
+"""DeepSeek-V3 and R1 (arXiv 2412.19437): V2's block with another way to choose experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from attrs import field, frozen, validators
+
+from modulm.nn import Routing, size
+from modulm_deepseek.deepseek_v2 import DeepseekConfig, DeepseekForCausalLM, tiny_deepseek
+
+__all__ = ["DeepseekV3Config", "DeepseekV3ForCausalLM"]
+
+
+@frozen(kw_only=True)
+class DeepseekV3Config(DeepseekConfig):
+    """config.json of DeepSeek-V3. A learned bias balances the choice without changing weights;
+    a group of experts is as good as its two best ones."""
+
+    CHOICE_BIAS: ClassVar[bool] = True
+
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 2.5
+    num_nextn_predict_layers: int = size(1, least=0)
+    topk_method: str = field(default="noaux_tc", validator=validators.in_(("noaux_tc",)))
+    scoring_func: str = field(default="sigmoid", validator=validators.in_(("sigmoid",)))
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        if self.n_group > 1 and self.n_routed_experts < 2 * self.n_group:
+            raise ValueError(f"n_group: {self.n_group} groups have fewer than two experts each")
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(
+            self.num_experts_per_tok,
+            scoring=self.scoring_func,
+            renormalise=self.norm_topk_prob,
+            groups=self.n_group,
+            top_groups=self.topk_group,
+            group_score="top2",
+            scale=self.routed_scaling_factor,
+        )
+
+
+class DeepseekV3ForCausalLM(DeepseekForCausalLM):
+    """DeepSeek-V3 with a language-model head."""
+
+    api = 1
+    config_type = DeepseekV3Config
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        return tiny_deepseek(
+            "deepseek_v3",
+            "DeepseekV3ForCausalLM",
+            q_lora_rank=40,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.8,
+            },
+        )
