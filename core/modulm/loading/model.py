@@ -120,7 +120,7 @@ def _build(
     file = str(checkpoint.path / "config.json")
     settings = read_config(checkpoint.config, driver.config_type, file)
     dtype = _choose_dtype(config, checkpoint, platform)
-    length = _choose_length(config, settings)
+    length = _choose_length(config, settings, checkpoint)
     ops = choices.ops(dtype)
     shared = _shared(config, choices, ops, dtype, length)
     model = driver(settings, Builder(shared)).eval()
@@ -177,14 +177,18 @@ def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint, platform: Platfo
     return name
 
 
-def _choose_length(config: EngineConfig, settings: Any) -> int:
-    """The longest sequence: --max-model-len, or what the checkpoint is meant for."""
+def _choose_length(config: EngineConfig, settings: Any, checkpoint: Checkpoint) -> int:
+    """The longest sequence: --max-model-len, or what the checkpoint is meant for.
+
+    That can be less than the positions that config.json counts: some models leave the first ones
+    to padding.
+    """
     longest: int = settings.max_length
     if config.model.disable_sliding_window and settings.sliding_window:
         longest = min(longest, settings.sliding_window)
     length = config.model.max_model_len
-    if length is None:
-        return longest
+    if length is None or length == checkpoint.config.get("max_position_embeddings"):
+        return longest if length is None else min(length, longest)
     if length > longest:
         raise ConfigError(
             "max_model_len",
