@@ -25,12 +25,14 @@ from modulm.nn.moe import ExpertNames, MoE, Routing
 from modulm.nn.names import Rewrite, WeightNames, split_heads, transpose
 from modulm.nn.norm import LayerNorm, Norm, RMSNorm
 from modulm.nn.rope import Rope, RopeTable, cos_sin, parse_rope
+from modulm.nn.ssm import CausalConv, StateSpaceMixer, recur, selective_scan, single_rank
 
 __all__ = [
     "Attention",
     "AttentionNames",
     "BidirectionalAttention",
     "Builder",
+    "CausalConv",
     "DecoderConfig",
     "DecoderForCausalLM",
     "Embedding",
@@ -55,6 +57,7 @@ __all__ = [
     "Routing",
     "Segment",
     "Shared",
+    "StateSpaceMixer",
     "WeightNames",
     "activation",
     "alibi_slopes",
@@ -62,7 +65,10 @@ __all__ = [
     "gated",
     "parse_rope",
     "read_config",
+    "recur",
     "segments",
+    "selective_scan",
+    "single_rank",
     "size",
     "softcap",
     "split_heads",

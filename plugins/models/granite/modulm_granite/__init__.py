@@ -1,1 +1,1 @@
-"""Granite 3 for modulm."""
+"""Granite 3 and 4 for modulm."""

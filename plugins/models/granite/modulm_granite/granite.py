@@ -7,6 +7,7 @@ from typing import Any
 
 from attrs import frozen
 from torch import Tensor
+from torch.nn import Module
 
 from modulm.contracts.model import Batch
 from modulm.nn import (
@@ -15,13 +16,14 @@ from modulm.nn import (
     DecoderForCausalLM,
     Embedding,
     Head,
+    Norm,
     PreNormLayer,
     standard_attention,
     standard_mlp,
     tiny_config,
 )
 
-__all__ = ["GraniteConfig", "GraniteForCausalLM", "GraniteLayer"]
+__all__ = ["GraniteConfig", "GraniteForCausalLM", "GraniteLayer", "ScaledLayer"]
 
 
 @frozen(kw_only=True)
@@ -34,17 +36,14 @@ class GraniteConfig(DecoderConfig):
     logits_scaling: float = 1.0
 
 
-class GraniteLayer(PreNormLayer):
+class ScaledLayer(PreNormLayer):
     """The pre-norm block; each branch is multiplied before it is added."""
 
-    def __init__(self, c: GraniteConfig, b: Builder, index: int) -> None:
-        super().__init__(
-            b.rms_norm("input_layernorm", c.hidden_size, c.rms_norm_eps),
-            standard_attention(c, b, index, scale=c.attention_multiplier),
-            b.rms_norm("post_attention_layernorm", c.hidden_size, c.rms_norm_eps),
-            standard_mlp(c, b),
-        )
-        self.multiplier = c.residual_multiplier
+    def __init__(
+        self, attn_norm: Norm, attn: Module, mlp_norm: Norm, mlp: Module, multiplier: float
+    ) -> None:
+        super().__init__(attn_norm, attn, mlp_norm, mlp)
+        self.multiplier = multiplier
 
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch
@@ -53,6 +52,19 @@ class GraniteLayer(PreNormLayer):
         x, residual = self.attn_norm.add(x, residual)
         x, residual = self.mlp_norm.add(self.attn(x, batch) * self.multiplier, residual)
         return self.mlp(x) * self.multiplier, residual
+
+
+class GraniteLayer(ScaledLayer):
+    """Attention and a gated feed-forward block."""
+
+    def __init__(self, c: GraniteConfig, b: Builder, index: int) -> None:
+        super().__init__(
+            b.rms_norm("input_layernorm", c.hidden_size, c.rms_norm_eps),
+            standard_attention(c, b, index, scale=c.attention_multiplier),
+            b.rms_norm("post_attention_layernorm", c.hidden_size, c.rms_norm_eps),
+            standard_mlp(c, b),
+            c.residual_multiplier,
+        )
 
 
 class GraniteForCausalLM(DecoderForCausalLM):

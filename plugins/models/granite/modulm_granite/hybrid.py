@@ -1,0 +1,166 @@
+"""Granite 4 (IBM, 2025): state spaces, a few attention layers, experts beside a shared one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from attrs import frozen
+from torch import Tensor
+from torch.nn import Module
+
+from modulm.nn import (
+    Attention,
+    Builder,
+    ExpertNames,
+    GatedMLP,
+    MoE,
+    Routing,
+    StateSpaceMixer,
+    WeightNames,
+    size,
+    standard_attention,
+    tiny_config,
+)
+from modulm_granite.granite import GraniteConfig, GraniteForCausalLM, ScaledLayer
+
+__all__ = ["GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", "GraniteMoeHybridLayer"]
+
+_EXPERT_NAMES = ExpertNames(
+    router="router.layer", gate_up_stack="input_linear", down_stack="output_linear"
+)
+_RECURRENT = ("mamba", "linear_attention")
+_ATTENTION = ("attention", "full_attention")
+
+
+@frozen(kw_only=True)
+class GraniteMoeHybridConfig(GraniteConfig):
+    """config.json of Granite 4; without experts only the shared feed-forward part is there."""
+
+    ALIASES: ClassVar[Mapping[str, str]] = {"layers_block_type": "layer_types"}
+
+    num_local_experts: int = size(8, least=0)
+    num_experts_per_tok: int = size(2, least=0)
+    shared_intermediate_size: int = size(1024)
+    position_embedding_type: str | None = None
+    mamba_n_heads: int = size(128)
+    mamba_n_groups: int = size(1)
+    mamba_d_state: int = size(256)
+    mamba_d_conv: int = size(4, least=2)
+    mamba_expand: int = size(2)
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    time_step_limit: tuple[float, float] = (0.0, float("inf"))
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        unknown = set(self.layer_types or ()) - {*_RECURRENT, *_ATTENTION}
+        if unknown:
+            raise ValueError(f"layer_types: {sorted(unknown)} are neither recurrent nor attention")
+        if self.position_embedding_type not in (None, "nope", "rope"):
+            raise ValueError(f"position_embedding_type: {self.position_embedding_type!r}: not yet")
+        if self.mamba_expand * self.hidden_size % self.mamba_n_heads:
+            raise ValueError("mamba_n_heads: does not divide mamba_expand * hidden_size")
+        if self.mamba_n_heads % self.mamba_n_groups:
+            raise ValueError("mamba_n_groups: does not divide mamba_n_heads")
+
+    def recurrent(self, index: int) -> bool:
+        """Whether layer `index` keeps a state; all do where the file says nothing."""
+        return self.layer_type(index) not in _ATTENTION
+
+
+class _Experts(Module):
+    """The routed experts and the one that every token takes."""
+
+    def __init__(self, c: GraniteMoeHybridConfig, b: Builder) -> None:
+        super().__init__()
+        self.shared = _shared(c, b)
+        self.experts = MoE(
+            b.at("block_sparse_moe"),
+            hidden=c.hidden_size,
+            inner=c.inner_size,
+            experts=c.num_local_experts,
+            routing=Routing(c.num_experts_per_tok),
+            act=c.hidden_act,
+            names=_EXPERT_NAMES,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [tokens, hidden] -> [tokens, hidden]."""
+        mixed: Tensor = self.experts(x) + self.shared(x)
+        return mixed
+
+
+class GraniteMoeHybridLayer(ScaledLayer):
+    """A state-space or attention branch, then the feed-forward one."""
+
+    def __init__(self, c: GraniteMoeHybridConfig, b: Builder, index: int) -> None:
+        super().__init__(
+            b.rms_norm("input_layernorm", c.hidden_size, c.rms_norm_eps),
+            _recurrence(c, b) if c.recurrent(index) else _attention(c, b, index),
+            b.rms_norm("post_attention_layernorm", c.hidden_size, c.rms_norm_eps),
+            _Experts(c, b) if c.num_local_experts else _shared(c, b),
+            c.residual_multiplier,
+        )
+
+
+class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
+    """Granite 4 with a language-model head."""
+
+    config_type = GraniteMoeHybridConfig
+    layer = GraniteMoeHybridLayer
+    names = WeightNames(rename=((r"(block_sparse_moe\.(?:in|out)put_linear)\.weight$", r"\1"),))
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        return tiny_config(
+            "granitemoehybrid",
+            "GraniteMoeHybridForCausalLM",
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            shared_intermediate_size=48,
+            position_embedding_type="rope",
+            mamba_n_heads=8,
+            mamba_n_groups=2,
+            mamba_d_state=12,
+            mamba_d_head=16,
+            mamba_chunk_size=16,
+            embedding_multiplier=1.5,
+            residual_multiplier=0.7,
+            attention_multiplier=0.2,
+            logits_scaling=1.3,
+        )
+
+
+def _attention(c: GraniteMoeHybridConfig, b: Builder, index: int) -> Attention:
+    rope = c.rope(c.layer_type(index)) if c.position_embedding_type == "rope" else None
+    return standard_attention(c, b, index, scale=c.attention_multiplier, rope=rope)
+
+
+def _recurrence(c: GraniteMoeHybridConfig, b: Builder) -> StateSpaceMixer:
+    return StateSpaceMixer(
+        b.at("mamba"),
+        hidden=c.hidden_size,
+        heads=c.mamba_n_heads,
+        head_dim=c.mamba_expand * c.hidden_size // c.mamba_n_heads,
+        size=c.mamba_d_state,
+        groups=c.mamba_n_groups,
+        width=c.mamba_d_conv,
+        eps=c.rms_norm_eps,
+        act=c.hidden_act,
+        bias=c.mamba_proj_bias,
+        conv_bias=c.mamba_conv_bias,
+        dt_limit=c.time_step_limit,
+    )
+
+
+def _shared(c: GraniteMoeHybridConfig, b: Builder) -> GatedMLP:
+    return GatedMLP(
+        b.at("shared_mlp"),
+        c.hidden_size,
+        c.shared_intermediate_size,
+        c.hidden_act,
+        fused="input_linear",
+        down="output_linear",
+    )
