@@ -54,7 +54,7 @@ def conversion(
 
 def convert(driver: type[Model], kind: str, table: Mapping[str, Any]) -> type[Model]:
     """The driver as a pooling model; table: config.json."""
-    return as_classifier(driver, classes(table)) if kind == "classify" else as_embedder(driver)
+    return as_classifier(driver, _classes(table)) if kind == "classify" else as_embedder(driver)
 
 
 def pooling_tasks(config: EngineConfig, checkpoint: Checkpoint, model: Model) -> tuple[str, ...]:
@@ -66,12 +66,12 @@ def pooling_tasks(config: EngineConfig, checkpoint: Checkpoint, model: Model) ->
     runner = config.model.runner
     if "generate" not in tasks and runner == "generate":
         raise ConfigError("runner", f"{checkpoint.architecture} cannot generate; use pooling")
-    if "classify" in tasks and classes(checkpoint.config) == 1:
+    if "classify" in tasks and _classes(checkpoint.config) == 1:
         tasks = (*tasks, "score")
     return tasks
 
 
-def classes(table: Mapping[str, Any]) -> int:
+def _classes(table: Mapping[str, Any]) -> int:
     """How many classes config.json names; two where it says nothing, as transformers has it."""
     named = table.get("id2label")
     return len(named) if isinstance(named, Mapping) else int(table.get("num_labels", 2))
