@@ -104,7 +104,7 @@ class CausalConv(Module):
             seen = torch.cat([past, x.unsqueeze(1)], 1)
             states[plan.slots] = seen[:, 1:]
             return self._convolve(seen).squeeze(1)
-        rows = [torch.cat(row) for row in zip(past, x.split(list(plan.counts)), strict=True)]
+        rows = [torch.cat(row) for row in zip(past, torch.split(x, list(plan.counts)), strict=True)]
         states[plan.slots] = torch.stack([row[row.shape[0] - self.state[0] :] for row in rows])
         return torch.cat([self._convolve(row) for row in rows])
 
@@ -179,7 +179,7 @@ class StateSpaceMixer(Module):
 
     def _normed(self, y: Tensor, gate: Tensor) -> Tensor:
         """y, gate: [tokens, inner]."""
-        gated = (y * F.silu(gate.float())).unflatten(-1, (self.groups, -1))
+        gated = (y * F.silu(gate.float())).view(y.shape[0], self.groups, -1)
         return F.rms_norm(gated, gated.shape[-1:], eps=self.eps).flatten(1) * self.norm_weight
 
 
