@@ -75,7 +75,7 @@ def modulm_backend(model: str) -> Answer:
         request = {"tools": list(tools) or None, "chat_template_kwargs": template}
         output = engine.chat(list(messages), greedy, use_tqdm=False, **request)[0]
         message = parse(output.outputs[0].text, tool_parser="hermes", reasoning_parser="qwen3",
-                        **request)  # fmt: skip
+                        prompt=output.prompt, **request)  # fmt: skip
         calls = [{"name": c.name, "arguments": c.arguments} for c in message.tool_calls or ()]
         return {"content": message.content or "", "tool_calls": [_decoded(c) for c in calls]}
 
