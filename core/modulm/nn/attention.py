@@ -41,8 +41,8 @@ class Attention(Module):
     What a family adds to that is an argument: `rope`; `qk_norm`, norms of queries and keys before
     the rotation, over each head or (`norm_whole`) over all heads at once; `window`, `softcap`,
     `sinks` as in the op `paged_attention`; `alibi` multiplies the usual slopes, 0 for none;
-    `clip` bounds the projections. `scale`
-    multiplies the scores, 1 / sqrt(head_dim) if it is None.
+    `clip` bounds the projections; `gate` names a projection of the input whose sigmoid scales what
+    was attended. `scale` multiplies the scores, 1 / sqrt(head_dim) if it is None.
     """
 
     sinks: Tensor | None
@@ -70,6 +70,7 @@ class Attention(Module):
         causal: bool = True,
         qk_norm: tuple[Norm, Norm] | None = None,
         norm_whole: bool = False,
+        gate: str | None = None,
         names: AttentionNames = _NAMES,
     ) -> None:
         super().__init__()
@@ -80,6 +81,7 @@ class Attention(Module):
         sizes[names.v] = kv_heads * head_dim
         self.qkv = b.linear(names.qkv, hidden, sizes, bias=bias)
         self.out = b.row_linear(names.out, heads * head_dim, hidden, bias=out_bias)
+        self.gate = None if gate is None else b.linear(gate, hidden, heads * head_dim, bias=bias)
         self.q_norm, self.k_norm = qk_norm or (None, None)
         self.neox = rope is None or rope.neox
         self.rotation = None if rope is None else b.rope(rope)
@@ -115,7 +117,10 @@ class Attention(Module):
         ):
             q, k, v = self._project(qkv, batch.positions)
             self.backend.forward(q, k, v, cache, plan, out, sinks=self.sinks, alibi=self.alibi)
-        attended: Tensor = self.out(out.flatten(1))
+        seen = out.flatten(1)
+        if self.gate is not None:
+            seen = seen * torch.sigmoid(self.gate(x))
+        attended: Tensor = self.out(seen)
         return attended
 
     def _prepare(self, positions: Tensor) -> dict[str, Any]:

@@ -43,6 +43,13 @@ VARIANTS = {
         "BloomForCausalLM",
         {"apply_residual_connection_post_layernorm": True},
     ),
+    "mamba-biases": ("MambaForCausalLM", {"use_bias": True, "use_conv_bias": False}),
+    "mamba2-biases": ("Mamba2ForCausalLM", {"use_bias": True, "tie_word_embeddings": True}),
+    "granite-hybrid-dense": (
+        "GraniteMoeHybridForCausalLM",
+        {"num_local_experts": 0, "position_embedding_type": None, "mamba_proj_bias": True},
+    ),
+    "qwen3-next-biases": ("Qwen3NextForCausalLM", {"attention_bias": True}),
     "opt-350m": ("OPTForCausalLM", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from attrs import frozen
@@ -25,14 +25,20 @@ from modulm.nn import (
 from modulm_qwen.qwen2 import QwenConfig
 from modulm_qwen.qwen3 import qwen3_attention
 
-__all__ = ["Qwen2MoeConfig", "Qwen2MoeForCausalLM", "Qwen3MoeConfig", "Qwen3MoeForCausalLM"]
+__all__ = [
+    "Qwen2MoeConfig",
+    "Qwen2MoeForCausalLM",
+    "Qwen3MoeConfig",
+    "Qwen3MoeForCausalLM",
+    "SharedExperts",
+]
 
 
 @frozen(kw_only=True)
 class QwenMoeConfig(QwenConfig):
     """Which layers have experts: every `decoder_sparse_step`-th, less `mlp_only_layers`."""
 
-    ALIASES = {"num_local_experts": "num_experts"}
+    ALIASES: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
 
     num_experts: int = size()
     num_experts_per_tok: int = size()
@@ -73,7 +79,7 @@ def _experts(c: QwenMoeConfig, b: Builder) -> MoE:
     )
 
 
-class _Shared(Module):
+class SharedExperts(Module):
     """The routed experts and one for all tokens, which a gate of its own weighs."""
 
     def __init__(self, c: Qwen2MoeConfig, b: Builder) -> None:
@@ -98,7 +104,7 @@ class Qwen2MoeLayer(PreNormLayer):
             b.rms_norm("input_layernorm", c.hidden_size, c.rms_norm_eps),
             standard_attention(c, b, index, bias=c.qkv_bias, out_bias=False),
             b.rms_norm("post_attention_layernorm", c.hidden_size, c.rms_norm_eps),
-            _Shared(c, b) if c.sparse(index) else standard_mlp(c, b),
+            SharedExperts(c, b) if c.sparse(index) else standard_mlp(c, b),
         )
 
 

@@ -1,0 +1,206 @@
+"""Qwen3-Next (Qwen team, 2025): a gated delta rule, some layers gated attention, and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from attrs import frozen
+from torch import Tensor
+from torch.nn import Module
+
+from modulm.contracts.model import Batch, StatePlan, StateSpec
+from modulm.nn import (
+    Attention,
+    Builder,
+    CausalConv,
+    DecoderForCausalLM,
+    Norm,
+    PreNormLayer,
+    Rewrite,
+    WeightNames,
+    recur,
+    single_rank,
+    size,
+    standard_attention,
+    standard_mlp,
+    tiny_config,
+)
+from modulm_qwen.moe import Qwen2MoeConfig, SharedExperts
+
+__all__ = ["GatedDeltaNet", "Qwen3NextConfig", "Qwen3NextForCausalLM", "Qwen3NextLayer"]
+
+
+@frozen(kw_only=True)
+class Qwen3NextConfig(Qwen2MoeConfig):
+    """config.json of Qwen3-Next; `linear_` keys describe the layers with a delta rule."""
+
+    head_dim: int | None = size(256)
+    num_experts_per_tok: int = size(10)
+    norm_topk_prob: bool = True
+    partial_rotary_factor: float = 0.25
+    full_attention_interval: int = size(4)
+    linear_conv_kernel_dim: int = size(4, least=2)
+    linear_key_head_dim: int = size(128)
+    linear_value_head_dim: int = size(128)
+    linear_num_key_heads: int = size(16)
+    linear_num_value_heads: int = size(32)
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            raise ValueError("linear_num_key_heads: does not divide linear_num_value_heads")
+
+    def recurrent(self, index: int) -> bool:
+        """Whether layer `index` keeps a state."""
+        if self.layer_types is None:
+            return bool((index + 1) % self.full_attention_interval)
+        return self.layer_types[index] == "linear_attention"
+
+
+class GatedDeltaNet(Module):
+    """Linear attention with the gated delta rule (Yang et al., arXiv 2412.06464).
+
+    Each value head keeps a matrix from keys to values. A token lets it fade, reads what it holds
+    for the token's key, and moves that towards the token's value.
+    """
+
+    a_log: Tensor
+    dt_bias: Tensor
+
+    def __init__(self, c: Qwen3NextConfig, b: Builder) -> None:
+        super().__init__()
+        single_rank(b)
+        self.key_heads, self.heads = c.linear_num_key_heads, c.linear_num_value_heads
+        key_dim, value_dim = c.linear_key_head_dim, c.linear_value_head_dim
+        each = self.heads // self.key_heads
+        self.per_head = [key_dim, key_dim, each * value_dim, each * value_dim]
+        keys, values = self.key_heads * key_dim, self.heads * value_dim
+        self.widths = [keys, keys, values]
+        self.project = b.linear("in_proj_qkvz", c.hidden_size, 2 * (keys + values))
+        self.rates = b.linear("in_proj_ba", c.hidden_size, 2 * self.heads)
+        width = c.linear_conv_kernel_dim
+        self.conv = CausalConv(b, "conv1d", sum(self.widths), width, bias=False, act=c.hidden_act)
+        b.parameter("A_log", self, "a_log", (self.heads,), torch.float32)
+        b.parameter("dt_bias", self, "dt_bias", (self.heads,), torch.float32)
+        self.norm = b.rms_norm("norm", value_dim, c.rms_norm_eps)
+        self.out = b.row_linear("out_proj", values, c.hidden_size)
+        state = ("state", (self.heads, key_dim, value_dim), "float32")
+        self.cache = b.cache(StateSpec((("conv", self.conv.state, b.dtype), state)))
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """x: [tokens, hidden] -> [tokens, hidden]."""
+        cache, plan, tokens = batch.caches[self.cache], batch.plan(self.cache), x.shape[0]
+        parts = self.project(x).view(tokens, self.key_heads, -1).split(self.per_head, -1)
+        gate = parts[3].reshape(tokens, self.heads, -1)
+        qkv = torch.cat([part.flatten(1) for part in parts[:3]], -1)
+        q, k, v = self.conv(qkv, cache["conv"], plan).split(self.widths, -1)
+        beta, fade = self._rates(x)
+        q, k = (part.reshape(tokens, self.key_heads, -1) for part in (q, k))
+        v = v.reshape(tokens, self.heads, -1)
+        y = _gated_delta_rule(q, k, v, beta, fade, cache["state"], plan).to(x.dtype)
+        y = self.norm(y) * F.silu(gate.float())
+        mixed: Tensor = self.out(y.to(x.dtype).flatten(1))
+        return mixed
+
+    def _rates(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """How far a token moves the state, and how far that fades before: [tokens, heads] fp32."""
+        rates = self.rates(x).float().view(x.shape[0], self.key_heads, 2, -1)
+        beta, step = rates[:, :, 0].flatten(1).sigmoid(), rates[:, :, 1].flatten(1)
+        return beta, (-self.a_log.exp() * F.softplus(step + self.dt_bias)).exp()
+
+
+class Qwen3NextLayer(PreNormLayer):
+    """Delta rule or gated attention, then experts beside a shared one."""
+
+    def __init__(self, c: Qwen3NextConfig, b: Builder, index: int) -> None:
+        super().__init__(
+            _norm(c, b, "input_layernorm"),
+            GatedDeltaNet(c, b.at("linear_attn"))
+            if c.recurrent(index)
+            else _attention(c, b, index),
+            _norm(c, b, "post_attention_layernorm"),
+            SharedExperts(c, b) if c.sparse(index) else standard_mlp(c, b),
+        )
+
+
+class Qwen3NextForCausalLM(DecoderForCausalLM):
+    """Qwen3-Next with a language-model head."""
+
+    api = 1
+    config_type = Qwen3NextConfig
+    layer = Qwen3NextLayer
+
+    @classmethod
+    def weights(cls, config: Qwen3NextConfig) -> WeightNames:
+        def split(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+            halves = tensor.unflatten(0, (config.heads, 2, -1))
+            yield name, halves[:, 0].flatten(0, 1)
+            yield name.replace("q_proj", "q_gate"), halves[:, 1].flatten(0, 1)
+
+        return WeightNames(ignore=(r"^mtp\.",), rewrite=(Rewrite(r"\.q_proj\.", split),))
+
+    def make_norm(self, config: Any, b: Builder) -> Norm:
+        return _norm(config, b, "norm")
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        # What a random delta rule gives is small: with eps 1e-6 its norm would raise rounding so
+        # far that transformers in fp32 is 1e-4 from itself in fp64.
+        return tiny_config(
+            "qwen3_next",
+            "Qwen3NextForCausalLM",
+            rms_norm_eps=1e-3,
+            head_dim=32,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            linear_key_head_dim=12,
+            linear_value_head_dim=16,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            num_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=48,
+            mlp_only_layers=[2],
+        )
+
+
+def _norm(c: Qwen3NextConfig, b: Builder, name: str, width: int | None = None) -> Norm:
+    return b.rms_norm(name, width or c.hidden_size, c.rms_norm_eps, offset=1.0)
+
+
+def _attention(c: Qwen3NextConfig, b: Builder, index: int) -> Attention:
+    at = b.at("self_attn")
+    norms = (_norm(c, at, "q_norm", c.head_size), _norm(c, at, "k_norm", c.head_size))
+    return standard_attention(c, b, index, qk_norm=norms, gate="q_gate")
+
+
+def _gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, fade: Tensor, states: Tensor, plan: StatePlan
+) -> Tensor:
+    """q, k: [tokens, key heads, key dim]; v: [tokens, heads, value dim] -> fp32 like v.
+
+    beta, fade: [tokens, heads]; states: [slots, heads, key dim, value dim] fp32.
+    """
+    each = v.shape[1] // k.shape[1]
+    q, k = (_unit(part).repeat_interleave(each, 1) for part in (q, k))
+    q, v = q * q.shape[-1] ** -0.5, v.float()
+
+    def step(state: Tensor, at: Tensor) -> Tensor:
+        key = k[at].unsqueeze(2)
+        state.mul_(fade[at][..., None, None])
+        change = (v[at].unsqueeze(2) - key @ state) * beta[at][..., None, None]
+        state += key.transpose(2, 3) @ change
+        return (q[at].unsqueeze(2) @ state).squeeze(2)
+
+    y = torch.empty_like(v)
+    recur(states, plan, step, y)
+    return y
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Vectors of length 1, in fp32."""
+    x = x.float()
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
