@@ -1,9 +1,18 @@
-"""From a model's name to a model with weights: checkpoints, the hub, weight tables, choices."""
+"""From a model's name to a model with weights: checkpoints, the hub, weight tables, choices.
 
-from modulm.loading.checkpoint import Checkpoint, open_checkpoint
-from modulm.loading.groups import CacheGroup
-from modulm.loading.model import Loaded, explain_model, load_model
-from modulm.nn.names import Rewrite, WeightNames
+Names load on first use: a front end opens checkpoints without importing torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from modulm.loading.checkpoint import Checkpoint, open_checkpoint
+    from modulm.loading.groups import CacheGroup
+    from modulm.loading.model import Loaded, explain_model, load_model
+    from modulm.nn.names import Rewrite, WeightNames
 
 __all__ = [
     "CacheGroup",
@@ -15,3 +24,20 @@ __all__ = [
     "load_model",
     "open_checkpoint",
 ]
+
+_HOMES = {
+    "CacheGroup": "modulm.loading.groups",
+    "Checkpoint": "modulm.loading.checkpoint",
+    "Loaded": "modulm.loading.model",
+    "Rewrite": "modulm.nn.names",
+    "WeightNames": "modulm.nn.names",
+    "explain_model": "modulm.loading.model",
+    "load_model": "modulm.loading.model",
+    "open_checkpoint": "modulm.loading.checkpoint",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
