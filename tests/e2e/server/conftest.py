@@ -42,7 +42,7 @@ REPLIES = {
     "die in the middle": Reply("one two three four", die_at=3),
     "fail at once": Reply(error_at=0),
     "fail late": Reply("one two three four", error_at=3),
-    "leak a secret": Reply(error_at=0, error=RuntimeError("secret /root/private/x 0x7f00deadbeef")),
+    "leak a secret": Reply(error_at=0, error=RuntimeError("secret /srv/private/x 0x7f00deadbeef")),
     "speak of emoji": Reply("🎈 été 你好"),
     "stop at END": Reply("before END after"),
     "named arguments": Reply('{"city": "Oslo"}'),
