@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -138,7 +137,3 @@ class Encoder(Module, Model):
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> [n, classes], or the vectors themselves where there is no head."""
         return hidden if self.head is None else self.head(hidden)
-
-    @classmethod
-    def tiny(cls) -> Mapping[str, Any]:
-        raise NotImplementedError

@@ -224,7 +224,8 @@ def test_decimal_suffixes_are_powers_of_a_thousand(number: int, suffix: str) -> 
 
 
 def test_a_torch_dtype_is_understood() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     assert EngineConfig.from_keywords(dtype=torch.bfloat16).model.dtype == "bfloat16"
 
 

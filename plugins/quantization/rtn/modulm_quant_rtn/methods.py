@@ -7,6 +7,7 @@ keeps codes and scales and multiplies with the weight they stand for: slower, th
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -83,9 +84,9 @@ class _Rounded(QuantizationMethod):
         weight: Tensor = self.ops.unpack_linear(packed)
         return weight.to(dtype)
 
+    @abstractmethod
     def _form(self, spec: LinearSpec) -> tuple[int, int]:
         """Bits of a code, and inputs that share a scale (0: all)."""
-        raise NotImplementedError
 
 
 class Int8(_Rounded):
