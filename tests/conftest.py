@@ -12,12 +12,34 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MODULM_CPU_THREADS", "1")
 
+FAMILIES = ("modulm", "uvicorn")
+
+
+def loggers() -> list[logging.Logger]:
+    """The root and every logger of ours and of uvicorn that exists by now."""
+    named = [
+        logging.getLogger(name)
+        for name in (*logging.root.manager.loggerDict, *FAMILIES)
+        if name.partition(".")[0] in FAMILIES
+    ]
+    return [logging.getLogger(), *named]
+
 
 @pytest.fixture(autouse=True)
 def logging_as_it_was() -> Iterator[None]:
-    """Commands under test set logging up for the whole process: the next test gets it back."""
-    loggers = [logging.getLogger(), logging.getLogger("modulm"), logging.getLogger("uvicorn")]
-    before = [(log.level, log.propagate, log.disabled, log.handlers[:]) for log in loggers]
+    """Commands under test, and fixtures that live for a module, set logging up for the whole
+    process: each test starts from an untouched tree and leaves one."""
+    root_handlers = logging.root.handlers[:]
+    untouch()
     yield
-    for log, (level, propagate, disabled, handlers) in zip(loggers, before, strict=True):
-        log.level, log.propagate, log.disabled, log.handlers = level, propagate, disabled, handlers
+    untouch()
+    logging.root.handlers = root_handlers
+
+
+def untouch() -> None:
+    for log in loggers():
+        # setLevel, not .level: only the method forgets what isEnabledFor() has cached.
+        log.setLevel(logging.WARNING if log is logging.root else logging.NOTSET)
+        log.propagate, log.disabled = True, False
+        if log is not logging.root:
+            log.handlers = []
