@@ -1,86 +1,22 @@
-"""generate's input, parse, config, collect-env and logging."""
+"""config, completion and logging."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Iterator
-from io import StringIO
 from pathlib import Path
 
-import click
 import pytest
 import yaml
 from click.testing import CliRunner
 
-from modulm.cli.collect_env import command as collect_env
 from modulm.cli.completion import command as completion
 from modulm.cli.config import command as config
-from modulm.cli.generate import read_jobs
 from modulm.cli.logs import configure_logging
 from modulm.cli.main import cli
-from modulm.cli.parse import command as parse
 from modulm.config import EngineConfig
 from modulm.errors import ConfigError
-
-# generate
-
-
-def test_jobs_from_arguments_and_lines() -> None:
-    lines = 'plain\n\n{"prompt": [1, 2], "id": 7}\n{"messages": []}\n'
-    assert read_jobs(["a"], StringIO(lines)) == [
-        {"prompt": "a"},
-        {"prompt": "plain"},
-        {"prompt": [1, 2], "id": 7},
-        {"messages": []},
-    ]
-
-
-@pytest.mark.parametrize("line", ['{"id": 1}', '{"prompt": "a", "messages": []}', '{"prompt"'])
-def test_a_wrong_job_names_its_line(line: str) -> None:
-    with pytest.raises(click.UsageError, match="line 2"):
-        read_jobs([], StringIO(f"fine\n{line}\n"))
-
-
-# parse
-
-
-HERMES = 'Sure.<tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>'
-TOOLS = json.dumps([{"type": "function", "function": {"name": "look"}}])
-
-
-@pytest.mark.parametrize("chunk", [[], ["--chunk", "1"], ["--chunk", "7"]])
-def test_parse_prints_the_message(chunk: list[str]) -> None:
-    result = CliRunner().invoke(
-        parse,
-        ["--reasoning-parser", "qwen3", "--tool-call-parser", "hermes", "--tools", TOOLS, *chunk],
-        input=f"<think>hm</think>{HERMES}",
-    )
-    assert result.exit_code == 0, result.output
-    message = json.loads(result.output)
-    assert message["reasoning"].strip() == "hm"
-    assert message["content"].strip() == "Sure."
-    (call,) = message["tool_calls"]
-    assert (call["name"], json.loads(call["arguments"])) == ("look", {"at": "sky"})
-
-
-def test_parse_prints_events(tmp_path: Path) -> None:
-    file, tools = tmp_path / "text", tmp_path / "tools.json"
-    file.write_text(HERMES)
-    tools.write_text(TOOLS)
-    result = CliRunner().invoke(
-        parse, [str(file), "--tool-call-parser", "hermes", "--tools", str(tools), "--deltas"]
-    )
-    events = [json.loads(line)["event"] for line in result.output.splitlines()]
-    assert events[0] == "Content"
-    assert {"ToolStart", "ToolArguments", "ToolEnd"} <= set(events)
-
-
-def test_parse_refuses_wrong_tools() -> None:
-    result = CliRunner().invoke(parse, ["--tools", "{"], input="x")
-    assert result.exit_code == 2
-    assert "--tools" in result.output
-
 
 # config
 
@@ -119,22 +55,6 @@ def test_diff(tmp_path: Path) -> None:
     assert (result.exit_code, result.output) == (1, "port: 1 -> 2\n")
     assert CliRunner().invoke(config, ["diff", str(one), str(one)]).exit_code == 0
     assert "seed: 5 -> 0" in CliRunner().invoke(config, ["diff", str(one)]).output
-
-
-# collect-env
-
-
-def test_the_report_masks_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MODULM_API_KEY", "hunter2")
-    result = CliRunner().invoke(collect_env, ["--json"])
-    assert result.exit_code == 0, result.output
-    report = json.loads(result.output)
-    assert report["environment"]["MODULM_API_KEY"] == "***"
-    assert "hunter2" not in result.output
-    assert report["packages"]["torch"]
-    assert any("commands/serve" in names for names in report["plugins"].values())
-    assert "cpu" in report["platforms"]
-    assert "packages" in CliRunner().invoke(collect_env, []).output
 
 
 # logging

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from attrs import frozen
 
-from modulm.cli.client import Client
+from modulm_command_talk.client import Client
 
 if TYPE_CHECKING:
     from modulm.config.sources import Draft

@@ -17,10 +17,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from modulm.cli.chat import Conversation, show
-from modulm.cli.chat import command as chat
-from modulm.cli.complete import command as complete
-from modulm.cli.talk import Asked, Piece, Remote, Stats
+from modulm_command_talk.chat import Conversation, show
+from modulm_command_talk.chat import command as chat
+from modulm_command_talk.complete import command as complete
+from modulm_command_talk.talkers import Asked, Piece, Remote, Stats
 
 
 class Server:
@@ -202,7 +202,7 @@ def test_stats_read_well() -> None:
 
 
 def test_errors_of_any_shape() -> None:
-    from modulm.cli.client import error_text
+    from modulm_command_talk.client import error_text
 
     assert error_text({"error": {"message": "m"}}) == "m"
     assert error_text({"error": "m"}) == "m"

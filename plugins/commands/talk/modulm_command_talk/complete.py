@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from modulm.cli.chat import open_talker, show
 from modulm.cli.options import FlagCommand
+from modulm_command_talk.chat import open_talker, show
 
 if TYPE_CHECKING:
-    from modulm.cli.talk import Asked, Talker
     from modulm.config.sources import Draft
+    from modulm_command_talk.talkers import Asked, Talker
 
 __all__ = ["command"]
 
@@ -43,7 +43,7 @@ def command(
     With --url the server there answers; else MODEL (by default the embedded one) runs in this
     process.
     """
-    from modulm.cli.talk import Asked
+    from modulm_command_talk.talkers import Asked
 
     talker = open_talker(draft, url, api_key, model_name)
     asked = Asked(max_tokens, temperature, top_p)

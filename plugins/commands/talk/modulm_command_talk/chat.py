@@ -12,8 +12,8 @@ import click
 from modulm.cli.options import FlagCommand, print_notices
 
 if TYPE_CHECKING:
-    from modulm.cli.talk import Asked, Piece, Talker
     from modulm.config.sources import Draft
+    from modulm_command_talk.talkers import Asked, Piece, Talker
 
 __all__ = ["Conversation", "command", "open_talker", "show"]
 
@@ -49,7 +49,7 @@ def command(
     With --url the server there answers; else MODEL (by default the embedded one) runs in this
     process. Ctrl-C stops an answer, Ctrl-D ends the conversation.
     """
-    from modulm.cli.talk import Asked
+    from modulm_command_talk.talkers import Asked
 
     talker = open_talker(draft, url, api_key, model_name)
     talk = Conversation(talker, Asked(max_tokens, temperature, top_p), system_prompt, stats)
@@ -64,8 +64,8 @@ def command(
 
 def open_talker(draft: Draft, url: str | None, key: str | None, model: str | None) -> Talker:
     """The server at `url`, or the configured model in this process."""
-    from modulm.cli.talk import Local, Remote
     from modulm.config.sources import client_key
+    from modulm_command_talk.talkers import Local, Remote
 
     if url is not None:
         return Remote(url, key or client_key(), model)
