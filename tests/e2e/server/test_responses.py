@@ -11,6 +11,8 @@ import openai
 import pytest
 
 from modulm.testing.server import Live, error_of
+from modulm_route_responses.events import Log
+from modulm_route_responses.store import Store, Stored
 
 ServerMaker = Callable[..., Live]
 
@@ -123,6 +125,150 @@ def test_background_can_be_cancelled(client: openai.OpenAI, live: Live) -> None:
     assert live.engine.active == 0
 
 
+def test_background_can_be_streamed_and_read_again(client: openai.OpenAI) -> None:
+    options: Any = {"model": "M", "input": "think first", "background": True}
+    events = list(client.responses.create(**options, stream=True))
+    kinds = [event.type for event in events]
+    assert kinds[:3] == ["response.created", "response.queued", "response.in_progress"]
+    assert kinds[-1] == "response.completed"
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    name = events[0].response.id  # type: ignore[union-attr]
+    assert list(client.responses.retrieve(name, stream=True)) == events
+    for after in (0, 4, len(events) - 1, len(events) + 5):
+        rest = list(client.responses.retrieve(name, stream=True, starting_after=after))
+        assert rest == events[after + 1 :]
+    stored = client.responses.retrieve(name)
+    assert stored == events[-1].response  # type: ignore[union-attr]
+    assert stored.output_text == "It is 4."
+    assert stored.usage is not None
+    assert 0 < stored.usage.output_tokens_details.reasoning_tokens < stored.usage.output_tokens
+
+
+def test_a_reader_may_leave_and_come_back(client: openai.OpenAI, live: Live) -> None:
+    options: Any = {"model": "M", "input": "count slowly", "max_output_tokens": 40}
+    with client.responses.create(**options, background=True, stream=True) as stream:
+        first = [next(stream) for _ in range(6)]
+    name = first[0].response.id  # type: ignore[union-attr]
+    after = first[-1].sequence_number
+    rest = list(client.responses.retrieve(name, stream=True, starting_after=after))
+    assert rest[0].sequence_number == after + 1
+    assert rest[-1].type == "response.incomplete"
+    said = "".join(e.delta for e in [*first, *rest] if e.type == "response.output_text.delta")
+    assert said == client.responses.retrieve(name).output_text
+
+
+def test_a_cancelled_stream_ends(client: openai.OpenAI) -> None:
+    options: Any = {"model": "M", "input": "count slowly", "background": True}
+    with client.responses.create(**options, stream=True) as stream:
+        name = next(stream).response.id  # type: ignore[union-attr]
+        while next(stream).type != "response.output_text.delta":
+            pass
+        cancelled = client.responses.cancel(name)
+        last = list(stream)[-1]
+    assert last.type == "response.cancelled"
+    assert cancelled.status == "cancelled"
+    assert cancelled.output_text
+    assert client.responses.cancel(name).status == "cancelled"
+
+
+def test_a_failure_in_the_background_is_streamed(client: openai.OpenAI) -> None:
+    options: Any = {"model": "M", "input": "fail late", "background": True}
+    last = list(client.responses.create(**options, stream=True))[-1]
+    assert last.type == "response.failed"
+    assert last.response.error is not None
+    assert last.response.error.message
+
+
+def test_numbers_go_on_in_an_error(client: openai.OpenAI) -> None:
+    events = list(client.responses.create(model="M", input="fail late", stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
+def test_events_are_kept_for_some(http: httpx.Client) -> None:
+    made = http.post(URL, json={"model": "M", "input": "hi"}).json()["id"]
+    for query, param in (
+        ("stream=true", "stream"),
+        ("starting_after=3", "starting_after"),
+        ("stream=true&starting_after=x", "starting_after"),
+    ):
+        answer = http.get(f"{URL}/{made}?{query}")
+        assert answer.status_code == 400
+        assert error_of(answer)["param"] == param
+
+
+def test_the_oldest_events_are_forgotten() -> None:
+    store = Store(most_frames=3)
+    logs = [Log() for _ in range(3)]
+    stored = [
+        Stored("", {"id": str(place), "status": "completed"}, log=log)
+        for place, log in enumerate(logs)
+    ]
+    for one, log in zip(stored, logs, strict=True):
+        log.add(b"1")
+        log.add(b"2")
+        store.put(one)
+    logs[1].close()
+    logs[2].close()
+    store.trim()
+    assert [one.log for one in stored] == [logs[0], None, None]
+
+
+def test_input_items(client: openai.OpenAI, http: httpx.Client) -> None:
+    first = client.responses.create(model="M", input="one")
+    asked: Any = [{"role": "user", "content": "two"}, {"role": "user", "content": "three"}]
+    second = client.responses.create(model="M", input=asked, previous_response_id=first.id)
+    items: Any = list(client.responses.input_items.list(second.id, order="asc"))
+    texts = [item.content[0].text for item in items]
+    assert texts == ["one", "Hello there.", "two", "three"]
+    paged: Any = list(client.responses.input_items.list(second.id, limit=1))
+    assert paged == items[::-1]
+    assert len({item.id for item in items}) == 4
+    for query, param in (("limit=0", "limit"), ("order=up", "order"), ("after=x", "after")):
+        answer = http.get(f"{URL}/{second.id}/input_items?{query}")
+        assert error_of(answer)["param"] == param
+
+
+def test_input_tokens(client: openai.OpenAI) -> None:
+    counted = client.responses.input_tokens.count(model="M", input="hi", tools=[TOOL])
+    answer = client.responses.create(model="M", input="hi", tools=[TOOL])
+    assert answer.usage is not None
+    assert counted.input_tokens == answer.usage.input_tokens
+
+
+def test_a_long_conversation_can_be_truncated(client: openai.OpenAI, live: Live) -> None:
+    turns: Any = [{"role": "user", "content": f"turn {turn}: {'word ' * 30}"} for turn in range(9)]
+    turns[6:6] = [
+        {"type": "function_call", "call_id": "c", "name": "get_weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "sunny"},
+    ]
+    options: Any = {"model": "M", "input": turns, "instructions": "Be kind.", "max_tool_calls": 2}
+    with pytest.raises(openai.BadRequestError):
+        client.responses.create(**options)
+    answer = client.responses.create(**options, truncation="auto", max_output_tokens=20)
+    assert (answer.truncation, answer.max_tool_calls) == ("auto", 2)
+    prompt = live.engine.seen[-1][0]["prompt"]
+    assert "Be kind." in prompt
+    assert "turn 8" in prompt
+    assert "turn 0" not in prompt
+    assert ("sunny" in prompt) == ("get_weather" in prompt)
+    too_much: Any = {"model": "M", "input": "word " * 400, "truncation": "auto"}
+    with pytest.raises(openai.BadRequestError):
+        client.responses.create(**too_much)
+
+
+def test_allowed_tools(client: openai.OpenAI, live: Live) -> None:
+    other: Any = {**TOOL, "name": "get_time"}
+    choice: Any = {
+        "type": "allowed_tools",
+        "mode": "auto",
+        "tools": [{"type": "function", "name": "get_weather"}],
+    }
+    client.responses.create(model="M", input="hi", tools=[TOOL, other], tool_choice=choice)
+    prompt = live.engine.seen[-1][0]["prompt"]
+    assert "get_weather" in prompt
+    assert "get_time" not in prompt
+
+
 def test_failures(client: openai.OpenAI) -> None:
     with pytest.raises(openai.InternalServerError):
         client.responses.create(model="M", input="fail at once")
@@ -171,7 +317,11 @@ def test_formats_and_forced_tools(client: openai.OpenAI, live: Live) -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"text": {"format": {"type": "poem"}}}, "text"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "some"}, "truncation"),
+        ({"max_tool_calls": 0}, "max_tool_calls"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
+        ({"tool_choice": {"type": "allowed_tools", "tools": [5]}}, "tool_choice"),
         ({"conversation": "x"}, "conversation"),
         ({"background": True, "store": False}, "store"),
         ({"temperature": 5}, "temperature"),

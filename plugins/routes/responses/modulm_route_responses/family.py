@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+from itertools import count
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 from attrs import field, frozen
 from fastapi import APIRouter, Request
@@ -13,17 +14,19 @@ from starlette.responses import Response
 
 from modulm.contracts.route import RouteFamily
 from modulm.server.auth import owner_of
-from modulm.server.desk import ChatOptions
-from modulm.server.errors import ApiError, describe
-from modulm.server.sampling import not_yet
+from modulm.server.desk import ChatOptions, Prompt
+from modulm.server.errors import ApiError, describe, escape
 from modulm.server.sse import EventStream, event, until_gone
 from modulm.server.talk import Parsers, Turn
 from modulm.server.wire import bad_field, json_response, read
+from modulm_route_responses.body import page, refuse, response, usage
+from modulm_route_responses.events import Log
 from modulm_route_responses.output import Output
 from modulm_route_responses.schema import (
     ResponsesRequest,
     choice_of,
     constraint_of,
+    items_of,
     messages_of,
     params_of,
     tools_of,
@@ -31,11 +34,13 @@ from modulm_route_responses.schema import (
 from modulm_route_responses.store import Store, Stored
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Iterator
 
     from modulm.server.talk import Started
 
 __all__ = ["Responses"]
+
+log = logging.getLogger("modulm.server")
 
 
 @frozen
@@ -46,10 +51,24 @@ class _Job:
     stored: Stored
     output: Output = field(factory=Output)
     keep: bool = True
+    numbers: Iterator[int] = field(factory=count)
 
     @property
     def body(self) -> dict[str, Any]:
         return self.stored.body
+
+    def frame(self, value: dict[str, Any]) -> bytes:
+        """An event with its number, as it goes over the wire."""
+        return event(value["type"], {**value, "sequence_number": next(self.numbers)})
+
+    def state(self, name: str) -> bytes:
+        """The event that shows the whole response as it is now."""
+        return self.frame({"type": f"response.{name}", "response": self.body})
+
+    def failed(self, told: ApiError) -> bytes:
+        """The last event of a stream that cannot go on."""
+        error = {"code": told.code, "message": told.message, "param": told.param}
+        return self.frame({"type": "error", **error})
 
 
 class Responses(RouteFamily):
@@ -63,9 +82,11 @@ class Responses(RouteFamily):
         self._store = Store()
         router = APIRouter(prefix="/v1/responses", tags=["Responses"])
         router.add_api_route("", self.create, methods=["POST"])
+        router.add_api_route("/input_tokens", self.count, methods=["POST"])
         router.add_api_route("/{response_id}", self.retrieve, methods=["GET"])
         router.add_api_route("/{response_id}", self.delete, methods=["DELETE"])
         router.add_api_route("/{response_id}/cancel", self.cancel, methods=["POST"])
+        router.add_api_route("/{response_id}/input_items", self.input_items, methods=["GET"])
         return router
 
     async def stop(self) -> None:
@@ -76,28 +97,45 @@ class Responses(RouteFamily):
         body = await read(request, ResponsesRequest)
         job = await self._job(request, body)
         if body.background:
-            job.body["status"] = "queued"
-            self._store.put(job.stored)
-            job.stored.task = asyncio.get_running_loop().create_task(self._behind(job))
-            return json_response(job.body)
+            return self._later(job, stream=bool(body.stream))
         started = await job.turn.start()
         if body.stream:
             quiet = self.context.config.frontend.sse_keep_alive_interval
-            return EventStream(self._frames(job, started), quiet=quiet, failed=_failed)
+            return EventStream(self._frames(job, started), quiet=quiet, failed=job.failed)
         await until_gone(self._whole(job, started), request.receive)
         return json_response(job.body)
 
+    async def count(self, request: Request) -> Response:
+        """How many tokens the input would be; nothing is answered or stored."""
+        job = await self._job(request, await read(request, ResponsesRequest))
+        tokens = len(job.turn.prompt.ids)
+        return json_response({"object": "response.input_tokens", "input_tokens": tokens})
+
     async def retrieve(self, request: Request, response_id: str) -> Response:
-        """A response that was stored."""
-        if request.query_params.get("stream") == "true":
-            raise bad_field("stream", "stream: a stored response cannot be streamed yet")
-        return json_response(self._store.get(response_id, owner_of(request)).body)
+        """A response that was stored, or its events from `starting_after` on."""
+        stored = self._store.get(response_id, owner_of(request))
+        place = _place(request.query_params.get("starting_after"))
+        if request.query_params.get("stream") != "true":
+            if place:
+                raise bad_field("starting_after", "starting_after: only with stream=true")
+            return json_response(stored.body)
+        if stored.log is None:
+            raise bad_field(
+                "stream",
+                "stream: the events of this response are not kept; they are for a while if it is "
+                "created with background: true and stream: true",
+            )
+        return self._stream(stored.log, place)
+
+    async def input_items(self, request: Request, response_id: str) -> Response:
+        """What a response answers, the conversation before it included."""
+        stored = self._store.get(response_id, owner_of(request))
+        return json_response(page(stored.items, request.query_params))
 
     async def delete(self, request: Request, response_id: str) -> Response:
         """Forget a response."""
         stored = self._store.get(response_id, owner_of(request))
-        if stored.task is not None:
-            stored.task.cancel()
+        await _end(stored)
         self._store.remove(response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
@@ -106,9 +144,7 @@ class Responses(RouteFamily):
         stored = self._store.get(response_id, owner_of(request))
         if not stored.body["background"]:
             raise ApiError(400, "only a response in the background can be cancelled")
-        if stored.task is not None:
-            stored.task.cancel()
-            await asyncio.gather(stored.task, return_exceptions=True)
+        await _end(stored)
         return json_response(stored.body)
 
     # Reading the request.
@@ -117,15 +153,19 @@ class Responses(RouteFamily):
         desk = self.context.desk
         model = desk.model(body.model)
         desk.check_open()
-        _refuse(body)
+        refuse(body)
         owner = owner_of(request)
-        before: list[dict[str, Any]] = []
+        before = Stored(owner, {"output": []})
         if body.previous_response_id is not None:
-            name = body.previous_response_id
-            before = self._store.get(name, owner, "previous_response_id").messages
-        messages = [*before, *messages_of(body.input)]
+            before = self._store.get(body.previous_response_id, owner, "previous_response_id")
+            if before.body["status"] in ("queued", "in_progress"):
+                raise bad_field(
+                    "previous_response_id", "previous_response_id: this response is not done yet"
+                )
+        messages = [*before.messages, *messages_of(body.input)]
+        items = [*before.items, *before.body["output"], *items_of(body.input)]
         turn = await self._turn(body, messages)
-        stored = Stored(owner, _response(body, model, turn), messages)
+        stored = Stored(owner, response(body, model, turn.params), messages, items)
         output = Output(single=body.parallel_tool_calls is False)
         return _Job(turn, stored, output, keep=body.store is not False)
 
@@ -137,11 +177,10 @@ class Responses(RouteFamily):
         effort = (body.reasoning or {}).get("effort")
         if effort is not None:
             variables.setdefault("reasoning_effort", effort)
-        system = [] if body.instructions is None else [_system(body.instructions)]
         turn = Turn(
             desk=self.context.desk,
-            prompt=await self.context.desk.from_messages(
-                [*system, *messages], ChatOptions(tools=tools, variables=variables)
+            prompt=await self._prompt(
+                body, messages, ChatOptions(tools=tools, variables=variables)
             ),
             params=params_of(
                 body, self.context.engine.info.defaults, None if found is None else found[1]
@@ -160,22 +199,69 @@ class Responses(RouteFamily):
         turn.check()
         return turn
 
+    async def _prompt(
+        self, body: ResponsesRequest, messages: list[dict[str, Any]], options: ChatOptions
+    ) -> Prompt:
+        """The messages as a prompt; with `truncation: auto` the oldest go until the rest fits."""
+        desk = self.context.desk
+        system = [] if body.instructions is None else [_system(body.instructions)]
+        prompt: Prompt = await desk.from_messages([*system, *messages], options)
+        room = self.context.engine.info.max_model_len - (body.max_output_tokens or 1)
+        if body.truncation != "auto" or len(prompt.ids) <= room:
+            return prompt
+        starts = _starts(messages)
+        few, most = 0, len(starts)
+        while few < most:
+            middle = (few + most) // 2
+            kept = [*system, *messages[starts[middle] :]]
+            shorter = await desk.from_messages(kept, options)
+            if len(shorter.ids) <= room:
+                prompt, most = shorter, middle
+            else:
+                few = middle + 1
+        return prompt
+
     # Running it.
+
+    def _later(self, job: _Job, *, stream: bool) -> Response:
+        """Answer in the background; what is told meanwhile is kept if it is to be streamed."""
+        stored = job.stored
+        self._store.put(stored)
+        stored.log = Log() if stream else None
+        stored.task = asyncio.get_running_loop().create_task(self._behind(job))
+        return self._stream(stored.log) if stored.log else json_response(stored.body)
+
+    def _stream(self, events: Log, place: int = 0) -> Response:
+        quiet = self.context.config.frontend.sse_keep_alive_interval
+        return EventStream(events.read(place), quiet=quiet)
 
     async def _behind(self, job: _Job) -> None:
         """A response in the background: its end is kept, whatever it is."""
-        job.body["status"] = "in_progress"
+        stored, body = job.stored, job.body
+        events = stored.log
         try:
-            await self._whole(job, await job.turn.start())
+            if events is None:
+                body["status"] = "in_progress"
+                await self._whole(job, await job.turn.start())
+            else:
+                events.add(job.state("created"))
+                events.add(job.state("queued"))
+                started = await job.turn.start()
+                async for frame in self._frames(job, started):
+                    events.add(frame)
         except asyncio.CancelledError:
-            job.body["status"] = "cancelled"
+            _stopped(job, "cancelled")
             raise
         except Exception as error:
-            told = describe(error, job.body["id"])
-            job.body["status"] = "failed"
-            job.body["error"] = {"code": told.code or "server_error", "message": told.message}
+            told = describe(error, body["id"])
+            log.error("response %s failed: %s", body["id"], escape(str(error)))
+            body["error"] = {"code": told.code or "server_error", "message": told.message}
+            _stopped(job, "failed")
         finally:
-            job.stored.task = None
+            stored.task = None
+            if events is not None:
+                events.close()
+                self._store.trim()
 
     async def _whole(self, job: _Job, started: Started) -> None:
         output, messages = await started.messages()
@@ -193,97 +279,72 @@ class Responses(RouteFamily):
         body["completed_at"] = int(time.time())
         body["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
         body["output"] = job.output.items
-        body["usage"] = _usage(output, generated)
+        body["usage"] = usage(output, generated, self._thought(job))
         job.stored.messages += messages_of(job.output.items) if job.output.items else []
         if job.keep:
             self._store.put(job.stored)
         return last
 
+    def _thought(self, job: _Job) -> int:
+        """Tokens of the reasoning, tokenized again: parsers tell text, not tokens."""
+        texts = [part["text"] for item in job.output.items if item["type"] == "reasoning"
+                 for part in item["content"]]  # fmt: skip
+        encode = self.context.desk.tokenizer.encode
+        return sum(len(encode(text, add_special_tokens=False)) for text in texts)
+
     async def _frames(self, job: _Job, started: Started) -> AsyncGenerator[bytes, None]:
-        number = 0
-
-        def named(value: dict[str, Any]) -> bytes:
-            nonlocal number
-            data = event(value["type"], {**value, "sequence_number": number})
-            number += 1
-            return data
-
-        yield named({"type": "response.created", "response": job.body})
-        yield named({"type": "response.in_progress", "response": job.body})
+        if not job.body["background"]:
+            yield job.state("created")
+        job.body["status"] = "in_progress"
+        yield job.state("in_progress")
         async for output, steps in started.steps():
             for step in steps:
                 for value in job.output.feed(step.events):
-                    yield named(value)
+                    yield job.frame(value)
                 if step.finish_reason is None:
                     continue
                 for value in self._finish(job, output, step.finish_reason, step.generated):
-                    yield named(value)
-                yield named({"type": f"response.{job.body['status']}", "response": job.body})
+                    yield job.frame(value)
+                yield job.state(job.body["status"])
 
 
 def _system(text: str) -> dict[str, Any]:
     return {"role": "system", "content": text}
 
 
-def _failed(told: ApiError) -> bytes:
-    error = {"code": told.code, "message": told.message, "param": told.param}
-    return event("error", {"type": "error", **error, "sequence_number": 0})
+def _starts(messages: list[dict[str, Any]]) -> list[int]:
+    """Places where a conversation may begin: not with the result of a call that is cut off."""
+    return [place for place, message in enumerate(messages) if message["role"] != "tool"][1:]
 
 
-def _refuse(body: ResponsesRequest) -> None:
-    """What is understood but not there."""
-    not_yet(body, "conversation", "prompt", "max_tool_calls", "top_logprobs")
-    if body.include and set(body.include) - {"reasoning.encrypted_content"}:
-        raise bad_field("include", "include: nothing more can be included yet")
-    if body.truncation not in (None, "disabled"):
-        raise bad_field("truncation", "truncation: disabled is the only choice")
-    if body.background and body.store is False:
-        raise bad_field("store", "store: a response in the background must be stored")
-    if body.background and body.stream:
-        raise bad_field("stream", "stream: a response in the background cannot be streamed yet")
-    if body.service_tier not in (None, "auto", "default"):
-        raise bad_field("service_tier", "service_tier: auto or default")
+def _place(after: str | None) -> int:
+    """The place of the first event that is wanted. Raises ApiError(400)."""
+    if after is None:
+        return 0
+    if not after.isascii() or not after.isdigit() or len(after) > 9:
+        raise bad_field("starting_after", "starting_after: the sequence number of an event")
+    return int(after) + 1
 
 
-def _response(body: ResponsesRequest, model: str, turn: Turn) -> dict[str, Any]:
-    """The response before anything was said."""
-    params = turn.params
-    return {
-        "id": f"resp_{uuid4().hex}",
-        "object": "response",
-        "created_at": int(time.time()),
-        "status": "in_progress",
-        "background": bool(body.background),
-        "error": None,
-        "incomplete_details": None,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "metadata": body.metadata or {},
-        "model": model,
-        "output": [],
-        "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": body.previous_response_id,
-        "reasoning": body.reasoning,
-        "service_tier": "default",
-        "store": body.store is not False,
-        "temperature": params.temperature,
-        "text": body.text or {"format": {"type": "text"}},
-        "tool_choice": body.tool_choice or "auto",
-        "tools": body.tools or [],
-        "top_p": params.top_p,
-        "truncation": "disabled",
-        "usage": None,
-        "user": body.user,
-    }
+def _stopped(job: _Job, status: str) -> None:
+    """A response that did not come to its end; it keeps what was said so far."""
+    for _ in job.output.close("incomplete"):
+        pass
+    job.body["output"] = job.output.items
+    job.body["status"] = status
+    if job.stored.log is not None:
+        job.stored.log.add(job.state(status))
 
 
-def _usage(output: Any, generated: int) -> dict[str, Any]:
-    prompt = len(output.prompt_token_ids)
-    cached = {"cached_tokens": output.num_cached_tokens or 0, "cache_write_tokens": 0}
-    return {
-        "input_tokens": prompt,
-        "input_tokens_details": cached,
-        "output_tokens": generated,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": prompt + generated,
-    }
+async def _end(stored: Stored) -> None:
+    """Stop making a response. One whose task had not begun knows nothing of it: it is told here."""
+    task = stored.task
+    if task is None:
+        return
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    if not stored.over:
+        stored.body["status"] = "cancelled"
+        stored.task = None
+        if stored.log is not None:
+            stored.log.close()

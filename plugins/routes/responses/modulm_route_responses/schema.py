@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
+from uuid import uuid4
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
@@ -14,7 +15,15 @@ from modulm.server.wire import bad_field
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["ResponsesRequest", "choice_of", "constraint_of", "messages_of", "params_of", "tools_of"]
+__all__ = [
+    "ResponsesRequest",
+    "choice_of",
+    "constraint_of",
+    "items_of",
+    "messages_of",
+    "params_of",
+    "tools_of",
+]
 
 Metadata = Annotated[
     dict[str, Annotated[str, Meta(max_length=LIMITS.metadata_value)]],
@@ -30,7 +39,7 @@ class ResponsesRequest(Struct, kw_only=True):
     model: str | UnsetType = UNSET
     instructions: str | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
-    max_tool_calls: int | None = None
+    max_tool_calls: Annotated[int, Meta(ge=1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
@@ -98,6 +107,31 @@ def _add(messages: list[dict[str, Any]], index: int, item: Any) -> None:
         raise bad_field("input", f"input[{index}]: items of type {str(kind)[:64]!r} are not there")
 
 
+def items_of(given: Any) -> list[dict[str, Any]]:
+    """`input` as items with ids, for `GET /v1/responses/{id}/input_items`."""
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    return [_item(item) for item in items]
+
+
+def _item(item: Mapping[str, Any]) -> dict[str, Any]:
+    kind = item.get("type", "message")
+    made = {**item, "type": kind, "id": item.get("id") or f"{_PREFIXES[kind]}_{uuid4().hex}"}
+    if kind == "message":
+        made.setdefault("status", "completed")
+        if isinstance(made["content"], str):
+            part = "output_text" if made["role"] == "assistant" else "input_text"
+            made["content"] = [{"type": part, "text": made["content"]}]
+    return made
+
+
+_PREFIXES = {
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "message": "msg",
+    "reasoning": "rs",
+}
+
+
 def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
     """The assistant's message that a call belongs to."""
     if not messages or messages[-1]["role"] != "assistant":
@@ -132,13 +166,15 @@ def _text(index: int, content: Any) -> str:
 
 
 def tools_of(body: ResponsesRequest) -> tuple[dict[str, Any], ...]:
-    """Tools in the form of the chat API."""
+    """Tools in the form of the chat API; those that `tool_choice` does not allow are left out."""
+    allowed = _allowed(body.tool_choice)
     made = []
     for index, tool in enumerate(body.tools or ()):
         if tool.get("type") != "function":
             raise bad_field("tools", f"tools[{index}]: only tools of type function are there")
         function = {key: tool[key] for key in ("name", "description", "parameters") if key in tool}
-        made.append({"type": "function", "function": function})
+        if allowed is None or function.get("name") in allowed:
+            made.append({"type": "function", "function": function})
     return check_tools(made)
 
 
@@ -147,7 +183,24 @@ def choice_of(body: ResponsesRequest, tools: Sequence[Any]) -> Any:
     choice = body.tool_choice or ("auto" if tools else "none")
     if isinstance(choice, str):
         return choice
+    if choice.get("type") == "allowed_tools":
+        return choice.get("mode", "auto") if tools else "none"
     return {"type": "function", "function": {"name": choice.get("name")}}
+
+
+def _allowed(choice: Any) -> frozenset[str] | None:
+    """The names in an `allowed_tools` choice; None for any other choice. Raises ApiError(400)."""
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return None
+    tools, mode = choice.get("tools"), choice.get("mode", "auto")
+    named = isinstance(tools, list) and all(
+        isinstance(tool, dict) and isinstance(tool.get("name"), str) for tool in tools
+    )
+    if not named or mode not in ("auto", "required"):
+        raise bad_field(
+            "tool_choice", "tool_choice: allowed_tools needs mode (auto or required) and tools"
+        )
+    return frozenset(tool["name"] for tool in tools or ())
 
 
 def constraint_of(

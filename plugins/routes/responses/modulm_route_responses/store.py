@@ -11,31 +11,43 @@ from attrs import define, field
 from modulm.server.errors import ApiError
 
 if TYPE_CHECKING:
-    pass
+    from modulm_route_responses.events import Log
 
 __all__ = ["Stored", "Store"]
 
 _MOST = 1_000
+#: Events of finished responses that are kept, in all: some 100 MB.
+_MOST_FRAMES = 200_000
 
 
 @define(eq=False)
 class Stored:
-    """A response, and the conversation it belongs to, as chat messages, its own answer included.
+    """A response, and the conversation it belongs to.
 
-    `owner`: digest of the key it was made with. `task`: what makes it, in the background.
+    owner: digest of the key it was made with. messages: the conversation as chat messages, its own
+    answer included. items: the same as input items, without its own answer. task: what makes it,
+    in the background. log: its events, if it was asked for with `background` and `stream`.
     """
 
     owner: str
     body: dict[str, Any]
     messages: list[dict[str, Any]] = field(factory=list)
+    items: list[dict[str, Any]] = field(factory=list)
     task: asyncio.Task[None] | None = None
+    log: Log | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing will change any more."""
+        return self.body["status"] not in ("queued", "in_progress")
 
 
 class Store:
     """The newest responses; the oldest one goes when there are too many."""
 
-    def __init__(self, most: int = _MOST) -> None:
+    def __init__(self, most: int = _MOST, most_frames: int = _MOST_FRAMES) -> None:
         self._most = most
+        self._most_frames = most_frames
         self._held: OrderedDict[str, Stored] = OrderedDict()
 
     def put(self, stored: Stored) -> None:
@@ -59,6 +71,17 @@ class Store:
     def remove(self, name: str) -> None:
         """Forget a response."""
         self._held.pop(name, None)
+
+    def trim(self) -> None:
+        """Forget the events of the oldest finished responses where there are too many."""
+        logs = [stored for stored in self._held.values() if stored.log is not None]
+        excess = sum(len(stored.log.frames) for stored in logs if stored.log) - self._most_frames
+        for stored in logs:
+            if excess <= 0:
+                return
+            if stored.log is not None and stored.log.closed:
+                excess -= len(stored.log.frames)
+                stored.log = None
 
     def __len__(self) -> int:
         return len(self._held)

@@ -1,0 +1,109 @@
+"""What a request may ask for, and the response object that answers it."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from modulm.server.sampling import not_yet
+from modulm.server.wire import bad_field
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from modulm.contracts.sampling import SamplingParams
+    from modulm_route_responses.schema import ResponsesRequest
+
+__all__ = ["page", "refuse", "response", "usage"]
+
+_PAGE = 100
+
+
+def refuse(body: ResponsesRequest) -> None:
+    """Raise ApiError(400) for what is understood but not there."""
+    not_yet(body, "conversation", "prompt", "top_logprobs")
+    if body.include and set(body.include) - {"reasoning.encrypted_content"}:
+        raise bad_field("include", "include: nothing more can be included yet")
+    if body.truncation not in (None, "auto", "disabled"):
+        raise bad_field("truncation", "truncation: auto or disabled")
+    if body.background and body.store is False:
+        raise bad_field("store", "store: a response in the background must be stored")
+    if body.stream_options is not None and not body.stream:
+        raise bad_field("stream_options", "stream_options: only with stream: true")
+    if body.service_tier not in (None, "auto", "default"):
+        raise bad_field("service_tier", "service_tier: auto or default")
+
+
+def response(body: ResponsesRequest, model: str, params: SamplingParams) -> dict[str, Any]:
+    """The response before anything was said.
+
+    `max_tool_calls` bounds calls of tools that a server runs itself; there are none here, so that
+    every bound holds and is only shown.
+    """
+    return {
+        "id": f"resp_{uuid4().hex}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "queued" if body.background else "in_progress",
+        "background": bool(body.background),
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": body.reasoning,
+        "service_tier": "default",
+        "store": body.store is not False,
+        "temperature": params.temperature,
+        "text": body.text or {"format": {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_p": params.top_p,
+        "truncation": body.truncation or "disabled",
+        "usage": None,
+        "user": body.user,
+    }
+
+
+def usage(output: Any, generated: int, reasoning: int) -> dict[str, Any]:
+    """Token counts of a response; `reasoning` of the generated ones were reasoning."""
+    prompt = len(output.prompt_token_ids)
+    cached = {"cached_tokens": output.num_cached_tokens or 0, "cache_write_tokens": 0}
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": cached,
+        "output_tokens": generated,
+        "output_tokens_details": {"reasoning_tokens": min(reasoning, generated)},
+        "total_tokens": prompt + generated,
+    }
+
+
+def page(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """Some of the input items, as `limit`, `order` and `after` want. Raises ApiError(400)."""
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise bad_field("order", "order: asc or desc")
+    given = query.get("limit", "20")
+    if not given.isascii() or not given.isdigit() or not 1 <= int(given[:9]) <= _PAGE:
+        raise bad_field("limit", f"limit: a number from 1 to {_PAGE}")
+    listed = items if order == "asc" else items[::-1]
+    after = query.get("after")
+    if after is not None:
+        places = [place for place, item in enumerate(listed) if item["id"] == after]
+        if not places:
+            raise bad_field("after", "after: no item of this response has this id")
+        listed = listed[places[0] + 1 :]
+    data = listed[: int(given)]
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": len(listed) > len(data),
+    }

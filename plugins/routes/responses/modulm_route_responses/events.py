@@ -1,0 +1,47 @@
+"""The events of a response that is made in the background: kept, so that anyone can read them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+__all__ = ["Log"]
+
+
+class Log:
+    """Frames in order; the place of a frame is its sequence number.
+
+    Readers begin where they like and wait for what is still to come, until the log is closed.
+    """
+
+    def __init__(self) -> None:
+        self.frames: list[bytes] = []
+        self.closed = False
+        self._news = asyncio.Event()
+
+    def add(self, frame: bytes) -> None:
+        """Append a frame and wake the readers."""
+        self.frames.append(frame)
+        self._wake()
+
+    def close(self) -> None:
+        """No frame will follow."""
+        self.closed = True
+        self._wake()
+
+    async def read(self, place: int = 0) -> AsyncGenerator[bytes, None]:
+        """The frames from `place` on."""
+        while True:
+            while place < len(self.frames):
+                yield self.frames[place]
+                place += 1
+            if self.closed:
+                return
+            await self._news.wait()
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
