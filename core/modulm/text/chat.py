@@ -29,6 +29,7 @@ __all__ = [
     "ContentFormat",
     "choose_template",
     "content_format",
+    "encode_chat",
     "load_template",
     "normalise",
     "pieces",
@@ -114,6 +115,26 @@ def render(
     }
     text = run(source, variables)
     return _cut_at_mark(text) if continue_final_message else text
+
+
+def encode_chat(
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tokenizer: Tokenizer,
+    add_special_tokens: bool = False,
+    **options: Any,
+) -> tuple[list[int], str]:
+    """The prompt that `messages` make, as token ids and as text; `options` are those of `render`.
+
+    What users and tools say cannot become control tokens: it is tokenized as text. The template
+    writes the tokens that begin a prompt; `add_special_tokens` is for one that does not.
+    """
+    sealed = seal(messages, tokenizer.special_tokens)
+    first, *others = pieces(render(sealed, tokenizer=tokenizer, **options))
+    ids = list(tokenizer.encode(first, add_special_tokens=add_special_tokens))
+    for piece in others:
+        ids += tokenizer.encode(piece, add_special_tokens=False)
+    return ids, "".join([first, *others])
 
 
 def _refuse_reserved(extra: Mapping[str, Any]) -> None:

@@ -149,12 +149,9 @@ class Local:
         return AsyncLLM.from_config(self._config)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], asked: Asked) -> Iterator[Piece]:
-        from modulm.text.chat import render
+        from modulm.text.chat import encode_chat
 
-        tokenizer = self._engine.get_tokenizer()
-        prompt = render(messages, tokenizer=tokenizer)
-        # The template has written the tokens that begin a prompt.
-        ids = tokenizer.encode(prompt, add_special_tokens=False)
+        ids, prompt = encode_chat(messages, tokenizer=self._engine.get_tokenizer())
         yield from self._parsed({"prompt_token_ids": ids}, prompt, asked)
 
     def complete(self, prompt: str, asked: Asked) -> Iterator[Piece]:
