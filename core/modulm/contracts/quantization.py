@@ -131,16 +131,11 @@ class QuantizationMethod(ABC):
     ) -> torch.Tensor:
         """x: [tokens, inputs] -> [tokens, outputs], in x's dtype."""
 
-    def apply_experts(
-        self,
-        layer: torch.nn.Module,
-        x: torch.Tensor,
-        counts: torch.Tensor,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """x: [n, inputs], sorted by expert; counts: [experts] int64, rows of each -> [n, outputs].
+    def experts(self, layer: torch.nn.Module) -> Any:
+        """The stack that `kind == "expert"` created, as the op `fused_experts` takes it.
 
-        bias: [experts, outputs] or None. For layers that `kind == "expert"` created.
+        That is the op's own packed form, or anything that gives the weight [outputs, inputs] of
+        one expert by its index.
         """
         raise UnsupportedError(f"quantization method {self.name} does not hold experts: not yet")
 

@@ -21,7 +21,7 @@ from modulm.nn.encoder import BidirectionalAttention, Encoder, Segment, segments
 from modulm.nn.latent import LatentAttention
 from modulm.nn.linear import Linear
 from modulm.nn.mlp import GatedMLP, PlainMLP
-from modulm.nn.moe import ExpertNames, MoE, Routing
+from modulm.nn.moe import ExpertNames, Gate, MoE, Routing
 from modulm.nn.names import Rewrite, WeightNames, split_heads, transpose
 from modulm.nn.norm import LayerNorm, Norm, RMSNorm
 from modulm.nn.rope import Rope, RopeTable, cos_sin, parse_rope
@@ -38,6 +38,7 @@ __all__ = [
     "Embedding",
     "Encoder",
     "ExpertNames",
+    "Gate",
     "GatedMLP",
     "Head",
     "LatentAttention",

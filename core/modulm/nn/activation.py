@@ -14,7 +14,7 @@ from modulm.errors import UnsupportedError
 if TYPE_CHECKING:
     from modulm.contracts.kernels import Ops
 
-__all__ = ["activation", "gated"]
+__all__ = ["activation", "gate_name", "gated"]
 
 Function = Callable[[Tensor], Tensor]
 
@@ -69,3 +69,11 @@ def gated(name: str, ops: Ops) -> Function:
         return function(gate) * up
 
     return apply
+
+
+def gate_name(name: str) -> str:
+    """What the op `fused_experts` calls an activation. Raises UnsupportedError if it has none."""
+    found = {F.silu: "silu", F.gelu: "gelu", _gelu_tanh: "gelu_tanh"}.get(activation(name))
+    if found is None:
+        raise UnsupportedError(f"experts with the activation {name!r}: not yet")
+    return found

@@ -126,7 +126,7 @@ class Builder:
         *,
         bias: str | None = None,
     ) -> Linear:
-        """`experts` linear maps stacked; applied with the method's `apply_experts`.
+        """`experts` linear maps stacked, which the op `fused_experts` applies.
 
         `stored` says how the checkpoint names one of them, from here, with {expert} and {part}:
         "experts.{expert}.{part}"; it may also hold the stack [experts, outputs, inputs] under

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import frozen
+from attrs import asdict, frozen
 from torch import Tensor
 from torch.nn import Module
 
 from modulm.errors import UnsupportedError
-from modulm.nn.activation import gated
+from modulm.nn.activation import gate_name
 
 if TYPE_CHECKING:
     from modulm.nn.builder import Builder
-    from modulm.nn.linear import Linear
 
-__all__ = ["ExpertNames", "MoE", "Routing"]
+__all__ = ["ExpertNames", "Gate", "MoE", "Routing"]
 
 
 @frozen
@@ -31,6 +29,15 @@ class Routing:
     top_groups: int = 1
     group_score: str = "max"
     scale: float = 1.0
+
+
+@frozen
+class Gate:
+    """What lies between an expert's two maps; the fields are arguments of `fused_experts`."""
+
+    act: str
+    alpha: float = 1.0
+    limit: float = 0.0
 
 
 @frozen
@@ -55,10 +62,9 @@ _NAMES = ExpertNames()
 class MoE(Module):
     """Sparse gated feed-forward experts (Shazeer et al., arXiv 1701.06538).
 
-    `choice_bias` adds a stored bias to the scores for choosing only. `act` is an activation by
-    name or a function of [tokens, 2 inner]. `shared` is a block that every token takes besides
-    (Dai et al., arXiv 2401.06066), added as it is. The result is the same for a token whatever the
-    others are: each expert's output lands in its own place before the weighted sum.
+    `choice_bias` adds a stored bias to the scores for choosing only. `act` is an activation's
+    name in config.json, or a gate. `shared` is a block that every token takes besides (Dai et
+    al., arXiv 2401.06066), added as it is.
     """
 
     choice_bias: Tensor | None
@@ -71,7 +77,7 @@ class MoE(Module):
         inner: int,
         experts: int,
         routing: Routing,
-        act: str | Callable[[Tensor], Tensor] = "silu",
+        act: str | Gate = "silu",
         router_bias: bool = False,
         choice_bias: bool = False,
         shared: Module | None = None,
@@ -80,7 +86,7 @@ class MoE(Module):
         super().__init__()
         if b.ranks > 1:
             raise UnsupportedError(f"{b.prefix}: experts on several ranks: not yet")
-        self.ops, self.routing, self.experts = b.ops, routing, experts
+        self.ops, self.routing = b.ops, routing
         self.router = b.linear(names.router, hidden, experts, bias=router_bias, split=False)
         sizes = {names.gate: inner, names.up: inner}
         self.gate_up = b.experts(
@@ -95,7 +101,7 @@ class MoE(Module):
             bias=names.down_bias,
         )
         self.shared = shared
-        self.act = gated(act, b.ops) if isinstance(act, str) else act
+        self.gate = asdict(Gate(gate_name(act)) if isinstance(act, str) else act)
         self.register_parameter("choice_bias", None)
         if choice_bias:
             b.parameter(names.choice_bias, self, "choice_bias", (experts,), dtype=torch.float32)
@@ -103,15 +109,17 @@ class MoE(Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
         weights, ids = self.route(self.router(x))
-        top_k = ids.shape[1]
-        order = ids.flatten().argsort(stable=True)
-        counts = torch.bincount(ids.flatten(), minlength=self.experts)
-        inner = self.act(_apply(self.gate_up, x[order // top_k], counts))
-        found = _apply(self.down, inner, counts)
-        placed = torch.empty_like(found)
-        placed[order] = found
-        summed = (placed.view(*ids.shape, -1).float() * weights.unsqueeze(-1)).sum(1)
-        mixed = summed.to(x.dtype)
+        gate_up, down = self.gate_up, self.down
+        mixed: Tensor = self.ops.fused_experts(
+            x,
+            weights,
+            ids,
+            gate_up.method.experts(gate_up),
+            down.method.experts(down),
+            gate_up_bias=gate_up.bias,
+            down_bias=down.bias,
+            **self.gate,
+        )
         return mixed if self.shared is None else mixed + self.shared(x)
 
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,7 +137,3 @@ class MoE(Module):
             scale=r.scale,
         )
         return chosen  # type: ignore[no-any-return]
-
-
-def _apply(layer: Linear, x: Tensor, counts: Tensor) -> Tensor:
-    return layer.method.apply_experts(layer, x, counts, layer.bias)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from modulm.ops import sampling_twins, twins
+from modulm.ops import recurrence, sampling_twins, twins
 
 if TYPE_CHECKING:
     from modulm.contracts.kernels import KernelProvider, Op
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["BUNDLES", "TWIN", "OpTable", "bind", "twin_ops"]
 
 #: Ops that hand each other values in a format of their provider's own.
-BUNDLES = (("linear", "pack_linear", "unpack_linear"),)
+BUNDLES = (("linear", "pack_linear", "unpack_linear"), ("fused_experts", "pack_experts"))
 
 #: Who computes an op that no provider has.
 TWIN = "torch"
@@ -44,9 +44,8 @@ class OpTable:
 
 def twin_ops() -> Mapping[str, Op]:
     """Every op by name, as its plain-torch twin."""
-    return {
-        name: getattr(module, name) for module in (twins, sampling_twins) for name in module.__all__
-    }
+    modules = (twins, sampling_twins, recurrence)
+    return {name: getattr(module, name) for module in modules for name in module.__all__}
 
 
 def bind(providers: Sequence[KernelProvider] = (), **facts: Any) -> OpTable:

@@ -21,11 +21,12 @@ from torch import Tensor
 __all__ = [
     "add_rms_norm",
     "embedding",
+    "fused_experts",
     "gelu_and_mul",
     "layer_norm",
     "linear",
-    "moe_gemm",
     "moe_route",
+    "pack_experts",
     "pack_linear",
     "paged_attention",
     "qkv_prepare",
@@ -258,21 +259,57 @@ def moe_route(
     return weights * scale, ids
 
 
-def moe_gemm(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A linear map per expert over tokens sorted by expert.
+def pack_experts(weight: Tensor, parts: int = 1) -> Any:
+    """A stack [experts, N, K] in whatever form `fused_experts` wants; here, as it is.
 
-    x: [n, K]; weight: [experts, N, K]; counts: [experts] int64, rows of x for each expert, in
-    order; bias: [experts, N] -> [n, N].
+    Whatever the form, `stack[e]` is the weight [N, K] of expert e. N consists of `parts` equal
+    pieces (2: gate and up) that are read side by side.
     """
-    out = x.new_empty(x.shape[0], weight.shape[1])
-    start = 0
-    for expert, count in enumerate(counts.tolist()):
-        if count:
-            span = slice(start, start + count)
-            own = None if bias is None else bias[expert]
-            out[span] = F.linear(x[span], weight[expert], own)
-            start += count
-    return out
+    return weight
+
+
+def fused_experts(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    gate_up: Any,
+    down: Any,
+    *,
+    act: str = "silu",
+    alpha: float = 1.0,
+    limit: float = 0.0,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> Tensor:
+    """The weighted sum of each token's experts, each down(act(gate_up(x))); -> [T, H].
+
+    x: [T, H]; weights, ids: from `moe_route`; gate_up, down: stacks of [2 I, H] and [H, I] from
+    `pack_experts`, or anything that gives the weight of one expert by index; their biases:
+    [experts, 2 I] and [experts, H]. `act`: "silu", "gelu" or "gelu_tanh" of the gate times up, or
+    "clamped_swiglu": (up + 1) gate sigmoid(alpha gate) with gate <= limit and |up| <= limit.
+
+    A token's experts are added in the order of their index, in fp32.
+    """
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in sorted(set(ids.flatten().tolist())):
+        rows, choices = (ids == expert).nonzero(as_tuple=True)
+        both = F.linear(
+            x[rows], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert]
+        )
+        gate, up = both.chunk(2, dim=-1)
+        inner = _gated(gate, up, act, alpha, limit)
+        found = F.linear(inner, down[expert], None if down_bias is None else down_bias[expert])
+        total.index_add_(0, rows, found.float() * weights[rows, choices, None])
+    return total.to(x.dtype)
+
+
+def _gated(gate: Tensor, up: Tensor, act: str, alpha: float, limit: float) -> Tensor:
+    if act == "clamped_swiglu":
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (up + 1) * gate * torch.sigmoid(alpha * gate)
+    if act == "silu":
+        return F.silu(gate) * up
+    return F.gelu(gate, approximate="tanh" if act == "gelu_tanh" else "none") * up
 
 
 def _gather(

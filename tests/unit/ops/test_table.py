@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from modulm.contracts.kernels import KernelProvider
 from modulm.contracts.platform import Probe
@@ -75,13 +76,31 @@ def test_rotary_turns_pairs_by_the_angle_of_the_position(neox):
     assert torch.equal(q[..., 4:], before[..., 4:])
 
 
-def test_grouped_gemm_equals_one_linear_per_token():
-    x, weight, bias = torch.randn(7, 4), torch.randn(3, 5, 4), torch.randn(3, 5)
-    got = twins.moe_gemm(x, weight, torch.tensor([2, 0, 5]), bias)
-    expected = torch.stack(
-        [weight[e] @ x[i] + bias[e] for i, e in enumerate([0, 0, 2, 2, 2, 2, 2])]
-    )
+def test_experts_equal_a_feed_forward_block_per_token_and_choice():
+    x, weights = torch.randn(7, 4), torch.rand(7, 2)
+    ids = torch.tensor([[0, 2], [2, 3], [3, 0], [2, 0], [0, 3], [3, 2], [2, 3]])
+    gate_up, down = torch.randn(4, 6, 4), torch.randn(4, 4, 3)
+    biases = torch.randn(4, 6), torch.randn(4, 4)
+    expected = torch.zeros(7, 4)
+    for row, chosen in enumerate(ids.tolist()):
+        for choice, e in enumerate(chosen):
+            gate, up = (gate_up[e] @ x[row] + biases[0][e]).chunk(2)
+            gate, up = gate.clamp(max=0.7), up.clamp(-0.7, 0.7)
+            inner = (up + 1) * gate / (1 + torch.exp(-1.5 * gate))
+            expected[row] += weights[row, choice] * (down[e] @ inner + biases[1][e])
+    got = twins.fused_experts(
+        x, weights, ids, gate_up, down, act="clamped_swiglu", alpha=1.5, limit=0.7,
+        gate_up_bias=biases[0], down_bias=biases[1],
+    )  # fmt: skip
     torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(
+        twins.fused_experts(x[:1], weights[:1], ids[:1], gate_up, down, act="gelu_tanh"),
+        sum(
+            weights[0, i] * F.gelu(g, approximate="tanh").mul(u) @ down[e].T
+            for i, e in enumerate(ids[0].tolist())
+            for g, u in [(gate_up[e] @ x[0]).chunk(2)]
+        )[None],
+    )
 
 
 def test_group_limited_routing_stays_in_the_best_groups():

@@ -7,7 +7,6 @@ are turned round while loading. Its MXFP4 form needs a quantization method of th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from modulm.nn import (
     DecoderConfig,
     DecoderForCausalLM,
     ExpertNames,
+    Gate,
     MoE,
     PreNormLayer,
     Rewrite,
@@ -30,7 +30,7 @@ from modulm.nn import (
     transpose,
 )
 
-__all__ = ["GptOssConfig", "GptOssForCausalLM", "GptOssLayer", "clamped_swiglu"]
+__all__ = ["GptOssConfig", "GptOssForCausalLM", "GptOssLayer"]
 
 _NAMES = ExpertNames(
     router="router",
@@ -59,13 +59,6 @@ class GptOssConfig(DecoderConfig):
         return "full_attention" if index % 2 else "sliding_attention"
 
 
-def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
-    """(up + 1) * gate * sigmoid(alpha gate) of clamped halves; x: [tokens, 2 inner]."""
-    gate, up = x.chunk(2, dim=-1)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return (up + 1) * gate * torch.sigmoid(alpha * gate)
-
-
 class GptOssLayer(PreNormLayer):
     """The pre-norm block with sinks and experts."""
 
@@ -76,7 +69,7 @@ class GptOssLayer(PreNormLayer):
             inner=c.intermediate_size,
             experts=c.num_local_experts,
             routing=Routing(c.num_experts_per_tok),
-            act=partial(clamped_swiglu, alpha=c.swiglu_alpha, limit=c.swiglu_limit),
+            act=Gate("clamped_swiglu", c.swiglu_alpha, c.swiglu_limit),
             router_bias=True,
             names=_NAMES,
         )

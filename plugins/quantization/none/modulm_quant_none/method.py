@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from attrs import frozen
@@ -24,8 +25,8 @@ class PlainConfig:
 
 
 class Plain(QuantizationMethod):
-    """Holds the weight as it is stored. Linear layers keep only its packed form (op
-    `pack_linear`); tables and stacks of experts keep the plain tensor."""
+    """Holds the weight as it is stored. Linear layers and stacks of experts keep only its packed
+    form (ops `pack_linear` and `pack_experts`), tables the plain tensor."""
 
     name = "none"
     api = 1
@@ -48,9 +49,12 @@ class Plain(QuantizationMethod):
         }
 
     def finish(self, layer: torch.nn.Module, spec: LinearSpec) -> None:
-        if spec.kind not in ("linear", "lm_head"):
+        if spec.kind == "embedding":
             return
-        layer.packed = self.ops.pack_linear(layer.weight)
+        if spec.kind == "expert":
+            layer.packed = self.ops.pack_experts(layer.weight, len(spec.parts))
+        else:
+            layer.packed = self.ops.pack_linear(layer.weight)
         if layer.packed is not layer.weight:
             layer.register_parameter("weight", None)
 
@@ -60,19 +64,14 @@ class Plain(QuantizationMethod):
         out: torch.Tensor = self.ops.linear(x, layer.packed, bias)
         return out
 
-    def apply_experts(
-        self,
-        layer: torch.nn.Module,
-        x: torch.Tensor,
-        counts: torch.Tensor,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        out: torch.Tensor = self.ops.moe_gemm(x, layer.weight, counts, bias)
-        return out
+    def experts(self, layer: torch.nn.Module) -> Any:
+        return layer.packed
 
     def dequantize(self, layer: torch.nn.Module, spec: LinearSpec) -> torch.Tensor:
         weight: torch.Tensor
-        if spec.kind in ("linear", "lm_head"):
+        if spec.kind == "expert":
+            weight = torch.stack([layer.packed[expert] for expert in range(spec.experts)])
+        elif spec.kind != "embedding":
             weight = self.ops.unpack_linear(layer.packed)
         else:
             weight = layer.get_parameter("weight")
