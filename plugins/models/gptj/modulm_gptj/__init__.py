@@ -1,0 +1,1 @@
+"""GPT-J and CodeGen for modulm."""
