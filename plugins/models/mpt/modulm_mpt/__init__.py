@@ -1,0 +1,1 @@
+"""MPT for modulm."""
