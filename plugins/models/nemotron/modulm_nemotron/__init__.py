@@ -1,0 +1,1 @@
+"""Nemotron 3, 4 and Nemotron-H for modulm."""
