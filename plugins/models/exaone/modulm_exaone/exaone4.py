@@ -1,0 +1,95 @@
+"""EXAONE 4 (LG AI Research, arXiv 2507.11407): each branch is normed before it is added.
+
+Where some layers see a window, the others see everything and know no positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import field, frozen, validators
+from torch import Tensor
+from torch.nn import Module
+
+from modulm.contracts.model import Batch
+from modulm.nn import (
+    Attention,
+    Builder,
+    DecoderConfig,
+    DecoderForCausalLM,
+    size,
+    standard_attention,
+    standard_mlp,
+    tiny_config,
+)
+
+__all__ = ["Exaone4Config", "Exaone4ForCausalLM", "Exaone4Layer"]
+
+
+@frozen(kw_only=True)
+class Exaone4Config(DecoderConfig):
+    """config.json of EXAONE 4. Where layer types are missing there is a pattern: every how many
+    layers one sees everything, or letters ("LLLG") that repeat."""
+
+    rms_norm_eps: float = 1e-5
+    sliding_window: int | None = size(None)
+    sliding_window_pattern: Any = field(
+        default=4,
+        validator=validators.or_(validators.instance_of(int), validators.matches_re("[LG]+")),
+    )
+
+    def layer_type(self, index: int) -> str:
+        if self.layer_types is not None:
+            return self.layer_types[index]
+        pattern = self.sliding_window_pattern
+        if self.sliding_window is None or not pattern:
+            return "full_attention"
+        if isinstance(pattern, str):
+            last = index == self.num_hidden_layers - 1
+            full = last or pattern[index % len(pattern)] == "G"
+        else:
+            full = (index + 1) % pattern == 0
+        return "full_attention" if full else "sliding_attention"
+
+
+def _attention(c: Exaone4Config, b: Builder, index: int) -> Attention:
+    """Queries and keys are normed head by head."""
+    at, kind = b.at("self_attn"), c.layer_type(index)
+    norms = tuple(at.rms_norm(name, c.head_size, c.rms_norm_eps) for name in ("q_norm", "k_norm"))
+    hybrid = c.sliding_window is not None
+    rope = None if hybrid and kind == "full_attention" else c.rope(kind)
+    return standard_attention(c, b, index, rope=rope, qk_norm=norms)
+
+
+class Exaone4Layer(Module):
+    """x + norm(attention(x)), then x + norm(feed-forward(x))."""
+
+    def __init__(self, c: Exaone4Config, b: Builder, index: int) -> None:
+        super().__init__()
+        self.attn = _attention(c, b, index)
+        self.attn_norm = b.rms_norm("post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
+        self.mlp = standard_mlp(c, b)
+        self.mlp_norm = b.rms_norm("post_feedforward_layernorm", c.hidden_size, c.rms_norm_eps)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, batch: Batch
+    ) -> tuple[Tensor, Tensor | None]:
+        """x, residual: [tokens, hidden]."""
+        x = x if residual is None else residual + x
+        x = x + self.attn_norm(self.attn(x, batch))
+        return self.mlp_norm(self.mlp(x)), x
+
+
+class Exaone4ForCausalLM(DecoderForCausalLM):
+    """EXAONE 4 with a language-model head."""
+
+    api = 1
+    config_type = Exaone4Config
+    layer = Exaone4Layer
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        return tiny_config(
+            "exaone4", "Exaone4ForCausalLM", sliding_window=12, sliding_window_pattern=2
+        )
