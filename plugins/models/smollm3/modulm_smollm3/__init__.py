@@ -1,0 +1,1 @@
+"""SmolLM 3 for modulm."""
