@@ -1,0 +1,1 @@
+"""Arcee AFM for modulm."""
