@@ -1,0 +1,101 @@
+"""Apertus (Swiss AI, arXiv 2509.14233): normed queries and keys, an activation that is learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from attrs import field, frozen, validators
+from torch import Tensor
+from torch.nn import Module
+
+from modulm.nn import (
+    Attention,
+    Builder,
+    DecoderConfig,
+    DecoderForCausalLM,
+    PreNormLayer,
+    WeightNames,
+    size,
+    standard_attention,
+    tiny_config,
+)
+
+__all__ = ["ApertusConfig", "ApertusForCausalLM", "ApertusLayer", "ApertusMLP", "xielu"]
+
+_BETA = 0.5
+_EPS = -1e-6
+
+
+@frozen(kw_only=True)
+class ApertusConfig(DecoderConfig):
+    """config.json of Apertus."""
+
+    hidden_act: str = field(default="xielu", validator=validators.in_(("xielu",)))
+    max_position_embeddings: int = size(65536)
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 12000000.0
+
+
+def xielu(x: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+    """xIELU (Huang and Schlag, arXiv 2411.13010), in fp32; curvatures are stored before softplus.
+
+    x: [..., size]; positive, negative: [1].
+    """
+    x = x.float()
+    up, down = F.softplus(positive), _BETA + F.softplus(negative)
+    below = (torch.expm1(x.clamp(max=_EPS)) - x) * down
+    return torch.where(x > 0, up * x * x, below) + _BETA * x
+
+
+class ApertusMLP(Module):
+    """down(xielu(up(x)))."""
+
+    alpha_p: Tensor
+    alpha_n: Tensor
+
+    def __init__(self, c: ApertusConfig, b: Builder) -> None:
+        super().__init__()
+        self.up = b.linear("up_proj", c.hidden_size, c.inner_size)
+        self.down = b.row_linear("down_proj", c.inner_size, c.hidden_size)
+        for name in ("alpha_p", "alpha_n"):
+            b.parameter(f"act_fn.{name}", self, name, (1,), torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [tokens, hidden] -> [tokens, hidden]."""
+        inner = xielu(self.up(x), self.alpha_p, self.alpha_n)
+        out: Tensor = self.down(inner.to(x.dtype))
+        return out
+
+
+def _attention(c: ApertusConfig, b: Builder, index: int) -> Attention:
+    at = b.at("self_attn")
+    norms = tuple(at.rms_norm(name, c.head_size, c.rms_norm_eps) for name in ("q_norm", "k_norm"))
+    return standard_attention(c, b, index, qk_norm=norms)
+
+
+class ApertusLayer(PreNormLayer):
+    """The pre-norm block."""
+
+    def __init__(self, c: ApertusConfig, b: Builder, index: int) -> None:
+        super().__init__(
+            b.rms_norm("attention_layernorm", c.hidden_size, c.rms_norm_eps),
+            _attention(c, b, index),
+            b.rms_norm("feedforward_layernorm", c.hidden_size, c.rms_norm_eps),
+            ApertusMLP(c, b.at("mlp")),
+        )
+
+
+class ApertusForCausalLM(DecoderForCausalLM):
+    """Apertus with a language-model head. The file also holds the activation's constants."""
+
+    api = 1
+    config_type = ApertusConfig
+    layer = ApertusLayer
+    names = WeightNames(ignore=(r"act_fn\.(beta|eps)$",))
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        return tiny_config("apertus", "ApertusForCausalLM")
