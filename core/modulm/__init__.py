@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from modulm.config import EngineConfig
     from modulm.contracts.sampling import PoolingParams, SamplingParams, StructuredOutputs
     from modulm.engine.aio import AsyncLLM
+    from modulm.engine.beam import BeamSearchParams
     from modulm.engine.llm import LLM
     from modulm.engine.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
     from modulm.plugins import register
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "EngineConfig",
     "PoolingParams",
@@ -36,6 +38,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "modulm.engine.llm",
     "AsyncLLM": "modulm.engine.aio",
+    "BeamSearchParams": "modulm.engine.beam",
     "CompletionOutput": "modulm.engine.outputs",
     "EngineConfig": "modulm.config",
     "PoolingParams": "modulm.contracts.sampling",

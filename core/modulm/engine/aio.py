@@ -13,7 +13,9 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import aclosing
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from modulm.config.sources import keywords
@@ -21,19 +23,22 @@ from modulm.contracts.sampling import LogitsProcessor, PoolingParams, SamplingPa
 from modulm.engine.answers import Answer, Answers
 from modulm.engine.info import EngineInfo, open_tokenizer
 from modulm.engine.outputs import PoolingRequestOutput, RequestOutput
-from modulm.engine.prepare import Preparer, PromptLike, Work
+from modulm.engine.prepare import Preparer, PromptLike, Search, Work
 from modulm.engine.requests import Request, StepEvents, StepStats
 from modulm.engine.stats import Metrics
-from modulm.errors import EngineDead, NotFound, UnsupportedError
+from modulm.errors import EngineDead, NotFound, QueueFull, RequestError, UnsupportedError
 from modulm.plugins import manager
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
+    from modulm.engine.beam import BeamSearchParams
     from modulm.engine.host import Host
     from modulm.text.tokenizer import Tokenizer
 
 __all__ = ["AsyncLLM", "Line", "ThreadLine"]
 
+#: Seconds until a search that was accepted asks again after it found the queue full.
+_AGAIN = 0.05
 #: Characters up to which a prompt is tokenized on the event loop: a thread costs more than that.
 _INLINE = 20_000
 
@@ -158,6 +163,8 @@ class AsyncLLM:
         self._heard: deque[StepEvents | EngineDead] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open_answers: dict[str, tuple[Answer, asyncio.Event]] = {}
+        self._searches: dict[str, Search] = {}
+        self._numbers = count()
         self._idle: asyncio.Event | None = None
 
     def _attach(self, line: Line) -> None:
@@ -189,6 +196,37 @@ class AsyncLLM:
         async for output in self._follow(work):
             yield output
 
+    async def beam_search(
+        self,
+        prompt: PromptLike,
+        params: BeamSearchParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """One output with the `params.beam_width` best answers, best first.
+
+        Leaving early ends the search. Raises as `generate` does.
+        """
+        await self.check_health()
+        search = self._preparer.search(
+            prompt, params, request_id, priority=priority, cache_salt=cache_salt
+        )
+        if request_id in self._searches or request_id in self._open_answers:
+            raise RequestError(f"request id {request_id!r} is in use", "request_id")
+        self._searches[request_id] = search
+        try:
+            while search.going:
+                search.feed(await self._ask(search))
+        finally:
+            del self._searches[request_id]
+            self._answers.count(search.answer)
+            self._rest()
+        output = search.answer.take()
+        if isinstance(output, RequestOutput):
+            yield output
+
     async def encode(
         self,
         prompt: PromptLike,
@@ -207,6 +245,9 @@ class AsyncLLM:
         found = self._open_answers.get(request_id)
         if found is not None:
             self._end(*found)
+        search = self._searches.get(request_id)
+        if search is not None:
+            self._end_search(search)
 
     async def check_health(self) -> None:
         """Raise EngineDead if the engine cannot go on."""
@@ -217,9 +258,11 @@ class AsyncLLM:
         """Wait until no request is left, at most `timeout` seconds; what is left is aborted."""
         self._idle = asyncio.Event()
         try:
-            if self._open_answers:
+            if self.active:
                 await asyncio.wait_for(self._idle.wait(), timeout)
         except TimeoutError:
+            for search in list(self._searches.values()):
+                self._end_search(search)
             for answer, news in list(self._open_answers.values()):
                 self._end(answer, news)
             return False
@@ -258,8 +301,8 @@ class AsyncLLM:
 
     @property
     def active(self) -> int:
-        """Requests that have not ended."""
-        return len(self._open_answers)
+        """Requests that have not ended; a beam search and what it asks for count as two."""
+        return len(self._open_answers) + len(self._searches)
 
     def shutdown(self) -> None:
         """Stop the engine; requests that are left end with EngineDead. May be called twice."""
@@ -308,8 +351,32 @@ class AsyncLLM:
         finally:
             self._end(answer, news)
             del self._open_answers[answer.id]
-            if self._idle is not None and not self._open_answers:
-                self._idle.set()
+            self._rest()
+
+    async def _ask(self, search: Search) -> RequestOutput:
+        """The next token of every beam. A full queue refuses a search only at its beginning."""
+        begun = search.answer.cached is not None
+        while True:
+            try:
+                work = search.ask(f"{search.answer.id}+{next(self._numbers)}")
+                async with aclosing(self._follow(work)) as outputs:
+                    found: list[RequestOutput] = [output async for output in outputs]
+                    return found[-1]
+            except QueueFull:
+                if not begun:
+                    raise
+                await asyncio.sleep(_AGAIN)
+
+    def _end_search(self, search: Search) -> None:
+        self._answers.abort(search.answer)
+        for answer, news in list(self._open_answers.values()):
+            if answer.parent is search.answer:
+                self._end(answer, news)
+
+    def _rest(self) -> None:
+        """Tell who waits for it that nothing is left."""
+        if self._idle is not None and not self.active:
+            self._idle.set()
 
     def _gathers(self, answer: Answer) -> bool:
         """Whether to wait for more tokens before the next output (`--stream-interval`)."""

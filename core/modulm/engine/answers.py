@@ -148,9 +148,10 @@ class Answer:
     """A request as its caller sees it, over all of its sequences.
 
     ids: the engine's ids of the sequences; keep: how many of them the caller gets, the most
-    probable ones (best_of runs more), without the logprobs if `ranks_only`. fresh: tokens since
-    the last `take`; streamed, told: whether anything, and its end, was taken. error: set when the
-    request never ran; its caller gets it raised.
+    probable ones (best_of runs more), without the logprobs if `ranks_only`. parent: the answer
+    that this one is a part of; no statistics count it then. fresh: tokens since the last `take`;
+    streamed, told: whether anything, and its end, was taken. error: set when the request never
+    ran; its caller gets it raised.
     """
 
     id: str
@@ -162,6 +163,7 @@ class Answer:
     ids: tuple[str, ...] = ()
     keep: int = 1
     ranks_only: bool = False
+    parent: Answer | None = None
     choices: list[Choice] = field(factory=list)
     metrics: RequestMetrics = field(init=False)
     cached: int | None = None
@@ -199,6 +201,15 @@ class Answer:
         if self.cached is None:
             self.cached = cached
             self.metrics.first_scheduled_time = time
+
+    def asked(self, part: RequestOutput) -> None:
+        """An inner answer gave a token to each sequence."""
+        if part.metrics is not None and self.cached is None:
+            self.metrics.first_scheduled_time = part.metrics.first_scheduled_time
+            self.metrics.first_token_time = part.metrics.first_token_time
+            self.cached = part.num_cached_tokens
+        if part.metrics is not None:
+            self.metrics.last_token_time = part.metrics.last_token_time
 
     def add_prompt_logprobs(self, first: int, entries: Sequence[RowLogprobs]) -> None:
         """Entries for the prompt tokens from `first` on; those of all sequences are equal."""
@@ -370,8 +381,12 @@ class Answers:
             self._metrics.gaps(gaps)
         return stopped
 
+    def count(self, answer: Answer) -> None:
+        """An answer that was filled from inner ones has ended."""
+        self._finished(answer)
+
     def _finished(self, answer: Answer) -> None:
         if answer.metrics.finished_time is None:
             answer.metrics.finished_time = time.monotonic()
-            if self._metrics is not None:
+            if self._metrics is not None and answer.parent is None:
                 self._metrics.finished(answer)

@@ -13,12 +13,11 @@ from tqdm import tqdm
 from modulm.config.sources import keywords
 from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
 from modulm.engine.answers import Answer, Answers
-from modulm.engine.beam import beam_search
+from modulm.engine.beam import BeamSearchParams
 from modulm.engine.host import Host
 from modulm.engine.logits import processor_classes
 from modulm.engine.outputs import (
     BeamSearchOutput,
-    BeamSearchSequence,
     ClassificationOutput,
     EmbeddingOutput,
     PoolingRequestOutput,
@@ -26,7 +25,7 @@ from modulm.engine.outputs import (
     ScoringOutput,
 )
 from modulm.engine.pairs import cosine, pair, paired
-from modulm.engine.prepare import Preparer, PromptLike, Work
+from modulm.engine.prepare import Preparer, PromptLike, Search, Work
 from modulm.engine.requests import Finish, StepEvents
 from modulm.engine.stats import Metrics
 from modulm.errors import EngineDead, ModulmError, RequestError, UnsupportedError
@@ -139,14 +138,14 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several."""
-        from modulm.text.chat import render
+        from modulm.text.chat import encode_chat
 
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if several else [messages]
         tokenizer = self.get_tokenizer()
         prompts = []
         for conversation in conversations:
-            text = render(
+            ids, text = encode_chat(
                 conversation,
                 tokenizer=tokenizer,
                 tools=tools,
@@ -155,38 +154,29 @@ class LLM:
                 continue_final_message=continue_final_message,
                 kwargs=chat_template_kwargs,
             )
-            # The template has written the special tokens already.
-            ids = tokenizer.encode(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def beam_search(
         self,
         prompts: PromptLike | Sequence[PromptLike],
+        params: BeamSearchParams,
         *,
-        beam_width: int,
-        max_tokens: int,
-        ignore_eos: bool = False,
-        length_penalty: float = 1.0,
-        early_stopping: bool | str = False,
         use_tqdm: bool = False,
     ) -> list[BeamSearchOutput]:
-        """The `beam_width` best answers to each prompt, as transformers' beam search finds them."""
+        """The `beam_width` best answers to each prompt, as transformers' beam search finds them.
+
+        Raises RequestError for a wrong prompt or parameter, before anything runs.
+        """
+        searches = [
+            self._preparer.search(prompt, params, str(next(self._numbers)))
+            for prompt in _listed(prompts)
+        ]
         found = []
-        for prompt in tqdm(_listed(prompts), disable=not use_tqdm, desc="Beams"):
-            _, ids, _ = self._preparer.read(prompt)
-            beams = beam_search(
-                self._best_tokens,
-                ids,
-                width=beam_width,
-                max_tokens=min(max_tokens, self.info.max_model_len - len(ids)),
-                eos=() if ignore_eos else self._preparer.eos,
-                length_penalty=length_penalty,
-                early_stopping=early_stopping,
-            )
-            for beam in beams:
-                self._decode(beam, len(ids))
-            found.append(BeamSearchOutput(beams))
+        for search in tqdm(searches, disable=not use_tqdm, desc="Beams"):
+            while search.going:
+                search.feed(*self._run([search.ask(str(next(self._numbers)))], False))
+            found.append(_beams(search))
         return found
 
     def encode(
@@ -318,28 +308,6 @@ class LLM:
         if self._host.engine.dead is None:
             self._host.engine.tick()
 
-    def _best_tokens(self, beams: Sequence[Sequence[int]], best: int) -> list[dict[int, float]]:
-        """The `best` next tokens of each sequence with their log probabilities."""
-        params = SamplingParams(
-            temperature=0, max_tokens=1, logprobs=best, ignore_eos=True, detokenize=False,
-            output_kind=OutputKind.FINAL_ONLY,
-        )  # fmt: skip
-        works = [
-            self._preparer.unchecked(list(beam), params, str(next(self._numbers))) for beam in beams
-        ]
-        outputs = self._run(works, False)
-        found = []
-        for output in outputs:
-            positions = output.outputs[0].logprobs
-            if not positions:
-                raise ModulmError(f"a beam failed: {output.outputs[0].stop_reason}")
-            found.append({token: entry.logprob for token, entry in positions[0].items()})
-        return found
-
-    def _decode(self, beam: BeamSearchSequence, prompt: int) -> None:
-        if self.tokenizer is not None:
-            beam.text = self.tokenizer.decode(beam.tokens[prompt:])
-
 
 def _listed(prompts: Any) -> list[Any]:
     """One prompt or many, as a list."""
@@ -372,6 +340,16 @@ def _final(answer: Answer) -> Any:
     if output is None:
         raise ModulmError(f"request {answer.id} has no answer")
     return output
+
+
+def _beams(search: Search) -> BeamSearchOutput:
+    """The sequences of a search that is over, with their texts."""
+    choices, sequences = search.answer.choices, search.beams.answers()
+    if choices[0].reason == "error":
+        raise ModulmError(str(choices[0].stop))
+    for choice, sequence in zip(choices, sequences, strict=True):
+        sequence.text, sequence.logprobs = choice.text, choice.logprobs or sequence.logprobs
+    return BeamSearchOutput(sequences)
 
 
 def _bar(wanted: bool | Callable[..., Any], total: int) -> Any:

@@ -134,7 +134,9 @@ ScoringRequestOutput = PoolingRequestOutput
 
 @define
 class BeamSearchSequence:
-    """One beam. tokens: prompt and answer; cum_logprob: of the answer's tokens."""
+    """One beam. tokens: prompt and answer; cum_logprob: of the answer's tokens. stop_reason: the
+    stop token that ended it, None for end of sequence.
+    """
 
     tokens: list[int]
     logprobs: list[Position] = field(factory=list)

@@ -7,19 +7,21 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 
-from modulm.contracts.sampling import LogitsProcessor, PoolingParams, SamplingParams
+from modulm.contracts.sampling import LogitsProcessor, OutputKind, PoolingParams, SamplingParams
 from modulm.engine.answers import Answer
+from modulm.engine.beam import BeamSearch, BeamSearchParams
 from modulm.engine.info import EngineInfo
-from modulm.engine.requests import Request
+from modulm.engine.outputs import Position, RequestOutput
+from modulm.engine.requests import Finish, Reason, Request
 from modulm.engine.validate import bad_word_ids, check, check_pooling, check_prompt, truncated
-from modulm.errors import RequestError
+from modulm.errors import EngineError, RequestError
 
 if TYPE_CHECKING:
     from modulm.text.tokenizer import Tokenizer
 
-__all__ = ["Preparer", "PromptLike", "Work"]
+__all__ = ["Preparer", "PromptLike", "Search", "Work"]
 
 #: Text, token ids, or a table with `prompt` or `prompt_token_ids` (and `cache_salt`).
 PromptLike: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
@@ -38,6 +40,77 @@ class Work:
 
     answer: Answer
     requests: tuple[Request, ...]
+
+
+@frozen(eq=False)
+class Search:
+    """A beam search, the answer that it fills at its end, and what its requests have in common."""
+
+    answer: Answer
+    beams: BeamSearch
+    params: SamplingParams
+    common: Mapping[str, Any]
+
+    @property
+    def going(self) -> bool:
+        """Whether there is something to ask: it is neither at its end nor ended from outside."""
+        return bool(self.beams.sequences) and not self.answer.finished
+
+    def ask(self, name: str) -> Work:
+        """One token of every running beam, as an answer of its own that no statistics count."""
+        sequences = self.beams.sequences
+        names = tuple(f"{name}.{place}" for place in range(len(sequences)))
+        answer = Answer(
+            id=name, prompt=None, prompt_ids=[], params=self.params, tokenizer=None,
+            arrival=time.monotonic(), ids=names, keep=len(names), parent=self.answer,
+        )  # fmt: skip
+        requests = tuple(
+            Request(id=own, prompt=tokens, params=self.params, arrival=answer.arrival,
+                    **self.common)
+            for own, tokens in zip(names, sequences, strict=True)
+        )  # fmt: skip
+        return Work(answer, requests)
+
+    def feed(self, output: RequestOutput) -> None:
+        """What came of `ask`. A beam that failed ends the search, one that was aborted too."""
+        self.answer.asked(output)
+        positions = [choice.logprobs for choice in output.outputs]
+        for choice, found in zip(output.outputs, positions, strict=True):
+            if choice.finish_reason in ("abort", "error") or not found:
+                error = EngineError(f"a beam failed: {choice.stop_reason}")
+                aborted = choice.finish_reason == "abort"
+                self._end("abort" if aborted else "error", None if aborted else error)
+                return
+        self.beams.feed([found[0] for found in positions if found])
+        if not self.beams.sequences:
+            self._fill()
+
+    def _end(self, reason: Reason, error: Exception | None) -> None:
+        for place, identity in enumerate(self.answer.ids):
+            self.answer.ended(place, Finish(identity, reason, None, error))
+
+    def _fill(self) -> None:
+        prompt = len(self.answer.prompt_ids)
+        for place, beam in enumerate(self.beams.answers()):
+            choice = self.answer.choices[place]
+            stop = beam.stop_reason if isinstance(beam.stop_reason, int) else None
+            reason: Reason = "stop" if beam.finish_reason == "stop" else "length"
+            finish = Finish(self.answer.ids[place], reason, stop)
+            *tokens, last = beam.tokens[prompt:]
+            for token in tokens:
+                choice.add(token, None, None)
+            choice.add(last, None, finish)
+            choice.cumulative = beam.cum_logprob
+            if choice.logprobs is not None:
+                choice.logprobs = [self._told(position) for position in beam.logprobs]
+
+    def _told(self, position: Position) -> Position:
+        """The position with the tokens' texts."""
+        decode = self.answer.tokenizer.decode if self.answer.tokenizer is not None else None
+        return {
+            token: evolve(entry, decoded_token=decode([token], False) if decode else None)
+            for token, entry in position.items()
+        }
 
 
 class Preparer:
@@ -76,11 +149,43 @@ class Preparer:
             return self._pooling(text, ids, params, request_id, common)
         return self._sampling(text, ids, params, request_id, common)
 
-    def unchecked(self, ids: list[int], params: SamplingParams, request_id: str) -> Work:
-        """Work of the engine's own, which may ask for more than a caller may."""
-        answer = self._answer(None, ids, params, request_id, 1)
-        request = Request(id=request_id, prompt=ids, params=params, arrival=answer.arrival)
-        return Work(answer, (request,))
+    def search(
+        self,
+        prompt: PromptLike,
+        params: BeamSearchParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Search:
+        """A beam search, ready to ask its first question. Raises RequestError."""
+        text, ids, salt = self.read(prompt)
+        shown = self._checked(params.shown(), len(ids))
+        mode = self.info.config.model.logprobs_mode
+        if mode.endswith("logits"):
+            raise RequestError(
+                f"beams are ranked by log probabilities and --logprobs-mode {mode} gives logits",
+                "use_beam_search",
+            )
+        best = self.info.vocabulary if shown.logprobs == -1 else shown.logprobs
+        beams = BeamSearch(
+            ids,
+            params.with_(logprobs=best),
+            most=shown.max_tokens or 0,
+            eos=(*(() if params.ignore_eos else self.eos), *params.stop_token_ids),
+        )
+        asking = SamplingParams(
+            temperature=params.temperature if mode == "processed_logprobs" else 0,
+            max_tokens=1,
+            logprobs=beams.best,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=OutputKind.FINAL_ONLY,
+        )
+        answer = self._answer(text, ids, shown, request_id, params.beam_width)
+        answer.keep = params.beam_width
+        salt = cache_salt if cache_salt is not None else salt
+        return Search(answer, beams, asking, {"priority": priority, "salt": salt})
 
     def read(
         self, prompt: PromptLike, truncate: int | None = None, room: int = 1
@@ -113,6 +218,18 @@ class Preparer:
             raise RequestError("there is no tokenizer: give prompt_token_ids", "prompt")
         return self.tokenizer.encode(text)
 
+    def _checked(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
+        if "generate" not in self.info.tasks:
+            raise RequestError(f"the model is for {', '.join(self.info.tasks)} only", "model")
+        return check(
+            params,
+            vocabulary=self.info.vocabulary,
+            max_model_len=self.info.max_model_len,
+            prompt_len=prompt_len,
+            max_logprobs=self.info.config.model.max_logprobs,
+            processors=self._processors,
+        )
+
     def _sampling(
         self,
         text: str | None,
@@ -121,16 +238,7 @@ class Preparer:
         request_id: str,
         common: Mapping[str, Any],
     ) -> Work:
-        if "generate" not in self.info.tasks:
-            raise RequestError(f"the model is for {', '.join(self.info.tasks)} only", "model")
-        params = check(
-            params,
-            vocabulary=self.info.vocabulary,
-            max_model_len=self.info.max_model_len,
-            prompt_len=len(ids),
-            max_logprobs=self.info.config.model.max_logprobs,
-            processors=self._processors,
-        )
+        params = self._checked(params, len(ids))
         count = params.best_of or params.n
         ranks = count > params.n and params.logprobs is None
         if ranks:

@@ -15,10 +15,11 @@ from uuid import uuid4
 from attrs import define, field, frozen
 
 from modulm.contracts.sampling import OutputKind
+from modulm.engine.beam import BeamSearchParams
 from modulm.errors import EngineError
 from modulm.server.errors import ApiError, model_error
 from modulm.server.journal import Journal
-from modulm.text.chat import pieces, render, seal
+from modulm.text.chat import encode_chat
 from modulm.text.templates import execute
 
 if TYPE_CHECKING:
@@ -122,11 +123,12 @@ class Desk:
         wanted = server.chat_template_content_format
         defaults = server.default_chat_template_kwargs or {}
         foreign = options.template is not None
-        text = await _away(
+        ids, text = await _away(
             _INLINE if foreign else _size(messages),
-            render,
-            seal(messages, self.tokenizer.special_tokens),
+            encode_chat,
+            messages,
             tokenizer=self.tokenizer,
+            add_special_tokens=options.add_special_tokens,
             tools=options.tools or None,
             documents=options.documents,
             template=template,
@@ -136,17 +138,12 @@ class Desk:
             kwargs={**defaults, **options.variables},
             run=self.run_foreign if foreign else execute,
         )
-        first, *others = pieces(text)
-        prompt = await self.tokenize(first, options.add_special_tokens)
-        if not others:
-            return prompt
-        more = [(await self.tokenize(piece, add_special_tokens=False)).ids for piece in others]
-        return Prompt(sum(more, prompt.ids), "".join([first, *others]))
+        return Prompt(tuple(ids), text)
 
     async def generate(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
@@ -162,8 +159,11 @@ class Desk:
             given["prompt"] = prompt.text
         name = uuid4().hex
         self.journal.request(name, prompt, params)
-        source = self.engine.generate(given, params, name, priority=priority, cache_salt=cache_salt)
-        streamed = params.output_kind is OutputKind.DELTA
+        if isinstance(params, BeamSearchParams):
+            run, streamed = self.engine.beam_search, False
+        else:
+            run, streamed = self.engine.generate, params.output_kind is OutputKind.DELTA
+        source = run(given, params, name, priority=priority, cache_salt=cache_salt)
         return await Running.start(self._watched(name, self._counted(source), streamed))
 
     async def encode(self, prompt: Prompt, params: PoolingParams) -> Any:

@@ -44,6 +44,7 @@ class RequestLimits:
     messages: int = 16_384
     prompts: int = 2_048
     n: int = 128
+    beams: int = 64
     tools: int = 1_024
     schema_bytes: int = 1 << 20
     schema_depth: int = 64

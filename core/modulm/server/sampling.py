@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from modulm.contracts.sampling import OutputKind, SamplingParams, StructuredOutputs
+from modulm.engine.beam import BeamSearchParams
 from modulm.server.limits import RequestLimits
 from modulm.server.wire import bad_field
 
@@ -93,6 +94,7 @@ class SamplingFields(Struct, kw_only=True):
     vllm_xargs: dict[str, Any] | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     logprob_token_ids: list[int] | None = None
     kv_transfer_params: dict[str, Any] | None = None
     repetition_detection: dict[str, Any] | None = None
@@ -112,17 +114,23 @@ def sampling_params(
     max_tokens: int | None,
     logprobs: int | None,
     constraint: StructuredOutputs | None,
-) -> SamplingParams:
+) -> SamplingParams | BeamSearchParams:
     """The engine's parameters; `defaults` are those of the model's generation config.
 
     Lists, texts and what depends on the model (vocabulary, context length) are checked by
     `modulm.engine.validate`. Raises ApiError(400) naming the field.
     """
-    not_yet(
-        body, "use_beam_search", "logprob_token_ids", "kv_transfer_params", "repetition_detection"
-    )
+    not_yet(body, "logprob_token_ids", "kv_transfer_params", "repetition_detection")
     if body.stream_options is not None and not body.stream:
         raise bad_field("stream_options", "stream_options: only with stream: true")
+    if body.use_beam_search:
+        if constraint is not None:
+            raise bad_field("use_beam_search", "use_beam_search: not with a constraint on the text")
+        return _beams(body, defaults, max_tokens, logprobs)
+    if body.early_stopping:
+        raise bad_field("early_stopping", "early_stopping: only with use_beam_search: true")
+    if body.length_penalty not in (None, 1):
+        raise bad_field("length_penalty", "length_penalty: only with use_beam_search: true")
     if body.stream and (body.best_of or 0) > (body.n or 1):
         raise bad_field("best_of", "best_of: the best of several cannot be streamed")
     given = {name: getattr(body, name) for name in _PLAIN}
@@ -140,6 +148,53 @@ def sampling_params(
     )
 
 
+def _beams(
+    body: SamplingFields, defaults: Mapping[str, Any], max_tokens: int | None, logprobs: int | None
+) -> BeamSearchParams:
+    """The parameters of a beam search. Raises ApiError(400) for what cannot go with one."""
+    if body.stream:
+        raise bad_field("stream", "stream: answers of a beam search are known only at its end")
+    for name, neutral in _NEUTRAL.items():
+        if getattr(body, name) not in (None, *neutral):
+            raise bad_field(name, f"{name}: has no meaning with use_beam_search; leave it out")
+    width = body.n or 1
+    if width > LIMITS.beams:
+        raise bad_field("n", f"n: at most {LIMITS.beams} beams")
+    return BeamSearchParams(
+        width,
+        max_tokens,
+        bool(body.ignore_eos),
+        temperature=_defaults(defaults).get("temperature", 1.0)
+        if body.temperature is None
+        else body.temperature,
+        length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        early_stopping=body.early_stopping or False,
+        stop_token_ids=body.stop_token_ids,
+        logprobs=logprobs,
+        skip_special_tokens=body.skip_special_tokens is not False,
+        spaces_between_special_tokens=body.spaces_between_special_tokens is not False,
+    )
+
+
+#: Fields that choose or draw single tokens, and values with which they change nothing. A beam
+#: search looks at the model's own probabilities; a seed does not matter to it.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
+    "stop": ([],),
+    "top_k": (0, -1),
+    "top_p": (1,),
+    "truncate_prompt_tokens": (),
+}
 #: Fields that go to SamplingParams under their own name, as they are.
 _PLAIN = (
     "allowed_token_ids",

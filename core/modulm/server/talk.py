@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from modulm.contracts.checkpoint import NamedCheckpoint
     from modulm.contracts.parser import Event
     from modulm.contracts.sampling import SamplingParams
+    from modulm.engine.beam import BeamSearchParams
     from modulm.parsing import MessageParser
     from modulm.server.desk import Desk, Prompt
 
@@ -141,7 +142,7 @@ class Turn:
 
     desk: Desk
     prompt: Prompt
-    params: SamplingParams
+    params: SamplingParams | BeamSearchParams
     parsers: Parsers
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: str | Mapping[str, Any] = "none"
@@ -179,7 +180,7 @@ class Turn:
             self.parsers.reasoning,
         )
 
-    def tuned(self) -> SamplingParams:
+    def tuned(self) -> SamplingParams | BeamSearchParams:
         """The parameters, with special tokens kept where a parser reads them."""
         if self.params.skip_special_tokens and self.parser().special_tokens:
             return self.params.with_(skip_special_tokens=False)

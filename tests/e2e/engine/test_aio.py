@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from modulm import AsyncLLM, SamplingParams, StructuredOutputs
+from modulm import LLM, AsyncLLM, BeamSearchParams, SamplingParams, StructuredOutputs
 from modulm.config import EngineConfig
 from modulm.contracts.sampling import OutputKind
 from modulm.engine.aio import ThreadLine
@@ -361,3 +361,65 @@ def test_the_engine_goes_with_its_owner(checkpoint: str) -> None:
             return
         time.sleep(0.05)
     pytest.fail("the engine's process is still there")
+
+
+def test_beams_are_those_of_the_offline_engine_and_end_when_told(
+    llm: AsyncLLM, checkpoint: str
+) -> None:
+    params = BeamSearchParams(3, 12, length_penalty=0.7)
+    prompt = {"prompt_token_ids": [7 + (i * 37) % 400 for i in range(40)]}
+
+    async def main() -> None:
+        answers = await asyncio.gather(
+            *(collect(llm.beam_search(prompt, params, f"beam{n}")) for n in range(3))
+        )
+        for (output,) in answers:
+            assert output.finished
+            assert [list(answer.token_ids) for answer in output.outputs] == expected
+            scores = [
+                a.cumulative_logprob / len(a.token_ids) ** params.length_penalty
+                for a in output.outputs
+            ]
+            assert scores == sorted(scores, reverse=True)
+        long = params.with_(max_tokens=200, ignore_eos=True)
+        reading = asyncio.ensure_future(collect(llm.beam_search(prompt, long, "long")))
+        await until(lambda: llm.active > 1)
+        with pytest.raises(RequestError, match="in use"):
+            await collect(llm.beam_search(prompt, long, "long"))
+        await llm.abort("long")
+        assert {answer.finish_reason for answer in (await reading)[-1].outputs} == {"abort"}
+        reading = asyncio.ensure_future(collect(llm.beam_search(prompt, long, "drained")))
+        await until(lambda: llm.active > 1)
+        assert not await llm.drain(0.01)
+        assert {answer.finish_reason for answer in (await reading)[-1].outputs} == {"abort"}
+        reading = asyncio.ensure_future(collect(llm.beam_search(prompt, long, "left")))
+        await until(lambda: llm.active > 1)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert llm.active == 0
+
+    with LLM(**_flags(checkpoint)) as offline:
+        (found,) = offline.beam_search(prompt, params)
+        expected = [beam.tokens[40:] for beam in found.sequences]
+    run(main)
+
+
+def test_a_search_that_was_accepted_waits_for_a_full_queue(fake: AsyncLLM) -> None:
+    async def main() -> None:
+        search = asyncio.ensure_future(
+            collect(fake.beam_search("Hello", BeamSearchParams(1, 30, ignore_eos=True), "beam"))
+        )
+        await until(lambda: bool(fake._searches) and fake._searches["beam"].beams._length > 2)
+        params = LONG.with_(max_tokens=20)
+        others = [
+            asyncio.ensure_future(collect(fake.generate("Hello", params, f"r{n}")))
+            for n in range(8)
+        ]
+        results = await asyncio.gather(*others, return_exceptions=True)
+        assert any(isinstance(result, QueueFull) for result in results)
+        (output,) = await search
+        assert [answer.finish_reason for answer in output.outputs] == ["length"]
+        _idle(fake)
+
+    run(main)

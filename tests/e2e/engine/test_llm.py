@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from modulm import LLM, SamplingParams, StructuredOutputs
+from modulm import LLM, BeamSearchParams, SamplingParams, StructuredOutputs
 from modulm.contracts.policy import Scheduler
 from modulm.engine.scheduler import BudgetScheduler
 from modulm.errors import ConfigError, ContextLengthExceeded, RequestError
@@ -98,10 +98,7 @@ def test_beams_equal_transformers(
         )
         (found,) = llm.beam_search(
             prompt,
-            beam_width=width,
-            max_tokens=10,
-            length_penalty=penalty,
-            early_stopping=stopping,
+            BeamSearchParams(width, 10, length_penalty=penalty, early_stopping=stopping),
         )
         for beam, tokens in zip(found.sequences, expected, strict=True):
             own = beam.tokens[len(ids) :]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
-from modulm import LLM, SamplingParams
+from modulm import LLM, BeamSearchParams, SamplingParams
 from modulm.testing.checkpoints import make_tiny
 
 TOKENS = 8
@@ -106,7 +106,7 @@ def test_counting_penalties(llm, reference) -> None:
 
 def test_beams(llm, reference) -> None:
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-    found = llm.beam_search(prompts, beam_width=3, max_tokens=TOKENS, ignore_eos=True)
+    found = llm.beam_search(prompts, BeamSearchParams(3, TOKENS, ignore_eos=True))
     for prompt, output in zip(PROMPTS, found, strict=True):
         expected = continued(reference, prompt, num_beams=3, num_return_sequences=3)
         assert [beam.tokens[len(prompt) :] for beam in output.sequences] == expected

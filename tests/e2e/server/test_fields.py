@@ -72,7 +72,9 @@ BAD_IN_BOTH: dict[str, list[Any]] = {
     "model": [None, 5],
     "user": ["x" * 1_000_000, 5],
     "request_id": ["x" * 10_000, 5],
-    "use_beam_search": [True],
+    "use_beam_search": ["yes", 1],
+    "length_penalty": [2.0, "x"],
+    "early_stopping": [True, "always"],
     "logprob_token_ids": [list(range(129)), [-1]],
     "response_format": [
         "json", {"type": "sound"}, {}, {"type": "json_schema"},

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from modulm.config import EngineConfig
 from modulm.contracts.sampling import SamplingParams
+from modulm.engine.beam import BeamSearchParams
 from modulm_command_bench.samples import Recipe, Sample, make_samples
 
 __all__ = ["Latency", "latency", "throughput"]
@@ -64,9 +65,8 @@ def latency(config: EngineConfig, flags: Latency) -> dict[str, Any]:
 
 def _batch(engine: Any, prompts: Sequence[Any], flags: Latency) -> Callable[[], object]:
     if flags.beams:
-        return lambda: engine.beam_search(
-            prompts, beam_width=flags.n, max_tokens=flags.output_len, ignore_eos=True
-        )
+        beams = BeamSearchParams(flags.n, flags.output_len, ignore_eos=True)
+        return lambda: engine.beam_search(prompts, beams)
     params = SamplingParams(
         n=flags.n,
         temperature=1.0,

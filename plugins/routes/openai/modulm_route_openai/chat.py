@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from modulm.contracts.route import RouteContext
     from modulm.contracts.sampling import SamplingParams
+    from modulm.engine.beam import BeamSearchParams
     from modulm_route_openai.schema import ChatRequest
 
 __all__ = ["Chat"]
@@ -142,7 +143,7 @@ class Chat:
 
     def _params(
         self, body: ChatRequest, tools: Sequence[Mapping[str, Any]], choice: Any
-    ) -> tuple[str | None, SamplingParams]:
+    ) -> tuple[str | None, SamplingParams | BeamSearchParams]:
         formats, structured = body.response_format, body.structured_outputs
         found = only_one(
             tools=forced_tool(choice, tools, body.parallel_tool_calls is not False),

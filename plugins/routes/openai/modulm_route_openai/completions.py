@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
+from modulm.engine.beam import BeamSearchParams
 from modulm.server.constraints import from_response_format, from_structured, only_one
 from modulm.server.desk import Prompt, Running, merged
 from modulm.server.sampling import LIMITS, not_yet, sampling_params
@@ -49,7 +50,7 @@ class _Job:
     model: str
     body: CompletionRequest
     prompts: tuple[Prompt, ...]
-    params: SamplingParams
+    params: SamplingParams | BeamSearchParams
     nothing: bool
 
     @property
@@ -94,7 +95,7 @@ class Completions:
             nothing=nothing,
         )
 
-    def _params(self, body: CompletionRequest, nothing: bool) -> SamplingParams:
+    def _params(self, body: CompletionRequest, nothing: bool) -> SamplingParams | BeamSearchParams:
         formats = body.response_format
         found = only_one(
             response_format=None if formats is None else from_response_format(formats),
@@ -111,6 +112,10 @@ class Completions:
             logprobs=body.logprobs,
             constraint=None if found is None else found[1],
         )
+        if isinstance(params, BeamSearchParams):
+            if body.echo and body.logprobs is not None:
+                raise bad_field("echo", "echo: without logprobs where use_beam_search is true")
+            return params
         if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
             params = params.with_(prompt_logprobs=body.logprobs)
         return params
