@@ -198,9 +198,9 @@ def _use_plugins(joined: Draft) -> None:
         "reasoning_parser_plugin": config.structured_outputs.reasoning_parser_plugin,
     }
     named = [spec.name for _, spec in all_flags() if spec.kind and spec.name in joined.origins]
-    if not (config.device.plugins or named or any(files.values())):
+    if not (config.device.plugins or config.device.plugin_config or named or any(files.values())):
         return
-    from modulm.config.resolve import check_names
+    from modulm.config.resolve import check_names, check_plugin_config
     from modulm.plugins import PluginManager, configure, current
     from modulm.plugins.files import load_file
     from modulm.plugins.selection import Selection
@@ -213,6 +213,7 @@ def _use_plugins(joined: Draft) -> None:
         if path:
             load_file(flag, path)
     check_names(config, current(), named)
+    check_plugin_config(config, current())
 
 
 def _usage(error: ConfigError, ctx: click.Context) -> click.UsageError:

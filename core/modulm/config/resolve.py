@@ -5,7 +5,7 @@ Order: what the user gave stays; then what plugins propose; then what platform a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from attrs import field, frozen
@@ -16,9 +16,10 @@ from modulm.contracts.platform import Platform
 from modulm.errors import ConfigError, PluginError
 from modulm.plugins import defaults
 from modulm.plugins.explain import Decision, Verdict
+from modulm.plugins.kinds import KINDS
 from modulm.plugins.manager import PluginManager
 
-__all__ = ["Resolved", "Use", "check_names", "choose_platform", "resolve"]
+__all__ = ["Resolved", "Use", "check_names", "check_plugin_config", "choose_platform", "resolve"]
 
 Use = Literal["offline", "server"]
 
@@ -74,7 +75,12 @@ def choose_platform(config: EngineConfig, plugins: PluginManager) -> tuple[Platf
     """
     wanted = config.device.device
     chosen = defaults.choose_platform(plugins, None if wanted == "auto" else wanted)
-    return chosen.driver(), chosen.decision
+    name = str(chosen.decision.winner)
+    table = {**config.device.additional_config, **config.device.options("platforms", name)}
+    options = plugins.options("platforms", name, table)
+    # A driver that has options is made with them; the contract knows only those without.
+    driver: Callable[..., Platform] = chosen.driver
+    return driver() if options is None else driver(options), chosen.decision
 
 
 def check_names(
@@ -104,6 +110,38 @@ def _check_name(spec: Flag, name: str, plugins: PluginManager) -> None:
         raise ConfigError(spec.name, f"{error}{hint}") from error
 
 
+#: Kinds whose drivers check their table themselves: when they are made, or told the configuration.
+_SELF_CHECKED = frozenset({"attention", "hooks", "loaders", "quantization"})
+
+
+def check_plugin_config(config: EngineConfig, plugins: PluginManager) -> None:
+    """Raise ConfigError for options in `--plugin-config` that no installed driver takes.
+
+    Imports the drivers that are named there.
+    """
+    for kind, drivers in config.device.plugin_config.items():
+        for name, table in drivers.items():
+            try:
+                _check_options(kind, name, table, plugins)
+            except PluginError as error:
+                raise ConfigError("plugin_config", str(error)) from error
+            except ConfigError as error:
+                raise ConfigError("plugin_config", f"{error.field}: {error.message}") from error
+
+
+def _check_options(kind: str, name: str, table: Mapping[str, Any], plugins: PluginManager) -> None:
+    if kind == "hooks":
+        known = [entry.name for entry in plugins.everything() if entry.kind == kind]
+        if name not in known:
+            raise ConfigError(kind, f"no hook plugin {name!r} is installed{suggest(name, known)}")
+    elif kind not in KINDS:
+        raise ConfigError(kind, f"there is no such kind{suggest(kind, [*KINDS, 'hooks'])}")
+    else:
+        plugins.find(kind, name)
+    if kind not in _SELF_CHECKED:
+        plugins.options(kind, name, table)
+
+
 def resolve(
     config: EngineConfig,
     *,
@@ -121,6 +159,7 @@ def resolve(
     their defaults. Raises ConfigError for a value that checkpoint or platform cannot carry out.
     """
     check_names(config, plugins)
+    check_plugin_config(config, plugins)
     state = _Open(config, frozenset(config.changed() if given is None else given))
     state = _proposals(state, plugins)
     state = _dtype(state, platform, hf_config, stored_dtype)

@@ -159,7 +159,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError("config", f"cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError("config", f"{path} is not valid YAML: {error}") from error
+        told = " ".join(str(error).split())
+        raise ConfigError("config", f"{path} is not valid YAML: {told}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -460,7 +460,8 @@ def main(descriptor: int) -> int:
             host.engine.run()
             host.stop()
     except Exception as error:
-        log.error("the engine did not start: %s", error)
+        if not isinstance(error, ModulmError):
+            log.error("the engine did not start: %s", error)
         server.refuse(error)
         server.flush()
         return 1

@@ -107,7 +107,8 @@ class Choices:
 
     def _method(self, name: str, table: Mapping[str, Any], ops: OpTable) -> QuantizationMethod:
         driver = self.plugins.load("quantization", name)
-        options = self.plugins.options("quantization", name, dict(table))
+        given = self.config.device.options("quantization", name)
+        options = self.plugins.options("quantization", name, {**table, **given})
         method: QuantizationMethod = driver(options, self.platform, ops)
         return method
 
@@ -117,10 +118,9 @@ class Choices:
         Raises CheckpointError if no installed loader does.
         """
         wanted, path = self.config.load.load_format, self.checkpoint.path
-        driver = self._keep(
-            defaults.choose_loader(self.plugins, path, None if wanted == "auto" else wanted)
-        )
-        return driver(path, dict(self.config.load.model_loader_extra_config))
+        chosen = defaults.choose_loader(self.plugins, path, None if wanted == "auto" else wanted)
+        given = self.config.device.options("loaders", str(chosen.decision.winner))
+        return self._keep(chosen)(path, {**self.config.load.model_loader_extra_config, **given})
 
     def backend(self, spec: AttentionSpec, ops: OpTable) -> AttentionBackend:
         """The attention backend of a spec; layers with equal specs share one."""
@@ -136,7 +136,9 @@ class Choices:
         )
         driver = self._keep(chosen)
         size = self._block_size(driver.block_sizes(spec))
-        return driver(spec, self.platform, ops, size, self.config.attention.attention_options)
+        given = self.config.device.options("attention", str(chosen.decision.winner))
+        options = {**self.config.attention.attention_options, **given}
+        return driver(spec, self.platform, ops, size, options)
 
     def _block_size(self, sizes: Sequence[int]) -> int:
         """--block-size where the backend can do it, else the backend's own best."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from modulm.errors import ConfigError
+from modulm.loading import open_checkpoint
 from modulm.plugins import manager
 from modulm.server.app import Served, create_app, served_names
 from modulm.server.auth import read_keys
@@ -60,14 +61,16 @@ def serve(
 ) -> int:
     """Serve until SIGTERM or Ctrl-C; the exit code of the process.
 
-    The address is taken before the model is loaded, so that a port in use is known at once;
-    connections are refused until the model is ready. `announce` gets the banner. Raises
-    ConfigError for an address that cannot be used or must not be served without a key.
+    The address is taken and the checkpoint found before an engine is made, so that a port in use
+    or a wrong name is known at once; connections are refused until the model is ready. `announce`
+    gets the banner. Raises ConfigError for an address that cannot be used or must not be served
+    without a key, CheckpointError for a model that is not there.
     """
     check_exposure(config.frontend)
-    config = with_declared_parsers(config)
     sock = open_socket(config.frontend)
     try:
+        open_checkpoint(config)
+        config = with_declared_parsers(config)
         engine = make_engine(config)
         try:
             served = create_app(engine, config)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from attrs import frozen
 
 from modulm.config import EngineConfig
 from modulm.config.resolve import Resolved, choose_platform, resolve
@@ -198,6 +199,68 @@ def test_names_that_no_plugin_offers(
     with pytest.raises(ConfigError, match="no installed plugin") as caught:
         run(plugins, **flags)
     assert caught.value.field == field
+
+
+@frozen
+class Options:
+    speed: int = 1
+
+
+class Tunable(Machine):
+    name: ClassVar[str] = "tunable"
+    Config = Options
+
+    def __init__(self, options: Options) -> None:
+        self.speed = options.speed
+
+
+@pytest.mark.parametrize(
+    ("flags", "speed"),
+    [
+        ({}, 1),
+        ({"additional_config": {"speed": 2}}, 2),
+        ({"plugin_config": {"platforms": {"tunable": {"speed": 3}}}}, 3),
+    ],
+)
+def test_a_platform_is_made_with_its_options(
+    plugins: PluginManager, flags: dict[str, Any], speed: int
+) -> None:
+    plugins.register("platforms", "tunable", Tunable)
+    made, _ = choose_platform(EngineConfig.from_keywords(device="tunable", **flags), plugins)
+    assert isinstance(made, Tunable)
+    assert made.speed == speed
+
+
+@pytest.mark.parametrize("options", [{"sped": 2}, {"speed": "2"}])
+def test_a_platform_refuses_options_that_it_has_not(
+    plugins: PluginManager, options: dict[str, Any]
+) -> None:
+    plugins.register("platforms", "tunable", Tunable)
+    for name in ("tunable", "machine"):
+        config = EngineConfig.from_keywords(device=name, additional_config=options)
+        with pytest.raises(ConfigError, match=f"platforms.{name}"):
+            choose_platform(config, plugins)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"platform": {"machine": {}}}, "no such kind; did you mean 'platforms'"),
+        ({"platforms": {"machin": {}}}, "no installed plugin provides platform 'machin'"),
+        ({"platforms": {"machine": {"speed": 1}}}, "takes no options, got speed"),
+        ({"platforms": {"tunable": {"sped": 1}}}, "unknown option sped; there are speed"),
+        ({"platforms": {"tunable": 5}}, "a table of options is needed"),
+        ({"platforms": 5}, "a table of drivers is needed"),
+        ({"hooks": {"nobody": {}}}, "no hook plugin 'nobody' is installed"),
+    ],
+)
+def test_options_that_nobody_takes_are_refused(
+    plugins: PluginManager, table: dict[str, Any], message: str
+) -> None:
+    plugins.register("platforms", "tunable", Tunable)
+    with pytest.raises(ConfigError, match=message) as caught:
+        run(plugins, plugin_config=table)
+    assert caught.value.field == "plugin_config"
 
 
 def proposing(*proposals: Proposal) -> Any:

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 from attrs import frozen
 
-from modulm.config.schema.flags import equip, flag, later
+from modulm.config.schema.flags import equip, flag, later, read_mapping
+from modulm.errors import ConfigError
 
 __all__ = ["DeviceConfig"]
 
@@ -17,6 +18,18 @@ def _terms(value: Any) -> tuple[str, ...] | None:
     items = [value] if isinstance(value, str) else list(value or ())
     terms = tuple(term.strip() for item in items for term in str(item).split(",") if term.strip())
     return terms or None
+
+
+def _options(value: Any) -> Mapping[str, Any]:
+    """A table of tables of tables; whether somebody reads them is checked with the plugins."""
+    table = read_mapping("plugin_config", value)
+    for kind, drivers in table.items():
+        if not isinstance(drivers, Mapping):
+            raise ConfigError("plugin_config", f"{kind}: a table of drivers is needed")
+        for name, options in drivers.items():
+            if not isinstance(options, Mapping):
+                raise ConfigError("plugin_config", f"{kind}.{name}: a table of options is needed")
+    return table
 
 
 @frozen(kw_only=True, field_transformer=equip)
@@ -42,9 +55,7 @@ class DeviceConfig:
     numa_bind_cpus: tuple[str, ...] | None = flag(
         None, "Cores to bind to.", state=later("binding to memory nodes")
     )
-    additional_config: Mapping[str, Any] = flag(
-        {}, "Options of the platform.", state=later("options of platforms")
-    )
+    additional_config: Mapping[str, Any] = flag({}, "Options of the platform, checked by it.")
     plugins: tuple[str, ...] | None = flag(
         None,
         "Plugins that take part, by name or distribution; None: all. -NAME leaves one out.",
@@ -52,6 +63,11 @@ class DeviceConfig:
     )
     plugin_config: Mapping[str, Any] = flag(
         {},
-        "Options of drivers: {kind: {name: {option: value}}}.",
-        state=later("options of every kind; --attention-options and --quantization-config work"),
+        "Options of drivers, checked by them: {kind: {name: {option: value}}}.",
+        parse=_options,
     )
+
+    def options(self, kind: str, name: str) -> Mapping[str, Any]:
+        """What `plugin_config` holds for one driver."""
+        table: Mapping[str, Any] = self.plugin_config.get(kind, {}).get(name, {})
+        return table

@@ -117,8 +117,7 @@ class ModelConfig:
     )
     enforce_eager: bool = flag(
         False,
-        "Run operation by operation, without captured graphs.",
-        state=no_effect("graphs are not captured; every step already runs eagerly"),
+        "Run operation by operation, without recording steps to repeat them.",
     )
     max_logprobs: int = flag(
         20, "Most log probabilities a request may ask for; -1: the whole vocabulary.", least=-1
