@@ -45,14 +45,20 @@ class CacheSpec:
 class StatePlan:
     """The plan of a state group: which slot each row of the step reads and writes.
 
-    slots: [rows] int64; fresh: [rows] bool, the row starts from zeros (its slot holds garbage);
-    query_starts: [rows + 1] int32; counts: tuple of the rows' token counts, on the host.
+    slots: [rows] int64, where the state goes that the row's last token leaves; sources: [rows]
+    int64, where the state before its first token lies (None: in `slots`); fresh: [rows] bool, the
+    row starts from zeros (its source holds garbage); query_starts: [rows + 1] int32. On the host:
+    counts, the rows' tokens; starts, their first positions (empty: all 0); kept: states on the way
+    that are wanted as well, as (row's place in the step, its tokens up to there, slot).
     """
 
     slots: torch.Tensor
     fresh: torch.Tensor
     query_starts: torch.Tensor
     counts: tuple[int, ...]
+    starts: tuple[int, ...] = ()
+    sources: torch.Tensor | None = None
+    kept: tuple[tuple[int, int, int], ...] = ()
 
 
 @frozen(eq=False)

@@ -13,6 +13,7 @@ from torch.nn import Module
 from modulm.contracts.model import StateSpec
 from modulm.errors import UnsupportedError
 from modulm.nn.activation import activation
+from modulm.ops.recurrence import begin, selective_scan, walk
 
 if TYPE_CHECKING:
     from modulm.contracts.model import Batch, StatePlan
@@ -32,50 +33,22 @@ def single_rank(b: Builder) -> None:
 def recur(states: Tensor, plan: StatePlan, step: Step, out: Tensor) -> None:
     """Walk all rows forward side by side, from their states in `states` [slots, ...] to new ones.
 
-    `step(state, tokens)` takes the states [n, ...] of the rows that have a next token and those
-    tokens' indices [n]; it changes the states in place and returns what the tokens give, which
-    goes to `out` [tokens, ...]. It is called as often as the longest row has tokens: once when
-    every row has one.
+    For recurrences that have no op. `step(state, tokens)` takes the states [n, ...] of the rows
+    that have a next token and those tokens' indices [n]; it changes the states in place and
+    returns what the tokens give, which goes to `out` [tokens, ...]. It is called as often as the
+    longest row has tokens: once when every row has one.
     """
-    counts = plan.counts
-    order = sorted(range(len(counts)), key=lambda row: -counts[row])
-    rows = torch.tensor(order, device=states.device)
-    slots, starts = plan.slots[rows], plan.query_starts[rows].long()
-    state = _begin(states, slots, plan.fresh[rows])
-    live = len(order)
-    for place in range(counts[order[0]]):
-        while counts[order[live - 1]] <= place:
-            live -= 1
-        tokens = starts[:live] + place
-        out[tokens] = step(state[:live], tokens)
-    states[slots] = state
 
+    def segment(state: Tensor, at: Tensor) -> Tensor:
+        given = out.new_empty(*at.shape, *out.shape[1:])
+        for place in range(at.shape[1]):
+            here = (at[:, place] < out.shape[0]).nonzero().squeeze(1)
+            moved = state[here]
+            given[here, place] = step(moved, at[here, place])
+            state[here] = moved
+        return given
 
-def selective_scan(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, states: Tensor, plan: StatePlan
-) -> Tensor:
-    """state = exp(dt a) state + dt b x and y = c state, token by token, in fp32.
-
-    x: [tokens, heads, dim]; dt: [tokens, heads], positive; a: [heads, 1] or [heads, size],
-    negative; b, c: [tokens, groups, size], each for heads / groups neighbouring heads; states:
-    [slots, heads, dim, size] fp32. Returns y like x, fp32.
-    """
-    tokens, heads, dim = x.shape
-    groups, size = b.shape[1:]
-    x, dt, b, c = x.float(), dt.float(), b.float(), c.float()
-    decay = (dt.unsqueeze(-1) * a).exp()
-    drive = x * dt.unsqueeze(-1)
-
-    def step(state: Tensor, at: Tensor) -> Tensor:
-        rows = state.shape[0]
-        state.mul_(decay[at].unsqueeze(2))
-        grouped = state.view(rows, groups, -1, size)
-        grouped += drive[at].view(rows, groups, -1, 1) * b[at].unsqueeze(2)
-        return (grouped @ c[at].unsqueeze(-1)).view(rows, heads, dim)
-
-    y = x.new_empty(tokens, heads, dim)
-    recur(states, plan, step, y)
-    return y
+    walk(states, plan, step, segment, out)
 
 
 class CausalConv(Module):
@@ -99,13 +72,15 @@ class CausalConv(Module):
 
     def forward(self, x: Tensor, states: Tensor, plan: StatePlan) -> Tensor:
         """x: [tokens, channels] -> the same shape."""
-        past = _begin(states, plan.slots, plan.fresh)
+        past = begin(states, plan)
         if max(plan.counts) == 1:
             seen = torch.cat([past, x.unsqueeze(1)], 1)
             states[plan.slots] = seen[:, 1:]
             return self._convolve(seen).squeeze(1)
         rows = [torch.cat(row) for row in zip(past, torch.split(x, list(plan.counts)), strict=True)]
         states[plan.slots] = torch.stack([row[row.shape[0] - self.state[0] :] for row in rows])
+        for row, tokens, slot in plan.kept:
+            states[slot] = rows[row][tokens : tokens + self.state[0]]
         return torch.cat([self._convolve(row) for row in rows])
 
     def _convolve(self, seen: Tensor) -> Tensor:
@@ -162,6 +137,7 @@ class StateSpaceMixer(Module):
         self.out = b.row_linear("out_proj", inner, hidden, bias=bias)
         state = ("state", (heads, head_dim, size), "float32")
         self.cache = b.cache(StateSpec((("conv", self.conv.state, b.dtype), state)))
+        self.scan = b.ops.selective_scan
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
@@ -172,7 +148,7 @@ class StateSpaceMixer(Module):
         inputs = inputs.reshape(tokens, self.heads, -1).float()
         b, c = (part.reshape(tokens, self.groups, -1) for part in (b, c))
         a = -self.a_log.exp().unsqueeze(-1)
-        y = selective_scan(inputs, dt, a, b, c, cache["state"], plan)
+        y = self.scan(inputs, dt, a, b, c, cache["state"], plan)
         y = y + self.skip.unsqueeze(-1) * inputs
         mixed_out: Tensor = self.out(self._normed(y.flatten(1), gate).to(x.dtype))
         return mixed_out
@@ -181,9 +157,3 @@ class StateSpaceMixer(Module):
         """y, gate: [tokens, inner]."""
         gated = (y * F.silu(gate.float())).view(y.shape[0], self.groups, -1)
         return F.rms_norm(gated, gated.shape[-1:], eps=self.eps).flatten(1) * self.norm_weight
-
-
-def _begin(states: Tensor, slots: Tensor, fresh: Tensor) -> Tensor:
-    """A copy of the slots' states; zeros for fresh rows, whose slots hold garbage."""
-    held = states[slots]
-    return held.masked_fill_(fresh.view(-1, *[1] * (held.dim() - 1)), 0.0)

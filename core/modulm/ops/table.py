@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from modulm.ops import recurrence, sampling_twins, twins
 
 if TYPE_CHECKING:
-    from modulm.contracts.kernels import KernelProvider, Op
+    from modulm.contracts.kernels import Forward, KernelProvider, Op
 
 __all__ = ["BUNDLES", "TWIN", "OpTable", "bind", "twin_ops"]
 
@@ -30,11 +30,24 @@ class OpTable:
     refusals: Mapping[str, str]
 
     def __init__(
-        self, ops: Mapping[str, Op], providers: Mapping[str, str], refusals: Mapping[str, str]
+        self,
+        ops: Mapping[str, Op],
+        providers: Mapping[str, str],
+        refusals: Mapping[str, str],
+        recorders: Sequence[Callable[[Forward], Forward]] = (),
     ) -> None:
         self.__dict__.update(ops)
+        self._recorders = tuple(recorders)
         self.providers = MappingProxyType(dict(providers))
         self.refusals = MappingProxyType(dict(refusals))
+
+    def recorded(self, forward: Forward) -> Forward:
+        """`forward` as the best provider records and repeats it (`KernelProvider.recorded`)."""
+        for recorder in self._recorders:
+            made = recorder(forward)
+            if made is not forward:
+                return made
+        return forward
 
     def __getattr__(self, name: str) -> Op:
         raise AttributeError(
@@ -72,4 +85,4 @@ def bind(providers: Sequence[KernelProvider] = (), **facts: Any) -> OpTable:
                 ops[name], chosen[name] = op, provider.name
             else:
                 refusals[name] = f"{provider.name}: {reason}"
-    return OpTable(ops, chosen, refusals)
+    return OpTable(ops, chosen, refusals, [provider.recorded for provider in providers])

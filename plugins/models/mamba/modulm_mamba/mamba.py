@@ -21,7 +21,6 @@ from modulm.nn import (
     Norm,
     WeightNames,
     activation,
-    selective_scan,
     single_rank,
     size,
 )
@@ -89,6 +88,7 @@ class MambaMixer(Module):
         self.out = b.row_linear("out_proj", inner, c.hidden_size, bias=c.use_bias)
         state = ("state", (inner, 1, c.state_size), "float32")
         self.cache = b.cache(StateSpec((("conv", self.conv.state, b.dtype), state)))
+        self.scan = b.ops.selective_scan
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
@@ -97,7 +97,7 @@ class MambaMixer(Module):
         inputs = self.conv(inputs, cache["conv"], plan)
         dt, b, c = self.select(inputs).split(self.parts, -1)
         dt = F.softplus(self.step(dt).float())
-        found = selective_scan(
+        found = self.scan(
             inputs.unsqueeze(-1),
             dt,
             -self.a_log.exp(),

@@ -11,7 +11,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn import Module
 
-from modulm.contracts.model import Batch, StatePlan, StateSpec
+from modulm.contracts.model import Batch, StateSpec
 from modulm.nn import (
     Attention,
     Builder,
@@ -21,7 +21,6 @@ from modulm.nn import (
     PreNormLayer,
     Rewrite,
     WeightNames,
-    recur,
     single_rank,
     size,
     standard_attention,
@@ -89,6 +88,7 @@ class GatedDeltaNet(Module):
         self.out = b.row_linear("out_proj", values, c.hidden_size)
         state = ("state", (self.heads, key_dim, value_dim), "float32")
         self.cache = b.cache(StateSpec((("conv", self.conv.state, b.dtype), state)))
+        self.rule = b.ops.delta_rule
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
@@ -97,19 +97,22 @@ class GatedDeltaNet(Module):
         gate = parts[3].reshape(tokens, self.heads, -1)
         qkv = torch.cat([part.flatten(1) for part in parts[:3]], -1)
         q, k, v = self.conv(qkv, cache["conv"], plan).split(self.widths, -1)
-        beta, fade = self._rates(x)
-        q, k = (part.reshape(tokens, self.key_heads, -1) for part in (q, k))
-        v = v.reshape(tokens, self.heads, -1)
-        y = _gated_delta_rule(q, k, v, beta, fade, cache["state"], plan).to(x.dtype)
+        beta, decay = self._rates(x)
+        q, k = (_unit(part.reshape(tokens, self.key_heads, -1)) for part in (q, k))
+        q, v = q * q.shape[-1] ** -0.5, v.reshape(tokens, self.heads, -1)
+        y = self.rule(q, k, v, beta, decay, cache["state"], plan).to(x.dtype)
         y = self.norm(y) * F.silu(gate.float())
         mixed: Tensor = self.out(y.to(x.dtype).flatten(1))
         return mixed
 
     def _rates(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """How far a token moves the state, and how far that fades before: [tokens, heads] fp32."""
+        """How far a token moves the state, and the log of how far that fades before: fp32.
+
+        Both are [tokens, heads].
+        """
         rates = self.rates(x).float().view(x.shape[0], self.key_heads, 2, -1)
         beta, step = rates[:, :, 0].flatten(1).sigmoid(), rates[:, :, 1].flatten(1)
-        return beta, (-self.a_log.exp() * F.softplus(step + self.dt_bias)).exp()
+        return beta, -self.a_log.exp() * F.softplus(step + self.dt_bias)
 
 
 class Qwen3NextLayer(PreNormLayer):
@@ -175,29 +178,6 @@ def _attention(c: Qwen3NextConfig, b: Builder, index: int) -> Attention:
     at = b.at("self_attn")
     norms = (_norm(c, at, "q_norm", c.head_size), _norm(c, at, "k_norm", c.head_size))
     return standard_attention(c, b, index, qk_norm=norms, gate="q_gate")
-
-
-def _gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, fade: Tensor, states: Tensor, plan: StatePlan
-) -> Tensor:
-    """q, k: [tokens, key heads, key dim]; v: [tokens, heads, value dim] -> fp32 like v.
-
-    beta, fade: [tokens, heads]; states: [slots, heads, key dim, value dim] fp32.
-    """
-    each = v.shape[1] // k.shape[1]
-    q, k = (_unit(part).repeat_interleave(each, 1) for part in (q, k))
-    q, v = q * q.shape[-1] ** -0.5, v.float()
-
-    def step(state: Tensor, at: Tensor) -> Tensor:
-        key = k[at].unsqueeze(2)
-        state.mul_(fade[at][..., None, None])
-        change = (v[at].unsqueeze(2) - key @ state) * beta[at][..., None, None]
-        state += key.transpose(2, 3) @ change
-        return (q[at].unsqueeze(2) @ state).squeeze(2)
-
-    y = torch.empty_like(v)
-    recur(states, plan, step, y)
-    return y
 
 
 def _unit(x: Tensor) -> Tensor:

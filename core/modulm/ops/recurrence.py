@@ -1,0 +1,275 @@
+"""Recurrences in plain torch: many tokens of a row in matrix products, few one by one.
+
+A row is cut into segments at fixed positions, the multiples of SEGMENT, whatever the steps are
+that bring its tokens: a step that ends at such a position leaves the state that a longer step has
+there, bit for bit. Segments of a single token, such as all of a step that only decodes, are
+stepped; longer ones are filled up to SEGMENT with tokens that change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from modulm.contracts.model import StatePlan
+
+__all__ = ["delta_rule", "selective_scan"]
+
+#: Tokens that are computed together. States are only kept at multiples of it.
+SEGMENT = 64
+
+#: (states [n, ...] changed in place, places [n] or [n, SEGMENT] of tokens) -> what they give.
+Walk = Callable[[Tensor, Tensor], Tensor]
+
+
+def selective_scan(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, states: Tensor, plan: StatePlan
+) -> Tensor:
+    """state = exp(dt a) state + dt b x and y = c state, in fp32: [T, heads, dim] like x.
+
+    x: [T, heads, dim]; dt: [T, heads], positive; a: [heads, 1] or [heads, size], negative; b, c:
+    [T, groups, size], each for heads / groups neighbouring heads; states: [slots, heads, dim,
+    size] fp32. Where a head has one decay, a segment is three matrix products (Dao and Gu, arXiv
+    2405.21060, section 6); where each of `size` numbers has its own (arXiv 2312.00752), a parallel
+    scan.
+    """
+    x, dt, b, c = x.float(), dt.float(), b.float(), c.float()
+    rows = _Inputs(x * dt.unsqueeze(-1), dt, b, c)
+
+    def step(state: Tensor, at: Tensor) -> Tensor:
+        return _scan_token(state, rows.at(at), a)
+
+    y = x.new_empty(x.shape)
+    segment = _ssd if a.shape[1] == 1 else _doubling
+    return walk(states, plan, step, segment(rows, a), y)
+
+
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, states: Tensor, plan: StatePlan
+) -> Tensor:
+    """state = exp(decay) state, then moved by beta towards v at k; y = q state; fp32 like v.
+
+    q, k: [T, key heads, key dim], k of length 1; v: [T, heads, value dim], heads / key heads
+    neighbouring ones for each key head; beta, decay: [T, heads], decay negative; states: [slots,
+    heads, key dim, value dim] fp32. The gated delta rule and its form by segments: Yang et al.,
+    arXiv 2412.06464, section 3.3.
+    """
+    each = v.shape[1] // k.shape[1]
+    q, k, v, beta, decay = q.float(), k.float(), v.float(), beta.float(), decay.float()
+
+    def step(state: Tensor, at: Tensor) -> Tensor:
+        key, query = (part[at].repeat_interleave(each, 1).unsqueeze(2) for part in (k, q))
+        state.mul_(decay[at].exp()[..., None, None])
+        change = (v[at].unsqueeze(2) - key @ state) * beta[at][..., None, None]
+        state += key.transpose(2, 3) @ change
+        return (query @ state).squeeze(2)
+
+    padded = tuple(_with_zero(part) for part in (q, k, v, beta, decay))
+
+    def segment(state: Tensor, at: Tensor) -> Tensor:
+        query, key, value, moved, fade = (part[at].transpose(1, 2) for part in padded)
+        query, key = (part.repeat_interleave(each, 1) for part in (query, key))
+        return _delta_segment(state, query, key, value, moved.unsqueeze(-1), fade)
+
+    return walk(states, plan, step, segment, v.new_empty(v.shape))
+
+
+def _delta_segment(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor
+) -> Tensor:
+    """One segment of n rows: q, k, v: [n, heads, SEGMENT, dim]; beta: [..., 1]; decay: [...]."""
+    total = decay.cumsum(-1)
+    grown = total.exp().unsqueeze(-1)
+    between = _decays(total)
+    mixing = (k @ k.transpose(2, 3) * between * beta).tril(-1)
+    change = torch.linalg.solve_triangular(
+        mixing, beta * (v - grown * (k @ state)), upper=False, unitriangular=True
+    )
+    y = grown * (q @ state) + (q @ k.transpose(2, 3) * between) @ change
+    left = (total[..., -1:] - total).exp().unsqueeze(-1)
+    state.mul_(grown[:, :, -1:]).add_((k * left).transpose(2, 3) @ change)
+    return y.transpose(1, 2)
+
+
+@frozen(eq=False)
+class _Inputs:
+    """What a scan reads, by token; `padded` has one token more that changes nothing.
+
+    drive: [T, heads, dim], dt: [T, heads], b, c: [T, groups, size].
+    """
+
+    drive: Tensor
+    dt: Tensor
+    b: Tensor
+    c: Tensor
+
+    def at(self, places: Tensor) -> _Inputs:
+        """The tokens at `places`, of any shape."""
+        return _Inputs(self.drive[places], self.dt[places], self.b[places], self.c[places])
+
+    def padded(self) -> _Inputs:
+        """The same with a last token of zeros."""
+        return _Inputs(*(_with_zero(x) for x in (self.drive, self.dt, self.b, self.c)))
+
+
+def _scan_token(state: Tensor, token: _Inputs, a: Tensor) -> Tensor:
+    """One token of each of n rows; state: [n, heads, dim, size] -> [n, heads, dim]."""
+    rows, heads, dim, size = state.shape
+    groups = token.b.shape[1]
+    state.mul_((token.dt.unsqueeze(-1) * a).exp().unsqueeze(2))
+    grouped = state.view(rows, groups, -1, size)
+    grouped += token.drive.view(rows, groups, -1, 1) * token.b.unsqueeze(2)
+    return (grouped @ token.c.unsqueeze(-1)).view(rows, heads, dim)
+
+
+def _ssd(inputs: _Inputs, a: Tensor) -> Walk:
+    """Segments of a scan with one decay per head, as matrix products."""
+    padded = inputs.padded()
+    groups = inputs.b.shape[1]
+
+    def segment(state: Tensor, at: Tensor) -> Tensor:
+        part = padded.at(at)
+        n, length, heads, dim = part.drive.shape
+        total = (part.dt * a.squeeze(1)).cumsum(1).transpose(1, 2)
+        drive = part.drive.transpose(1, 2)
+        b, c = part.b.transpose(1, 2), part.c.transpose(1, 2)
+        weights = (c @ b.transpose(2, 3)).repeat_interleave(heads // groups, 1) * _decays(total)
+        y = weights @ drive
+        held = state.view(n, groups, -1, state.shape[-1])
+        carried = (c @ held.transpose(2, 3)).view(n, groups, length, -1, dim)
+        y += carried.transpose(2, 3).reshape(y.shape) * total.exp().unsqueeze(-1)
+        left = (total[..., -1:] - total).exp().unsqueeze(-1)
+        kept = (drive * left).transpose(2, 3).reshape(n, groups, -1, length) @ b
+        state.mul_(total[..., -1:, None].exp()).add_(kept.view(state.shape))
+        return y.transpose(1, 2)
+
+    return segment
+
+
+def _doubling(inputs: _Inputs, a: Tensor) -> Walk:
+    """Segments of a scan whose numbers each fade at their own pace: spans of 1, 2, 4, ... tokens
+    are joined to spans of twice the length (Hillis and Steele, CACM 29 (1986)).
+    """
+    padded = inputs.padded()
+
+    def segment(state: Tensor, at: Tensor) -> Tensor:
+        part = padded.at(at)
+        n, length, heads, dim = part.drive.shape
+        groups, size = part.b.shape[2:]
+        fade = (part.dt.unsqueeze(-1) * a).exp().unsqueeze(3)
+        drive = part.drive.view(n, length, groups, -1, 1) * part.b.unsqueeze(3)
+        found = drive.view(n, length, heads, dim, size)
+        span = 1
+        while span < length:
+            found = torch.cat(
+                [found[:, :span], torch.addcmul(found[:, span:], fade[:, span:], found[:, :-span])],
+                1,
+            )
+            fade = torch.cat([fade[:, :span], fade[:, span:] * fade[:, :-span]], 1)
+            span *= 2
+        found = torch.addcmul(found, fade, state.unsqueeze(1))
+        state.copy_(found[:, -1])
+        y = found.view(n, length, groups, -1, size) @ part.c.unsqueeze(-1)
+        return y.view(n, length, heads, dim)
+
+    return segment
+
+
+def walk(states: Tensor, plan: StatePlan, step: Walk, segment: Walk, out: Tensor) -> Tensor:
+    """Take all rows forward by segments, from the states they had to the ones they leave.
+
+    states: [slots, ...]; out: [T, ...], filled and returned. `step` and `segment` see rows side
+    by side, and are called as often as the row of most segments has some.
+    """
+    state = begin(states, plan)
+    padded = out.new_empty(out.shape[0] + 1, *out.shape[1:])
+    for wave in _waves(plan, out.shape[0]):
+        for rows, places, advance in ((wave.long, wave.segments, segment), (*wave.short, step)):
+            if len(rows):
+                index = torch.tensor(rows, device=states.device)
+                moved, at = state[index], places.to(states.device)
+                padded[at] = advance(moved, at)
+                state[index] = moved
+        for row, slot in wave.kept:
+            states[slot] = state[row]
+    states[plan.slots] = state
+    out.copy_(padded[:-1])
+    return out
+
+
+def begin(states: Tensor, plan: StatePlan) -> Tensor:
+    """A copy of the rows' states; zeros for fresh rows, whose slots hold garbage."""
+    held = states[plan.slots if plan.sources is None else plan.sources]
+    return held.masked_fill_(plan.fresh.view(-1, *[1] * (held.dim() - 1)), 0.0)
+
+
+@frozen(eq=False)
+class _Wave:
+    """The next segment of every row that has one.
+
+    long: rows with several tokens, segments: [n, SEGMENT] their places; short: rows with one, and
+    those. kept: (row, slot) of states to be kept after it.
+    """
+
+    long: list[int]
+    segments: Tensor
+    short: tuple[list[int], Tensor]
+    kept: list[tuple[int, int]] = field(factory=list)
+
+
+def _waves(plan: StatePlan, tokens: int) -> list[_Wave]:
+    """The step's segments in order; places past an end are `tokens`, the token of zeros."""
+    counts, starts = plan.counts, plan.starts or (0,) * len(plan.counts)
+    if max(counts) == 1:
+        return [_wave([(row, row, 1) for row in range(len(counts))], tokens, [])]
+    pieces: list[list[tuple[int, int, int]]] = []
+    ends: dict[tuple[int, int], int] = {}
+    first = 0
+    for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        at = 0
+        for index in range((start % SEGMENT + count + SEGMENT - 1) // SEGMENT):
+            size = min(SEGMENT - (start + at) % SEGMENT, count - at)
+            if index == len(pieces):
+                pieces.append([])
+            pieces[index].append((row, first + at, size))
+            at += size
+            ends[row, at] = index
+        first += count
+    kept: list[list[tuple[int, int]]] = [[] for _ in pieces]
+    for row, at, slot in plan.kept:
+        kept[ends[row, at]].append((row, slot))
+    return [_wave(piece, tokens, held) for piece, held in zip(pieces, kept, strict=True)]
+
+
+def _wave(pieces: list[tuple[int, int, int]], tokens: int, kept: list[tuple[int, int]]) -> _Wave:
+    """pieces: (row, first token, tokens)."""
+    long = [piece for piece in pieces if piece[2] > 1]
+    short = [piece for piece in pieces if piece[2] == 1]
+    firsts = torch.tensor([first for _, first, _ in long], dtype=torch.int64).unsqueeze(1)
+    sizes = torch.tensor([size for _, _, size in long], dtype=torch.int64).unsqueeze(1)
+    ramp = torch.arange(SEGMENT).unsqueeze(0)
+    places = torch.where(ramp < sizes, firsts + ramp, tokens)
+    singles = torch.tensor([first for _, first, _ in short], dtype=torch.int64)
+    rows = [row for row, _, _ in short]
+    return _Wave([row for row, _, _ in long], places, (rows, singles), kept)
+
+
+def _decays(total: Tensor) -> Tensor:
+    """exp of the sums of decays from each token (last index) to each later one, 0 to earlier ones.
+
+    total: [..., SEGMENT], sums up to and including each token.
+    """
+    spans = total.unsqueeze(-1) - total.unsqueeze(-2)
+    size = total.shape[-1]
+    later = torch.ones(size, size, dtype=torch.bool, device=total.device).triu(1)
+    return spans.masked_fill(later, -torch.inf).exp()
+
+
+def _with_zero(x: Tensor) -> Tensor:
+    """x: [T, ...] and a token of zeros."""
+    return torch.cat([x, x.new_zeros(1, *x.shape[1:])])
