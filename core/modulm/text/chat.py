@@ -32,9 +32,7 @@ __all__ = [
     "encode_chat",
     "load_template",
     "normalise",
-    "pieces",
     "render",
-    "seal",
 ]
 
 ContentFormat = Literal["string", "openai"]
@@ -129,8 +127,8 @@ def encode_chat(
     What users and tools say cannot become control tokens: it is tokenized as text. The template
     writes the tokens that begin a prompt; `add_special_tokens` is for one that does not.
     """
-    sealed = seal(messages, tokenizer.special_tokens)
-    first, *others = pieces(render(sealed, tokenizer=tokenizer, **options))
+    sealed = _seal(messages, tokenizer.special_tokens)
+    first, *others = _pieces(render(sealed, tokenizer=tokenizer, **options))
     ids = list(tokenizer.encode(first, add_special_tokens=add_special_tokens))
     for piece in others:
         ids += tokenizer.encode(piece, add_special_tokens=False)
@@ -223,12 +221,12 @@ def normalise(
     return [_message(index, message, content) for index, message in enumerate(messages)]
 
 
-def seal(
+def _seal(
     messages: Sequence[Mapping[str, Any]], special: Sequence[str]
 ) -> Sequence[Mapping[str, Any]]:
     """Messages in which what users and tools say cannot become control tokens.
 
-    A seam is put into every special token that is written out in their text; `pieces` cuts the
+    A seam is put into every special token that is written out in their text; `_pieces` cuts the
     rendered prompt there, so that no piece holds one. `special`: the texts of special tokens.
     """
     pattern = _any_of(tuple(special))
@@ -240,7 +238,7 @@ def seal(
     ]
 
 
-def pieces(text: str) -> list[str]:
+def _pieces(text: str) -> list[str]:
     """A prompt rendered from sealed messages, cut at its seams; joined, they are the prompt."""
     return text.split(_SEAM)
 

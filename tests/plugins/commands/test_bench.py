@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -247,9 +248,14 @@ def test_wrong_goodput(pair: str) -> None:
 
 
 def test_compare_shows_ratios() -> None:
-    text = compare({"a": 2.0, "b": 1, "c": "x"}, {"a": 3.0, "b": 0, "c": "y"})
-    assert "1.50" in text
-    assert "x" not in text
+    text = compare(
+        [{"label": "one", "a": 2.0, "b": 0, "c": "x"}, {"a": 3.0, "b": 1, "c": "y"},
+         {"label": "three", "a": 1.0, "b": 0}]
+    )  # fmt: skip
+    head, first, second = text.splitlines()
+    assert head.split() == ["one", "2", "ratio", "three", "ratio"]
+    assert first.split() == ["a", "2.00", "3.00", "1.50", "1.00", "0.50"]
+    assert second.split() == ["b", "0", "1", "-", "0", "-"]
 
 
 # Against a socket.
@@ -317,8 +323,48 @@ def test_the_command_saves_what_it_measured(
 
 
 @pytest.mark.parametrize(
+    ("flags", "name", "values"),
+    [
+        (["--concurrencies", "1,3"], "max_concurrency", [1, 3]),
+        (["--request-rates", "200,400.5"], "request_rate", [200.0, 400.5]),
+    ],
+)
+def test_a_sweep_measures_each_load(
+    scripted: tuple[Scripted, str],
+    checkpoint: Path,
+    tmp_path: Path,
+    flags: list[str],
+    name: str,
+    values: list[float],
+) -> None:
+    arguments = [
+        "sweep", *flags, "--base-url", scripted[1], "--tokenizer", str(checkpoint),
+        "--num-prompts", "4", "--random-input-len", "5", "--random-output-len", "3",
+        "--disable-tqdm", "--output-dir", str(tmp_path / "out"), "--label", "here",
+    ]  # fmt: skip
+    result = CliRunner().invoke(command, arguments)
+    assert result.exit_code == 0, result.output
+    lines = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
+    results = [json.loads(line) for line in lines]
+    assert [saved[name] for saved in results] == values
+    assert [saved["completed"] for saved in results] == [4, 4]
+    assert [f"{value:g}" for value in values] == [
+        line.split()[0] for line in result.stdout.splitlines()[-2:]
+    ]
+    if find_spec("matplotlib"):
+        assert (tmp_path / "out" / "results.png").read_bytes().startswith(b"\x89PNG")
+    else:
+        assert "no picture" in result.output
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["sweep"], "--concurrencies"),
+        (["sweep", "--concurrencies", "1", "--request-rates", "2"], "--concurrencies"),
+        (["sweep", "--concurrencies", "1,x"], "--concurrencies 1,x"),
+        (["sweep", "--request-rates", "0"], "above 0"),
+        (["compare"], "two results"),
         (
             ["serve", "--base-url", "http://127.0.0.1:1", "--ready-check-timeout-sec", "0"],
             "no server",
@@ -374,17 +420,19 @@ def test_throughput_beside_transformers(checkpoint: Path, tmp_path: Path) -> Non
 
 def test_plots_or_says_what_is_missing(tmp_path: Path) -> None:
     files = []
-    for concurrency in (1, 4):
+    for concurrency in (1, 4, 64):
         path = tmp_path / f"{concurrency}.json"
         shown = {"label": "a", "max_concurrency": concurrency, "output_throughput": 5.0}
-        path.write_text(json.dumps(shown))
+        times = {"median_ttft_ms": 4.0, "p90_ttft_ms": 5.0, "p99_ttft_ms": 9.0}
+        path.write_text(json.dumps({**shown, **times}))
         files.append(str(path))
     picture = tmp_path / "p.png"
     result = CliRunner().invoke(command, ["plot", *files, "-o", str(picture)])
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
+    if not find_spec("matplotlib"):
         assert "pip install 'modulm-command-bench[plot]'" in result.output
         return
     assert result.exit_code == 0, result.output
     assert picture.read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "4.json").write_text(json.dumps({"label": "a", "output_throughput": 5.0}))
+    result = CliRunner().invoke(command, ["plot", *files, "-o", str(picture)])
+    assert "share neither" in result.output

@@ -9,6 +9,8 @@ import click
 from modulm.cli.options import FlagCommand, print_notices
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from modulm.config.sources import Draft
 
 __all__ = ["command"]
@@ -410,16 +412,52 @@ def _schedule(given: dict[str, Any]) -> Any:
     )
 
 
+#: What `sweep` sets itself, or does in its own way.
+_SWEPT = frozenset(
+    {"append_result", "max_concurrency", "request_rate", "result_dir", "result_filename"}
+    | {"save_result"}
+)
+
+
+@click.option("--concurrencies", metavar="N,N", help="Run with each of these --max-concurrency.")
+@click.option("--request-rates", metavar="R,R", help="Run with each of these --request-rate.")
+@click.option(
+    "-o", "--output-dir", default="sweep", show_default=True, help="Folder for table and picture."
+)
+def sweep(
+    concurrencies: str | None, request_rates: str | None, output_dir: str, **given: Any
+) -> None:
+    """Run `bench serve` at several loads and draw what changes."""
+    from pathlib import Path
+
+    from modulm_command_bench.serve import bench
+    from modulm_command_bench.sweep import loads
+    from modulm_command_bench.sweep import sweep as measure_all
+
+    _refuse_later(given)
+
+    def measure(run: Mapping[str, Any]) -> dict[str, Any]:
+        flags = {"max_concurrency": None, "request_rate": float("inf"), **given, **run}
+        return bench(_settings(flags), _recipe(_lengths(flags), flags["seed"]), _schedule(flags))
+
+    measure_all(loads(concurrencies, request_rates), measure, Path(output_dir))
+
+
+_sweep = command.command("sweep")(sweep)
+_sweep.params += [option for option in serve.params if option.name not in _SWEPT]
+
+
 @command.command("compare")
-@click.argument("first", type=click.Path(exists=True, dir_okay=False))
-@click.argument("second", type=click.Path(exists=True, dir_okay=False))
-def compare(first: str, second: str) -> None:
-    """Show two saved results side by side."""
+@click.argument("files", nargs=-1, type=click.Path(exists=True, dir_okay=False))
+def compare(files: tuple[str, ...]) -> None:
+    """Show saved results side by side, each over the first."""
     from modulm_command_bench.figures import compare as side_by_side
     from modulm_command_bench.plots import read_results
 
-    results = read_results([first, second])
-    click.echo(side_by_side(results[0], results[-1]))
+    results = read_results(files)
+    if len(results) < 2:
+        raise click.UsageError("two results or more are needed")
+    click.echo(side_by_side(results))
 
 
 @command.command("plot")

@@ -124,16 +124,23 @@ def _number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.2f}"
 
 
-def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
-    """Two results side by side, with the second over the first."""
-    names = [name for name in first if _is_figure(first[name]) and _is_figure(second.get(name))]
+def compare(results: Sequence[Mapping[str, Any]]) -> str:
+    """Results side by side, each with its ratio to the first."""
+    first, *others = results
+    names = [n for n in first if all(_is_figure(result.get(n)) for result in results)]
     width = max((len(name) for name in names), default=0)
-    lines = [f"{'':{width}}  {'first':>12}  {'second':>12}  {'ratio':>7}"]
+    labels = [str(result.get("label") or place) for place, result in enumerate(results, 1)]
+    head = "".join(f"  {label[:12]:>12}  {'ratio':>7}" for label in labels[1:])
+    lines = [f"{'':{width}}  {labels[0][:12]:>12}{head}"]
     for name in names:
-        one, other = first[name], second[name]
-        ratio = f"{other / one:7.2f}" if one else "      -"
-        lines.append(f"{name:{width}}  {_number(one):>12}  {_number(other):>12}  {ratio}")
+        one = first[name]
+        cells = [f"  {_number(other[name]):>12}  {_ratio(other[name], one)}" for other in others]
+        lines.append(f"{name:{width}}  {_number(one):>12}{''.join(cells)}")
     return "\n".join(lines)
+
+
+def _ratio(value: float, base: float) -> str:
+    return f"{value / base:7.2f}" if base else f"{'-':>7}"
 
 
 def _is_figure(value: Any) -> bool:

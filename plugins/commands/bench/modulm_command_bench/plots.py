@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,14 @@ from typing import Any
 import click
 
 __all__ = ["plot", "read_results"]
+
+#: Distinct in print and for colour-blind readers (Okabe and Ito, 2008).
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+#: metric -> title of its panel
+_TIMES = {"ttft": "time to first token", "tpot": "time per output token", "e2el": "whole request"}
+_PERCENTILE = re.compile(r"p([\d.]+)_(\w+)_ms")
+#: Above this ratio of largest to smallest an axis is logarithmic.
+_WIDE = 20
 
 
 def read_results(paths: Sequence[str]) -> list[dict[str, Any]]:
@@ -28,9 +38,11 @@ def read_results(paths: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def plot(results: Sequence[Mapping[str, Any]], path: str) -> None:
-    """Write a PNG: output tokens per second and median time to first token, by label.
+    """Write a PNG: output tokens per second, and each time that was measured, by label.
 
-    Raises click.ClickException where matplotlib is not installed.
+    Times are drawn as medians with a band up to the highest percentile in the results. Raises
+    click.ClickException where matplotlib is not installed, click.UsageError for results without
+    a common axis.
     """
     try:
         from matplotlib.figure import Figure
@@ -39,22 +51,68 @@ def plot(results: Sequence[Mapping[str, Any]], path: str) -> None:
             "plots need matplotlib: pip install 'modulm-command-bench[plot]'"
         ) from error
     across = _axis(results)
-    picture = Figure(figsize=(10, 4), layout="constrained")
-    throughput, waiting = picture.subplots(1, 2)
-    for label in dict.fromkeys(str(result.get("label", "")) for result in results):
+    measured = [m for m in _TIMES if all(f"median_{m}_ms" in result for result in results)]
+    picture = Figure(figsize=(4.2 * (1 + len(measured)), 3.8), layout="constrained")
+    panels = picture.subplots(1, 1 + len(measured), squeeze=False)[0]
+    labels = list(dict.fromkeys(str(result.get("label", "")) for result in results))
+    for place, label in enumerate(labels):
         own = [result for result in results if str(result.get("label", "")) == label]
-        points = sorted((float(result[across]), result) for result in own if _known(result, across))
-        places = [place for place, _ in points]
-        throughput.plot(places, [r["output_throughput"] for _, r in points], "o-", label=label)
-        times = [r.get("median_ttft_ms", 0.0) for _, r in points]
-        waiting.plot(places, times, "o-", label=label)
-    for axes, title in ((throughput, "output tokens/s"), (waiting, "median ms to first token")):
-        axes.set_xlabel(across.replace("_", " "))
-        axes.set_ylabel(title)
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-        axes.legend()
-    picture.savefig(path, dpi=120)
+        own.sort(key=lambda result: float(result[across]))
+        style = {"color": _COLOURS[place % len(_COLOURS)], "label": label}
+        places = [float(result[across]) for result in own]
+        panels[0].plot(places, [r["output_throughput"] for r in own], "o-", ms=4, **style)
+        for metric, panel in zip(measured, panels[1:], strict=True):
+            _times(panel, places, own, metric, style)
+    panels[0].set_title("output tokens per second")
+    for metric, panel in zip(measured, panels[1:], strict=True):
+        top = _highest(results, metric)
+        band = f", median to p{top}" if top else ", median"
+        panel.set_title(f"{_TIMES[metric]}{band} (ms)")
+    for panel in panels:
+        _dress(panel, across, [float(result[across]) for result in results])
+    if len(labels) > 1 or labels != [""]:
+        panels[0].legend(frameon=False)
+    picture.savefig(path, dpi=150)
+
+
+def _times(
+    panel: Any,
+    places: Sequence[float],
+    own: Sequence[Mapping[str, Any]],
+    metric: str,
+    style: Mapping[str, Any],
+) -> None:
+    middle = [result[f"median_{metric}_ms"] for result in own]
+    panel.plot(places, middle, "o-", ms=4, **style)
+    top = _highest(own, metric)
+    if top:
+        high = [result[f"p{top}_{metric}_ms"] for result in own]
+        panel.fill_between(places, middle, high, color=style["color"], alpha=0.15, lw=0)
+
+
+def _highest(results: Sequence[Mapping[str, Any]], metric: str) -> str | None:
+    """The highest percentile of a metric that all results have."""
+    held = [
+        {m[1] for name in result if (m := _PERCENTILE.fullmatch(name)) and m[2] == metric}
+        for result in results
+    ]
+    common = set.intersection(*held) if held else set()
+    return max(common, key=float, default=None)
+
+
+def _dress(panel: Any, across: str, places: Sequence[float]) -> None:
+    """Axes without clutter; a wide range of loads on a logarithmic scale, marked where measured."""
+    panel.set_xlabel("requests at once" if across == "max_concurrency" else "requests per second")
+    if min(places) > 0 and max(places) / min(places) >= _WIDE:
+        panel.set_xscale("log", base=2)
+    ticks = sorted(set(places))
+    step = math.ceil(len(ticks) / 8)
+    panel.set_xticks(ticks[::step], [f"{tick:g}" for tick in ticks[::step]])
+    panel.minorticks_off()
+    panel.set_ylim(bottom=0)
+    panel.grid(alpha=0.25, lw=0.6)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.title.set_fontsize(10)
 
 
 def _axis(results: Sequence[Mapping[str, Any]]) -> str:

@@ -1,0 +1,81 @@
+"""`modulm bench sweep`: one benchmark at several loads, as a table, a file and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from modulm_command_bench.figures import save
+
+__all__ = ["loads", "sweep"]
+
+_COLUMNS = {
+    "request_throughput": "requests/s",
+    "output_throughput": "tokens/s",
+    "median_ttft_ms": "ttft ms",
+    "p99_ttft_ms": "p99",
+    "median_tpot_ms": "tpot ms",
+    "p99_tpot_ms": "p99",
+    "failed": "failed",
+}
+
+
+def loads(concurrencies: str | None, rates: str | None) -> list[dict[str, Any]]:
+    """The flags of each run. Raises click.UsageError unless exactly one list is given."""
+    if (concurrencies is None) == (rates is None):
+        raise click.UsageError("give --concurrencies 1,2,4 or --request-rates 1,2.5,5")
+    if concurrencies is not None:
+        return [
+            {"max_concurrency": value} for value in _numbers("--concurrencies", concurrencies, int)
+        ]
+    return [{"request_rate": value} for value in _numbers("--request-rates", str(rates), float)]
+
+
+def _numbers(flag: str, text: str, kind: Callable[[str], float]) -> list[float]:
+    try:
+        values = [kind(word) for word in text.split(",") if word.strip()]
+    except ValueError as error:
+        raise click.UsageError(f"{flag} {text}: write numbers with commas between them") from error
+    if not values or min(values) <= 0:
+        raise click.UsageError(f"{flag} {text}: numbers above 0 are needed")
+    return values
+
+
+def sweep(
+    runs: Iterable[Mapping[str, Any]],
+    measure: Callable[[Mapping[str, Any]], dict[str, Any]],
+    folder: Path,
+) -> None:
+    """Measure each run; `folder` gets results.jsonl and, where matplotlib is, results.png."""
+    from modulm_command_bench.plots import plot
+
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "results.jsonl"
+    file.unlink(missing_ok=True)
+    results = []
+    for run in runs:
+        (name, value), *_ = run.items()
+        click.secho(f"{name.replace('_', ' ')}: {value:g}", bold=True, err=True)
+        results.append(measure(run))
+        save(str(file), results[-1], append=True)
+    click.echo(rows(results))
+    picture = folder / "results.png"
+    try:
+        plot(results, str(picture))
+        click.echo(f"written: {picture}", err=True)
+    except click.ClickException as error:
+        click.echo(f"note: no picture: {error.message}", err=True)
+
+
+def rows(results: Sequence[Mapping[str, Any]]) -> str:
+    """One line per run."""
+    shown = {name: title for name, title in _COLUMNS.items() if name in results[0]}
+    lines = ["".join(f"{title:>12}" for title in ("load", *shown.values()))]
+    for result in results:
+        load = result["max_concurrency"] or result["request_rate"]
+        cells = [f"{load:g}", *(f"{result[name]:,.2f}" for name in shown)]
+        lines.append("".join(f"{cell:>12}" for cell in cells))
+    return "\n".join(lines)
