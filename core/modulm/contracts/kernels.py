@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 from modulm.contracts.platform import Probe
 
 if TYPE_CHECKING:
+    import torch
+
+    from modulm.contracts.model import Batch
     from modulm.contracts.platform import Platform
 
-__all__ = ["API", "KernelProvider", "Op", "Ops"]
+__all__ = ["API", "Forward", "KernelProvider", "Op", "Ops"]
 
 API = 1
 
 Op = Callable[..., Any]
+
+#: `Model.forward`: a batch to hidden states [tokens, hidden].
+Forward: TypeAlias = "Callable[[Batch], torch.Tensor]"
 
 
 class Ops(Protocol):
@@ -46,3 +52,11 @@ class KernelProvider(ABC):
     def rejects(self, op: str, **facts: Any) -> str | None:
         """A reason why `op` cannot run with these dtypes and sizes, or None if it can."""
         return None
+
+    def recorded(self, forward: Forward) -> Forward:
+        """`forward`, or what gives the same bits with less work between the kernels.
+
+        For providers that can write a step down and repeat it (graphs). What cannot be written
+        down runs as `forward` does. The result may be overwritten by the next call.
+        """
+        return forward

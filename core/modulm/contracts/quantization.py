@@ -23,7 +23,6 @@ __all__ = [
     "LinearSpec",
     "ParamSpec",
     "QuantizationMethod",
-    "torch_embedding",
 ]
 
 API = 1
@@ -141,16 +140,9 @@ class QuantizationMethod(ABC):
 
     def embed(self, layer: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
         """Rows of an embedding table that `kind == "embedding"` created; ids: [tokens] int64."""
-        return torch_embedding(layer, ids)
+        rows: torch.Tensor = self.ops.embedding(ids, layer.get_parameter("weight"))
+        return rows
 
     def dequantize(self, layer: torch.nn.Module, spec: LinearSpec) -> torch.Tensor:
         """The weight as [outputs, inputs] in the layer's dtype (LoRA merge, absorbed attention)."""
         raise UnsupportedError(f"quantization method {self.name} cannot give its weights back")
-
-
-def torch_embedding(layer: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """The plain lookup, for methods that keep embedding tables as they are."""
-    import torch
-
-    weight = layer.get_parameter("weight")
-    return torch.nn.functional.embedding(ids, weight)

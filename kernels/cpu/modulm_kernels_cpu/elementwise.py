@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from modulm_kernels_cpu.check import CODES, contiguous, dense_rows, dtype_code, need, shape
 from modulm_kernels_cpu.library import Library
+from modulm_kernels_cpu.linear import PackedLinear
 
 __all__ = ["elementwise_ops"]
 
@@ -26,6 +28,7 @@ def elementwise_ops(library: Library) -> dict[str, Callable[..., Any]]:
         "gelu_and_mul": _gelu_and_mul(library),
         "rotary": _rotary(library),
         "embedding": _embedding(library),
+        "embedding_packed": _embedding_packed(library),
     }
 
 
@@ -185,20 +188,39 @@ def _rotary(library: Library) -> Callable[..., None]:
 
 
 def _embedding(library: Library) -> Callable[..., Tensor]:
-    call = library.call("embedding", "ppnpn")
+    call = library.call("embedding", "ppnnpn", ctypes.c_int64)
 
     def embedding(ids: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         contiguous("ids", ids, torch.int64)
         contiguous("weight", weight)
         rows, size = weight.shape
-        if ids.numel():
-            low, high = ids.aminmax()
-            need(int(low) >= 0 and int(high) < rows, f"ids must lie in [0, {rows})")
         out = _output(weight, out, *ids.shape, size)
-        call(
-            ids.data_ptr(), weight.data_ptr(), size * weight.element_size(), out.data_ptr(),
+        outside = call(
+            ids.data_ptr(), weight.data_ptr(), rows, size * weight.element_size(), out.data_ptr(),
             ids.numel(),
         )  # fmt: skip
+        need(outside == 0, f"ids must lie in [0, {rows}); {outside} do not")
         return out
 
     return embedding
+
+
+def _embedding_packed(library: Library) -> Callable[..., Tensor]:
+    call = library.call("embedding_packed", "ppnnpn", ctypes.c_int64)
+
+    def embedding_packed(ids: Tensor, packed: PackedLinear) -> Tensor:
+        """Rows of a bf16 matrix [V, H] that `pack_linear` packed; ids: [T] int64 -> [T, H].
+
+        A table that is also the head's weight is kept once, in the head's form.
+        """
+        need(packed.format == "bf16", f"packed must be bf16, not {packed.format}")
+        contiguous("ids", ids, torch.int64)
+        out = torch.empty(*ids.shape, packed.inputs, dtype=torch.bfloat16)
+        outside = call(
+            ids.data_ptr(), packed.data.data_ptr(), packed.outputs, packed.inputs, out.data_ptr(),
+            ids.numel(),
+        )  # fmt: skip
+        need(outside == 0, f"ids must lie in [0, {packed.outputs}); {outside} do not")
+        return out
+
+    return embedding_packed

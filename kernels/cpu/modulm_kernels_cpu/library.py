@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any, Protocol
 
-__all__ = ["LEVELS", "Library", "LibraryMissing", "levels", "load"]
+__all__ = ["LEVELS", "Calls", "Library", "LibraryMissing", "levels", "load"]
 
 #: Instruction sets, weakest first; the position is the number that the library reports.
 LEVELS = ("scalar", "avx2", "avx512", "avx512_bf16", "amx")
@@ -18,11 +22,19 @@ class LibraryMissing(ImportError):
     """The compiled library is not there: the package was installed without a C++ compiler."""
 
 
+class Calls(Protocol):
+    """Who is told what C functions a thread calls (see `modulm_kernels_cpu.replay`)."""
+
+    def add(self, thunk: int | None, name: str, signature: str, arguments: tuple[Any, ...]) -> None:
+        """`name` is called; `thunk` repeats the call from slots, None where nothing can."""
+
+
 class Library:
     """One loaded level. `call(name)` gives a C function that takes ints, floats and pointers."""
 
     def __init__(self, level: str, path: Path) -> None:
         self.level = level
+        self._listening = threading.local()
         try:
             self._handle = ctypes.CDLL(str(path))
         except OSError as error:
@@ -31,9 +43,7 @@ class Library:
                 "compiler, or go without it: plain torch is used then"
             ) from error
 
-    def call(
-        self, name: str, signature: str, result: type | None = None
-    ) -> ctypes._NamedFuncPointer:
+    def call(self, name: str, signature: str, result: type | None = None) -> Callable[..., Any]:
         """The function `modulm_<name>`.
 
         `signature` has a letter per argument: p pointer (an address or None), n int64, i int,
@@ -42,7 +52,32 @@ class Library:
         function = self._handle[f"modulm_{name}"]
         function.argtypes = [_TYPES[letter] for letter in signature]
         function.restype = result
-        return function
+        thunk = self._thunk(name)
+        listening = self._listening
+
+        def call(*arguments: Any) -> Any:
+            calls = listening.__dict__.get("calls")
+            if calls is not None:
+                calls.add(thunk, name, signature, arguments)
+            return function(*arguments)
+
+        return call
+
+    def _thunk(self, name: str) -> int | None:
+        """The address of the function that repeats `name` from slots (src/base/replay.h)."""
+        try:
+            return ctypes.cast(self._handle[f"modulm_replay_{name}"], ctypes.c_void_p).value
+        except AttributeError:
+            return None
+
+    @contextmanager
+    def listen(self, calls: Calls) -> Iterator[None]:
+        """Tell `calls` of every C function that this thread calls meanwhile."""
+        self._listening.calls = calls
+        try:
+            yield
+        finally:
+            self._listening.calls = None
 
     def set_threads(self, count: int) -> None:
         """Use `count` threads, the caller included; 0 for one per core of the affinity mask."""

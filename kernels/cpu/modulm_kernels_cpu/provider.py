@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 import modulm_kernels_cpu
-from modulm.contracts.kernels import KernelProvider, Op
+from modulm.contracts.kernels import Forward, KernelProvider, Op
 from modulm.contracts.platform import Platform, Probe
+from modulm_kernels_cpu.replay import Replay
 
 __all__ = ["CpuKernels"]
 
@@ -35,6 +36,9 @@ class CpuKernels(KernelProvider):
         modulm_kernels_cpu.set_threads(torch.get_num_threads())
         table = modulm_kernels_cpu.ops()
         return {name: op for name, op in table.items() if name not in _PRIVATE}
+
+    def recorded(self, forward: Forward) -> Forward:
+        return Replay(modulm_kernels_cpu.load(), forward)
 
     def rejects(self, op: str, **facts: Any) -> str | None:
         dtype = facts.get("dtype")

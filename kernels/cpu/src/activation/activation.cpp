@@ -1,6 +1,7 @@
 // act(gate) * up over rows that hold the gate in their first and up in their second half.
 #include "base/math.h"
 #include "base/pool.h"
+#include "base/replay.h"
 
 namespace modulm {
 namespace {
@@ -41,3 +42,5 @@ MODULM_API void modulm_gated(const void* x, int64_t stride, void* out, int64_t r
     else gated(from, stride, to, rows, size, [](vf v) { return gelu_tanh(v); });
   });
 }
+
+MODULM_REPLAYABLE(gated)

@@ -10,6 +10,7 @@
 #include "attention/math.h"
 #include "base/math.h"
 #include "base/pool.h"
+#include "base/replay.h"
 
 namespace modulm {
 namespace {
@@ -368,3 +369,5 @@ MODULM_API void modulm_paged_attention(
   if (p.cache.paired()) run<PairMath>(p);
   else run<PlainMath>(p);
 }
+
+MODULM_REPLAYABLE(paged_attention)

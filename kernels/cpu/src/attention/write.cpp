@@ -1,6 +1,7 @@
 // Filling the cache: plainly, or fused with the split, norm and rotation of a qkv projection.
 #include "attention/cache.h"
 #include "base/pool.h"
+#include "base/replay.h"
 #include "norm/norm.h"
 #include "rope/rope.h"
 
@@ -92,3 +93,6 @@ MODULM_API void modulm_qkv_prepare(const void* qkv, int64_t stride, int64_t toke
     });
   });
 }
+
+MODULM_REPLAYABLE(write_kv)
+MODULM_REPLAYABLE(qkv_prepare)

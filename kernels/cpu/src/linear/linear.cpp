@@ -4,6 +4,7 @@
 // chunk into a buffer that stays in the first-level cache, once for all rows of the block; then
 // one kernel multiplies whatever the format was.
 #include "base/pool.h"
+#include "base/replay.h"
 #include "linear/decode.h"
 #include "linear/tile.h"
 
@@ -192,3 +193,5 @@ MODULM_API void modulm_linear(const void* x, int64_t ldx, int64_t rows, int dtyp
   }
   run({w, input, ldx, sums, bias, out, ldo, out_dtype, rows});
 }
+
+MODULM_REPLAYABLE(linear)

@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include "base/pool.h"
+#include "base/replay.h"
 #include "base/vec.h"
 #include "norm/norm.h"
 
@@ -90,3 +91,6 @@ MODULM_API void modulm_layer_norm(const void* x, int64_t stride, const void* wei
                static_cast<const W*>(bias), eps, static_cast<T*>(out), rows, size);
   });
 }
+
+MODULM_REPLAYABLE(rms_norm)
+MODULM_REPLAYABLE(layer_norm)

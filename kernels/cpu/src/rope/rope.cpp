@@ -2,6 +2,7 @@
 #include "rope/rope.h"
 
 #include "base/pool.h"
+#include "base/replay.h"
 
 namespace modulm {
 namespace {
@@ -42,3 +43,5 @@ MODULM_API void modulm_rotary(void* q, int64_t q_token, int64_t q_head, int64_t 
       rotate<T>(groups, positions, static_cast<const T*>(table), tokens, size, neox);
   });
 }
+
+MODULM_REPLAYABLE(rotary)

@@ -1,0 +1,289 @@
+"""Repeating a decode step as one C call, as CUDA graphs do for GPUs.
+
+Between the kernels of a step lies Python that decides the same things every time. The first step
+of each number of rows runs as usual while its C calls are written down, with the addresses they
+were given; later steps of as many rows copy their input to the place where the first one's lay
+and repeat the calls. The kernels and their arguments are the same, so the results are, bit for bit.
+
+That is right only for a model that looks at the shapes of its input and at nothing in it, and
+that computes by this package's kernels alone. Any torch operation that computes ends the
+recording: this model then runs as usual for ever. Views are free, and new tensors get memory that
+stays in place. Python that reads values through `Tensor.numpy()` would go unnoticed: no kernel's
+wrapper may do that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import struct
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from modulm.contracts.model import Batch
+from modulm_kernels_cpu.library import Library
+
+__all__ = ["MAX_ROWS", "Replay"]
+
+log = logging.getLogger("modulm.kernels.cpu")
+
+#: Steps of more rows compute for so long that what lies between the kernels does not count.
+MAX_ROWS = 64
+#: Programs kept; each takes some 50 KB.
+_MAX_PROGRAMS = 512
+_ALIGNMENT = 64
+_SMALLEST = 4096
+
+
+class Unrepeatable(Exception):
+    """The step does something that cannot be written down; the message says what."""
+
+
+class Arena:
+    """Memory for the tensors of recorded steps, in blocks whose sizes are powers of two.
+
+    A block is free again when the last tensor on it is gone, and may then be another tensor's in
+    the same step: repeated in the same order, the calls may share it as well. Programs share all
+    blocks, since only one runs at a time.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[np.ndarray]] = {}
+        self._blocks: list[np.ndarray] = []
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A new tensor of this shape; its block comes back when nobody uses it any more."""
+        used = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        size = max(_SMALLEST, 1 << max(used - 1, 0).bit_length())
+        free = self._free.setdefault(size, [])
+        block = free.pop() if free else self._new(size)
+        held = block[:used]  # torch keeps this array for as long as the tensor's memory is used
+        weakref.finalize(held, free.append, block).atexit = False
+        return torch.from_numpy(held).view(dtype).view(tuple(shape))
+
+    def _new(self, size: int) -> np.ndarray:
+        raw = np.empty(size + _ALIGNMENT, dtype=np.uint8)
+        start = -raw.ctypes.data % _ALIGNMENT
+        block = raw[start : start + size]
+        self._blocks.append(block)
+        return block
+
+    def at(self, tensor: Tensor) -> Tensor:
+        """The same place, without holding its block. Raises Unrepeatable if there is none."""
+        address, used = tensor.data_ptr(), tensor.numel() * tensor.itemsize
+        if not tensor.is_contiguous():
+            raise Unrepeatable("the result is not contiguous")
+        for block in self._blocks:
+            start = address - block.ctypes.data
+            if start >= 0 and start + used <= len(block):
+                return (
+                    torch.from_numpy(block[start : start + used])
+                    .view(tensor.dtype)
+                    .view(tensor.shape)
+                )
+        raise Unrepeatable("the result is not made by a kernel")
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down the C calls of one thread, and watches that torch computes nothing meanwhile.
+
+    `reason` says what cannot be repeated; the step itself goes on undisturbed.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.arena = arena
+        self.slots: list[bytes] = []
+        self.reason: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.overloadpacket in _MAKERS and isinstance(result, Tensor):
+            if result.device.type == "cpu" and result.is_contiguous():
+                return self.arena.empty(result.shape, result.dtype)
+        elif func._schema.is_mutable or not _is_view(result, args):
+            self.reason = self.reason or f"torch computes {func}"
+        return result
+
+    def add(self, thunk: int | None, name: str, signature: str, arguments: tuple[Any, ...]) -> None:
+        """See `library.Calls`."""
+        if thunk is None:
+            self.reason = self.reason or f"the kernel {name} cannot be repeated"
+            return
+        head = struct.pack("=Qq", thunk, len(signature))
+        pairs = zip(signature, arguments, strict=True)
+        self.slots.append(head + b"".join(_pack(letter, value) for letter, value in pairs))
+
+    def program(self) -> np.ndarray:
+        """[slots] uint64, as src/base/replay.cpp reads it. Raises Unrepeatable."""
+        if self.reason is not None:
+            raise Unrepeatable(self.reason)
+        return np.frombuffer(b"".join(self.slots), dtype=np.uint64).copy()
+
+
+_MAKERS = {torch.ops.aten.empty, torch.ops.aten.new_empty, torch.ops.aten.empty_like}
+
+
+def _is_view(result: Any, args: Any) -> bool:
+    """Whether the results of an operation lie in the memory of its first argument."""
+    results = result if isinstance(result, list | tuple) else [result]
+    if not args or not isinstance(args[0], Tensor):
+        return False
+    home = args[0].untyped_storage().data_ptr()
+    return all(
+        isinstance(part, Tensor) and part.untyped_storage().data_ptr() == home for part in results
+    )
+
+
+def _pack(letter: str, value: Any) -> bytes:
+    if letter == "f":
+        return struct.pack("=d", value)
+    return struct.pack("=Q", value or 0) if letter == "p" else struct.pack("=q", value)
+
+
+class _Input:
+    """Where a recorded step's input lies. Tables keep room for rows twice as long."""
+
+    def __init__(self, given: Tensor) -> None:
+        shape = list(given.shape)
+        if given.dim() == 2:
+            shape[1] = room(shape[1])
+        self.held = torch.zeros(shape, dtype=given.dtype)
+        self._width = 0
+        self.put(given)
+
+    def put(self, given: Tensor) -> None:
+        """Take the input of another step, of the same shape or a narrower table."""
+        if given.dim() != 2:
+            self.held.copy_(given)
+            return
+        width = given.shape[1]
+        self.held[:, :width] = given
+        if width < self._width:
+            self.held[:, width : self._width] = 0
+        self._width = width
+
+
+def room(width: int) -> int:
+    """Columns that a recorded table of `width` columns has."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+class _Program:
+    """One recorded step: its input, the calls, and where their result lies."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.inputs = [_Input(given) for given in _tensors(batch)]
+        held = iter([one.held for one in self.inputs])
+        self.batch = attrs.evolve(
+            batch,
+            tokens=next(held),
+            positions=next(held),
+            query_starts=next(held),
+            sample=next(held),
+            plans=tuple(_with_tensors(plan, held) for plan in batch.plans),
+        )
+        self.slots = np.zeros(0, dtype=np.uint64)
+        self.result = torch.empty(0)
+
+    def put(self, batch: Batch) -> None:
+        """Take the input of another step of the same key."""
+        for one, given in zip(self.inputs, _tensors(batch), strict=True):
+            one.put(given)
+
+
+class Replay:
+    """`forward`, recorded where that is possible. The result is overwritten by the next call.
+
+    `reason` says why this model's steps are not recorded.
+    """
+
+    def __init__(self, library: Library, forward: Callable[[Batch], Tensor]) -> None:
+        self._library = library
+        self._forward = forward
+        self._repeat = library.call("replay", "pn", ctypes.c_int64)
+        self._arena = Arena()
+        self._programs: dict[Hashable, _Program] = {}
+        self.reason: str | None = None
+
+    def __call__(self, batch: Batch) -> Tensor:
+        if self.reason is not None or not _is_decode(batch):
+            return self._forward(batch)
+        try:
+            key = _key(batch)
+        except Unrepeatable as why:
+            self._give_up(why)
+            return self._forward(batch)
+        program = self._programs.get(key)
+        if program is None:
+            return self._record(key, batch)
+        program.put(batch)
+        if self._repeat(program.slots.ctypes.data, len(program.slots)):
+            return self._forward(batch)  # it raises what is wrong with the step
+        return program.result
+
+    def _record(self, key: Hashable, batch: Batch) -> Tensor:
+        program, recorder = _Program(batch), Recorder(self._arena)
+        with self._library.listen(recorder), recorder:
+            result = self._forward(program.batch)
+        try:
+            program.slots, program.result = recorder.program(), self._arena.at(result)
+        except Unrepeatable as why:
+            self._give_up(why)
+            return result
+        if len(self._programs) >= _MAX_PROGRAMS:
+            self._programs.clear()
+        self._programs[key] = program
+        return result
+
+    def _give_up(self, why: Unrepeatable) -> None:
+        self.reason = str(why)
+        self._programs.clear()
+        log.debug("steps are not recorded: %s", why)
+
+
+def _is_decode(batch: Batch) -> bool:
+    """Whether every row has one token, and there are few enough."""
+    tokens = batch.tokens.shape[0]
+    single = tokens == batch.query_starts.shape[0] - 1
+    return single and tokens <= MAX_ROWS and batch.embeds is None and not batch.extras
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    """All tensors that differ from step to step, in a fixed order."""
+    found = [batch.tokens, batch.positions, batch.query_starts, batch.sample]
+    for plan in batch.plans:
+        found += [value for value in _values(plan) if isinstance(value, Tensor)]
+    return found
+
+
+def _values(plan: Any) -> list[Any]:
+    """The fields of a backend's plan. Raises Unrepeatable if it is opaque."""
+    if not attrs.has(type(plan)):
+        raise Unrepeatable(f"a plan of type {type(plan).__name__} cannot be looked into")
+    return [getattr(plan, field.name) for field in attrs.fields(type(plan))]
+
+
+def _with_tensors(plan: Any, held: Iterator[Tensor]) -> Any:
+    fields = [field.name for field in attrs.fields(type(plan))]
+    places = [name for name in fields if isinstance(getattr(plan, name), Tensor)]
+    return attrs.evolve(plan, **{name: next(held) for name in places})
+
+
+def _key(batch: Batch) -> Hashable:
+    """What two steps must have in common to run the same calls."""
+    shapes = tuple(
+        (len(x), room(x.shape[1])) if x.dim() == 2 else tuple(x.shape) for x in _tensors(batch)
+    )
+    fixed = [v for plan in batch.plans for v in _values(plan) if not isinstance(v, Tensor)]
+    if not all(isinstance(value, int | float | str | tuple | None) for value in fixed):
+        raise Unrepeatable("a plan holds more than tensors and numbers")
+    return (shapes, *fixed)

@@ -1,0 +1,153 @@
+"""Recorded steps: the same bits as the step itself, and the step itself where there are none."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from attrs import frozen
+
+from modulm import LLM, SamplingParams
+from modulm.contracts.model import Batch
+from modulm.testing.checkpoints import make_tiny
+from modulm_kernels_cpu import load, ops
+from modulm_kernels_cpu.replay import MAX_ROWS, Replay
+
+HIDDEN, HEADS, SIZE, BLOCK = 64, 4, 32, 32
+
+
+@frozen(eq=False)
+class Plan:
+    tables: torch.Tensor
+    lens: torch.Tensor
+    slots: torch.Tensor
+    starts: torch.Tensor
+
+
+class Toy:
+    """A decoder layer made of kernels; `spoil` is what torch does in between."""
+
+    def __init__(self, spoil=lambda x: x) -> None:
+        torch.manual_seed(0)
+        self.ops, self.spoil, self.calls = ops(), spoil, 0
+        self.table = torch.randn(100, HIDDEN).bfloat16()
+        self.norm = torch.ones(HIDDEN).bfloat16()
+        self.qkv = self.ops["pack_linear"](torch.randn(3 * HEADS * SIZE, HIDDEN).bfloat16() / 8)
+        self.out = self.ops["pack_linear"](torch.randn(HIDDEN, HEADS * SIZE).bfloat16() / 8)
+        angles = torch.randn(512, SIZE // 2)
+        self.cos_sin = torch.cat([angles.cos(), angles.sin()], 1)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        self.calls += 1
+        (cache,), (plan,), ops = batch.caches, batch.plans, self.ops
+        x = ops["embedding"](batch.tokens, self.table)
+        for _ in range(3):
+            inner = ops["rms_norm"](x, self.norm, 1e-6)
+            qkv = ops["linear"](inner, self.qkv)
+            q = ops["qkv_prepare"](
+                qkv, None, None, 1e-6, self.cos_sin, batch.positions, plan.slots, cache,
+                HEADS, HEADS,
+            )  # fmt: skip
+            seen = torch.empty_like(q)
+            ops["paged_attention"](q, cache, plan.tables, plan.starts, plan.lens, 0.2, seen)
+            inner = self.spoil(ops["linear"](seen.flatten(1), self.out))
+            x = ops["add_rms_norm"](inner, x, self.norm, 1e-6)
+        return x
+
+
+def a_batch(rows: int, length: int, seed: int, cache: torch.Tensor) -> Batch:
+    """`rows` rows at position `length`; each has blocks of its own."""
+    draw = torch.Generator().manual_seed(seed)
+    width = length // BLOCK + 1
+    tables = 1 + torch.arange(rows * width, dtype=torch.int32).view(rows, width)
+    slots = tables[:, -1].long() * BLOCK + length % BLOCK
+    starts = torch.arange(rows + 1, dtype=torch.int32)
+    lens = torch.full((rows,), length + 1, dtype=torch.int32)
+    return Batch(
+        tokens=torch.randint(0, 100, (rows,), generator=draw),
+        positions=torch.full((rows,), length),
+        query_starts=starts,
+        caches=(cache,),
+        plans=(Plan(tables, lens, slots, starts),),
+        groups=(0,),
+        sample=torch.arange(rows),
+    )
+
+
+def a_cache() -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randn(200, 2, HEADS, BLOCK, SIZE).bfloat16()
+
+
+def test_repeated_steps_give_the_bits_of_the_step():
+    toy, cache, other = Toy(), a_cache(), a_cache()
+    replay = Replay(load(), toy.forward)
+    for step, (rows, length) in enumerate([(1, 5), (1, 6), (3, 40), (1, 700), (3, 90), (3, 41)]):
+        found = replay(a_batch(rows, length, step, cache)).clone()
+        assert torch.equal(found, toy.forward(a_batch(rows, length, step, other)))
+        assert torch.equal(cache, other)
+    assert replay.reason is None
+
+
+def test_the_model_runs_once_for_steps_that_are_alike():
+    toy, cache = Toy(), a_cache()
+    replay = Replay(load(), toy.forward)
+    for length in range(100):
+        replay(a_batch(2, length, length, cache))
+    assert toy.calls == 1
+    replay(a_batch(2, 16 * BLOCK, 0, cache))  # a table wider than there was room for
+    assert toy.calls == 2
+
+
+def test_every_number_of_rows_shares_memory():
+    toy, cache = Toy(), a_cache()
+    replay = Replay(load(), toy.forward)
+    for rows in range(1, 33):
+        replay(a_batch(rows, 10, rows, cache))
+    assert sum(block.nbytes for block in replay._arena._blocks) < 4e6
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda x: x + 1, lambda x: x.clone(), lambda x: x * x.sum().item()]
+)
+def test_what_torch_computes_ends_the_recording(spoil):
+    toy, cache, other = Toy(spoil), a_cache(), a_cache()
+    replay = Replay(load(), toy.forward)
+    for length in (3, 4, 5):
+        found = replay(a_batch(2, length, length, cache))
+        assert torch.equal(found, toy.forward(a_batch(2, length, length, other)))
+    assert "torch computes" in replay.reason
+
+
+def test_prompts_and_large_steps_run_as_they_are():
+    toy, cache = Toy(), a_cache()
+    replay = Replay(load(), toy.forward)
+    for _ in range(2):
+        replay(a_batch(MAX_ROWS + 1, 3, 0, cache))
+    assert toy.calls == 2
+
+
+def test_a_token_out_of_range_is_the_models_error():
+    toy, cache = Toy(), a_cache()
+    replay = Replay(load(), toy.forward)
+    good = a_batch(1, 3, 0, cache)
+    replay(good)
+    good.tokens[0] = 100
+    with pytest.raises(ValueError, match=r"ids must lie in \[0, 100\)"):
+        replay(good)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "LlamaForCausalLM"])
+def test_text_with_and_without_recorded_steps(tmp_path, architecture):
+    make_tiny(tmp_path, architecture=architecture)
+    params = [
+        SamplingParams(max_tokens=6 + 5 * i, temperature=0.7 * (i % 2), seed=i, logprobs=2)
+        for i in range(5)
+    ]
+    prompts = [list(np.random.default_rng(i).integers(10, 200, 4 + i)) for i in range(5)]
+    found = []
+    for eager in (True, False):
+        llm = LLM(str(tmp_path), dtype="bfloat16", enforce_eager=eager, max_model_len=128)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
+    assert found[0] == found[1]
