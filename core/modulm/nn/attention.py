@@ -39,10 +39,11 @@ class Attention(Module):
     """Multi-head attention with grouped keys and values (Ainslie et al., arXiv 2305.13245).
 
     What a family adds to that is an argument: `rope`; `qk_norm`, norms of queries and keys before
-    the rotation, over each head or (`norm_whole`) over all heads at once; `window`, `softcap`,
-    `sinks` as in the op `paged_attention`; `alibi` multiplies the usual slopes, 0 for none;
-    `clip` bounds the projections; `gate` names a projection of the input whose sigmoid scales what
-    was attended. `scale` multiplies the scores, 1 / sqrt(head_dim) if it is None.
+    the rotation (with `norm_last` after it), over each head or (`norm_whole`) over all heads at
+    once; `window`, `softcap`, `sinks` as in the op `paged_attention`; `alibi` multiplies the usual
+    slopes, 0 for none; `clip` bounds the projections; `gate` names a projection of the input whose
+    sigmoid scales what was attended. `scale` multiplies the scores, 1 / sqrt(head_dim) if it is
+    None.
     """
 
     sinks: Tensor | None
@@ -70,13 +71,15 @@ class Attention(Module):
         causal: bool = True,
         qk_norm: tuple[Norm, Norm] | None = None,
         norm_whole: bool = False,
+        norm_last: bool = False,
         gate: str | None = None,
         names: AttentionNames = _NAMES,
     ) -> None:
         super().__init__()
         group = b.shared.mesh.tensor
         self.heads, self.kv_heads = group.part(heads, b.prefix), group.part(kv_heads, b.prefix)
-        self.head_dim, self.clip, self.ops, self.norm_whole = head_dim, clip, b.ops, norm_whole
+        self.head_dim, self.clip, self.ops = head_dim, clip, b.ops
+        self.norm_whole, self.norm_last = norm_whole, norm_last
         sizes = {names.q: heads * head_dim, names.k: kv_heads * head_dim}
         sizes[names.v] = kv_heads * head_dim
         self.qkv = b.linear(names.qkv, hidden, sizes, bias=bias)
@@ -104,7 +107,8 @@ class Attention(Module):
             causal=causal,
         )
         self.cache, self.backend = b.attention_cache(spec)
-        self.fusable = not (sinks or alibi or clip or norm_whole) and _fusable(qk_norm)
+        special = sinks or alibi or clip or norm_whole or norm_last
+        self.fusable = not special and _fusable(qk_norm)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
@@ -143,15 +147,20 @@ class Attention(Module):
         sizes = [self.heads * self.head_dim] + 2 * [self.kv_heads * self.head_dim]
         q, k, v = torch.split(qkv, sizes, dim=-1)
         shape = (qkv.shape[0], -1, self.head_dim)
-        if self.norm_whole and self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        if self.norm_whole:
+            q, k = self._normed(q, k)
         q, k, v = q.reshape(shape), k.reshape(shape), v.reshape(shape)
-        if not self.norm_whole and self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        if not (self.norm_whole or self.norm_last):
+            q, k = self._normed(q, k)
         if self.rotation is not None:
             q, k = q.contiguous(), k.contiguous()
             self.ops.rotary(q, k, positions, self.rotation.cos_sin, self.neox)
-        return q, k, v
+        return (*self._normed(q, k), v) if self.norm_last else (q, k, v)
+
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        if self.q_norm is None or self.k_norm is None:
+            return q, k
+        return self.q_norm(q), self.k_norm(k)
 
 
 def alibi_slopes(heads: int, rank: int = 0, ranks: int = 1) -> Tensor:
