@@ -1,0 +1,1 @@
+"""Hunyuan V1 for modulm."""
