@@ -1,0 +1,1 @@
+"""Persimmon for modulm."""
