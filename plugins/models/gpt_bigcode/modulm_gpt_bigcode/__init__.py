@@ -1,0 +1,1 @@
+"""StarCoder and SantaCoder for modulm."""
