@@ -1,0 +1,1 @@
+"""GPT-Neo for modulm."""
