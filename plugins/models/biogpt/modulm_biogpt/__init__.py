@@ -1,0 +1,1 @@
+"""BioGPT for modulm."""
