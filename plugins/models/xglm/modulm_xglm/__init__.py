@@ -1,0 +1,1 @@
+"""XGLM for modulm."""
