@@ -1,1 +1,1 @@
-"""OLMo 1, 2 and 3 for modulm."""
+"""OLMo 1, 2 and 3, OLMoE and FlexOlmo for modulm."""

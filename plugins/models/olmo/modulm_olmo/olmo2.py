@@ -14,6 +14,7 @@ from torch.nn import Module
 
 from modulm.contracts.model import Batch
 from modulm.nn import (
+    Attention,
     Builder,
     DecoderConfig,
     DecoderForCausalLM,
@@ -25,7 +26,14 @@ from modulm.nn import (
     tiny_config,
 )
 
-__all__ = ["Olmo2Config", "Olmo2ForCausalLM", "Olmo2Layer", "Olmo3Config", "Olmo3ForCausalLM"]
+__all__ = [
+    "Olmo2Config",
+    "Olmo2ForCausalLM",
+    "Olmo2Layer",
+    "Olmo3Config",
+    "Olmo3ForCausalLM",
+    "normed_attention",
+]
 
 
 @frozen(kw_only=True)
@@ -56,17 +64,22 @@ class Olmo3Config(Olmo2Config):
         return super().rope(layer_type)
 
 
-class Olmo2Layer(Module):
-    """x + norm(attention(x)), then x + norm(feed-forward(x)); q and k normed over all heads."""
+def normed_attention(c: DecoderConfig, b: Builder, index: int) -> Attention:
+    """Attention with queries and keys normed over all heads at once."""
+    at = b.at("self_attn")
+    q_norm = at.rms_norm("q_norm", c.heads * c.head_size, c.rms_norm_eps)
+    k_norm = at.rms_norm("k_norm", c.kv_heads * c.head_size, c.rms_norm_eps)
+    return standard_attention(c, b, index, qk_norm=(q_norm, k_norm), norm_whole=True)
 
-    def __init__(self, c: Olmo2Config, b: Builder, index: int) -> None:
+
+class Olmo2Layer(Module):
+    """x + norm(attention(x)), then x + norm(feed-forward(x)); `mlp` may be another one."""
+
+    def __init__(self, c: DecoderConfig, b: Builder, index: int, mlp: Module | None = None) -> None:
         super().__init__()
-        at = b.at("self_attn")
-        q_norm = at.rms_norm("q_norm", c.heads * c.head_size, c.rms_norm_eps)
-        k_norm = at.rms_norm("k_norm", c.kv_heads * c.head_size, c.rms_norm_eps)
-        self.attn = standard_attention(c, b, index, qk_norm=(q_norm, k_norm), norm_whole=True)
+        self.attn = normed_attention(c, b, index)
         self.attn_norm = b.rms_norm("post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
-        self.mlp = standard_mlp(c, b)
+        self.mlp = mlp or standard_mlp(c, b)
         self.mlp_norm = b.rms_norm("post_feedforward_layernorm", c.hidden_size, c.rms_norm_eps)
 
     def forward(
