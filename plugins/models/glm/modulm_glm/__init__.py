@@ -1,1 +1,1 @@
-"""GLM 4 for modulm."""
+"""GLM 4, 4.5 and 4.6 for modulm."""
