@@ -6,29 +6,20 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from attrs import frozen
-from torch import Tensor
-from torch.nn import Module
 
 from modulm.nn import (
     Attention,
     Builder,
-    ExpertNames,
-    GatedMLP,
-    MoE,
-    Routing,
     StateSpaceMixer,
-    WeightNames,
     size,
     standard_attention,
     tiny_config,
 )
 from modulm_granite.granite import GraniteConfig, GraniteForCausalLM, ScaledLayer
+from modulm_granite.moe import EXPERT_NAMES, granite_experts, granite_shared
 
 __all__ = ["GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", "GraniteMoeHybridLayer"]
 
-_EXPERT_NAMES = ExpertNames(
-    router="router.layer", gate_up_stack="input_linear", down_stack="output_linear"
-)
 _RECURRENT = ("mamba", "linear_attention")
 _ATTENTION = ("attention", "full_attention")
 
@@ -69,28 +60,6 @@ class GraniteMoeHybridConfig(GraniteConfig):
         return self.layer_type(index) not in _ATTENTION
 
 
-class _Experts(Module):
-    """The routed experts and the one that every token takes."""
-
-    def __init__(self, c: GraniteMoeHybridConfig, b: Builder) -> None:
-        super().__init__()
-        self.shared = _shared(c, b)
-        self.experts = MoE(
-            b.at("block_sparse_moe"),
-            hidden=c.hidden_size,
-            inner=c.inner_size,
-            experts=c.num_local_experts,
-            routing=Routing(c.num_experts_per_tok),
-            act=c.hidden_act,
-            names=_EXPERT_NAMES,
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [tokens, hidden] -> [tokens, hidden]."""
-        mixed: Tensor = self.experts(x) + self.shared(x)
-        return mixed
-
-
 class GraniteMoeHybridLayer(ScaledLayer):
     """A state-space or attention branch, then the feed-forward one."""
 
@@ -99,7 +68,7 @@ class GraniteMoeHybridLayer(ScaledLayer):
             b.rms_norm("input_layernorm", c.hidden_size, c.rms_norm_eps),
             _recurrence(c, b) if c.recurrent(index) else _attention(c, b, index),
             b.rms_norm("post_attention_layernorm", c.hidden_size, c.rms_norm_eps),
-            _Experts(c, b) if c.num_local_experts else _shared(c, b),
+            granite_experts(c, b) if c.num_local_experts else granite_shared(c, b),
             c.residual_multiplier,
         )
 
@@ -109,7 +78,7 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
 
     config_type = GraniteMoeHybridConfig
     layer = GraniteMoeHybridLayer
-    names = WeightNames(rename=((r"(block_sparse_moe\.(?:in|out)put_linear)\.weight$", r"\1"),))
+    names = EXPERT_NAMES
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:
@@ -152,15 +121,4 @@ def _recurrence(c: GraniteMoeHybridConfig, b: Builder) -> StateSpaceMixer:
         bias=c.mamba_proj_bias,
         conv_bias=c.mamba_conv_bias,
         dt_limit=c.time_step_limit,
-    )
-
-
-def _shared(c: GraniteMoeHybridConfig, b: Builder) -> GatedMLP:
-    return GatedMLP(
-        b.at("shared_mlp"),
-        c.hidden_size,
-        c.shared_intermediate_size,
-        c.hidden_act,
-        fused="input_linear",
-        down="output_linear",
     )
