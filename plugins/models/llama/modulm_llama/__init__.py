@@ -1,1 +1,1 @@
-"""Llama 2 to 3 and Mistral for modulm."""
+"""Llama 2 to 3.x, Mistral and Ministral for modulm."""

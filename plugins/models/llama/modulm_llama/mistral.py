@@ -1,4 +1,7 @@
-"""Mistral (arXiv 2310.06825): Llama's block with a head size of its own and a sliding window."""
+"""Mistral (arXiv 2310.06825): Llama's block with a head size of its own and a sliding window.
+
+Ministral 8B (2024) sees the window in three of four layers.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ from attrs import frozen
 from modulm.nn import DecoderConfig, DecoderForCausalLM, size, tiny_config
 from modulm_llama.llama import LlamaLayer
 
-__all__ = ["MistralConfig", "MistralForCausalLM"]
+__all__ = ["MinistralForCausalLM", "MistralConfig", "MistralForCausalLM"]
 
 
 @frozen(kw_only=True)
 class MistralConfig(DecoderConfig):
-    """config.json of Mistral; a `sliding_window` of null lets every layer see everything."""
+    """config.json of both; a `sliding_window` of null lets every layer see everything."""
 
     max_position_embeddings: int = size(131072)
 
@@ -30,3 +33,17 @@ class MistralForCausalLM(DecoderForCausalLM):
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:
         return tiny_config("mistral", "MistralForCausalLM", head_dim=24, sliding_window=12)
+
+
+class MinistralForCausalLM(MistralForCausalLM):
+    """Ministral with a language-model head."""
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        return tiny_config(
+            "ministral",
+            "MinistralForCausalLM",
+            head_dim=24,
+            sliding_window=12,
+            layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        )
