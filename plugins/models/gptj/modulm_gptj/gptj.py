@@ -78,7 +78,7 @@ class GPTJForCausalLM(DecoderForCausalLM):
     root = "transformer"
     names = WeightNames(
         rename=((r"^transformer\.h\.", "transformer.layers."),),
-        ignore=(r"attn\.(bias|causal_mask)$",),
+        ignore=(r"\.attn\.(bias|causal_mask)$",),
     )
 
     def make_embedding(self, config: Any, b: Builder) -> Embedding:
