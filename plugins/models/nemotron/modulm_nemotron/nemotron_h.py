@@ -1,0 +1,163 @@
+"""Nemotron-H and Nemotron Nano 2 (arXiv 2504.03624, 2508.14444): one thing in each layer.
+
+A layer is a state space, attention without positions, or a feed-forward part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from attrs import frozen
+from torch import Tensor
+from torch.nn import Module
+
+from modulm.contracts.model import Batch
+from modulm.nn import (
+    Builder,
+    DecoderConfig,
+    DecoderForCausalLM,
+    Embedding,
+    Norm,
+    PlainMLP,
+    StateSpaceMixer,
+    WeightNames,
+    size,
+    standard_attention,
+    tiny_config,
+)
+
+__all__ = ["NemotronHConfig", "NemotronHForCausalLM", "NemotronHLayer"]
+
+_LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+_OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
+
+
+@frozen(kw_only=True)
+class NemotronHConfig(DecoderConfig):
+    """config.json of Nemotron-H; `hybrid_override_pattern` has a letter for each layer."""
+
+    ALIASES: ClassVar[Mapping[str, str]] = {
+        "layers_block_type": "layer_types",
+        "layer_norm_epsilon": "norm_eps",
+        "mlp_hidden_act": "hidden_act",
+        "mamba_n_groups": "n_groups",
+        "mamba_d_conv": "conv_kernel",
+        "mamba_conv_bias": "use_conv_bias",
+        "mamba_dt_min": "time_step_min",
+    }
+
+    num_hidden_layers: int = size(0, least=0)
+    head_dim: int | None = size(128)
+    max_position_embeddings: int = size(4096)
+    hidden_act: str = "relu2"
+    norm_eps: float = 1e-5
+    hybrid_override_pattern: str | None = None
+    ssm_state_size: int = size(128)
+    mamba_num_heads: int = size(128)
+    mamba_head_dim: int = size(64)
+    mamba_hidden_act: str = "silu"
+    n_groups: int = size(8)
+    conv_kernel: int = size(4, least=2)
+    use_conv_bias: bool = True
+    use_bias: bool = False
+    time_step_min: float = 0.001
+
+    def __attrs_post_init__(self) -> None:
+        kinds = self._kinds()
+        object.__setattr__(self, "layer_types", kinds)
+        object.__setattr__(self, "num_hidden_layers", len(kinds))
+        super().__attrs_post_init__()
+        if "moe" in kinds:
+            raise ValueError("layers_block_type: experts without a gate: not yet")
+        unknown = set(kinds) - set(_LETTERS.values())
+        if unknown:
+            raise ValueError(f"layers_block_type: {sorted(unknown)} are not known")
+        if self.mamba_num_heads % self.n_groups:
+            raise ValueError(
+                f"n_groups: {self.n_groups} do not divide {self.mamba_num_heads} heads"
+            )
+
+    def _kinds(self) -> tuple[str, ...]:
+        """What each layer is, from either spelling."""
+        if self.layer_types is not None:
+            return tuple(_OLDER.get(kind, kind) for kind in self.layer_types)
+        if not self.hybrid_override_pattern:
+            raise ValueError("layers_block_type: neither this nor hybrid_override_pattern is there")
+        return tuple(_LETTERS.get(letter, letter) for letter in self.hybrid_override_pattern)
+
+
+class _FeedForward(PlainMLP):
+    """A feed-forward part called as the other mixers are."""
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:  # type: ignore[override]
+        return super().forward(x)
+
+
+def _mixer(c: NemotronHConfig, b: Builder, index: int) -> Module:
+    kind = c.layer_type(index)
+    if kind == "full_attention":
+        bias = {"bias": False, "out_bias": False}
+        return standard_attention(c, b, index, at="mixer", rope=None, window=None, **bias)
+    at = b.at("mixer")
+    if kind == "mlp":
+        return _FeedForward(at, c.hidden_size, c.inner_size, c.hidden_act, bias=c.mlp_bias)
+    return StateSpaceMixer(
+        at,
+        hidden=c.hidden_size,
+        heads=c.mamba_num_heads,
+        head_dim=c.mamba_head_dim,
+        size=c.ssm_state_size,
+        groups=c.n_groups,
+        width=c.conv_kernel,
+        eps=c.norm_eps,
+        act=c.mamba_hidden_act,
+        bias=c.use_bias,
+        conv_bias=c.use_conv_bias,
+        dt_limit=(c.time_step_min, float("inf")),
+    )
+
+
+class NemotronHLayer(Module):
+    """norm and mixer."""
+
+    def __init__(self, c: NemotronHConfig, b: Builder, index: int) -> None:
+        super().__init__()
+        self.norm = b.rms_norm("norm", c.hidden_size, c.norm_eps)
+        self.mixer = _mixer(c, b, index)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, batch: Batch
+    ) -> tuple[Tensor, Tensor | None]:
+        """x, residual: [tokens, hidden]."""
+        x, residual = self.norm.add(x, residual)
+        return self.mixer(x, batch), residual
+
+
+class NemotronHForCausalLM(DecoderForCausalLM):
+    """Nemotron-H with a language-model head; layers that draft tokens are not read."""
+
+    api = 1
+    config_type = NemotronHConfig
+    layer = NemotronHLayer
+    names = WeightNames(rename=((r"^backbone\.", "model."),), ignore=(r"^mtp\.",))
+
+    def make_embedding(self, config: Any, b: Builder) -> Embedding:
+        return b.embedding("embeddings", config.vocab_size, config.hidden_size)
+
+    def make_norm(self, config: Any, b: Builder) -> Norm:
+        return b.rms_norm("norm_f", config.hidden_size, config.norm_eps)
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        return tiny_config(
+            "nemotron_h",
+            "NemotronHForCausalLM",
+            layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"],
+            head_dim=16,
+            ssm_state_size=12,
+            mamba_num_heads=8,
+            mamba_head_dim=16,
+            n_groups=2,
+            chunk_size=16,
+        )
