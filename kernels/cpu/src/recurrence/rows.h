@@ -1,0 +1,36 @@
+// The rows of a step and where their states lie; see StatePlan in the core's contracts.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace modulm {
+
+struct Kept {
+  int64_t row, tokens, slot;
+};
+
+// starts: [rows + 1], first tokens; a fresh row begins with zeros.
+struct StateRows {
+  const int32_t* starts;
+  const int64_t* sources;
+  const int64_t* slots;
+  const uint8_t* fresh;
+  const Kept* kept;
+  int64_t kept_count;
+
+  // f(begin, end, slot) for the stretches of a row's tokens after which its state is wanted in
+  // `slot`: every kept state, then the last one. Tokens count from the row's first.
+  template <class F>
+  void stretches(int64_t row, F&& f) const {
+    int64_t at = 0;
+    for (int64_t i = 0; i < kept_count; i++) {
+      if (kept[i].row != row) continue;
+      f(at, kept[i].tokens, kept[i].slot);
+      at = kept[i].tokens;
+    }
+    f(at, int64_t(starts[row + 1] - starts[row]), slots[row]);
+  }
+};
+
+}  // namespace modulm
