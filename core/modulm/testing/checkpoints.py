@@ -56,6 +56,9 @@ _FINAL_NORMS = (
     "norm_f.weight",
 )
 
+#: Buffers of routers, zero until a model is trained.
+_CHOICE_BIASES = ("e_score_correction_bias", "expert_bias")
+
 #: Used where no installed driver says what a tiny model of an architecture looks like.
 _SMALL: Mapping[str, Any] = {
     "hidden_size": 64,
@@ -179,6 +182,9 @@ def _randomise(model: torch.nn.Module) -> None:
             parameter.normal_(std=(1.5 if tied else 3.0) / math.sqrt(parameter.shape[-1]))
         else:
             parameter.normal_(std=1.0 if id(parameter) in tables else parameter.shape[-1] ** -0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith(_CHOICE_BIASES):
+            buffer.normal_(std=0.2)
 
 
 def _split(folder: Path, shards: int) -> None:

@@ -61,13 +61,18 @@ def tiny_folder(driver: type[Model], path: Path, **settings: Any) -> Path:
     return make_tiny(path, _architecture(driver), **settings)
 
 
-def check_equals_transformers(folder: Path, *, steps: int = _STEPS, **flags: Any) -> None:
-    """Greedy tokens, and the log probabilities of all tokens on the way, as transformers has."""
+def check_equals_transformers(
+    folder: Path, *, steps: int = _STEPS, reference: str = "eager", **flags: Any
+) -> None:
+    """Greedy tokens, and the log probabilities of all tokens on the way, as transformers has.
+
+    `reference` names the attention that transformers computes them with.
+    """
     session = _session(folder, **flags)
     prompts = _prompts(session)
     found = session.greedy(prompts, steps)
     for row, (tokens, logprobs) in found.items():
-        expected = _reference(folder, [*prompts[row], *tokens[:-1]])
+        expected = _reference(folder, [*prompts[row], *tokens[:-1]], reference)
         _compare(logprobs, expected, f"prompt of {len(prompts[row])} tokens, transformers")
         best = expected[len(prompts[row]) - 1 :].argmax(-1).tolist()
         assert tokens == best, f"greedy tokens differ from transformers': {tokens} and {best}"
@@ -136,12 +141,12 @@ def _prompts(session: Session) -> dict[int, list[int]]:
     }
 
 
-def _reference(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
+def _reference(folder: Path, tokens: Sequence[int], attention: str = "eager") -> torch.Tensor:
     """transformers' log probabilities [tokens, vocabulary], computed in one pass in fp32."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
+        folder, dtype=torch.float32, attn_implementation=attention
     ).eval()
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([list(tokens)])).logits[0]

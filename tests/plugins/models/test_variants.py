@@ -50,6 +50,41 @@ VARIANTS = {
         {"num_local_experts": 0, "position_embedding_type": None, "mamba_proj_bias": True},
     ),
     "qwen3-next-biases": ("Qwen3NextForCausalLM", {"attention_bias": True}),
+    "stablelm-3b": (
+        "StableLmForCausalLM",
+        {"use_parallel_residual": False, "qk_layernorm": False, "use_qkv_bias": True},
+    ),
+    "mpt-scaled": ("MptForCausalLM", {"attn_config": {"softmax_scale": 0.3}}),
+    "exaone-no-windows": (
+        "Exaone4ForCausalLM",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+    ),
+    "smollm3-windows": (
+        "SmolLM3ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 12, "no_rope_layers": [0, 1, 1]},
+    ),
+    "seed-oss-biases": ("SeedOssForCausalLM", {"attention_out_bias": True, "mlp_bias": True}),
+    "arcee-biases": ("ArceeForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    "nemotron-biases": ("NemotronForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    "nemotron-h-biases": ("NemotronHForCausalLM", {"use_bias": True, "mlp_bias": True}),
+    "hunyuan-plain-rope": (
+        "HunYuanDenseV1ForCausalLM",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    ),
+    "ernie-moe-some-layers": (
+        "Ernie4_5_MoeForCausalLM",
+        {"moe_num_shared_experts": 0, "moe_layer_start_index": 0, "moe_layer_end_index": 1},
+    ),
+    "minimax-whole-heads": ("MiniMaxM2ForCausalLM", {"rotary_dim": None}),
+    "persimmon-no-norms": ("PersimmonForCausalLM", {"qk_layernorm": False}),
+    "santacoder-many-heads": ("GPTBigCodeForCausalLM", {"multi_query": False}),
+    "biogpt-unscaled": ("BioGptForCausalLM", {"scale_embedding": False}),
+    "xglm-unscaled": ("XGLMForCausalLM", {"scale_embedding": False}),
+    "glm-4.5-air": (
+        "Glm4MoeForCausalLM",
+        {"use_qk_norm": False, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+    ),
+    "granite-moe-unshared": ("GraniteMoeSharedForCausalLM", {"shared_intermediate_size": 0}),
     "opt-350m": ("OPTForCausalLM", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
 }
 
@@ -59,3 +94,18 @@ def test_variant_equals_transformers(name, tmp_path):
     architecture, settings = VARIANTS[name]
     folder = make_tiny(tmp_path, architecture, **settings)
     check_equals_transformers(folder, attention_backend="sdpa")
+
+
+#: transformers' eager code adds alibi to the mask and then to the scores once more; as the models
+#: were trained, and with the other implementation, it is added once.
+ALIBI = {
+    "falcon-rw": {"multi_query": False, "num_kv_heads": 4, "parallel_attn": False, "bias": True},
+    "one-kv-head": {"multi_query": True},
+}
+
+
+@pytest.mark.parametrize("name", ALIBI)
+def test_falcon_with_alibi_equals_transformers(name, tmp_path):
+    settings = {"new_decoder_architecture": False, "alibi": True, **ALIBI[name]}
+    folder = make_tiny(tmp_path, "FalconForCausalLM", **settings)
+    check_equals_transformers(folder, reference="sdpa", attention_backend="sdpa")
