@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from modulm.contracts.attention import AttentionBackend, StepLayout
 from modulm.contracts.executor import Plan
 from modulm.contracts.model import Batch, StatePlan
 from modulm.errors import EngineError
 
-__all__ = ["BatchBuilder", "GroupPlanner"]
+__all__ = ["BatchBuilder", "GroupPlanner", "alone"]
 
 #: Stands in a plan for the token that the row sampled in the step before.
 _PLACEHOLDER = -1
+
+
+def alone(plan: Plan, *, whole: bool) -> Iterator[Plan]:
+    """The step in parts of one token each, in order; `whole`: of one row each.
+
+    What a token's part computes depends on its row's earlier tokens only, never on the step.
+    """
+    first = 0
+    for place, count in enumerate(plan.counts.tolist()):
+        tables = tuple(table[place : place + 1] for table in plan.tables)
+        row, start = plan.rows[place : place + 1], plan.starts[place : place + 1]
+        size = count if whole else 1
+        for offset in range(0, count, size):
+            yield evolve(
+                plan,
+                rows=row,
+                starts=start + offset,
+                counts=np.full(1, size, dtype=np.int32),
+                tokens=plan.tokens[first + offset : first + offset + size],
+                tables=tables,
+                samples=np.ones(1, dtype=bool),
+                admit=(),
+                release=(),
+            )
+        first += count
 
 
 @frozen
@@ -103,7 +128,7 @@ class BatchBuilder:
         for index, group in enumerate(self.groups):
             table = plan.tables[index]
             if group.backend is None:
-                plans.append(self._state_plan(plan, table, query_starts))
+                plans.append(self._state_plan(plan, table, query_starts, group.block_size))
                 continue
             size = group.block_size
             slots = self._slots[index, : len(positions)]
@@ -113,12 +138,27 @@ class BatchBuilder:
             plans.append(group.backend.plan(layout))
         return tuple(plans)
 
-    def _state_plan(self, plan: Plan, table: np.ndarray, query_starts: np.ndarray) -> StatePlan:
+    def _state_plan(
+        self, plan: Plan, table: np.ndarray, query_starts: np.ndarray, size: int
+    ) -> StatePlan:
+        """The last token so far of each block of `size` tokens left its state in the block."""
+        rows, first = self._ramp[: len(plan.rows)], plan.starts // size
+        last = (plan.starts + plan.counts - 1) // size
+        kept = [
+            (row, (block + 1) * size - int(plan.starts[row]), int(table[row, block]))
+            for row in (last > first).nonzero()[0].tolist()
+            for block in range(first[row], last[row])
+            if table[row, block]
+        ]
+        before = np.maximum(plan.starts - 1, 0) // size
         return StatePlan(
-            slots=self._tensor(table[:, 0].astype(np.int64)),
+            slots=self._tensor(table[rows, last].astype(np.int64)),
             fresh=self._tensor(plan.starts == 0),
             query_starts=self._tensor(query_starts),
             counts=tuple(plan.counts.tolist()),
+            starts=tuple(plan.starts.tolist()),
+            sources=self._tensor(table[rows, before].astype(np.int64)),
+            kept=tuple(kept),
         )
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:

@@ -21,7 +21,14 @@ __all__ = ["Sizing", "allocate", "cache_budget", "share_out"]
 #: Share of what is left after the weights that a step's own tensors may take.
 _ACTIVATIONS = 0.1
 _GIB = 2**30
-_UNSHARED = "layers keep a state per sequence: prompts that begin alike are each computed in full"
+_UNSHARED = (
+    "layers keep a state per sequence: prompts that begin alike are each computed in full "
+    "(--mamba-cache-mode all keeps states of their beginnings)"
+)
+#: Slots per row where states are kept for reuse: one read, one written, two of earlier lengths.
+_KEPT_SLOTS = 4
+#: The fewest with which one sequence can go on: see `groups._State`.
+_LEAST_KEPT = 3
 
 
 @frozen
@@ -65,17 +72,24 @@ def share_out(
     When not even one sequence of `max_model_len` fits: a shorter length if `may_shrink`, else
     ConfigError naming the figures.
     """
-    notes: tuple[str, ...] = (_UNSHARED,) if any(g.kind == "state" for g in groups) else ()
+    stateful = [g for g in groups if g.kind == "state"]
+    kept = all(g.block_size < max_model_len for g in stateful)
+    notes: tuple[str, ...] = () if kept else (_UNSHARED,)
+    wanted = rows * (_KEPT_SLOTS if kept else 1)
     if override is not None:
-        blocks = tuple(rows + 1 if g.kind == "state" else max(override, 2) for g in groups)
+        blocks = tuple(wanted + 1 if g.kind == "state" else max(override, 2) for g in groups)
         fits = _longest(groups, blocks, max_model_len, chunk)
         if fits != max_model_len:
             notes = (*notes, _shrunk(max_model_len, fits, "given blocks"))
         return Sizing(blocks, fits, notes)
-    states = sum(g.block_bytes * (rows + 1) for g in groups if g.kind == "state")
-    nulls = sum(g.block_bytes for g in groups if g.kind != "state")
-    left = budget - states - nulls
     length = max_model_len
+    nulls = sum(g.block_bytes for g in groups if g.kind != "state")
+    room = budget - nulls - _bytes_of_one(groups, length, chunk)
+    slots = _slots(stateful, min(room, budget // 2) if nulls else room, wanted, kept)
+    if stateful and slots < rows:
+        notes = (*notes, f"the states of {slots} sequences fit: no more run at once")
+    states = sum(g.block_bytes * (slots + 1) for g in stateful)
+    left = budget - states - nulls
     if left < _bytes_of_one(groups, length, chunk):
         length = _fitting(groups, left, max_model_len, chunk)
         if length == 0 or not may_shrink:
@@ -85,10 +99,17 @@ def share_out(
     one = _bytes_of_one(groups, length, chunk)
     sequences = min(float(rows), left / one) if one else float(rows)
     blocks = tuple(
-        rows + 1 if g.kind == "state" else int(sequences * _needs(g, length, chunk)) + 1
+        slots + 1 if g.kind == "state" else int(sequences * _needs(g, length, chunk)) + 1
         for g in groups
     )
     return Sizing(blocks, length, notes)
+
+
+def _slots(groups: Sequence[CacheGroup], room: int, wanted: int, kept: bool) -> int:
+    """Slots for states beside the null one: what `room` bytes hold, but one sequence must run."""
+    each = sum(group.block_bytes for group in groups)
+    fit = max(room, 0) // each - 1 if each else wanted
+    return max(min(wanted, fit), _LEAST_KEPT if kept else 1)
 
 
 def _needs(group: CacheGroup, length: int, chunk: int) -> int:

@@ -1,9 +1,9 @@
 """Cache groups: the block tables of all rows, one per group of layers that keep the same things.
 
 Layers with full attention keep every block of a row, layers with a sliding window give back the
-blocks that fell out of it, layers with a recurrent state keep one slot per row. Each group has a
-pool of its own; `CacheGroups` makes them move together: a row gets what it needs in all groups
-or in none.
+blocks that fell out of it, layers with a recurrent state keep one slot for the tokens so far and,
+if prefixes are to be found again, some for earlier lengths. Each group has a pool of its own;
+`CacheGroups` makes them move together: a row gets what it needs in all groups or in none.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from modulm.contracts.executor import Capacity
 from modulm.engine.blocks import NULL, BlockPool
 from modulm.engine.prefix import PrefixIndex
 from modulm.errors import EngineError
+from modulm.ops.recurrence import SEGMENT
 
 __all__ = ["CacheGroups", "Group", "Hit"]
 
@@ -70,6 +71,10 @@ class Group(ABC):
         lack: np.ndarray = np.maximum(-((room - ends) // self.size), 0)
         return lack
 
+    def price(self, lack: np.ndarray) -> int:
+        """How many blocks must be free for `extend`."""
+        return int(lack.sum())
+
     def extend(self, rows: np.ndarray, lack: np.ndarray) -> None:
         """Append `lack` fresh blocks to the rows' tables."""
         short = lack.nonzero()[0]
@@ -98,6 +103,9 @@ class Group(ABC):
     def trim(self, rows: np.ndarray, committed: np.ndarray) -> bool:
         """Give back blocks that no later token can see. Whether there were any."""
         return False
+
+    def passed(self, rows: np.ndarray, ends: np.ndarray) -> None:
+        """A step took the rows to `ends` tokens, and what it filled is registered."""
 
     def release(self, row: int) -> None:
         """Give back all blocks of a row."""
@@ -166,36 +174,57 @@ class _Window(Group):
         self._dropped[row] = 0
 
 
-class _State(Group):
-    """One slot per row, whatever its length. Nothing of it can be reused by another row yet."""
+class _State(_Window):
+    """A block of `size` tokens is the slot of the state that its last token so far leaves.
 
-    def __init__(self, blocks: int, rows: int) -> None:
-        super().__init__(1, blocks, rows, 1)
+    The next token sees that state and nothing else. A full block's slot is never written again,
+    so it may be found by other rows, as long as whole segments led to it: a step that ended within
+    one has rounded differently than the next reader's would. Slots of lengths that a step passes
+    are optional, and taken while half of the pool is free. A block of the longest length is all
+    that a row needs where nothing is to be found again.
+    """
+
+    def __init__(self, size: int, blocks: int, rows: int, max_len: int) -> None:
+        super().__init__(size, blocks, rows, max_len, window=2)
+        self.kept = size < max_len
+        self._whole = np.ones(rows, dtype=bool)
 
     def most(self, chunk: int) -> int:
-        return _BOUNDLESS if self.pool.blocks > 1 else 0
+        # One to read, one to write, and one whose release lags a step behind.
+        return _BOUNDLESS if self.pool.blocks - 1 >= (3 if self.kept else 1) else 0
 
-    def claim(self, known: int, end: int) -> int:
-        return 1
-
-    def match(self, names: Sequence[bytes]) -> int:
-        return 0
-
-    def found(self, names: Sequence[bytes]) -> list[int]:
-        return []
+    def price(self, lack: np.ndarray) -> int:
+        return int(np.count_nonzero(lack))
 
     def extend(self, rows: np.ndarray, lack: np.ndarray) -> None:
-        super().extend(rows, np.minimum(lack, 1))
-        self.room[rows] = _BOUNDLESS
+        short = lack.nonzero()[0]
+        rows, lack = rows[short], lack[short]
+        firsts = self.held[rows]
+        self.held[rows] += lack
+        self.room[rows] += lack * self.size
+        lasts = self.held[rows] - 1
+        self.tables[rows, lasts] = self.pool.take(len(rows))
+        for row, first, last in zip(rows.tolist(), firsts.tolist(), lasts.tolist(), strict=True):
+            for column in range(first, last):
+                if self._whole[row] and self.pool.free > self.pool.blocks // 2:
+                    self.tables[row, column] = self.pool.take(1)[0]
+
+    def adopt(self, row: int, blocks: Sequence[int]) -> None:
+        super().adopt(row, blocks)
+        self._whole[row] = True
 
     def register(self, row: int, names: Sequence[bytes], first: int) -> None:
-        return
+        if self._whole[row]:
+            super().register(row, names, first)
+
+    def passed(self, rows: np.ndarray, ends: np.ndarray) -> None:
+        self._whole[rows] &= ends % SEGMENT == 0
 
 
 def _build(spec: tuple[str, int, int | None, int], rows: int, max_len: int) -> Group:
     kind, size, window, blocks = spec
     if kind == "state":
-        return _State(blocks, rows)
+        return _State(size, blocks, rows, max_len)
     if kind != "attention":
         raise EngineError(f"cache groups of kind {kind!r} are not known")
     if window is None:
@@ -209,11 +238,14 @@ class CacheGroups:
     def __init__(self, capacity: Capacity, rows: int) -> None:
         max_len = capacity.max_model_len
         self.groups = tuple(_build(spec, rows, max_len) for spec in capacity.groups)
-        paged = [group for group in self.groups if not isinstance(group, _State)]
+        lost = [group for group in self.groups if isinstance(group, _State) and not group.kept]
         #: Distinct block sizes: a row needs one chain of names for each.
-        self.sizes = tuple(sorted({group.size for group in paged}))
-        #: Whether prefixes can be reused at all: a state would have to be kept for each.
-        self.reusable = bool(self.groups) and len(paged) == len(self.groups)
+        self.sizes = tuple(sorted({group.size for group in self.groups if group not in lost}))
+        #: Whether prefixes can be reused at all.
+        self.reusable = bool(self.groups) and not lost
+        states = any(isinstance(group, _State) for group in self.groups)
+        #: Tokens at whose multiples a prompt is best cut, so that results do not depend on the cut.
+        self.unit = SEGMENT if states else 1
         self._changes = 0
         self._gathered: tuple[np.ndarray, int, tuple[np.ndarray, ...]] | None = None
 
@@ -260,7 +292,7 @@ class CacheGroups:
             group.adopt(row, blocks)
         lacks = [g.lack(one, np.array([g.claim(known, end)])) for g in self.groups]
         for group, lack in zip(self.groups, lacks, strict=True):
-            wanted = 0 if lack is None else int(lack[0])
+            wanted = 0 if lack is None else group.price(lack)
             if wanted + int(spare * group.pool.blocks) > group.pool.free:
                 self.release(row)
                 return False
@@ -271,7 +303,7 @@ class CacheGroups:
         """Blocks for rows that become `ends` tokens long; False, and no change, if too few."""
         lacks = [group.lack(rows, ends) for group in self.groups]
         for group, lack in zip(self.groups, lacks, strict=True):
-            if lack is not None and int(lack.sum()) > group.pool.free:
+            if lack is not None and group.price(lack) > group.pool.free:
                 return False
         self._extend(rows, lacks)
         return True
@@ -287,6 +319,11 @@ class CacheGroups:
         for group in self.groups:
             if group.size == size:
                 group.register(row, names, first)
+
+    def passed(self, rows: np.ndarray, ends: np.ndarray) -> None:
+        """A step took the rows to `ends` tokens, and what it filled is registered."""
+        for group in self.groups:
+            group.passed(rows, ends)
 
     def trim(self, rows: np.ndarray, committed: np.ndarray) -> None:
         """Give back what fell out of the rows' windows; `committed`: tokens surely computed."""

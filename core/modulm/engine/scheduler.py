@@ -75,8 +75,9 @@ class _Draft:
 class _Intake:
     """How much of the budget a waiting request gets, given what was handed out before it."""
 
-    def __init__(self, limits: Limits, left: int, unfinished: list[int]) -> None:
+    def __init__(self, limits: Limits, left: int, unfinished: list[int], unit: int) -> None:
         self.left = left
+        self._unit = unit
         self._limits = limits
         self._partial = len(unfinished)
         self._long = sum(tokens > limits.long for tokens in unfinished)
@@ -89,6 +90,7 @@ class _Intake:
         count = min(missing, self.left, limits.long or missing)
         if count == missing:
             return count
+        count = count - count % self._unit or count
         if limits.partial is not None and self._partial >= limits.partial:
             return 0
         many = limits.long_partial is not None and self._long >= limits.long_partial
@@ -240,11 +242,18 @@ class BudgetScheduler(Scheduler):
         if self.limits.long:
             np.minimum(wants, self.limits.long, out=wants)
         before = np.cumsum(wants) - wants
-        counts = np.clip(self.limits.tokens - before, 0, wants)
+        counts = self._cut(starts, np.clip(self.limits.tokens - before, 0, wants), known)
         chosen = counts > 0
         if not chosen.all():
             rows, starts, counts = rows[chosen], starts[chosen], counts[chosen]
         return _Draft(rows, starts, counts, one_each=not self._prefilling)
+
+    def _cut(self, starts: np.ndarray, counts: np.ndarray, known: np.ndarray) -> np.ndarray:
+        """Prompts that stay unfinished end at a multiple of the cache's unit if they reach one."""
+        ends = starts + counts
+        whole = ends - ends % self.cache.unit
+        cut: np.ndarray = np.where((ends < known) & (whole > starts), whole - starts, counts)
+        return cut
 
     def _ordered(self) -> np.ndarray:
         """Running rows in order of admission; the same array until a row comes or goes."""
@@ -268,7 +277,9 @@ class BudgetScheduler(Scheduler):
     def _join(self, draft: _Draft) -> _Draft:
         """Admit waiting requests into what is left of the budget."""
         unfinished = [self._running[row].tokens for row in self._prefilling]
-        intake = _Intake(self.limits, self.limits.tokens - int(draft.counts.sum()), unfinished)
+        intake = _Intake(
+            self.limits, self.limits.tokens - int(draft.counts.sum()), unfinished, self.cache.unit
+        )
         joined: list[tuple[Entry, Hit, int]] = []
         skipped: list[Entry] = []
         while intake.left > 0 and self.table.free > len(skipped):

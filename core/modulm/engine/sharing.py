@@ -87,6 +87,7 @@ class Sharing:
                     rows[full].tolist(), firsts.tolist(), lasts.tolist(), strict=True
                 ):
                     self._name_blocks(index, row, first, last)
+        self._cache.passed(rows, ends)
 
     def _name_blocks(self, index: int, row: int, first: int, last: int) -> None:
         chain = self._chains[row][index]

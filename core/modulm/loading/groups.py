@@ -23,7 +23,8 @@ class CacheGroup:
     """Layers with equal specs. `layers` are indices into the model's caches.
 
     `block_bytes` is what one block takes in all layers together, those left out that share an
-    earlier layer's cache; for states one "block" is one sequence's slot, and block_size is 1.
+    earlier layer's cache; for states one "block" is a slot, which holds the state after at most
+    block_size tokens more than the block before.
     """
 
     kind: Literal["attention", "state"]
@@ -36,9 +37,14 @@ class CacheGroup:
 
 
 def group_caches(
-    caches: Sequence[CacheSpec], backends: Mapping[AttentionSpec, AttentionBackend]
+    caches: Sequence[CacheSpec],
+    backends: Mapping[AttentionSpec, AttentionBackend],
+    state_block: int,
 ) -> tuple[CacheGroup, ...]:
-    """One group per distinct spec, in the order in which they first occur."""
+    """One group per distinct spec, in the order in which they first occur.
+
+    state_block: tokens between two lengths of which states can be kept.
+    """
     members: dict[AttentionSpec | StateSpec, list[int]] = {}
     for index, cache in enumerate(caches):
         members.setdefault(cache.spec, []).append(index)
@@ -47,7 +53,7 @@ def group_caches(
         owners = sum(caches[layer].shares is None for layer in layers)
         if isinstance(spec, StateSpec):
             size = owners * _state_bytes(spec.tensors)
-            groups.append(CacheGroup("state", tuple(layers), spec, None, 1, None, size))
+            groups.append(CacheGroup("state", tuple(layers), spec, None, state_block, None, size))
             continue
         backend = backends[spec]
         size = owners * backend.layout(1).block_bytes

@@ -17,6 +17,7 @@ from modulm.loading.weights import WeightPlan, fill, plan_weights, wanted, weigh
 from modulm.nn.builder import Builder, Shared
 from modulm.nn.config import read_config
 from modulm.nn.names import WeightNames
+from modulm.ops.recurrence import SEGMENT
 from modulm.parallel import Group, Mesh
 
 if TYPE_CHECKING:
@@ -33,7 +34,15 @@ if TYPE_CHECKING:
 __all__ = ["Loaded", "explain_model", "load_model"]
 
 _DTYPES = {"half": "float16", "float": "float32"}
+#: Values of --kv-cache-dtype that torch calls otherwise.
+_KV_DTYPES = {
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
 _GIB = 2**30
+#: Tokens between two states that are kept, where --mamba-block-size does not say it.
+_STATE_BLOCK = 512
 #: Share of the free memory that tables of rotary angles may take.
 _TABLES = 0.1
 
@@ -73,7 +82,8 @@ def load_model(
     size = weight_bytes(built.shared.units)
     if plan is not None:
         _check_memory(size, platform)
-    groups = group_caches(built.model.caches, built.choices.backends)
+    block = _state_block(config, built.shared.max_length)
+    groups = group_caches(built.model.caches, built.choices.backends, block)
     _fill_tables(built.shared, groups, platform)
     if plan is not None:
         fill(plan, built.loader, device=platform.device, progress=config.load.use_tqdm_on_load)
@@ -149,7 +159,7 @@ def _shared(
         max_length=length,
         choose_method=methods.of,
         choose_backend=partial(_backend, choices, ops),
-        kv_dtype=dtype if wanted_kv == "auto" else wanted_kv,
+        kv_dtype=dtype if wanted_kv == "auto" else _KV_DTYPES.get(wanted_kv, wanted_kv),
         windows=not config.model.disable_sliding_window,
     )
 
@@ -196,6 +206,22 @@ def _choose_length(config: EngineConfig, settings: Any, checkpoint: Checkpoint) 
             "the checkpoint's own limit with --hf-overrides",
         )
     return length
+
+
+def _state_block(config: EngineConfig, longest: int) -> int:
+    """Tokens between two states that are kept for reuse; `longest` if none are.
+
+    Raises ConfigError, UnsupportedError.
+    """
+    mode, size = config.cache.mamba_cache_mode or "none", config.cache.mamba_block_size
+    if mode == "align":
+        raise UnsupportedError("mamba_cache_mode: align: not yet; all keeps states at every block")
+    if size is not None and (mode == "none" or size % SEGMENT):
+        raise ConfigError(
+            "mamba_block_size", f"a multiple of {SEGMENT} is needed, with --mamba-cache-mode all"
+        )
+    reused = mode == "all" and config.cache.enable_prefix_caching is not False
+    return min(size or _STATE_BLOCK, longest) if reused else longest
 
 
 def _check_memory(size: int, platform: Platform) -> None:

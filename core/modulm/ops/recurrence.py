@@ -90,7 +90,7 @@ def _delta_segment(
     change = torch.linalg.solve_triangular(
         mixing, beta * (v - grown * (k @ state)), upper=False, unitriangular=True
     )
-    y = grown * (q @ state) + (q @ k.transpose(2, 3) * between) @ change
+    y: Tensor = grown * (q @ state) + (q @ k.transpose(2, 3) * between) @ change
     left = (total[..., -1:] - total).exp().unsqueeze(-1)
     state.mul_(grown[:, :, -1:]).add_((k * left).transpose(2, 3) @ change)
     return y.transpose(1, 2)

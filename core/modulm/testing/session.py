@@ -45,7 +45,7 @@ class Session:
         order = np.random.default_rng(seed)
         self._tables: list[np.ndarray] = []
         for group in self.loaded.groups:
-            each = 1 if group.kind == "state" else -(-length // group.block_size)
+            each = -(-length // group.block_size)
             blocks = 1 + order.permutation(rows * each).astype(np.int32)
             self._tables.append(blocks.reshape(rows, each))
         counts = [1 + table.size for table in self._tables]

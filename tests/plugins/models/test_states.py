@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from modulm import LLM, SamplingParams
+from modulm.errors import ConfigError, UnsupportedError
 from modulm.testing.checkpoints import make_tiny
 
 SETTINGS = {
@@ -68,3 +73,74 @@ def test_the_answers_are_those_of_an_engine_with_room(hybrid, roomy, flags):
     assert tokens == roomy[0]
     assert (preempted > 0) == ("num_gpu_blocks_override" in flags)
     assert cached == 0
+
+
+ARCHITECTURES = ("GraniteMoeHybridForCausalLM", "Mamba2ForCausalLM", "Qwen3NextForCausalLM")
+#: Recurrences are equal to the bit (tests/unit/ops, tests/plugins/kernels); products of few rows
+#: and of many may round differently.
+TOLERANCE = 1e-4
+LONG = {
+    **SETTINGS,
+    "max_model_len": 256,
+    "max_num_seqs": 4,
+    "mamba_cache_mode": "all",
+    "mamba_block_size": 64,
+}
+
+
+def logprobs(llm, prompts):
+    """What the whole vocabulary's log probabilities are at each generated token, and the hits."""
+    wanted = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=-1)
+    found = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], wanted, use_tqdm=False
+    )
+    values = [
+        [
+            {token: entry.logprob for token, entry in place.items()}
+            for place in one.outputs[0].logprobs
+        ]
+        for one in found
+    ]
+    return values, [one.num_cached_tokens or 0 for one in found]
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def reusing(request, tmp_path_factory):
+    """An engine that keeps states, and one that does not."""
+    folder = make_tiny(tmp_path_factory.mktemp("reusing"), request.param)
+    flags = {**LONG, "max_num_batched_tokens": 256}
+    with (
+        LLM(str(folder), **flags, max_logprobs=-1) as one,
+        LLM(str(folder), **{**flags, "enable_prefix_caching": False}, max_logprobs=-1) as other,
+    ):
+        yield one, other
+
+
+@settings(max_examples=4, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 200), st.integers(1, 40)), min_size=1, max_size=4),
+    seed=st.integers(0, 3),
+)
+def test_a_hit_gives_what_a_miss_gives(reusing, lengths, seed):
+    """Prompts share `begin` tokens of one text; each is computed beside others, and after them."""
+    one, other = reusing
+    rng = random.Random(seed)
+    text = [rng.randrange(1, 500) for _ in range(400)]
+    prompts = [
+        [*text[:begin], *(rng.randrange(1, 500) for _ in range(own))] for begin, own in lengths
+    ]
+    expected, cached = logprobs(other, prompts)
+    assert not any(cached)
+    for _ in range(2):
+        found, cached = logprobs(one, prompts)
+        for one_found, one_expected in zip(found, expected, strict=True):
+            assert one_found == [pytest.approx(place, abs=TOLERANCE) for place in one_expected]
+    for prompt, hit in zip(prompts, cached, strict=True):
+        assert hit == (len(prompt) - 1) // 64 * 64
+
+
+def test_states_of_another_mode_are_refused(hybrid):
+    with pytest.raises(UnsupportedError, match="align: not yet"):
+        LLM(str(hybrid), **{**LONG, "mamba_cache_mode": "align"})
+    with pytest.raises(ConfigError, match="multiple of 64"):
+        LLM(str(hybrid), **{**LONG, "mamba_block_size": 100})

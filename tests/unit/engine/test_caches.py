@@ -16,7 +16,7 @@ from modulm.loading import CacheGroup
 SPEC = AttentionSpec(4, 2, 16, 0.25, "float32", "float32")
 FULL = CacheGroup("attention", (0,), SPEC, None, 16, None, 1000)
 WINDOW = CacheGroup("attention", (1,), evolve(SPEC, window=64), None, 16, 64, 3000)
-STATE = CacheGroup("state", (2,), StateSpec((("s", (4,), "float32"),)), None, 1, None, 50)
+STATE = CacheGroup("state", (2,), StateSpec((("s", (4,), "float32"),)), None, 1024, None, 50)
 ASKS = {"max_model_len": 1024, "chunk": 32, "rows": 8}
 
 
@@ -39,6 +39,20 @@ def test_states_take_one_slot_per_row_and_the_null_slot() -> None:
     sizing = share_out([FULL, STATE], 9 * 50 + 1000 + 2 * 64_000, **ASKS)
     assert sizing.blocks == (2 * 64 + 1, 9)
     assert share_out([STATE], 10**6, **ASKS).blocks == (9,)
+
+
+def test_states_that_are_too_large_for_all_rows_leave_half_to_the_others() -> None:
+    large = evolve(STATE, block_bytes=50_000)
+    sizing = share_out([FULL, large], 500_000, **ASKS)
+    assert sizing.blocks[1] == 5
+    assert sizing.blocks[0] - 1 == (500_000 - 5 * 50_000 - 1000) // 1000
+    assert any("4 sequences" in note for note in sizing.notes)
+    assert share_out([FULL, large], 170_000, **ASKS).blocks[1] == 2
+
+
+def test_states_that_are_kept_take_more_slots() -> None:
+    sizing = share_out([FULL, evolve(STATE, block_size=64)], 10**9, **ASKS)
+    assert (sizing.blocks, sizing.notes) == ((8 * 64 + 1, 4 * 8 + 1), ())
 
 
 def test_a_small_budget_shortens_the_sequences_and_says_so() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from modulm.contracts.executor import Capacity
 from modulm.contracts.sampling import PoolingParams, SamplingParams
-from modulm.engine.groups import CacheGroups
+from modulm.engine.groups import CacheGroups, Hit
 from modulm.engine.prefix import Chain, PrefixIndex, hasher
 from modulm.engine.requests import Media, Request
 from modulm.errors import ConfigError
@@ -116,7 +116,7 @@ def test_groups_agree_on_one_length() -> None:
 
 
 def test_a_state_group_disables_reuse_and_holds_one_slot_per_row() -> None:
-    groups = CacheGroups(Capacity((("attention", 4, None, 9), ("state", 1, None, 3)), 10, 40), 4)
+    groups = CacheGroups(Capacity((("attention", 4, None, 9), ("state", 40, None, 3)), 10, 40), 4)
     assert not groups.reusable
     nothing = groups.lookup({}, 0)
     assert groups.admit(0, nothing, 9, 9, 0.0)
@@ -129,3 +129,62 @@ def test_a_state_group_disables_reuse_and_holds_one_slot_per_row() -> None:
         assert one != other
     groups.release(0)
     assert groups.admit(2, nothing, 3, 3, 0.0)
+
+
+SEGMENT = 64
+
+
+def kept_states(blocks: int, rows: int = 3, size: int = SEGMENT) -> CacheGroups:
+    """Full attention in blocks of 32 beside states that are kept every `size` tokens."""
+    groups = (("attention", 32, None, 99), ("state", size, None, blocks))
+    return CacheGroups(Capacity(groups, 10, 640), rows)
+
+
+def test_the_state_of_a_length_is_found_when_all_before_it_are_gone() -> None:
+    groups = kept_states(20)
+    names = {32: [bytes([i]) for i in range(8)], 64: [bytes([64 + i]) for i in range(4)]}
+    rows = np.array([0])
+    assert groups.reusable
+    assert groups.admit(0, Hit(0, ([], [])), 200, 200, 0.0)
+    attention, state = groups.groups
+    table = state.tables[0].tolist()
+    assert table[4:] == [0] * 6
+    assert len(set(table[:4])) == 4
+    groups.register(0, 32, names[32][:6], 0)
+    groups.register(0, 64, names[64][:3], 0)
+    groups.passed(rows, np.array([200]))
+    groups.trim(rows, np.array([200]))
+    assert state.tables[0, :3].tolist() == [0, 0, 0], "only the running state is held"
+    assert groups.lookup(names, 255).tokens == 192
+    assert groups.lookup(names, 191).tokens == 128
+    hit = groups.lookup(names, 130)
+    assert hit == Hit(128, (attention.tables[0, :4].tolist(), [0, table[1]]))
+    assert groups.admit(1, hit, 140, 140, 0.0)
+    assert state.tables[1, 1] == table[1]
+    assert state.tables[1, 2] not in (0, *table), "a state that others may read is not written"
+
+
+def test_a_state_that_part_of_a_segment_led_to_is_not_found() -> None:
+    groups = kept_states(20)
+    names = {32: [bytes([i]) for i in range(8)], 64: [bytes([64 + i]) for i in range(4)]}
+    rows = np.array([0])
+    assert groups.admit(0, Hit(0, ([], [])), 200, 70, 0.0)
+    groups.register(0, 64, names[64][:1], 0)
+    groups.passed(rows, np.array([70]))
+    assert groups.grow(rows, np.array([128]))
+    groups.register(0, 32, names[32][:4], 0)
+    groups.register(0, 64, names[64][1:2], 1)
+    assert groups.lookup(names, 200).tokens == 64
+
+
+def test_states_on_the_way_give_way_to_rows() -> None:
+    """Half of the pool stays free of them; a step needs one slot, however far it goes."""
+    groups = kept_states(7, rows=4)
+    assert groups.admit(0, Hit(0, ([], [])), 640, 640, 0.0)
+    state = groups.groups[1]
+    assert (state.tables[0] != 0).sum() == 3
+    assert state.tables[0, 9] != 0
+    for row in (1, 2, 3):
+        assert groups.admit(row, Hit(0, ([], [])), 640, 640, 0.0)
+        assert state.tables[row, 9] != 0
+        assert (state.tables[row] != 0).sum() == 1

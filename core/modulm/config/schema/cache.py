@@ -40,7 +40,8 @@ class CacheConfig:
     )
     kv_cache_dtype: str = flag(
         "auto",
-        "Number format of the cache; auto: the model's.",
+        "Number format of the cache; auto: the model's; fp8: fp8_e4m3, without scales; int8: with a "
+        "scale per token and head.",
         choices=("auto", "bfloat16", "float16", "float32", "int8", "fp8", "fp8_e4m3", "fp8_e5m2",
                  "fp8_inc"),
     )  # fmt: skip
@@ -97,10 +98,13 @@ class CacheConfig:
         "auto", "The same for the scan's state alone.", state=later(_STATE)
     )
     mamba_block_size: int | None = flag(
-        None, "Tokens between two kept states.", unit="tokens", state=later(_STATE)
+        None, "Tokens between two kept states; None: 512.", unit="tokens", least=64
     )
     mamba_cache_mode: str | None = flag(
-        None, "Which recurrent states are kept.", state=later(_STATE)
+        None,
+        "Which recurrent states are kept, so that prompts that begin alike share them: all, at "
+        "every block of --mamba-block-size tokens of a prompt, or none.",
+        choices=("none", "all", "align"),
     )
     mamba_backend: str = flag("triton", "Kernels of recurrent layers.", state=later(_STATE))
     mamba_ssu_algorithm: str | None = flag(
