@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from attrs import evolve
 
+from modulm.contracts.attention import AttentionSpec
 from modulm.contracts.executor import Capacity, Plan, RowLogprobs, RowStart, StepResult
 from modulm.contracts.sampling import PoolingParams
-from modulm.engine.batch import BatchBuilder, GroupPlanner
+from modulm.engine.batch import BatchBuilder, GroupPlanner, alone
 from modulm.engine.caches import Sizing, allocate, cache_budget, share_out
 from modulm.engine.logits import Processors, processor_classes
 from modulm.engine.pooling import Pooler
@@ -25,7 +26,7 @@ from modulm.plugins import manager
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
     from modulm.contracts.platform import Platform
-    from modulm.loading import Loaded
+    from modulm.loading import CacheGroup, Loaded
 
 __all__ = ["Runner", "build_processors"]
 
@@ -44,6 +45,8 @@ class Runner:
         if rows is None or tokens is None:
             raise EngineError("max_num_seqs and max_num_batched_tokens must be resolved first")
         self.model = loaded.model
+        eager = config.model.enforce_eager
+        self._forward = self.model.forward if eager else loaded.ops.recorded(self.model.forward)
         self.platform = platform
         self.device = platform.device
         sizing = _size(config, loaded, platform, rows, tokens)
@@ -69,7 +72,10 @@ class Runner:
             mode=config.model.logprobs_mode,
             processors=build_processors(config, loaded.vocabulary, platform.device),
         )
-        self.pooler = Pooler.from_table(loaded.pooling, self.model.logits)
+        self.pooler = Pooler.from_table(loaded.pooling, self._logits)
+        self._invariant = config.model.batch_invariant
+        # What looks both ways, or keeps nothing between steps, cannot go token by token.
+        self._whole = not all(_forward_only(group) for group in loaded.groups or (None,))
         self._pooling: dict[int, int | None] = {}
         self._prompts: dict[int, tuple[np.ndarray, int]] = {}
         self._failed: dict[int, str] = {}
@@ -83,10 +89,7 @@ class Runner:
             return StepResult(step=plan.step, tokens=np.zeros(0, dtype=np.int64))
         ends = np.cumsum(plan.counts)
         places = ends[plan.samples] - 1
-        batch = self.builder.build(plan, places)
-        if any(self._pooling.values()):
-            batch = evolve(batch, extras={"token_types": self._token_types(plan, ends)})
-        hidden = self.model.forward(batch)
+        hidden = self._alone(plan) if self._invariant else self._together(plan, places)
         prompt_logprobs = self._prompt_logprobs(plan, ends, hidden) if self._prompts else {}
         pooled = self._pool(plan, ends, hidden) if self._pooling else {}
         rows = plan.rows[plan.samples]
@@ -101,6 +104,28 @@ class Runner:
             errors=self._errors(plan, sampled) if sampled.errors or self._failed else {},
             seconds=time.perf_counter() - began,
         )
+
+    def _together(self, plan: Plan, sample: np.ndarray) -> torch.Tensor:
+        """Hidden states [tokens, hidden] of a step; sample: as `BatchBuilder.build` has it."""
+        batch = self.builder.build(plan, sample)
+        if any(self._pooling.values()):
+            types = self._token_types(plan, np.cumsum(plan.counts))
+            batch = evolve(batch, extras={"token_types": types})
+        # The pooler keeps what it is fed, and recorded steps give their result in one place.
+        forward = self.model.forward if self._pooling else self._forward
+        return forward(batch)
+
+    def _alone(self, plan: Plan) -> torch.Tensor:
+        """The same, in forward passes whose shapes depend on nothing but one row."""
+        parts = alone(plan, whole=self._whole)
+        return torch.cat([self._together(part, part.counts - 1).clone() for part in parts])
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [n, hidden] -> [n, vocabulary]."""
+        if not self._invariant:
+            return self.model.logits(hidden)
+        rows = (hidden[place : place + 1].clone() for place in range(len(hidden)))
+        return torch.cat([self.model.logits(row) for row in rows])
 
     @torch.inference_mode()
     def check(self) -> None:
@@ -177,7 +202,7 @@ class Runner:
             return Sampled(np.zeros(0, dtype=np.int64))
         if len(places) != len(hidden):
             hidden = hidden[torch.from_numpy(places).to(self.device)]
-        return self.sampler.sample(rows, positions, self.model.logits(hidden))
+        return self.sampler.sample(rows, positions, self._logits(hidden))
 
     def _errors(self, plan: Plan, sampled: Sampled) -> dict[int, str]:
         """Remember the rows that failed now, and report all that have failed so far."""
@@ -209,7 +234,7 @@ class Runner:
         best = self.capacity.vocabulary if k == -1 else k
         entries: list[RowLogprobs] = []
         for at in range(0, len(targets), _PROMPT_SLICE):
-            logits = self.model.logits(hidden[at : at + _PROMPT_SLICE]).float()
+            logits = self._logits(hidden[at : at + _PROMPT_SLICE]).float()
             entries += self.sampler.gather(logits, targets[at : at + _PROMPT_SLICE], best)
         return tuple(entries)
 
@@ -231,6 +256,13 @@ class Runner:
                 if plan.samples[i]:
                     pooled[row] = self.pooler.finish(row)
         return pooled
+
+
+def _forward_only(group: CacheGroup | None) -> bool:
+    """Whether the group's layers keep what they saw and never look ahead."""
+    if group is None:
+        return False
+    return not isinstance(group.spec, AttentionSpec) or group.spec.causal
 
 
 def _size(

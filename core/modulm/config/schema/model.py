@@ -127,6 +127,11 @@ class ModelConfig:
         "Log probabilities or logits, before or after penalties and temperature.",
         choices=("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
     )
+    batch_invariant: bool = flag(
+        False,
+        "Every token in a forward pass of its own, so that no request's bits depend on the others "
+        "whatever computes them. Slow; compiled CPU kernels keep rows apart without it.",
+    )
     disable_sliding_window: bool = flag(
         False, "Let every layer see the whole context, capped to the window's length."
     )
