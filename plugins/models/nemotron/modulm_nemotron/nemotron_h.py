@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from attrs import frozen
+from attrs import Factory, field, frozen
 from torch import Tensor
 from torch.nn import Module
 
@@ -33,6 +33,21 @@ _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "mo
 _OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
+def _from_pattern(config: NemotronHConfig) -> tuple[str, ...] | None:
+    """What each layer is, by the letters."""
+    pattern = config.hybrid_override_pattern
+    return None if pattern is None else tuple(_LETTERS.get(letter, letter) for letter in pattern)
+
+
+def _renamed(kinds: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    """In the words of today."""
+    return None if kinds is None else tuple(_OLDER.get(kind, kind) for kind in kinds)
+
+
+def _count(config: NemotronHConfig) -> int:
+    return len(config.layer_types or ())
+
+
 @frozen(kw_only=True)
 class NemotronHConfig(DecoderConfig):
     """config.json of Nemotron-H; `hybrid_override_pattern` has a letter for each layer."""
@@ -47,12 +62,15 @@ class NemotronHConfig(DecoderConfig):
         "mamba_dt_min": "time_step_min",
     }
 
-    num_hidden_layers: int = size(0, least=0)
     head_dim: int | None = size(128)
     max_position_embeddings: int = size(4096)
     hidden_act: str = "relu2"
     norm_eps: float = 1e-5
     hybrid_override_pattern: str | None = None
+    layer_types: tuple[str, ...] | None = field(
+        default=Factory(_from_pattern, takes_self=True), converter=_renamed
+    )
+    num_hidden_layers: int = size(Factory(_count, takes_self=True))
     ssm_state_size: int = size(128)
     mamba_num_heads: int = size(128)
     mamba_head_dim: int = size(64)
@@ -64,27 +82,16 @@ class NemotronHConfig(DecoderConfig):
     time_step_min: float = 0.001
 
     def __attrs_post_init__(self) -> None:
-        kinds = self._kinds()
-        object.__setattr__(self, "layer_types", kinds)
-        object.__setattr__(self, "num_hidden_layers", len(kinds))
         super().__attrs_post_init__()
+        kinds = set(self.layer_types or ("none",))
         if "moe" in kinds:
             raise ValueError("layers_block_type: experts without a gate: not yet")
-        unknown = set(kinds) - set(_LETTERS.values())
-        if unknown:
-            raise ValueError(f"layers_block_type: {sorted(unknown)} are not known")
+        if kinds - set(_LETTERS.values()):
+            raise ValueError(f"layers_block_type: {sorted(kinds)} are not all known")
         if self.mamba_num_heads % self.n_groups:
             raise ValueError(
                 f"n_groups: {self.n_groups} do not divide {self.mamba_num_heads} heads"
             )
-
-    def _kinds(self) -> tuple[str, ...]:
-        """What each layer is, from either spelling."""
-        if self.layer_types is not None:
-            return tuple(_OLDER.get(kind, kind) for kind in self.layer_types)
-        if not self.hybrid_override_pattern:
-            raise ValueError("layers_block_type: neither this nor hybrid_override_pattern is there")
-        return tuple(_LETTERS.get(letter, letter) for letter in self.hybrid_override_pattern)
 
 
 class _FeedForward(PlainMLP):
@@ -154,6 +161,7 @@ class NemotronHForCausalLM(DecoderForCausalLM):
             "nemotron_h",
             "NemotronHForCausalLM",
             layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"],
+            num_hidden_layers=4,
             head_dim=16,
             ssm_state_size=12,
             mamba_num_heads=8,
