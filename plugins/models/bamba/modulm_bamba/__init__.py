@@ -1,0 +1,1 @@
+"""Bamba for modulm."""
