@@ -124,6 +124,11 @@ class QuantizationMethod(ABC):
     def finish(self, layer: torch.nn.Module, spec: LinearSpec) -> None:
         """After loading: repack into what `apply` wants and drop what it does not need."""
 
+    def share(self, head: torch.nn.Module, table: torch.nn.Module) -> None:
+        """After `finish` of a head whose weight is the embedding table's, both of this method:
+        the table may take its rows from what the head holds and drop its own copy.
+        """
+
     @abstractmethod
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None

@@ -31,6 +31,7 @@ _GRAMMAR_SECONDS = 0.5
 
 _DRAWN, _LOGPROBS, _EDITED, _PENALISED, _GRAMMAR, _EARLY, _LATE = (1 << i for i in range(7))
 _HISTORY = _EDITED | _PENALISED | _GRAMMAR | _EARLY | _LATE
+_CHANGED = _EDITED | _PENALISED | _EARLY | _LATE
 
 
 @frozen(eq=False)
@@ -149,7 +150,7 @@ class Sampler:
         if union & _GRAMMAR:
             self._mask(step)
         wanted = step.places(_LOGPROBS)
-        values = step.logits[wanted] if wanted and self.mode.startswith("raw") else None
+        values = self._raw(step, union, wanted) if wanted and self.mode.startswith("raw") else None
         self._process(step, union)
         temperature = self._temper(step) if union & _LATE else self._temperature[rows]
         if wanted and values is None:
@@ -176,6 +177,11 @@ class Sampler:
                 step.errors[place] = "the grammar is too ambiguous: a token took too long to check"
         at = torch.tensor(places, dtype=torch.int64, device=self.device)
         self.ops.apply_bitmask(step.logits, at, torch.from_numpy(masks).to(self.device))
+
+    def _raw(self, step: _Step, union: int, places: list[int]) -> torch.Tensor:
+        """Logits before they are changed: [places, vocabulary]; the step's own if nothing will."""
+        whole = len(places) == len(step.rows) and not union & _CHANGED
+        return step.logits if whole else step.logits[places]
 
     def _process(self, step: _Step, union: int) -> None:
         """Edits, early processors and penalties."""
@@ -261,9 +267,8 @@ class Sampler:
 
     def gather(self, values: torch.Tensor, tokens: np.ndarray, k: int) -> list[RowLogprobs]:
         """values: [n, vocabulary] fp32 logits; tokens: [n] -> in the terms of `mode`."""
-        if self.mode.endswith("logprobs"):
-            values = values.log_softmax(dim=-1)
-        ids, best, rank = self.ops.top_logprobs(values, self._tensor(tokens), k)
+        normalise = self.mode.endswith("logprobs")
+        ids, best, rank = self.ops.top_logprobs(values, self._tensor(tokens), k, normalise)
         arrays = zip(ids.cpu().numpy(), best.cpu().numpy(), rank.tolist(), strict=True)
         return [RowLogprobs(ids=i, values=v, rank=r) for i, v, r in arrays]
 

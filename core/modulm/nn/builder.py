@@ -382,3 +382,5 @@ def _tie(head: Head, table: Embedding, spec: LinearSpec) -> None:
     for name, tensor in table.named_parameters(recurse=False):
         head.register_parameter(name, tensor)
     head.method.finish(head, spec)
+    if head.method is table.method:
+        head.method.share(head, table)

@@ -176,14 +176,16 @@ def apply_bitmask(logits: torch.Tensor, places: torch.Tensor, mask: torch.Tensor
 
 
 def top_logprobs(
-    values: torch.Tensor, chosen: torch.Tensor, k: int
+    values: torch.Tensor, chosen: torch.Tensor, k: int, normalise: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The chosen token and the k best of each row.
 
-    values: [rows, vocabulary] fp32 (log probabilities or logits); chosen: [rows] int64 ->
+    values: [rows, vocabulary] fp32, logits; chosen: [rows] int64 ->
     (ids [rows, 1 + k] int64, values [rows, 1 + k] fp32, rank [rows] int64), the chosen token in
-    front, then best first. The rank is 1 + the number of tokens with a greater value.
+    front, then best first. The rank is 1 + the number of tokens with a greater value. `normalise`
+    gives log probabilities instead of logits.
     """
+    values = values.log_softmax(dim=-1) if normalise else values
     own = values.gather(1, chosen[:, None])
     best, ids = values.topk(min(k, values.shape[-1]), dim=-1)
     rank = (values > own).sum(dim=-1) + 1

@@ -15,6 +15,12 @@ from modulm_kernels_cpu.linear import PackedLinear
 
 __all__ = ["elementwise_ops"]
 
+#: Packed formats of floats: their dtype and the bytes of a lane (src/linear/weight.h).
+_PACKED = {
+    "bf16": (torch.bfloat16, 4),
+    "fp32": (torch.float32, 4),
+    "fp16": (torch.float16, 2),
+}
 _ACTIVATIONS = {"silu": 0, "none": 1, "tanh": 2}
 
 
@@ -206,19 +212,20 @@ def _embedding(library: Library) -> Callable[..., Tensor]:
 
 
 def _embedding_packed(library: Library) -> Callable[..., Tensor]:
-    call = library.call("embedding_packed", "ppnnpn", ctypes.c_int64)
+    call = library.call("embedding_packed", "ppnnnnpn", ctypes.c_int64)
 
     def embedding_packed(ids: Tensor, packed: PackedLinear) -> Tensor:
-        """Rows of a bf16 matrix [V, H] that `pack_linear` packed; ids: [T] int64 -> [T, H].
+        """Rows of a float matrix [V, H] that `pack_linear` packed; ids: [T] int64 -> [T, H].
 
         A table that is also the head's weight is kept once, in the head's form.
         """
-        need(packed.format == "bf16", f"packed must be bf16, not {packed.format}")
+        need(packed.format in _PACKED, f"packed must hold floats, not {packed.format}")
         contiguous("ids", ids, torch.int64)
-        out = torch.empty(*ids.shape, packed.inputs, dtype=torch.bfloat16)
+        dtype, lane = _PACKED[packed.format]
+        out = torch.empty(*ids.shape, packed.inputs, dtype=dtype)
         outside = call(
-            ids.data_ptr(), packed.data.data_ptr(), packed.outputs, packed.inputs, out.data_ptr(),
-            ids.numel(),
+            ids.data_ptr(), packed.data.data_ptr(), packed.outputs, packed.inputs, dtype.itemsize,
+            lane, out.data_ptr(), ids.numel(),
         )  # fmt: skip
         need(outside == 0, f"ids must lie in [0, {packed.outputs}); {outside} do not")
         return out

@@ -21,6 +21,7 @@ def sampling_ops(library: Library) -> dict[str, Callable[..., Any]]:
         "sample": _sample(library),
         "apply_penalties": _apply_penalties(library),
         "apply_bitmask": _apply_bitmask(library),
+        "top_logprobs": _top_logprobs(library),
     }
 
 
@@ -122,6 +123,30 @@ def _apply_bitmask(library: Library) -> Callable[[Tensor, Tensor, Tensor], None]
         )  # fmt: skip
 
     return apply_bitmask
+
+
+def _top_logprobs(library: Library) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    call = library.call("top_logprobs", "pnnnpnippp")
+
+    def top_logprobs(
+        values: Tensor, chosen: Tensor, k: int, normalise: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        stride = _fp32_rows(values)
+        rows, size = values.shape
+        shape("chosen", chosen, rows)
+        contiguous("chosen", chosen, torch.int64)
+        _inside("chosen", chosen, size)
+        k = min(k, size)
+        ids = torch.empty(rows, 1 + k, dtype=torch.int64)
+        best = torch.empty(rows, 1 + k, dtype=torch.float32)
+        rank = torch.empty(rows, dtype=torch.int64)
+        call(
+            values.data_ptr(), stride, rows, size, chosen.data_ptr(), k, int(normalise),
+            ids.data_ptr(), best.data_ptr(), rank.data_ptr(),
+        )  # fmt: skip
+        return ids, best, rank
+
+    return top_logprobs
 
 
 def _fp32_rows(logits: Tensor) -> int:

@@ -24,16 +24,20 @@ int64_t look_up(const int64_t* ids, int64_t count, int64_t rows, char* out, int6
   return outside;
 }
 
-// One column of a packed bf16 matrix: k values, which lie in pairs `width` pairs apart.
-void gather_column(const Weight& w, int64_t column, char* target) {
+// One column of a packed matrix: lanes of one or two k, which lie `width` lanes apart.
+template <class Lane>
+void gather_column(const Weight& w, int64_t column, int64_t size, char* target) {
   constexpr int64_t kAhead = 64;
-  int64_t panel = column / kPanel, step = w.width(panel), pairs = w.k / 2;
-  auto from = reinterpret_cast<const uint32_t*>(w.panel(panel)) + column % kPanel;
-  for (int64_t i = 0; i < pairs; i++) {
+  int64_t panel = column / kPanel, step = w.width(panel), row_bytes = w.k * size;
+  auto from = reinterpret_cast<const Lane*>(w.data + panel * kPanel * w.padded_k() * size) +
+              column % kPanel;
+  int64_t lanes = row_bytes / int64_t(sizeof(Lane));
+  for (int64_t i = 0; i < lanes; i++) {
     __builtin_prefetch(from + (i + kAhead) * step);
-    std::memcpy(target + i * 4, from + i * step, 4);
+    std::memcpy(target + i * sizeof(Lane), from + i * step, sizeof(Lane));
   }
-  if (w.k % 2) std::memcpy(target + pairs * 4, from + pairs * step, 2);
+  int64_t done = lanes * int64_t(sizeof(Lane));
+  std::memcpy(target + done, from + lanes * step, row_bytes - done);
 }
 
 }  // namespace
@@ -50,12 +54,15 @@ MODULM_API int64_t modulm_embedding(const int64_t* ids, const void* table, int64
                  [&](int64_t id, char* to) { std::memcpy(to, from + id * row_bytes, row_bytes); });
 }
 
-// The same from a bf16 matrix [n, k] that was packed for `linear`.
+// The same from a float matrix [n, k] that was packed for `linear`; `size` bytes an element.
 MODULM_API int64_t modulm_embedding_packed(const int64_t* ids, const void* data, int64_t n,
-                                           int64_t k, void* out, int64_t count) {
+                                           int64_t k, int64_t size, int64_t lane, void* out,
+                                           int64_t count) {
   Weight w{static_cast<const uint8_t*>(data), nullptr, nullptr, n, k, 0, kWeightBF16};
-  return look_up(ids, count, n, static_cast<char*>(out), k * int64_t(sizeof(bf16)),
-                 [&](int64_t id, char* to) { gather_column(w, id, to); });
+  return look_up(ids, count, n, static_cast<char*>(out), k * size, [&](int64_t id, char* to) {
+    if (lane == 4) gather_column<uint32_t>(w, id, size, to);
+    else gather_column<uint16_t>(w, id, size, to);
+  });
 }
 
 MODULM_REPLAYABLE(embedding)

@@ -9,12 +9,14 @@
 
 #include "base/math.h"
 #include "base/pool.h"
+#include "sampling/top.h"
 
 namespace modulm {
 namespace {
 
 constexpr int kBins = 2048;
 constexpr float kNever = -__builtin_inff();
+constexpr float kSlack = 1e-3f;  // more than the rounding of a logarithm
 
 struct Best {
   float value;
@@ -119,14 +121,13 @@ int64_t draw(const float* logits, int64_t size, Best best, float temperature, in
   });
   float peak = scaled[best.id];
   float floor = min_p > 0 ? peak + std::log(min_p) : kNever;
-  auto gather = [&](bool weighted) {
+  auto gather = [&](float bound, bool weighted) {
     Members m{static_cast<uint32_t*>(scratch(3, size * int64_t(sizeof(uint32_t)))),
               static_cast<float*>(scratch(4, size * int64_t(sizeof(float)))), 0};
-    for (int64_t i = 0; i < size; i++) {
+    for_each_from(scaled, size, bound, [&](int64_t i) {
       m.keys[m.count] = ordered(scaled[i]);
-      m.shares[m.count] = scaled[i];
-      m.count += scaled[i] >= floor;
-    }
+      m.shares[m.count++] = scaled[i];
+    });
     for_lanes(m.count, [&](int64_t i, int n) {
       vf share = weighted ? vexp(load_n(m.shares + i, n) - peak) : splat(1.0f);
       store_n(m.shares + i, share, n);
@@ -148,12 +149,15 @@ int64_t draw(const float* logits, int64_t size, Best best, float temperature, in
     return total;
   };
   if (top_k > 0 && top_k < size) {
-    float kth = select(gather(false), top_k);
-    if (kth > floor) floor = kth;
+    float bound = std::max(floor, reached_by(scaled, size, top_k, 5));
+    floor = std::max(floor, select(gather(bound, false), top_k));
   }
   double total = weigh();
   if (top_p < 1) {
-    float lowest = select(gather(true), double(top_p) * total);
+    // Tokens whose shares are so small that all of them together are not missed stay out.
+    double least = (1 - double(top_p)) * total / double(size);
+    float bound = least > 0 ? peak + float(std::log(least)) - kSlack : kNever;
+    float lowest = select(gather(std::max(floor, bound), true), double(top_p) * total);
     if (lowest > floor) floor = lowest, total = weigh();
   }
   double target = uniform * total;

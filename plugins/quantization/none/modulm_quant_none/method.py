@@ -26,7 +26,8 @@ class PlainConfig:
 
 class Plain(QuantizationMethod):
     """Holds the weight as it is stored. Linear layers and stacks of experts keep only its packed
-    form (ops `pack_linear` and `pack_experts`), tables the plain tensor."""
+    form (ops `pack_linear`, `pack_experts`), which also serves a table that is the head's weight;
+    other tables keep the plain tensor."""
 
     name = "none"
     api = 1
@@ -58,6 +59,17 @@ class Plain(QuantizationMethod):
         if layer.packed is not layer.weight:
             layer.register_parameter("weight", None)
 
+    def share(self, head: torch.nn.Module, table: torch.nn.Module) -> None:
+        if hasattr(self.ops, "embedding_packed") and head.packed is not table.weight:
+            table.packed = head.packed
+            table.register_parameter("weight", None)
+
+    def embed(self, layer: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        if layer.weight is not None:
+            return super().embed(layer, ids)
+        rows: torch.Tensor = self.ops.embedding_packed(ids, layer.packed)
+        return rows
+
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
@@ -71,8 +83,8 @@ class Plain(QuantizationMethod):
         weight: torch.Tensor
         if spec.kind == "expert":
             weight = torch.stack([layer.packed[expert] for expert in range(spec.experts)])
-        elif spec.kind != "embedding":
-            weight = self.ops.unpack_linear(layer.packed)
+        elif spec.kind == "embedding" and layer.weight is not None:
+            weight = layer.weight
         else:
-            weight = layer.get_parameter("weight")
+            weight = self.ops.unpack_linear(layer.packed)
         return weight

@@ -123,3 +123,15 @@ def test_threads_do_not_change_results(ops, library):
         library.set_threads(count)
         results += [ops["silu_and_mul"](ops["rms_norm"](x, weight, 1e-6)) for _ in range(20)]
     assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(64, 64), (100, 33), (130, 1024), (5, 7)])
+def test_embedding_from_packed_weights(ops, dtype, shape):
+    table, ids = torch.randn(shape).to(dtype), torch.randint(0, shape[0], (9,))
+    packed = ops["pack_linear"](table)
+    if isinstance(packed, torch.Tensor):
+        pytest.skip(f"{dtype} is not packed")
+    assert torch.equal(ops["embedding_packed"](ids, packed), table[ids])
+    with pytest.raises(ValueError, match="ids must lie in"):
+        ops["embedding_packed"](torch.tensor([0, shape[0]]), packed)

@@ -107,3 +107,57 @@ def test_a_row_is_the_same_in_every_batch(ops, library):
         library.set_threads(count)
         assert torch.equal(ops["sample"](logits[7:9], *(x[7:9] for x in given)), whole[7:9])
         assert torch.equal(ops["sample"](logits, *given), whole)
+
+
+@pytest.mark.parametrize("size", [1, 5, 63, 1000, 151936])
+@pytest.mark.parametrize("k", [0, 1, 7, 40, 10**6])
+@pytest.mark.parametrize("normalise", [False, True])
+def test_top_logprobs(ops, size, k, normalise):
+    if size > 1000 and k > 1000:
+        k = 500
+    rows = 4
+    logits = torch.randn(rows, size + 3)[:, :size] * 3
+    logits[1, size // 2 :] = -torch.inf
+    logits[1, 0] = 1.0
+    chosen = torch.randint(0, size // 2 + 1, (rows,))
+    chosen[1] = 0
+    ids, values, rank = ops["top_logprobs"](logits, chosen, k, normalise)
+    _, wanted, wanted_rank = twins.top_logprobs(logits, chosen, k, normalise)
+    torch.testing.assert_close(values, wanted, rtol=1e-5, atol=1e-5)
+    assert torch.equal(rank, wanted_rank)
+    assert torch.equal(ids[:, 0], chosen)
+    scores = logits.log_softmax(-1) if normalise else logits
+    torch.testing.assert_close(scores.gather(1, ids), wanted, rtol=1e-5, atol=1e-5)
+    assert all(len(set(row.tolist())) == ids.shape[1] - 1 for row in ids[:, 1:])
+    assert torch.equal(ids[:, 1:].gather(1, _order(values, ids)), ids[:, 1:])
+
+
+def _order(values, ids):
+    """Best first, the lowest id first among equals."""
+    keys = [
+        sorted(range(len(v)), key=lambda i: (-v[i], row[i]))
+        for v, row in zip(values[:, 1:].tolist(), ids[:, 1:].tolist(), strict=True)
+    ]
+    return torch.tensor(keys, dtype=torch.int64).view(len(keys), -1)
+
+
+def test_top_k_of_equal_values(ops):
+    logits = torch.zeros(2, 300)
+    logits[1, 100:] = 1.0
+    ids, _, rank = ops["top_logprobs"](logits, torch.tensor([5, 5]), 3)
+    assert ids[:, 1:].tolist() == [[0, 1, 2], [100, 101, 102]]
+    assert rank.tolist() == [1, 201]
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.99, 0.999999])
+@pytest.mark.parametrize("scale", [0.01, 1.0, 8.0])
+def test_top_p_keeps_what_the_twin_keeps(ops, top_p, scale):
+    """Flat and peaked rows: the greatest token dropped and the least kept are the twin's."""
+    size, rows = 5000, 8
+    logits = torch.randn(1, size) * scale
+    uniform = torch.linspace(0, 1 - 1e-9, rows, dtype=torch.float64)
+    given = (*arguments(rows, 1.0, 0, top_p, 0.0)[:-1], uniform)
+    kept = twins.filter_logits(logits, *(x[:1] for x in given[:-1]))[0].isfinite()
+    drawn = ops["sample"](logits.expand(rows, -1).contiguous(), *given)
+    assert kept[drawn].float().mean() >= 1 - 1 / rows
+    assert drawn[0] == kept.nonzero()[0]
