@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from attrs import field, frozen, validators
+from attrs import frozen
 from torch import Tensor
 from torch.nn import Module
 
@@ -34,10 +34,13 @@ class Exaone4Config(DecoderConfig):
 
     rms_norm_eps: float = 1e-5
     sliding_window: int | None = size(None)
-    sliding_window_pattern: Any = field(
-        default=4,
-        validator=validators.or_(validators.instance_of(int), validators.matches_re("[LG]+")),
-    )
+    sliding_window_pattern: Any = 4
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        pattern = self.sliding_window_pattern
+        if type(pattern) is not int and (type(pattern) is not str or set(pattern) - {"L", "G"}):
+            raise ValueError(f"sliding_window_pattern: {pattern!r} is neither a count nor L and G")
 
     def layer_type(self, index: int) -> str:
         if self.layer_types is not None:

@@ -38,7 +38,7 @@ class TransformersConfig:
         if model is None:
             raise UnsupportedError(f"the installed transformers has no {name}")
         try:
-            settings = model.config_class.from_dict(dict(table))
+            settings = model.config_class.from_dict(_plain(table))
             text = settings.get_text_config()
         except Exception as error:
             raise CheckpointError(f"{file}: {error}") from error
@@ -68,3 +68,12 @@ def _check(name: str, model: Any, text: Any) -> None:
     kinds = set(text.to_dict().get("layer_types") or ()) - _KINDS
     if kinds:
         raise UnsupportedError(f"{name} has layers of kind {', '.join(sorted(kinds))}: not yet")
+
+
+def _plain(value: Any) -> Any:
+    """With infinities as numbers, which transformers writes as {"__float__": "Infinity"}."""
+    if isinstance(value, Mapping):
+        if set(value) == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
