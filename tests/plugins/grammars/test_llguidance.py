@@ -49,6 +49,7 @@ CASES = [
     (StructuredOutputs(json=json.dumps(CLOSED)), ['{"a": 1}', '{"b": 1}'], ['{"a": "x"}', "[]"]),
     (StructuredOutputs(json=CLOSED, disable_additional_properties=True),
      ['{"a": 1}', "{}"], ['{"b": 1}']),
+    (StructuredOutputs(json=CLOSED), ['{\n' + 21 * " " + '"a": 1}'], ['{\n' + 22 * " " + '"a": 1}']),
     (StructuredOutputs(json=CLOSED, disable_any_whitespace=True), ['{"a":1}'], ['{ "a":1}']),
     (StructuredOutputs(json=CLOSED, whitespace_pattern=r" {2}"), ['{  "a"  :  1  }'], ['{\n}']),
     (StructuredOutputs(json_object=True), ["{}", '{"a": [null]}'], ["[]"]),

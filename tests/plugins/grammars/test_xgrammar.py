@@ -47,6 +47,7 @@ CASES = [
      ['{"name": "Al", "age": 3}', '{"name":"","age":99,"tags":["a"]}'],
      ['{"name": "Al"}', '{"name": "Al", "age": 3.5}', '{"name": "Al", "age": 3} ', "[]", ""]),
     (StructuredOutputs(json=json.dumps(PERSON)), ['{"name": "é€", "age": 3}'], ["{}"]),
+    (StructuredOutputs(json_object=True), ['{\n' + 21 * " " + "}"], ['{\n' + 22 * " " + "}"]),
     (StructuredOutputs(json=PERSON, disable_any_whitespace=True),
      ['{"name": "Al", "age": 3}'], ['{"name":  "Al", "age": 3}']),
     (StructuredOutputs(json_object=True), ['{"a": [1, {"b": null}]}', "{}"], ["[]", "1", '{"a":}']),

@@ -104,11 +104,18 @@ class _Matcher(Matcher):
         return bool(self._after) or self._matcher.is_stopped()
 
 
+#: Most white space between two parts of a JSON text: room for line ends and twenty columns. Without
+#: a bound a small model can write line ends until its tokens are used up.
+_BLANKS = r"[ \t\r\n]{0,22}"
+
+
 def _source(constraint: StructuredOutputs) -> str:
     """The constraint in llguidance's own form."""
     options: dict[str, Any] = {"whitespace_flexible": not constraint.disable_any_whitespace}
     if constraint.whitespace_pattern is not None:
         options["whitespace_pattern"] = constraint.whitespace_pattern
+    elif not constraint.disable_any_whitespace:
+        options["whitespace_pattern"] = _BLANKS
     if constraint.json is not None:
         schema = _json(constraint.json) if isinstance(constraint.json, str) else constraint.json
         if constraint.disable_additional_properties:

@@ -28,6 +28,9 @@ _CONTROL = {
 }
 _PLACE = re.compile(r"^(\[[^]]*\] )?\S+\.cc:\d+: ")
 #: Constraints in the order in which they are looked for.
+#: Most white space between two parts of a JSON text: room for line ends and twenty columns. Without
+#: a bound a small model can write line ends until its tokens are used up.
+_BLANKS = 22
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
@@ -66,11 +69,16 @@ class XGrammar(GrammarBackend):
         spaces = not constraint.disable_any_whitespace
         if constraint.json is not None:
             schema = json.dumps(_schema(constraint))
-            return self._json_compiler.compile_json_schema(schema, any_whitespace=spaces)
+            return self._json_compiler.compile_json_schema(
+                schema, any_whitespace=spaces, max_whitespace_cnt=_BLANKS if spaces else None
+            )
         if constraint.json_object:
             # The grammar that is built in would take any JSON value, not only objects.
             return self._json_compiler.compile_json_schema(
-                '{"type": "object"}', any_whitespace=spaces, strict_mode=False
+                '{"type": "object"}',
+                any_whitespace=spaces,
+                strict_mode=False,
+                max_whitespace_cnt=_BLANKS if spaces else None,
             )
         if constraint.regex is not None:
             return self._compiler.compile_regex(constraint.regex)
