@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-__all__ = ["bad_field", "decode", "json_response", "read", "to_struct"]
+__all__ = ["bad_field", "decode", "json_response", "read", "takes", "to_struct"]
 
 log = logging.getLogger("modulm.server")
 
@@ -61,6 +61,24 @@ def to_struct(value: Mapping[str, Any], schema: type[_Body]) -> _Body:
         raise _invalid(str(error)) from error
     _report_unknown(value, schema)
     return made
+
+
+def takes(schema: type[msgspec.Struct]) -> dict[str, Any]:
+    """`openapi_extra` of a route that reads this schema: its body, as /docs shows it."""
+    shape = msgspec.json.schema(schema)
+    body = _resolved(shape, shape.get("$defs", {}))
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}}
+
+
+def _resolved(value: Any, definitions: Mapping[str, Any]) -> Any:
+    """A JSON schema with its references replaced by what they refer to."""
+    if isinstance(value, list):
+        return [_resolved(item, definitions) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "$ref" in value:
+        return _resolved(definitions[value["$ref"].rpartition("/")[2]], definitions)
+    return {key: _resolved(item, definitions) for key, item in value.items() if key != "$defs"}
 
 
 def _parse(body: bytes) -> Any:

@@ -216,3 +216,23 @@ def test_requests_and_answers_are_logged_where_asked(
     assert any("one\\nline" in line and "x" * 41 not in line for line in lines)
     assert any(line.endswith("Hello there. (stop)") for line in lines)
     assert not any("\n" in line for line in lines)
+
+
+#: Routes that are sent something without reading it.
+NO_BODY = {"/v1/batches/{batch_id}/cancel", "/v1/responses/{response_id}/cancel"}
+
+
+def test_the_documentation_shows_every_body(http: httpx.Client) -> None:
+    paths = http.get("/openapi.json").json()["paths"]
+    posts = {path: routes["post"] for path, routes in paths.items() if "post" in routes}
+    assert len(posts) > 10
+    for path, operation in posts.items():
+        assert operation.get("summary")
+        if path not in NO_BODY:
+            ((kind, content),) = operation["requestBody"]["content"].items()
+            assert content["schema"]["properties"], (path, kind)
+    chat = posts["/v1/chat/completions"]["requestBody"]["content"]["application/json"]["schema"]
+    assert {"messages", "tools", "temperature", "stream_options"} <= set(chat["properties"])
+    assert chat["required"] == ["messages"]
+    assert "$ref" not in str(chat)
+    assert http.get("/docs").status_code == 200

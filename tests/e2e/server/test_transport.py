@@ -179,6 +179,17 @@ def test_a028_request_ids(make_server: ServerMaker, live: Live, given: str) -> N
     assert re.fullmatch(r"chatcmpl-[A-Za-z0-9._-]{1,128}", answer.json()["id"])
 
 
+@pytest.mark.parametrize("given", [b"a\x1b[31mb", b"a\tb", b"a\x00b", b"a\x7fb", b"a\x01b"])
+def test_a028_control_characters_in_request_ids(make_server: ServerMaker, given: bytes) -> None:
+    server = make_server(enable_request_id_headers=True)
+    head = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Request-Id: "
+    answer = server.raw(head + given + b"\r\n\r\n")
+    status = answer.split(b" ")[1]
+    assert status in (b"200", b"400")
+    if status == b"200":
+        assert re.search(rb"\r\nx-request-id: a(\[31m|31m)?b\r\n", answer)
+
+
 def test_request_id_header(make_server: ServerMaker) -> None:
     with make_server(enable_request_id_headers=True).client() as client:
         response = client.get("/health", headers={"X-Request-Id": "mine"})

@@ -14,7 +14,7 @@ from modulm.server.desk import ChatOptions
 from modulm.server.errors import ClientGone, error_body, report
 from modulm.server.sse import EventStream, event, until_gone
 from modulm.server.talk import Parsers, Turn
-from modulm.server.wire import bad_field, json_response, read
+from modulm.server.wire import bad_field, json_response, read, takes
 from modulm_route_anthropic.events import Events, blocks_of, stop_of, usage_of
 from modulm_route_anthropic.schema import (
     CountRequest,
@@ -53,8 +53,12 @@ class Anthropic(RouteFamily):
     def router(self) -> APIRouter:
         router = APIRouter(prefix="/v1/messages", tags=["Anthropic"])
         self._parsers = Parsers.of(self.context.config)
-        router.add_api_route("", self.create, methods=["POST"])
-        router.add_api_route("/count_tokens", self.count, methods=["POST"])
+        router.add_api_route(
+            "", self.create, methods=["POST"], openapi_extra=takes(MessagesRequest)
+        )
+        router.add_api_route(
+            "/count_tokens", self.count, methods=["POST"], openapi_extra=takes(CountRequest)
+        )
         return router
 
     async def create(self, request: Request) -> Response:

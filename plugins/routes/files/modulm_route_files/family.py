@@ -15,7 +15,7 @@ from modulm.contracts.route import RouteFamily
 from modulm.server.auth import owner_of
 from modulm.server.errors import ApiError
 from modulm.server.sampling import LIMITS
-from modulm.server.wire import bad_field, json_response, read
+from modulm.server.wire import bad_field, json_response, read, takes
 from modulm_route_files.batch import ENDPOINTS, Batch
 from modulm_route_files.store import FileStore
 
@@ -23,6 +23,23 @@ __all__ = ["Files"]
 
 _PURPOSES = ("batch", "batch_output")
 _PIECE = 1 << 20
+_UPLOAD = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "properties": {
+                        "file": {"type": "string", "format": "binary"},
+                        "purpose": {"enum": ["batch"]},
+                    },
+                    "required": ["file", "purpose"],
+                }
+            }
+        },
+    }
+}
 _BATCHES = 1_000
 
 
@@ -52,12 +69,14 @@ class Files(RouteFamily):
         self._files = FileStore()
         self._batches: dict[str, Batch] = {}
         router = APIRouter(prefix="/v1", tags=["Files and batches"])
-        router.add_api_route("/files", self.upload, methods=["POST"])
+        router.add_api_route("/files", self.upload, methods=["POST"], openapi_extra=_UPLOAD)
         router.add_api_route("/files", self.list_files, methods=["GET"])
         router.add_api_route("/files/{file_id}", self.file, methods=["GET"])
         router.add_api_route("/files/{file_id}", self.delete, methods=["DELETE"])
         router.add_api_route("/files/{file_id}/content", self.content, methods=["GET"])
-        router.add_api_route("/batches", self.create, methods=["POST"])
+        router.add_api_route(
+            "/batches", self.create, methods=["POST"], openapi_extra=takes(BatchRequest)
+        )
         router.add_api_route("/batches", self.list_batches, methods=["GET"])
         router.add_api_route("/batches/{batch_id}", self.batch, methods=["GET"])
         router.add_api_route("/batches/{batch_id}/cancel", self.cancel, methods=["POST"])

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from modulm.contracts.route import RouteFamily
 from modulm.server.errors import model_error
-from modulm.server.wire import json_response, read
+from modulm.server.wire import json_response, read, takes
 from modulm_route_openai.chat import Chat
 from modulm_route_openai.completions import Completions
 from modulm_route_openai.schema import ChatRequest, CompletionRequest
@@ -46,12 +46,12 @@ class OpenAI(RouteFamily):
                 raise model_error(model)
             return json_response(self._card(model))
 
-        @router.post("/completions")
+        @router.post("/completions", openapi_extra=takes(CompletionRequest))
         async def complete(request: Request) -> Response:
             """Go on with a prompt."""
             return await completions.answer(request, await read(request, CompletionRequest))
 
-        @router.post("/chat/completions")
+        @router.post("/chat/completions", openapi_extra=takes(ChatRequest))
         async def converse(request: Request) -> Response:
             """Answer a conversation."""
             return await chat.answer(request, await read(request, ChatRequest))

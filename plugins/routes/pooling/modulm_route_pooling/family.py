@@ -21,7 +21,7 @@ from modulm.errors import RequestError
 from modulm.server.desk import ChatOptions, Prompt
 from modulm.server.sampling import LIMITS
 from modulm.server.sse import until_gone
-from modulm.server.wire import bad_field, json_response, read
+from modulm.server.wire import bad_field, json_response, read, takes
 from modulm_route_pooling.schema import (
     ClassifyRequest,
     EmbedRequest,
@@ -41,13 +41,23 @@ class Pooling(RouteFamily):
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["Pooling"])
-        router.add_api_route("/v1/embeddings", self.embed, methods=["POST"])
-        router.add_api_route("/pooling", self.pool, methods=["POST"])
-        router.add_api_route("/classify", self.classify, methods=["POST"])
+        router.add_api_route(
+            "/v1/embeddings", self.embed, methods=["POST"], openapi_extra=takes(EmbedRequest)
+        )
+        router.add_api_route(
+            "/pooling", self.pool, methods=["POST"], openapi_extra=takes(PoolRequest)
+        )
+        router.add_api_route(
+            "/classify", self.classify, methods=["POST"], openapi_extra=takes(ClassifyRequest)
+        )
         for path in ("/score", "/v1/score"):
-            router.add_api_route(path, self.score, methods=["POST"])
+            router.add_api_route(
+                path, self.score, methods=["POST"], openapi_extra=takes(ScoreRequest)
+            )
         for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
-            router.add_api_route(path, self.rerank, methods=["POST"])
+            router.add_api_route(
+                path, self.rerank, methods=["POST"], openapi_extra=takes(RerankRequest)
+            )
         return router
 
     async def embed(self, request: Request) -> Response:

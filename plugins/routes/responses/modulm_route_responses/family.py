@@ -18,7 +18,7 @@ from modulm.server.desk import ChatOptions, Prompt
 from modulm.server.errors import ApiError, describe, escape
 from modulm.server.sse import EventStream, event, until_gone
 from modulm.server.talk import Parsers, Turn
-from modulm.server.wire import bad_field, json_response, read
+from modulm.server.wire import bad_field, json_response, read, takes
 from modulm_route_responses.body import page, refuse, response, usage
 from modulm_route_responses.events import Log
 from modulm_route_responses.output import Output
@@ -81,8 +81,12 @@ class Responses(RouteFamily):
         self._parsers = Parsers.of(self.context.config)
         self._store = Store()
         router = APIRouter(prefix="/v1/responses", tags=["Responses"])
-        router.add_api_route("", self.create, methods=["POST"])
-        router.add_api_route("/input_tokens", self.count, methods=["POST"])
+        router.add_api_route(
+            "", self.create, methods=["POST"], openapi_extra=takes(ResponsesRequest)
+        )
+        router.add_api_route(
+            "/input_tokens", self.count, methods=["POST"], openapi_extra=takes(ResponsesRequest)
+        )
         router.add_api_route("/{response_id}", self.retrieve, methods=["GET"])
         router.add_api_route("/{response_id}", self.delete, methods=["DELETE"])
         router.add_api_route("/{response_id}/cancel", self.cancel, methods=["POST"])

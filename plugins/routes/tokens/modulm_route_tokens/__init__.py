@@ -12,7 +12,7 @@ from modulm.contracts.route import RouteFamily
 from modulm.server.constraints import check_tools
 from modulm.server.desk import ChatOptions
 from modulm.server.sampling import LIMITS
-from modulm.server.wire import bad_field, json_response, read
+from modulm.server.wire import bad_field, json_response, read, takes
 
 __all__ = ["Tokens"]
 
@@ -53,8 +53,12 @@ class Tokens(RouteFamily):
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["Tokens"])
-        router.add_api_route("/tokenize", self.tokenize, methods=["POST"])
-        router.add_api_route("/detokenize", self.detokenize, methods=["POST"])
+        router.add_api_route(
+            "/tokenize", self.tokenize, methods=["POST"], openapi_extra=takes(TokenizeRequest)
+        )
+        router.add_api_route(
+            "/detokenize", self.detokenize, methods=["POST"], openapi_extra=takes(DetokenizeRequest)
+        )
         if self.context.config.frontend.enable_tokenizer_info_endpoint:
             router.add_api_route("/tokenizer_info", self.info, methods=["GET"])
         return router
