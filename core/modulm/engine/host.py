@@ -90,6 +90,8 @@ class Host:
         self.executor: Executor = plugins.load("executors", name)()
         capacity = self.executor.start(self.config)
         scheduler = _scheduler(self.config, capacity, use, _describe(self.executor))
+        if isinstance(scheduler, BudgetScheduler):
+            _check_length(config.model.max_model_len, capacity, scheduler.most)
         depth = 2 if self.config.scheduler.async_scheduling else 1
         self.engine = Engine(scheduler, self.executor, listener, plugins.notify, depth)
         notes = (*map(str, resolved.notices), *capacity.notes)
@@ -186,6 +188,23 @@ def _copy(done: Future[Grammar], answer: Future[Grammar]) -> None:
         answer.set_exception(error)
 
 
+def _check_length(wanted: int | None, capacity: Capacity, most: int) -> None:
+    """A length that somebody asked for is not cut in silence. Raises ConfigError."""
+    if wanted is None or most >= wanted:
+        return
+    lacks = [
+        f"{-(-wanted // size) - blocks + 1} of {-(-wanted // size)} blocks of {size} tokens"
+        for kind, size, window, blocks in capacity.groups
+        if kind == "attention" and (window is None or len(capacity.groups) == 1)
+    ]
+    raise ConfigError(
+        "max_model_len",
+        f"one sequence of {wanted} tokens does not fit into the cache: "
+        f"{' and '.join(lacks) or 'memory'} are missing. Take --max-model-len {most} or auto, or "
+        "raise --gpu-memory-utilization, --kv-cache-memory-bytes or --num-gpu-blocks-override",
+    )
+
+
 def _describe(executor: Executor) -> Mapping[str, Any]:
     try:
         return executor.call("describe") or {}
@@ -238,7 +257,7 @@ def _info(
         architecture=checkpoint.architecture,
         max_model_len=most,
         vocabulary=capacity.vocabulary,
-        hidden=int(checkpoint.config.get("hidden_size", 0)),
+        hidden=int(description.get("width") or checkpoint.config.get("hidden_size", 0)),
         dtype=description.get("dtype", config.model.dtype),
         eos=end_ids(config, checkpoint.generation_config, checkpoint.config),
         defaults=sampling_defaults(config, checkpoint.generation_config),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ __all__ = ["Pooler", "PoolerConfig"]
 #: Tasks whose vectors go through the model's head (its `logits`) and an activation.
 _HEADED = frozenset({"classify", "score", "token_classify", "reward"})
 _PER_TOKEN = frozenset({"token_embed", "token_classify", "reward"})
+#: [n, inputs] -> [n, outputs].
+Layer = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _upper(name: str) -> str:
@@ -27,15 +29,16 @@ def _upper(name: str) -> str:
 class PoolerConfig:
     """How hidden states become one vector; the table of `--pooler-config`.
 
-    pooling_type: "LAST" token, "CLS" (the first), "MEAN" of all or "ALL" of them. normalize:
-    embeddings get length 1. use_activation: scores go through softmax, or sigmoid if there is
-    one class or `multi_label` (each class for itself). A request's own parameters come first.
+    pooling_type: "LAST" token, "CLS" (the first), "MEAN" or "MAX" of all, or "ALL" of them.
+    normalize: embeddings get length 1. use_activation: scores go through softmax, or sigmoid if
+    there is one class or `multi_label` (each class for itself). A request's own parameters come
+    first.
     """
 
     pooling_type: str = field(
         default="LAST",
         converter=_upper,
-        validator=validators.in_(("LAST", "CLS", "MEAN", "ALL")),
+        validator=validators.in_(("LAST", "CLS", "MEAN", "MAX", "ALL")),
     )
     normalize: bool = True
     use_activation: bool = True
@@ -57,17 +60,19 @@ class _Row:
 class Pooler:
     """Collects hidden states by row and makes the result at the row's last token.
 
-    head: the model's `logits`, [n, hidden] -> [n, classes].
+    head: the model's `logits`, [n, hidden] -> [n, classes]. dense: layers that a text's vector
+    passes before it is cut and normalised.
     """
 
-    def __init__(self, config: PoolerConfig, head: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, config: PoolerConfig, head: Layer, dense: Sequence[Layer] = ()) -> None:
         self.config = config
         self.head = head
+        self.dense = tuple(dense)
         self._rows: dict[int, _Row] = {}
 
     @classmethod
     def from_table(
-        cls, table: Mapping[str, Any] | None, head: Callable[[torch.Tensor], torch.Tensor]
+        cls, table: Mapping[str, Any] | None, head: Layer, dense: Sequence[Layer] = ()
     ) -> Pooler:
         """A pooler from the table of `--pooler-config`. Raises ConfigError naming the key."""
         known = {f.name for f in fields(PoolerConfig)}
@@ -75,7 +80,7 @@ class Pooler:
             if key not in known:
                 raise ConfigError("pooler_config", f"{key!r} is not one of {', '.join(known)}")
         try:
-            return cls(PoolerConfig(**(table or {})), head)
+            return cls(PoolerConfig(**(table or {})), head, dense)
         except (ValueError, AttributeError) as error:
             raise ConfigError("pooler_config", f"pooling_type: {error.args[0]}") from error
 
@@ -99,6 +104,8 @@ class Pooler:
             start = torch.zeros_like(hidden[:1], dtype=torch.float64)
             before = start if state.total is None else state.total
             state.total = torch.cat([before, hidden.double()]).cumsum(dim=0)[-1:]
+        elif kind == "MAX":
+            state.parts = [torch.cat([*state.parts, hidden]).amax(0, keepdim=True)]
         elif kind == "LAST":
             state.parts = [hidden[-1:].clone()]
         elif not state.parts:
@@ -124,6 +131,8 @@ class Pooler:
     def _embed(self, pooled: torch.Tensor, params: PoolingParams) -> torch.Tensor:
         """Matryoshka embeddings (arXiv 2205.13147) are cut first and then normalised."""
         dimensions = params.dimensions or self.config.dimensions
+        for layer in self.dense if params.task == "embed" else ():
+            pooled = layer(pooled)
         pooled = pooled.float()[:, :dimensions]
         normalize = self.config.normalize if params.normalize is None else params.normalize
         return torch.nn.functional.normalize(pooled, dim=-1) if normalize else pooled

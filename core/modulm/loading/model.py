@@ -13,6 +13,7 @@ from modulm.errors import CheckpointError, ConfigError, UnsupportedError
 from modulm.loading.choices import Choices
 from modulm.loading.groups import CacheGroup, group_caches
 from modulm.loading.pooling import pooling_table, pooling_tasks
+from modulm.loading.sentence import Dense, dense_layers
 from modulm.loading.weights import WeightPlan, fill, plan_weights, wanted, weight_bytes
 from modulm.nn.builder import Builder, Shared
 from modulm.nn.config import read_config
@@ -52,7 +53,8 @@ class Loaded:
     """A model that is ready to run, what it keeps, and why it runs the way it does.
 
     `vocabulary` is the width of the logits; `weight_bytes` what the weights took before
-    repacking; `tasks` what requests may ask for; `pooling` how, by names of `--pooler-config`.
+    repacking; `tasks` what requests may ask for; `pooling` how, by names of `--pooler-config`;
+    `dense` the layers that a pooled vector passes.
     """
 
     model: Model
@@ -65,6 +67,7 @@ class Loaded:
     weight_bytes: int
     tasks: tuple[str, ...] = ("generate",)
     pooling: Mapping[str, Any] = field(factory=dict)
+    dense: tuple[Dense, ...] = ()
 
 
 def load_model(
@@ -99,6 +102,7 @@ def load_model(
         weight_bytes=size,
         tasks=pooling_tasks(config, checkpoint, built.model),
         pooling=pooling_table(config, checkpoint, built.model),
+        dense=dense_layers(checkpoint.path, plugins, platform.device),
     )
 
 

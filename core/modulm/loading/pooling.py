@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modulm.errors import CheckpointError, ConfigError, UnsupportedError
-from modulm.nn.convert import as_classifier, as_embedder
+from modulm.errors import ConfigError, UnsupportedError
+from modulm.loading.sentence import sentence_table
+from modulm.nn.convert import as_classifier, as_embedder, as_reward
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
@@ -18,24 +17,20 @@ if TYPE_CHECKING:
 __all__ = ["conversion", "convert", "pooling_table", "pooling_tasks"]
 
 _CAUSAL, _CLASSIFIER, _BARE = "ForCausalLM", "ForSequenceClassification", "Model"
-_KINDS = ("embed", "classify")
-
-#: Keys of 1_Pooling/config.json and what they mean to us.
-_MODES = {
-    "pooling_mode_cls_token": "CLS",
-    "pooling_mode_mean_tokens": "MEAN",
-    "pooling_mode_lasttoken": "LAST",
-}
-_NEW_MODES = {"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST"}
+_REWARD, _PROCESS = "ForRewardModel", "ForProcessRewardModel"
+#: What the architectures of a decoder's family are for, by the end of their names.
+_ENDINGS = {_PROCESS: "reward", _REWARD: "reward", _CLASSIFIER: "classify", _BARE: "embed"}
+_KINDS = ("embed", "classify", "reward")
 
 
 def conversion(
     config: EngineConfig, names: Sequence[str], installed: Collection[str]
 ) -> tuple[str, str] | None:
-    """(architecture to run, "embed" or "classify") if a decoder is to be pooled, else None.
+    """(architecture to run, "embed", "classify" or "reward") if a decoder is to be pooled.
 
-    By `--convert`, by `--runner pooling`, or because config.json names the bare decoder or the
-    classifier of a family whose `...ForCausalLM` is installed. Raises UnsupportedError.
+    By `--convert`, by `--runner pooling`, or because config.json names the bare decoder, the
+    classifier or the reward model of a family whose `...ForCausalLM` is installed. Otherwise
+    None. Raises UnsupportedError.
     """
     wanted, name = config.model.convert, names[0]
     if wanted not in ("auto", "none", *_KINDS):
@@ -45,7 +40,7 @@ def conversion(
     if name.endswith(_CAUSAL):
         kind = "embed" if wanted == "auto" and config.model.runner == "pooling" else wanted
         return (name, kind) if kind in _KINDS else None
-    for ending, own in ((_CLASSIFIER, "classify"), (_BARE, "embed")):
+    for ending, own in _ENDINGS.items():
         base = name.removesuffix(ending) + _CAUSAL
         if name.endswith(ending) and base in installed:
             return base, own if wanted == "auto" else wanted
@@ -54,6 +49,11 @@ def conversion(
 
 def convert(driver: type[Model], kind: str, table: Mapping[str, Any]) -> type[Model]:
     """The driver as a pooling model; table: config.json."""
+    if kind == "reward":
+        name = str(table["architectures"][0])
+        deep, steps = name.endswith((_REWARD, _PROCESS)), name.endswith(_PROCESS)
+        rewards = (2 if steps else 1) if deep else _classes(table)
+        return as_reward(driver, rewards, deep=deep)
     return as_classifier(driver, _classes(table)) if kind == "classify" else as_embedder(driver)
 
 
@@ -89,46 +89,7 @@ def pooling_table(config: EngineConfig, checkpoint: Checkpoint, model: Model) ->
     trained = checkpoint.config.get("sentence_transformers")
     if isinstance(trained, Mapping) and str(trained.get("activation_fn")).endswith("Identity"):
         table["use_activation"] = False
-    table |= _sentence_transformers(checkpoint.path)
+    if "reward" in model.tasks:
+        table["use_activation"] = checkpoint.architecture.endswith(_PROCESS)
+    table |= sentence_table(checkpoint.path)
     return table | dict(config.model.pooler_config or config.model.override_pooler_config or {})
-
-
-def _sentence_transformers(folder: Path) -> dict[str, Any]:
-    """Pooling and normalisation as modules.json lists them; nothing if there is no such file."""
-    file = folder / "modules.json"
-    if not file.exists():
-        return {}
-    table: dict[str, Any] = {"normalize": False}
-    for module in _read(file, list):
-        kind = str(module.get("type", "")).rpartition(".")[2]
-        if kind == "Pooling":
-            table["pooling_type"] = _mode(folder / str(module.get("path", "")) / "config.json")
-        elif kind == "Normalize":
-            table["normalize"] = True
-        elif kind != "Transformer":
-            raise UnsupportedError(f"{file}: a module of type {kind}: not yet")
-    settings = folder / "config_sentence_transformers.json"
-    cut = _read(settings, dict).get("truncate_dim") if settings.exists() else None
-    return table if cut is None else {**table, "dimensions": cut}
-
-
-def _mode(file: Path) -> str:
-    table = _read(file, dict)
-    if "pooling_mode" in table:
-        chosen, known = [table["pooling_mode"]], _NEW_MODES
-    else:
-        chosen = [k for k, v in table.items() if k.startswith("pooling_mode_") and v is True]
-        known = _MODES
-    if len(chosen) != 1 or chosen[0] not in known:
-        raise UnsupportedError(f"{file}: pooling by {chosen}: not yet; known are {list(known)}")
-    return known[chosen[0]]
-
-
-def _read(file: Path, kind: type) -> Any:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: {error}") from error
-    if not isinstance(found, kind):
-        raise CheckpointError(f"{file}: a JSON {kind.__name__} is needed")
-    return found

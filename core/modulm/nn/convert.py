@@ -1,4 +1,4 @@
-"""Decoders as pooling models: the head gives way to a classifier, or to nothing."""
+"""Decoders as pooling models: the head gives way to a classifier, a reward, or to nothing."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import re
 from typing import Any
 
 from attrs import evolve
-from torch.nn import Identity, Module
+from torch import Tensor
+from torch.nn import Identity, Module, ModuleList
 
 from modulm.contracts.model import Model
 from modulm.errors import UnsupportedError
 from modulm.nn.decoder import DecoderForCausalLM
 from modulm.nn.names import WeightNames
 
-__all__ = ["as_classifier", "as_embedder"]
+__all__ = ["as_classifier", "as_embedder", "as_reward"]
 
 
 def as_embedder(driver: type[Any]) -> type[Model]:
@@ -37,17 +38,55 @@ def as_classifier(driver: type[Any], classes: int) -> type[Model]:
 
     Raises UnsupportedError for models that are not built as `DecoderForCausalLM`.
     """
-    if not issubclass(driver, DecoderForCausalLM):
-        raise UnsupportedError(f"{driver.__name__} as a classifier: not yet")
 
     def make_head(self: Any, config: Any, b: Any) -> Module:
         head: Module = b.linear("score", config.hidden_size, classes, split=False)
         return head
 
+    return _scored(driver, ("classify",), make_head)
+
+
+def as_reward(driver: type[Any], rewards: int, *, deep: bool) -> type[Model]:
+    """`driver` that rates each token with `rewards` numbers.
+
+    deep: the layers `score.0` and `score.2` with a ReLU between, as the reward models of Qwen 2.5
+    have them; otherwise the layer `score` of a classifier. Raises UnsupportedError as above.
+    """
+
+    def make_head(self: Any, config: Any, b: Any) -> Module:
+        if deep:
+            return _Rating(b, config.hidden_size, rewards)
+        head: Module = b.linear("score", config.hidden_size, rewards, split=False)
+        return head
+
+    return _scored(driver, ("reward", "token_classify"), make_head)
+
+
+class _Rating(Module):
+    """linear, ReLU, linear."""
+
+    def __init__(self, b: Any, hidden: int, rewards: int) -> None:
+        super().__init__()
+        widths = {"score.0": hidden, "score.2": rewards}
+        self.layers = ModuleList(
+            b.linear(name, hidden, width, bias=True, split=False) for name, width in widths.items()
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [n, hidden] -> [n, rewards]."""
+        first, second = self.layers
+        rewards: Tensor = second(first(x).relu())
+        return rewards
+
+
+def _scored(driver: type[Any], tasks: tuple[str, ...], make_head: Any) -> type[Model]:
+    if not issubclass(driver, DecoderForCausalLM):
+        raise UnsupportedError(f"{driver.__name__} as a model for {tasks[0]}: not yet")
+
     def weights(cls: Any, config: Any) -> WeightNames:
         return _without_head(driver, config, "lm_head")
 
-    own = {"tasks": ("classify",), "make_head": make_head, "weights": classmethod(weights)}
+    own = {"tasks": tasks, "make_head": make_head, "weights": classmethod(weights)}
     return type(driver.__name__, (driver,), own)
 
 

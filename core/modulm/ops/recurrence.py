@@ -22,6 +22,7 @@ __all__ = ["delta_rule", "selective_scan"]
 
 #: Tokens that are computed together. States are only kept at multiples of it.
 SEGMENT = 64
+_FEW = 8
 
 #: (states [n, ...] changed in place, places [n] or [n, SEGMENT] of tokens) -> what they give.
 Walk = Callable[[Tensor, Tensor], Tensor]
@@ -152,32 +153,39 @@ def _ssd(inputs: _Inputs, a: Tensor) -> Walk:
 
 
 def _doubling(inputs: _Inputs, a: Tensor) -> Walk:
-    """Segments of a scan whose numbers each fade at their own pace: spans of 1, 2, 4, ... tokens
-    are joined to spans of twice the length (Hillis and Steele, CACM 29 (1986)).
+    """Segments of a scan whose numbers each fade at their own pace: a parallel scan of few tokens
+    at a time, as many as stay in a cache.
     """
     padded = inputs.padded()
 
     def segment(state: Tensor, at: Tensor) -> Tensor:
-        part = padded.at(at)
-        n, length, heads, dim = part.drive.shape
-        groups, size = part.b.shape[2:]
-        fade = (part.dt.unsqueeze(-1) * a).exp().unsqueeze(3)
-        drive = part.drive.view(n, length, groups, -1, 1) * part.b.unsqueeze(3)
-        found = drive.view(n, length, heads, dim, size)
-        span = 1
-        while span < length:
-            found = torch.cat(
-                [found[:, :span], torch.addcmul(found[:, span:], fade[:, span:], found[:, :-span])],
-                1,
-            )
-            fade = torch.cat([fade[:, :span], fade[:, span:] * fade[:, :-span]], 1)
-            span *= 2
-        found = torch.addcmul(found, fade, state.unsqueeze(1))
-        state.copy_(found[:, -1])
-        y = found.view(n, length, groups, -1, size) @ part.c.unsqueeze(-1)
-        return y.view(n, length, heads, dim)
+        return torch.cat(
+            [_parallel_scan(state, padded.at(few), a) for few in torch.split(at, _FEW, 1)], 1
+        )
 
     return segment
+
+
+def _parallel_scan(state: Tensor, part: _Inputs, a: Tensor) -> Tensor:
+    """Spans of 1, 2, 4, ... tokens are joined to spans of twice the length.
+
+    Hillis and Steele, CACM 29 (1986). part: [n, tokens, ...] -> [n, tokens, heads, dim].
+    """
+    n, length, heads, dim = part.drive.shape
+    groups, size = part.b.shape[2:]
+    fade = (part.dt.unsqueeze(-1) * a).exp().unsqueeze(3)
+    drive = part.drive.view(n, length, groups, -1, 1) * part.b.unsqueeze(3)
+    found = drive.view(n, length, heads, dim, size)
+    span = 1
+    while span < length:
+        joined = torch.addcmul(found[:, span:], fade[:, span:], found[:, :-span])
+        found = torch.cat([found[:, :span], joined], 1)
+        fade = torch.cat([fade[:, :span], fade[:, span:] * fade[:, :-span]], 1)
+        span *= 2
+    found = torch.addcmul(found, fade, state.unsqueeze(1))
+    state.copy_(found[:, -1])
+    y = found.view(n, length, groups, -1, size) @ part.c.unsqueeze(-1)
+    return y.view(n, length, heads, dim)
 
 
 def walk(states: Tensor, plan: StatePlan, step: Walk, segment: Walk, out: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,12 +14,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 import modulm
 from modulm import PoolingParams
 from modulm.config import EngineConfig
 from modulm.engine.aio import AsyncLLM
-from modulm.errors import ConfigError
+from modulm.errors import ConfigError, RequestError
 from modulm.testing.checkpoints import make_tiny
 from modulm.testing.server import serve_in_thread
 
@@ -108,6 +110,109 @@ def test_a_decoder_classifies(tmp_path: Path) -> None:
         (output,) = llm.classify([list(range(20, 50))], use_tqdm=False)
     expected = reference(folder, name, list(range(20, 50))).softmax(-1)
     assert output.outputs.probs == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_a_reward_model_rates_each_token(tmp_path: Path) -> None:
+    """Saved as Qwen2.5-Math-RM is: two layers, `score.0` and `score.2`, over a bare decoder."""
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    folder = make_tiny(tmp_path / "model", "Qwen2Model", intermediate_size=96, **shape)
+    file = folder / "model.safetensors"
+    generator = torch.Generator().manual_seed(1)
+    score = {
+        f"score.{layer}.{part}": torch.randn(*size, generator=generator)
+        for layer, rows in ((0, 64), (2, 1))
+        for part, size in (("weight", (rows, 64)), ("bias", (rows,)))
+    }
+    inner = {f"model.{name}": tensor for name, tensor in load_file(file).items()}
+    save_file({**inner, **score}, file, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = ["Qwen2ForRewardModel"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with open_llm(folder) as llm:
+        (output,) = llm.encode([list(range(20, 50))], pooling_task="reward", use_tqdm=False)
+        assert llm.info.tasks == ("reward", "token_classify")
+    base = transformers.Qwen2Model(transformers.Qwen2Config(**config)).eval()
+    base.load_state_dict({name[6:]: tensor for name, tensor in inner.items()})
+    with torch.inference_mode():
+        states = base(torch.tensor([list(range(20, 50))])).last_hidden_state[0]
+    first = torch.relu(states @ score["score.0.weight"].T + score["score.0.bias"])
+    expected = first @ score["score.2.weight"].T + score["score.2.bias"]
+    assert output.outputs.data == pytest.approx(expected.numpy(), rel=1e-3, abs=1e-3)
+
+
+def test_a_classifier_rates_each_token_when_asked(tmp_path: Path) -> None:
+    name = "LlamaForSequenceClassification"
+    folder = make_tiny(tmp_path / "model", name, **ONE)
+    ids = list(range(20, 50))
+    with open_llm(folder, convert="reward") as llm:
+        (output,) = llm.encode([ids], pooling_task="reward", use_tqdm=False)
+    last = reference(folder, name, ids)
+    assert output.outputs.data.shape == (30, 1)
+    assert output.outputs.data[-1] == pytest.approx(last.numpy(), abs=1e-4)
+    model = transformers.LlamaForSequenceClassification.from_pretrained(folder).eval()
+    with torch.inference_mode():
+        states = model.model(torch.tensor([ids])).last_hidden_state[0]
+        expected = model.score(states)
+    assert output.outputs.data == pytest.approx(expected.numpy(), abs=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["cls", "mean", "max", "lasttoken"])
+def test_the_modules_of_sentence_transformers(tmp_path: Path, mode: str) -> None:
+    """Pooling, a dense layer with tanh, and normalisation, as that library stores and runs them."""
+    folder = make_tiny(tmp_path / "model", "BertModel")
+    kinds = {
+        "": "Transformer",
+        "1_Pooling": "Pooling",
+        "2_Dense": "Dense",
+        "3_Normalize": "Normalize",
+    }
+    modules = [
+        {
+            "idx": place,
+            "name": str(place),
+            "path": path,
+            "type": f"sentence_transformers.models.{kind}",
+        }
+        for place, (path, kind) in enumerate(kinds.items())
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    names = {
+        "cls": "cls_token",
+        "mean": "mean_tokens",
+        "max": "max_tokens",
+        "lasttoken": "lasttoken",
+    }
+    flags = {f"pooling_mode_{name}": key == mode for key, name in names.items()}
+    write(folder / "1_Pooling", {"word_embedding_dimension": 64, **flags})
+    activation = "torch.nn.modules.activation.Tanh"
+    dense = {"in_features": 64, "out_features": 24, "bias": True, "activation_function": activation}
+    write(folder / "2_Dense", dense)
+    generator = torch.Generator().manual_seed(1)
+    weight, bias = torch.randn(24, 64, generator=generator), torch.randn(24, generator=generator)
+    layer = {"linear.weight": weight, "linear.bias": bias}
+    save_file(layer, folder / "2_Dense" / "model.safetensors")
+    with open_llm(folder) as llm:
+        (output,) = llm.embed("one two three", use_tqdm=False)
+        (cut,) = llm.embed("one two three", PoolingParams(dimensions=8), use_tqdm=False)
+        with pytest.raises(RequestError, match="dimensions"):
+            llm.embed("one", PoolingParams(dimensions=25), use_tqdm=False)
+    states = reference(folder, "BertModel", output.prompt_token_ids)
+    pooled = {
+        "cls": states[0],
+        "mean": states.mean(0),
+        "max": states.max(0)[0],
+        "lasttoken": states[-1],
+    }
+    projected = torch.tanh(weight @ pooled[mode] + bias)
+    expected = torch.nn.functional.normalize(projected, dim=-1)
+    assert output.outputs.embedding == pytest.approx(expected.tolist(), abs=1e-4)
+    short = torch.nn.functional.normalize(projected[:8], dim=-1)
+    assert cut.outputs.embedding == pytest.approx(short.tolist(), abs=1e-4)
+
+
+def write(folder: Path, table: dict[str, Any]) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(table))
 
 
 def test_pooler_config(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ class UniExecutor(Executor):
         self._description = {
             "dtype": loaded.dtype,
             "tasks": loaded.tasks,
+            "width": loaded.dense[-1].weight.shape[0] if loaded.dense else None,
             "platform": platform.name,
             "device": platform.describe(),
             "weight_bytes": loaded.weight_bytes,
