@@ -61,32 +61,48 @@ def cases(ops) -> Iterator[Case]:
 def linears(ops) -> Iterator[Case]:
     outputs, inputs = 2 * INNER, HIDDEN
     plain = [torch.randn(outputs, inputs).bfloat16() / 32 for _ in range(COPIES)]
-    for form in ("bf16", "int8", "fp8", "int4"):
+    for form in ("bf16", "fp8", "int8", "w8a8", "int4", "w4a8"):
         packed = [pack(ops, w, form) for w in plain]
-        for rows in (1, 4, 16, 64, 512):
-            x = torch.randn(rows, inputs).bfloat16()
-            out = torch.empty(rows, outputs, dtype=torch.bfloat16)
-            streams = rows <= 4
-            yield Case(
-                f"linear {form} M={rows}",
-                lambda x=x, p=packed, out=out: [ops["linear"](x, w, None, out) for w in p],
-                lambda x=x: [F.linear(x, w) for w in plain],
-                bytes=sum(p.bytes for p in packed) if streams else 0.0,
-                flops=0.0 if streams else 2.0 * rows * outputs * inputs * COPIES,
-            )
+        yield from products(ops, form, plain, packed, (1, 4, 16, 32, 64, 512))
+    wide = [w.float() for w in plain[: COPIES // 2]]
+    packed = [ops["pack_linear"](w) for w in wide]
+    yield from products(ops, "fp32", wide, packed, (1, 4, 16, 64, 512))
+
+
+def products(ops, form: str, plain, packed, counts) -> Iterator[Case]:
+    """A layer's product against torch's with the float weight."""
+    outputs, inputs = plain[0].shape
+    for rows in counts:
+        x = torch.randn(rows, inputs).to(plain[0].dtype)
+        out = torch.empty(rows, outputs, dtype=x.dtype)
+        streams = rows <= 4
+        yield Case(
+            f"linear {form} M={rows}",
+            lambda x=x, out=out: [ops["linear"](x, w, None, out) for w in packed],
+            lambda x=x: [F.linear(x, w) for w in plain],
+            bytes=sum(p.bytes for p in packed) if streams else 0.0,
+            flops=0.0 if streams else 2.0 * rows * outputs * inputs * len(plain),
+        )
 
 
 def pack(ops, weight: torch.Tensor, form: str) -> kernels.PackedLinear:
-    """Codes without care for accuracy: their values do not change the time."""
+    """Codes without care for accuracy: their values do not change the time.
+
+    int8 and int4 have 16-bit activations, w8a8 and w4a8 those of 8 bits; groups of 64 with zero
+    points for 4 bits.
+    """
     if form == "bf16":
         return ops["pack_linear"](weight)
-    if form == "int4":
+    activations = "int8" if form.endswith("a8") else "bf16"
+    if form in ("int4", "w4a8"):
         groups = weight.shape[1] // 64
         codes = (weight * 100).clamp(0, 15).to(torch.uint8)
-        scales = torch.rand(weight.shape[0], groups)
-        return ops["pack_linear"](codes, form, 64, scales, (scales * 15).round())
-    codes = (weight * 100).to(torch.int8 if form == "int8" else torch.float8_e4m3fn)
-    return ops["pack_linear"](codes, form, scales=torch.rand(weight.shape[0]))
+        scales = torch.rand(weight.shape[0], groups).bfloat16()
+        zeros = (scales * 15).round()
+        return ops["pack_linear"](codes, "int4", 64, scales, zeros, activations)
+    codes = (weight * 100).to(torch.float8_e4m3fn if form == "fp8" else torch.int8)
+    name = "fp8" if form == "fp8" else "int8"
+    return ops["pack_linear"](codes, name, 0, torch.rand(weight.shape[0]), None, activations)
 
 
 def attentions(ops) -> Iterator[Case]:

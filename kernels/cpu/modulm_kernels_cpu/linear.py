@@ -1,4 +1,4 @@
-"""Linear layers on packed weights: bf16, int8, int4 and fp8, with bf16 activations."""
+"""Linear layers on packed weights: fp32, fp16, bf16, fp8, int8 and int4."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from modulm_kernels_cpu.check import CODES, dense_rows, dtype_code, need, shape
 from modulm_kernels_cpu.library import Library
 from modulm_kernels_cpu.memory import huge_buffer
 
-__all__ = ["FORMATS", "GROUPS", "PackedLinear", "linear_ops"]
+__all__ = ["ACTIVATIONS", "FORMATS", "GROUPS", "PackedLinear", "linear_ops"]
 
 #: Formats of packed weights and their codes in the C ABI (src/linear/weight.h).
-FORMATS = {"bf16": 0, "int8": 1, "fp8": 2, "int4": 3}
+FORMATS = {"bf16": 0, "int8": 1, "fp8": 2, "int4": 3, "fp32": 4, "fp16": 5}
+#: What a product with int8 or int4 weights makes of activations, and its digits of int8. "bf16"
+#: stands for 16-bit numbers with a scale per row and group: as exact as bf16, see ADR 0021.
+ACTIVATIONS = {"int8": 1, "bf16": 2}
 #: Sizes along K that may share a scale; 0 stands for all of K.
 GROUPS = (0, 32, 64, 128, 256)
 
-_PANEL, _PAD_K, _PAD_N = 64, 32, 16
+_PANEL, _PAD_K, _PAD_N = 64, 64, 16
+_FLOATS = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16"}
 _CODE_DTYPES = {
-    "bf16": torch.bfloat16,
+    **{name: dtype for dtype, name in _FLOATS.items()},
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,
     "int4": torch.uint8,
@@ -32,7 +36,10 @@ _CODE_DTYPES = {
 class PackedLinear:
     """A weight [N, K] in the kernels' own layout. Owns its memory; the original can be dropped."""
 
-    __slots__ = ("arguments", "data", "format", "group", "inputs", "outputs", "scales", "zeros")
+    __slots__ = (
+        "activations", "arguments", "data", "format", "group", "inputs", "outputs", "scales",
+        "zeros",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -43,9 +50,14 @@ class PackedLinear:
         inputs: int,
         group: int,
         format: str,  # noqa: A002  the word that the flags use
+        activations: str = "bf16",
     ) -> None:
         self.data, self.scales, self.zeros = data, scales, zeros
         self.outputs, self.inputs, self.group, self.format = outputs, inputs, group, format
+        self.activations = activations
+        digits = ACTIVATIONS[activations] if format in ("int8", "int4") else 0
+        kept = 0 if scales is None else CODES[scales.dtype]
+        odd_zeros = zeros is not None and not _whole(zeros)
         self.arguments = (
             data.data_ptr(),
             None if scales is None else scales.data_ptr(),
@@ -53,7 +65,7 @@ class PackedLinear:
             outputs,
             inputs,
             group,
-            FORMATS[format],
+            FORMATS[format] | digits << 8 | kept << 16 | odd_zeros << 24,
         )
 
     @property
@@ -80,33 +92,39 @@ def linear_ops(library: Library) -> dict[str, Callable[..., Any]]:
     }
 
 
-def _pack_linear(library: Library) -> Callable[..., PackedLinear | Tensor]:
+def _pack_linear(library: Library) -> Callable[..., PackedLinear]:
     size_of = library.call("packed_bytes", "nni", ctypes.c_int64)
     pack = library.call("pack", "pnpnni")
 
     def pack_linear(
         weight: Tensor,
-        format: str = "bf16",  # noqa: A002
+        format: str | None = None,  # noqa: A002
         group: int = 0,
         scales: Tensor | None = None,
         zeros: Tensor | None = None,
-    ) -> PackedLinear | Tensor:
+        activations: str = "bf16",
+    ) -> PackedLinear:
         """Pack a weight for `linear`.
 
-        weight: [N, K] as `format` stores it: bf16, int8, float8_e4m3fn, or for int4 uint8 in 0..15,
-        a code per byte. scales, zeros: [N, K / group], a weight being scale * (code - zero),
-        kept in bf16 unless there is one scale for all of K and no zeros;
-        zeros default to 0 for int8 and to 8 for int4. `group` 0 means all of K. A weight in fp32 or
-        fp16 that is not to be quantized comes back as it is, for `linear` to hand to torch.
+        weight: [N, K] as `format` stores it: a float dtype (the default: as the weight is), int8,
+        float8_e4m3fn, or for int4 uint8 in 0..15, a code per byte. scales, zeros: [N, K / group],
+        a weight being scale * (code - zero), kept in the dtype of `scales`, fp32 where there is
+        one scale for all of K and no zeros; zeros default to 0 for int8 and to 8 for int4. `group`
+        0 means all of K. `activations` are what int8 and int4 weights are multiplied with, one of
+        ACTIVATIONS.
         """
+        format = format or _FLOATS.get(weight.dtype, "bf16")  # noqa: A001
         need(format in FORMATS, f"format must be one of {', '.join(FORMATS)}, not {format!r}")
         need(weight.dim() == 2, f"weight must be [N, K], not {list(weight.shape)}")
         need(group in GROUPS, f"group must be one of {GROUPS}, not {group}")
-        if format == "bf16" and weight.dtype in (torch.float32, torch.float16):
-            return weight
+        need(
+            activations in ACTIVATIONS,
+            f"activations must be one of {', '.join(ACTIVATIONS)}, not {activations!r}",
+        )
         outputs, inputs = weight.shape
         need(group == 0 or inputs % group == 0, f"group {group} must divide weight's K {inputs}")
-        need(format == "bf16" or scales is not None, f"scales must be given for {format}")
+        need(format in _FLOATS.values() or scales is not None, f"scales must be given for {format}")
+        need(zeros is None or format in ("int8", "int4"), f"zeros must be None for {format}")
         need(
             weight.dtype == _CODE_DTYPES[format],
             f"weight must be {_CODE_DTYPES[format]} for {format}, not {weight.dtype}",
@@ -124,7 +142,8 @@ def _pack_linear(library: Library) -> Callable[..., PackedLinear | Tensor]:
             zeros = zeros.float() - 8
         if zeros is not None and not bool(zeros.any()):
             zeros = None
-        kept = torch.bfloat16 if groups > 1 or zeros is not None else torch.float32
+        kept = scales.dtype if groups > 1 or zeros is not None else torch.float32
+        need(kept in CODES, f"scales must be float32, bfloat16 or float16, not {kept}")
         return PackedLinear(
             data,
             _panels("scales", scales, outputs, groups).to(kept),
@@ -133,9 +152,16 @@ def _pack_linear(library: Library) -> Callable[..., PackedLinear | Tensor]:
             inputs,
             padded,
             format,
+            activations,
         )
 
     return pack_linear
+
+
+def _whole(zeros: Tensor) -> bool:
+    """Whether zeros of int4, less 8, are all codes themselves."""
+    wide = zeros.float()
+    return bool(((wide == wide.round()) & (wide >= -8) & (wide <= 7)).all())
 
 
 def _panels(name: str, values: Tensor, outputs: int, groups: int) -> Tensor:
@@ -155,7 +181,7 @@ def _unpack_linear(library: Library) -> Callable[[PackedLinear | Tensor], Tensor
     unpack = library.call("unpack", "ppnni")
 
     def unpack_linear(packed: PackedLinear | Tensor) -> Tensor:
-        """The weight as [N, K] bf16, scales applied."""
+        """The weight as [N, K], in its own float dtype, or bf16 with scales applied."""
         if not isinstance(packed, PackedLinear):
             return packed
         codes = torch.empty(packed.outputs, packed.inputs, dtype=_CODE_DTYPES[packed.format])

@@ -19,28 +19,30 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// Registers: 0-3 sums, 4-5 a, 6-7 b. Sums 0, 1 and a 4 have `first` rows, the others `second`.
-inline void configure(int first, int second) {
+// Registers: 0-3 sums, 4-5 a, 6-7 b. Sums 0, 1 and a 4 have `first` rows, the others `second`;
+// a row of a has `depth` bytes.
+inline void configure(int first, int second, int depth = 64) {
   TileConfig config;
-  for (int t = 0; t < 8; t++) config.bytes[t] = 64;
+  for (int t : {0, 1, 2, 3, 6, 7}) config.bytes[t] = 64;
+  for (int t : {4, 5}) config.bytes[t] = uint16_t(depth);
   for (int t : {0, 1, 4}) config.rows[t] = uint8_t(first);
   for (int t : {2, 3, 5}) config.rows[t] = uint8_t(second);
-  for (int t : {6, 7}) config.rows[t] = 16;
+  for (int t : {6, 7}) config.rows[t] = uint8_t(depth / 4);
   _tile_loadconfig(&config);
 }
 
 // The row counts that this thread's tiles are set up for; `release` frees them, which lets the
 // core and the scheduler forget 8 KB of state.
 struct Tiles {
-  int first = 0, second = 0;
-  void shape(int rows) {
+  int first = 0, second = 0, depth = 0;
+  void shape(int rows, int bytes = 64) {
     int a = rows < 16 ? rows : 16, b = rows > 16 ? rows - 16 : a;
-    if (a == first && b == second) return;
-    configure(first = a, second = b);
+    if (a == first && b == second && bytes == depth) return;
+    configure(first = a, second = b, depth = bytes);
   }
   void release() {
     if (first) _tile_release();
-    first = second = 0;
+    first = second = depth = 0;
   }
 };
 inline thread_local Tiles tiles;
@@ -132,6 +134,109 @@ inline void amx_multiply(int rows, const bf16* a, int64_t lda, const uint32_t* b
   if (rows > 16)
     for (; c + 32 <= width; c += 32) amx_square(a, lda, b + c, ldb, pairs, sums + c);
   for (; c < width; c += 16) amx_column(rows, a, lda, b + c, ldb, pairs, sums + c);
+}
+
+// Signed bytes of a times bytes of b, `count` tiles of `depth` k deep.
+struct QuadTiles {
+  const int8_t* a;    // 16 rows of 64 bytes
+  int64_t next_k;     // bytes to the same rows 64 k later
+  int64_t next_rows;  // bytes to the next 16 rows
+  const uint32_t* b;  // [k / 4][ldb]
+  int64_t ldb;
+  int depth;
+  int64_t count;
+  bool stream;  // b comes from memory in one run: fetch it ahead
+};
+
+// The instruction takes its registers as literals.
+#define MODULM_QUAD_PRODUCT(sum, a, b)   \
+  if constexpr (Signed) {                \
+    _tile_dpbssd(sum, a, b);             \
+  } else {                               \
+    _tile_dpbsud(sum, a, b);             \
+  }
+
+// Up to 16 rows, 64 columns.
+template <bool Signed>
+inline void amx_quad_row(const QuadTiles& q, int32_t* dots) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  const uint32_t* b = q.b;
+  for (int64_t i = 0; i < q.count; i++, b += q.depth / 4 * q.ldb) {
+    const char* next = reinterpret_cast<const char*>(b) + 8192;
+    if (q.stream) prefetch_lines(next, 32);
+    _tile_loadd(4, q.a + i * q.next_k, 64);
+    _tile_loadd(6, b, q.ldb * 4);
+    MODULM_QUAD_PRODUCT(0, 4, 6)
+    _tile_loadd(7, b + 16, q.ldb * 4);
+    MODULM_QUAD_PRODUCT(1, 4, 7)
+    if (q.stream) prefetch_lines(next + 2048, 32);
+    _tile_loadd(6, b + 32, q.ldb * 4);
+    MODULM_QUAD_PRODUCT(2, 4, 6)
+    _tile_loadd(7, b + 48, q.ldb * 4);
+    MODULM_QUAD_PRODUCT(3, 4, 7)
+  }
+  _tile_stored(0, dots, 256);
+  _tile_stored(1, dots + 16, 256);
+  _tile_stored(2, dots + 32, 256);
+  _tile_stored(3, dots + 48, 256);
+}
+
+// 17 to 32 rows, 32 columns.
+template <bool Signed>
+inline void amx_quad_square(const QuadTiles& q, int32_t* dots) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  const uint32_t* b = q.b;
+  for (int64_t i = 0; i < q.count; i++, b += q.depth / 4 * q.ldb) {
+    const int8_t* a = q.a + i * q.next_k;
+    _tile_loadd(6, b, q.ldb * 4);
+    _tile_loadd(4, a, 64);
+    MODULM_QUAD_PRODUCT(0, 4, 6)
+    _tile_loadd(7, b + 16, q.ldb * 4);
+    MODULM_QUAD_PRODUCT(1, 4, 7)
+    _tile_loadd(5, a + q.next_rows, 64);
+    MODULM_QUAD_PRODUCT(2, 5, 6)
+    MODULM_QUAD_PRODUCT(3, 5, 7)
+  }
+  _tile_stored(0, dots, 128);
+  _tile_stored(1, dots + 16, 128);
+  _tile_stored(2, dots + 16 * 32, 128);
+  _tile_stored(3, dots + 16 * 32 + 16, 128);
+}
+
+// Any rows, 16 columns.
+template <bool Signed>
+inline void amx_quad_column(const QuadTiles& q, bool two, int32_t* dots) {
+  _tile_zero(0);
+  _tile_zero(2);
+  const uint32_t* b = q.b;
+  for (int64_t i = 0; i < q.count; i++, b += q.depth / 4 * q.ldb) {
+    const int8_t* a = q.a + i * q.next_k;
+    _tile_loadd(6, b, q.ldb * 4);
+    _tile_loadd(4, a, 64);
+    MODULM_QUAD_PRODUCT(0, 4, 6)
+    if (two) {
+      _tile_loadd(5, a + q.next_rows, 64);
+      MODULM_QUAD_PRODUCT(2, 5, 6)
+    }
+  }
+  _tile_stored(0, dots, 64);
+  if (two) _tile_stored(2, dots + 16 * 16, 64);
+}
+
+#undef MODULM_QUAD_PRODUCT
+
+// dots[rows][Vectors * 16] = the products: 4 vectors with up to 16 rows, 2 with more, 1 with any.
+template <int Vectors, bool Signed>
+inline void amx_quads(const QuadTiles& q, int rows, int32_t* dots) {
+  if constexpr (Vectors == 4) amx_quad_row<Signed>(q, dots);
+  else if constexpr (Vectors == 2) amx_quad_square<Signed>(q, dots);
+  else amx_quad_column<Signed>(q, rows > 16, dots);
 }
 
 }  // namespace modulm

@@ -14,28 +14,20 @@ inline void ahead(const void* p, int bytes) { __builtin_prefetch(static_cast<con
 // Distance of the software prefetch; the hardware's own stops at 4 KB pages.
 constexpr int kAhead = 2048;
 
-// n lanes of two int8 each.
-#if defined(__AVX512BF16__)
-inline void decode_int8(const uint8_t* from, uint32_t* to, int64_t n) {
-  for (int64_t i = 0; i < n; i += 16) {
-    ahead(from + 2 * i, kAhead);
-    auto source = reinterpret_cast<const __m128i*>(from + 2 * i);
-    __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(source)));
-    __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(source + 1)));
-    _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(second, first));
-  }
+// from: [k / 4][width] lanes of four codes + 128; to: [k / 2][width] pairs.
+inline void decode_int8(const uint8_t* from, uint32_t* to, int64_t quads, int width) {
+  for (int64_t q = 0; q < quads; q++, from += 4 * width, to += 2 * width)
+    for (int c = 0; c < width; c += kLanes) {
+      ahead(from + 4 * c, kAhead);
+      vi x = (vi)(load_raw<vu>(from + 4 * c) ^ 0x80808080u);
+      vf first = __builtin_convertvector(x << 24 >> 24, vf);
+      vf second = __builtin_convertvector(x << 16 >> 24, vf);
+      vf third = __builtin_convertvector(x << 8 >> 24, vf);
+      vf fourth = __builtin_convertvector(x >> 24, vf);
+      store_raw(to + c, join(first, second));
+      store_raw(to + width + c, join(third, fourth));
+    }
 }
-#else
-inline void decode_int8(const uint8_t* from, uint32_t* to, int64_t n) {
-  for (int64_t i = 0; i < n; i += kLanes) {
-    ahead(from + 2 * i, kAhead);
-    vi x = (vi)__builtin_convertvector(load_raw<vh>(from + 2 * i), vu);
-    vf low = __builtin_convertvector((x << 24) >> 24, vf);
-    vf high = __builtin_convertvector((x << 16) >> 24, vf);
-    store_raw(to + i, join(low, high));
-  }
-}
-#endif
 
 // One e4m3 value per lane, in bits 0-7, to fp32. With an exponent field the bits are moved and
 // the exponent re-biased from 7 to 127; without one the value is mantissa * 2^-9.
@@ -130,7 +122,7 @@ inline void decode_int4(const uint8_t* from, uint32_t* to, int64_t eights, int w
 // `ks` k of a panel of this width, to pairs [ks / 2][width].
 inline void decode(int format, const uint8_t* from, uint32_t* to, int64_t ks, int width) {
   if (format == kWeightInt4) decode_int4(from, to, ks / 8, width);
-  else if (format == kWeightInt8) decode_int8(from, to, ks / 2 * width);
+  else if (format == kWeightInt8) decode_int8(from, to, ks / 4, width);
   else decode_fp8(from, to, ks / 2 * width);
 }
 

@@ -1,167 +1,235 @@
 // out[M, N] = x[M, K] * W^T (+ bias), W packed as weight.h says.
 //
-// A task is one panel of 64 columns times one block of rows. Quantized panels are decoded chunk by
-// chunk into a buffer that stays in the first-level cache, once for all rows of the block; then
-// one kernel multiplies whatever the format was.
+// A task is one panel of 64 columns times one block of rows, or with few rows a run of panels. What
+// must be decoded is decoded chunk by chunk into a buffer that stays in the first-level cache, once
+// for all rows of the block.
 #include "base/pool.h"
 #include "base/replay.h"
 #include "linear/decode.h"
+#include "linear/integer.h"
 #include "linear/tile.h"
 
 namespace modulm {
 namespace {
 
-constexpr int64_t kChunk = 128;                // k decoded at a time
+constexpr int64_t kChunk = 128;                // k decoded or multiplied at a time
+constexpr int64_t kIntegerChunk = kStep;       // the same for integers
 constexpr int64_t kRowBlockBytes = 512 << 10;  // of x: half of a second-level cache
-constexpr int64_t kRowBlockUnit = 96;          // a multiple of every kBlockRows
+constexpr int64_t kRowBlockUnit = 96;          // a multiple of every kernel's rows
+constexpr int64_t kRunBytes = 128 << 10;       // of weights that one thread reads in a row
+constexpr int kFewRows = 32;                   // up to here memory is what a product waits for
 
-// Scratch slots: the caller's and, in the same thread, those of its tasks.
-enum Slot { kInput, kInputSums, kSums, kGroupSums, kDecoded };
+// Scratch slots: the caller's and, in the same thread, those of its tasks (5 to 7: activations.h).
+enum Scratch { kInput, kSums, kGroupSums, kDecoded };
 
 struct Product {
   const Weight& w;
-  const bf16* x;
+  const void* x;  // bf16; fp32 for weights in fp32 and fp16; unused for integers
   int64_t ldx;
-  const float* group_sums;  // [M][groups], of x, for zero points
+  const Activations& integers;
   const float* bias;
   void* out;
   int64_t ldo;
   int out_dtype;
   int64_t rows;
+
+  int digits() const { return w.integer() ? w.digits : 1; }
 };
 
+// sums: [rows * digits][64].
 template <class T>
-void deliver(const Product& p, int64_t row, int rows, int64_t column, const float* sums,
-             const float* scales) {
-  int64_t left = p.w.n - column;
+void deliver(const Product& p, int64_t row, int64_t rows, int64_t panel, const float* sums) {
+  int64_t column = panel * kPanel, left = p.w.n - column;
   int64_t columns = left < kPanel ? left : kPanel;
-  for (int r = 0; r < rows; r++) {
+  bool scaled = p.w.scales && !p.w.grouped();
+  auto scales = static_cast<const float*>(p.w.scales) + column;
+  for (int64_t r = 0; r < rows; r++) {
     T* to = static_cast<T*>(p.out) + (row + r) * p.ldo + column;
+    const float* from = sums + r * p.digits() * kPanel;
     for_lanes(columns, [&](int64_t c, int n) {
-      vf y = load(sums + r * kPanel + c);
-      if (scales) y *= load(scales + c);
-      if (p.bias) y += load_n(p.bias + column + c, n);
-      store_n(to + c, y, n);
+      vf y = load(from + c);
+      if (p.digits() == 2) y += load(from + kPanel + c);
+      vf base = p.bias ? load_n(p.bias + column + c, n) : vf{};
+      store_n(to + c, scaled ? fused(y, load(scales + c), base) : y + base, n);
     });
   }
 }
 
-void deliver(const Product& p, int64_t row, int rows, int64_t column, const float* sums,
-             const float* scales) {
-  with_float(p.out_dtype,
-             [&](auto t) { deliver<decltype(t)>(p, row, rows, column, sums, scales); });
+void deliver(const Product& p, int64_t row, int64_t rows, int64_t panel, const float* sums) {
+  with_float(p.out_dtype, [&](auto t) { deliver<decltype(t)>(p, row, rows, panel, sums); });
 }
 
 void zero(float* sums, int64_t rows) { std::memset(sums, 0, rows * kPanel * sizeof(float)); }
 
-// sums += scale * (group's sums - zero * sum of x over the group)
-void add_group(const Product& p, int64_t panel, int64_t group, int64_t row, int rows,
-               const float* part, float* sums) {
-  int width = p.w.width(panel);
-  int64_t first = panel * kPanel * p.w.groups() + group * width;
-  const bf16* scales = static_cast<const bf16*>(p.w.scales) + first;
-  const bf16* zeros = p.w.zeros ? p.w.zeros + first : nullptr;
-  for (int c = 0; c < width; c += kLanes) {
-    vf scale = load(scales + c), zero = zeros ? load(zeros + c) : vf{};
-    const float* totals = p.group_sums + row * p.w.groups() + group;
-    for (int r = 0; r < rows; r++) {
-      vf dot = load(part + r * kPanel + c);
-      if (zeros) dot -= zero * totals[r * p.w.groups()];
-      store(sums + r * kPanel + c, load(sums + r * kPanel + c) + dot * scale);
-    }
-  }
+float* sums_of(int64_t rows, Scratch slot) {
+  auto sums = static_cast<float*>(scratch(slot, rows * kPanel * int64_t(sizeof(float))));
+  zero(sums, rows);
+  return sums;
 }
 
+// f(row, rows) over [0, total) in blocks of `size`.
 template <class F>
-void for_row_blocks(int64_t rows, F&& f) {
-  for (int64_t r = 0; r < rows; r += kBlockRows)
-    f(r, int(rows - r < kBlockRows ? rows - r : kBlockRows));
+void for_row_blocks(int64_t total, int size, F&& f) {
+  for (int64_t r = 0; r < total; r += size) f(r, int(total - r < size ? total - r : size));
 }
 
-void plain_panel(const Product& p, int64_t panel, int64_t row, int64_t rows) {
+void bf16_panel(const Product& p, int64_t panel, int64_t row, int64_t rows) {
   alignas(64) float sums[kBlockRows * kPanel];
+  auto x = static_cast<const bf16*>(p.x);
   auto b = reinterpret_cast<const uint32_t*>(p.w.panel(panel));
   int width = p.w.width(panel);
-  for_row_blocks(rows, [&](int64_t r, int n) {
+  for_row_blocks(rows, kBlockRows, [&](int64_t r, int n) {
     zero(sums, n);
-    multiply(n, p.x + (row + r) * p.ldx, p.ldx, b, width, width, p.w.padded_k() / 2, sums, r == 0);
-    deliver(p, row + r, n, panel * kPanel, sums, nullptr);
+    multiply(n, x + (row + r) * p.ldx, p.ldx, b, width, width, p.w.padded_k() / 2, sums, r == 0);
+    deliver(p, row + r, n, panel, sums);
   });
 }
 
-void quantized_panel(const Product& p, int64_t panel, int64_t row, int64_t rows) {
+template <class T>
+void float_panel(const Product& p, int64_t panel, int64_t row, int64_t rows) {
+  auto x = static_cast<const float*>(p.x);
+  auto b = reinterpret_cast<const T*>(p.w.panel(panel));
+  int width = p.w.width(panel);
+  float* sums = sums_of(rows, kSums);
+  for (int64_t k = 0; k < p.w.k; k += kChunk) {
+    int64_t ks = p.w.k - k < kChunk ? p.w.k - k : kChunk;
+    for_row_blocks(rows, kFloatRows, [&](int64_t r, int n) {
+      multiply_floats(n, x + (row + r) * p.ldx + k, p.ldx, b + k * width, width, ks,
+                      sums + r * kPanel, r == 0);
+    });
+  }
+  deliver(p, row, rows, panel, sums);
+}
+
+// sums += scale * the group's sums
+void add_group(const Weight& w, int64_t panel, int64_t group, int64_t rows, const float* part,
+               float* sums) {
+  int64_t first = w.scale_index(panel, group);
+  for (int c = 0; c < w.width(panel); c += kLanes) {
+    vf scale = load_scales(w.scales, first + c, w.scale_dtype);
+    for (int64_t i = c; i < rows * kPanel; i += kPanel)
+      store(sums + i, fused(load(part + i), scale, load(sums + i)));
+  }
+}
+
+void fp8_panel(const Product& p, int64_t panel, int64_t row, int64_t rows) {
   const Weight& w = p.w;
+  auto x = static_cast<const bf16*>(p.x);
   int width = w.width(panel);
-  int64_t bytes = rows * kPanel * int64_t(sizeof(float));
-  bool grouped = w.grouped();
-  auto sums = static_cast<float*>(scratch(kSums, bytes));
-  auto part = grouped ? static_cast<float*>(scratch(kGroupSums, bytes)) : sums;
+  float* sums = sums_of(rows, kSums);
+  float* part = w.grouped() ? sums_of(rows, kGroupSums) : sums;
   auto decoded = static_cast<uint32_t*>(scratch(kDecoded, kChunk * kPanel * 2));
   const uint8_t* codes = w.panel(panel);
-  zero(sums, rows);
   for (int64_t group = 0; group < w.groups(); group++) {
     int64_t k = group * w.group, end = k + w.group;
-    if (grouped) zero(part, rows);
+    if (w.grouped()) zero(part, rows);
     for (; k < end; k += kChunk) {
       int64_t ks = end - k < kChunk ? end - k : kChunk;
       decode(w.format, codes + w.bytes(k, width), decoded, ks, width);
-      for_row_blocks(rows, [&](int64_t r, int n) {
-        multiply(n, p.x + (row + r) * p.ldx + k, p.ldx, decoded, width, width, ks / 2,
+      for_row_blocks(rows, kBlockRows, [&](int64_t r, int n) {
+        multiply(n, x + (row + r) * p.ldx + k, p.ldx, decoded, width, width, ks / 2,
                  part + r * kPanel);
       });
     }
-    if (grouped) add_group(p, panel, group, row, int(rows), part, sums);
+    if (w.grouped()) add_group(w, panel, group, rows, part, sums);
   }
-  auto scales = grouped ? nullptr : static_cast<const float*>(w.scales) + panel * kPanel;
-  for_row_blocks(rows, [&](int64_t r, int n) {
-    deliver(p, row + r, n, panel * kPanel, sums + r * kPanel, scales);
-  });
+  deliver(p, row, rows, panel, sums);
 }
 
-int64_t rows_per_block(int64_t padded_k) {
-  int64_t units = kRowBlockBytes / (padded_k * 2) / kRowBlockUnit;
+// Rows here are rows of integers: digits are counted.
+void integer_panel(const Product& p, int64_t panel, int64_t row, int64_t rows) {
+  const Weight& w = p.w;
+  bool nibbles = w.format == kWeightInt4;
+  int width = w.width(panel);
+  float* sums = sums_of(rows, kSums);
+  auto codes = reinterpret_cast<const uint32_t*>(w.panel(panel));
+  int64_t last = w.runs_end();
+  if (rows <= kQuadRows) {
+    Slice all{w, panel, 0, last, codes, nibbles, false, true};
+    multiply_slice(all, p.integers, row, int(rows), sums);
+    return deliver(p, row / w.digits, rows / w.digits, panel, sums);
+  }
+  bool centred = kSpreadCentred && nibbles && w.whole_zeros;
+  auto spread = static_cast<uint32_t*>(scratch(kDecoded, kIntegerChunk * kPanel));
+  for (int64_t k = 0; k < last; k += kIntegerChunk) {
+    int64_t end = k + kIntegerChunk < last ? k + kIntegerChunk : last;
+    Slice slice{w, panel, k, end, codes + w.bytes(k, width) / 4, false, centred, false};
+    if (nibbles) {
+      spread_nibbles(slice, centred, spread);
+      slice.codes = spread;
+    }
+    for_row_blocks(rows, kIntegerRows, [&](int64_t r, int n) {
+      slice.stream = !nibbles && r == 0;
+      multiply_slice(slice, p.integers, row + r, n, sums + r * kPanel);
+    });
+  }
+  deliver(p, row / w.digits, rows / w.digits, panel, sums);
+}
+
+void panel_product(const Product& p, int64_t panel, int64_t row, int64_t rows) {
+  switch (p.w.format) {
+    case kWeightBF16: return bf16_panel(p, panel, row, rows);
+    case kWeightFP32: return float_panel<float>(p, panel, row, rows);
+    case kWeightFP16: return float_panel<fp16>(p, panel, row, rows);
+    case kWeightFP8: return fp8_panel(p, panel, row, rows);
+    default: return integer_panel(p, panel, row * p.w.digits, rows * p.w.digits);
+  }
+}
+
+int64_t rows_per_block(const Product& p) {
+  const Weight& w = p.w;
+  bool wide = w.format == kWeightFP32 || w.format == kWeightFP16;
+  int64_t bytes = w.padded_k() * (w.integer() ? w.digits : wide ? 4 : 2);
+  int64_t units = kRowBlockBytes / bytes / kRowBlockUnit;
   return kRowBlockUnit * (units < 1 ? 1 : units > 4 ? 4 : units);
 }
 
+// Panels of a task: a run that the fetching ahead can follow, while threads stay evenly loaded.
+int64_t panels_per_task(const Product& p) {
+  if (p.rows > kFewRows) return 1;
+  int64_t run = kRunBytes / p.w.bytes(p.w.padded_k(), kPanel);
+  int64_t share = p.w.panels() / (4 * threads());
+  int64_t count = run < share ? run : share;
+  return count < 1 ? 1 : count;
+}
+
 void run(const Product& p) {
-  int64_t block = rows_per_block(p.w.padded_k());
-  int64_t panels = p.w.panels();
+  int64_t block = rows_per_block(p);
+  int64_t run = panels_per_task(p), runs = div_up(p.w.panels(), run);
   // Panels run fastest, so that a block of rows stays cached while weights stream past it.
-  parallel(panels * div_up(p.rows, block), [&](int64_t task, int) {
-    int64_t panel = task % panels, row = task / panels * block;
+  parallel(runs * div_up(p.rows, block), [&](int64_t task, int) {
+    int64_t first = task % runs * run, row = task / runs * block;
     int64_t rows = p.rows - row < block ? p.rows - row : block;
-    if (p.w.format == kWeightBF16) plain_panel(p, panel, row, rows);
-    else quantized_panel(p, panel, row, rows);
+    for (int64_t panel = first; panel < first + run && panel < p.w.panels(); panel++)
+      panel_product(p, panel, row, rows);
 #if defined(__AMX_BF16__)
     tiles.release();
 #endif
   });
 }
 
-// x in bf16 with K padded by zeros, where it is not so already.
-template <class T>
-void copy_input(const T* x, int64_t ldx, int64_t rows, int64_t k, bf16* to, int64_t padded) {
+// x as To with K padded by zeros, where it is not so already.
+template <class T, class To>
+void copy_input(const T* x, int64_t ldx, int64_t rows, int64_t k, To* to, int64_t padded) {
   parallel_runs(rows, 16384 / padded, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; r++) {
       for_lanes(k, [&](int64_t i, int n) {
         store_n(to + r * padded + i, load_n(x + r * ldx + i, n), n);
       });
-      std::memset(to + r * padded + k, 0, (padded - k) * sizeof(bf16));
+      std::memset(to + r * padded + k, 0, (padded - k) * sizeof(To));
     }
   });
 }
 
-void sum_groups(const bf16* x, int64_t ldx, int64_t rows, const Weight& w, float* to) {
-  int64_t groups = w.groups();
-  parallel_runs(rows, 16384 / w.padded_k(), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; r++)
-      for (int64_t g = 0; g < groups; g++) {
-        vf total{};
-        for (int64_t k = g * w.group; k < (g + 1) * w.group; k += kLanes)
-          total += load(x + r * ldx + k);
-        to[r * groups + g] = sum(total);
-      }
+template <class To>
+void prepare_input(Product& p, int dtype, int wanted, int64_t padded) {
+  if (dtype == wanted && padded == p.w.k) return;
+  auto copy = static_cast<To*>(scratch(kInput, p.rows * padded * int64_t(sizeof(To))));
+  with_float(dtype, [&](auto t) {
+    copy_input(static_cast<const decltype(t)*>(p.x), p.ldx, p.rows, p.w.k, copy, padded);
   });
+  p.x = copy;
+  p.ldx = padded;
 }
 
 }  // namespace
@@ -169,29 +237,19 @@ void sum_groups(const bf16* x, int64_t ldx, int64_t rows, const Weight& w, float
 
 using namespace modulm;
 
-// bias: fp32 [n] or null. ldx, ldo: row strides in elements.
+// form: weight_of's. bias: fp32 [n] or null. ldx, ldo: row strides in elements.
 MODULM_API void modulm_linear(const void* x, int64_t ldx, int64_t rows, int dtype, const void* data,
-                              const void* scales, const bf16* zeros, int64_t n, int64_t k,
-                              int64_t group, int format, const float* bias, void* out, int64_t ldo,
+                              const void* scales, const void* zeros, int64_t n, int64_t k,
+                              int64_t group, int form, const float* bias, void* out, int64_t ldo,
                               int out_dtype) {
   if (rows == 0) return;
-  Weight w{static_cast<const uint8_t*>(data), scales, zeros, n, k, group, format};
-  int64_t padded = w.padded_k();
-  auto input = static_cast<const bf16*>(x);
-  if (dtype != kBF16 || padded != k) {
-    auto copy = static_cast<bf16*>(scratch(kInput, rows * padded * int64_t(sizeof(bf16))));
-    with_float(dtype, [&](auto t) {
-      copy_input(static_cast<const decltype(t)*>(x), ldx, rows, k, copy, padded);
-    });
-    input = copy;
-    ldx = padded;
-  }
-  float* sums = nullptr;
-  if (zeros) {
-    sums = static_cast<float*>(scratch(kInputSums, rows * w.groups() * int64_t(sizeof(float))));
-    sum_groups(input, ldx, rows, w, sums);
-  }
-  run({w, input, ldx, sums, bias, out, ldo, out_dtype, rows});
+  Weight w = weight_of(data, scales, zeros, n, k, group, form);
+  Activations integers{};
+  if (w.integer()) integers = quantize(x, ldx, rows, dtype, w);
+  Product p{w, x, ldx, integers, bias, out, ldo, out_dtype, rows};
+  if (w.format == kWeightFP32 || w.format == kWeightFP16) prepare_input<float>(p, dtype, kF32, k);
+  else if (!w.integer()) prepare_input<bf16>(p, dtype, kBF16, w.padded_k());
+  run(p);
 }
 
 MODULM_REPLAYABLE(linear)

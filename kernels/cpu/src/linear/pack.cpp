@@ -7,20 +7,31 @@
 namespace modulm {
 namespace {
 
+constexpr uint8_t kFlip = 0x80;  // adds 128 to an int8 code, as a byte
+
 template <class T>
 T at(const T* source, int64_t stride, const Weight& w, int64_t column, int64_t k) {
   return column < w.n && k < w.k ? source[column * stride + k] : T{0};
 }
 
-template <class T>
-void pack_pairs(const T* source, int64_t stride, const Weight& w, T* target) {
+// `Along` successive k side by side; `flip` is xored to every code, padding included.
+template <int Along, class T>
+void pack_lanes(const T* source, int64_t stride, const Weight& w, T* target, T flip = 0) {
+  constexpr int64_t kBlock = 64;  // k at a time: a block's source and target stay cached
   parallel(w.panels(), [&](int64_t p, int) {
     int width = w.width(p);
     T* to = target + p * kPanel * w.padded_k();
-    for (int c = 0; c < width; c++)
-      for (int64_t k = 0; k < w.padded_k(); k += 2)
-        for (int half = 0; half < 2; half++)
-          to[(k / 2 * width + c) * 2 + half] = at(source, stride, w, p * kPanel + c, k + half);
+    for (int64_t first = 0; first < w.padded_k(); first += kBlock) {
+      for (int c = 0; c < width; c++) {
+        int64_t column = p * kPanel + c;
+        bool inside = column < w.n && first + kBlock <= w.k;
+        const T* row = source + (inside ? column * stride : 0);
+        for (int64_t k = first; k < first + kBlock; k += Along)
+          for (int i = 0; i < Along; i++)
+            to[(k / Along * width + c) * Along + i] =
+                (inside ? row[k + i] : at(source, stride, w, column, k + i)) ^ flip;
+      }
+    }
   });
 }
 
@@ -42,14 +53,14 @@ void pack_nibbles(const uint8_t* source, int64_t stride, const Weight& w, uint32
   });
 }
 
-template <class T>
-void unpack_pairs(const T* source, const Weight& w, T* target) {
+template <int Along, class T>
+void unpack_lanes(const T* source, const Weight& w, T* target, T flip = 0) {
   parallel_runs(w.n, 16, [&](int64_t begin, int64_t end) {
     for (int64_t c = begin; c < end; c++) {
       int64_t p = c / kPanel;
-      const T* from = source + p * kPanel * w.padded_k() + (c - p * kPanel) * 2;
+      const T* from = source + p * kPanel * w.padded_k() + (c - p * kPanel) * Along;
       for (int64_t k = 0; k < w.k; k++)
-        target[c * w.k + k] = from[k / 2 * w.width(p) * 2 + k % 2];
+        target[c * w.k + k] = from[k / Along * w.width(p) * Along + k % Along] ^ flip;
     }
   });
 }
@@ -73,30 +84,42 @@ void unpack_nibbles(const uint32_t* source, const Weight& w, uint8_t* target) {
 using namespace modulm;
 
 // Bytes that a packed matrix takes, without its scales.
-MODULM_API int64_t modulm_packed_bytes(int64_t n, int64_t k, int format) {
-  Weight w{nullptr, nullptr, nullptr, n, k, 0, format};
+MODULM_API int64_t modulm_packed_bytes(int64_t n, int64_t k, int form) {
+  Weight w = weight_of(nullptr, nullptr, nullptr, n, k, 0, form);
   return w.padded_n() * w.padded_k() * w.bits() / 8;
 }
 
-// source: [n, k] with row stride `stride` in elements (bf16, int8, e4m3 or codes in bytes).
+// source: [n, k] with row stride `stride` in elements (floats, int8, e4m3 or codes in bytes).
 MODULM_API void modulm_pack(const void* source, int64_t stride, void* target, int64_t n, int64_t k,
-                            int format) {
-  Weight w{nullptr, nullptr, nullptr, n, k, 0, format};
-  if (format == kWeightBF16)
-    pack_pairs(static_cast<const uint16_t*>(source), stride, w, static_cast<uint16_t*>(target));
-  else if (format == kWeightInt4)
-    pack_nibbles(static_cast<const uint8_t*>(source), stride, w, static_cast<uint32_t*>(target));
-  else
-    pack_pairs(static_cast<const uint8_t*>(source), stride, w, static_cast<uint8_t*>(target));
+                            int form) {
+  Weight w = weight_of(nullptr, nullptr, nullptr, n, k, 0, form);
+  auto bytes = static_cast<const uint8_t*>(source);
+  auto halves = static_cast<const uint16_t*>(source);
+  auto words = static_cast<const uint32_t*>(source);
+  auto to = static_cast<uint8_t*>(target);
+  switch (w.format) {
+    case kWeightBF16: return pack_lanes<2>(halves, stride, w, static_cast<uint16_t*>(target));
+    case kWeightFP16: return pack_lanes<1>(halves, stride, w, static_cast<uint16_t*>(target));
+    case kWeightFP32: return pack_lanes<1>(words, stride, w, static_cast<uint32_t*>(target));
+    case kWeightFP8: return pack_lanes<2>(bytes, stride, w, to);
+    case kWeightInt8: return pack_lanes<4>(bytes, stride, w, to, kFlip);
+    default: return pack_nibbles(bytes, stride, w, static_cast<uint32_t*>(target));
+  }
 }
 
 // The inverse: target [n, k], contiguous.
-MODULM_API void modulm_unpack(const void* source, void* target, int64_t n, int64_t k, int format) {
-  Weight w{nullptr, nullptr, nullptr, n, k, 0, format};
-  if (format == kWeightBF16)
-    unpack_pairs(static_cast<const uint16_t*>(source), w, static_cast<uint16_t*>(target));
-  else if (format == kWeightInt4)
-    unpack_nibbles(static_cast<const uint32_t*>(source), w, static_cast<uint8_t*>(target));
-  else
-    unpack_pairs(static_cast<const uint8_t*>(source), w, static_cast<uint8_t*>(target));
+MODULM_API void modulm_unpack(const void* source, void* target, int64_t n, int64_t k, int form) {
+  Weight w = weight_of(nullptr, nullptr, nullptr, n, k, 0, form);
+  auto bytes = static_cast<const uint8_t*>(source);
+  auto halves = static_cast<const uint16_t*>(source);
+  auto words = static_cast<const uint32_t*>(source);
+  auto to = static_cast<uint8_t*>(target);
+  switch (w.format) {
+    case kWeightBF16: return unpack_lanes<2>(halves, w, static_cast<uint16_t*>(target));
+    case kWeightFP16: return unpack_lanes<1>(halves, w, static_cast<uint16_t*>(target));
+    case kWeightFP32: return unpack_lanes<1>(words, w, static_cast<uint32_t*>(target));
+    case kWeightFP8: return unpack_lanes<2>(bytes, w, to);
+    case kWeightInt8: return unpack_lanes<4>(bytes, w, to, kFlip);
+    default: return unpack_nibbles(words, w, to);
+  }
 }

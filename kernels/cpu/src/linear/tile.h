@@ -7,6 +7,7 @@
 #pragma once
 
 #include "base/vec.h"
+#include "linear/quad.h"
 #include "linear/weight.h"
 
 #if defined(__AMX_BF16__)
@@ -107,6 +108,60 @@ inline void multiply(int rows, const bf16* a, int64_t lda, const uint32_t* b, in
     tile_rows<kTileVectors>(rows, a, lda, b + c, ldb, pairs, sums + c, stream);
   for (; c < width; c += kLanes) tile_rows<1>(rows, a, lda, b + c, ldb, pairs, sums + c, stream);
 #endif
+}
+
+// The same for weights in fp32 or fp16: b is [k][width], a in fp32.
+template <class T, int Rows, int Vectors>
+inline void float_tile(const float* a, int64_t lda, const T* b, int64_t ldb, int64_t ks,
+                       float* sums, bool stream) {
+  constexpr int ahead = 4096 / int(sizeof(T));
+  vf c[Rows][Vectors];
+  for (int r = 0; r < Rows; r++)
+    for (int v = 0; v < Vectors; v++) c[r][v] = load(sums + r * kPanel + v * kLanes);
+  for (int64_t k = 0; k < ks; k++, b += ldb) {
+    vf line[Vectors];
+    for (int v = 0; v < Vectors; v++) {
+      line[v] = load(b + v * kLanes);
+      if (stream) __builtin_prefetch(b + v * kLanes + ahead);
+    }
+    for (int r = 0; r < Rows; r++)
+      for (int v = 0; v < Vectors; v++) c[r][v] = fused(line[v], a[r * lda + k], c[r][v]);
+  }
+  for (int r = 0; r < Rows; r++)
+    for (int v = 0; v < Vectors; v++) store(sums + r * kPanel + v * kLanes, c[r][v]);
+}
+
+template <class T, int Vectors>
+inline void float_rows(int rows, const float* a, int64_t lda, const T* b, int64_t ldb, int64_t ks,
+                       float* sums, bool stream) {
+  switch (rows) {
+    case 1: return float_tile<T, 1, Vectors>(a, lda, b, ldb, ks, sums, stream);
+    case 2: return float_tile<T, 2, Vectors>(a, lda, b, ldb, ks, sums, stream);
+#if defined(__AVX512F__)
+    case 3: return float_tile<T, 3, Vectors>(a, lda, b, ldb, ks, sums, stream);
+    case 4: return float_tile<T, 4, Vectors>(a, lda, b, ldb, ks, sums, stream);
+    case 5: return float_tile<T, 5, Vectors>(a, lda, b, ldb, ks, sums, stream);
+    case 6: return float_tile<T, 6, Vectors>(a, lda, b, ldb, ks, sums, stream);
+#endif
+  }
+}
+
+#if defined(__AVX512F__)
+constexpr int kFloatRows = 6;
+#else
+constexpr int kFloatRows = 2;
+#endif
+
+// sums[rows][64] += a[rows][ks] * b[ks][0..width]; rows: 1 to kFloatRows.
+template <class T>
+inline void multiply_floats(int rows, const float* a, int64_t lda, const T* b, int width,
+                            int64_t ks, float* sums, bool stream) {
+  constexpr int vectors = 4, step = vectors * kLanes;
+  int c = 0;
+  for (; c + step <= width; c += step)
+    float_rows<T, vectors>(rows, a, lda, b + c, width, ks, sums + c, stream);
+  for (; c < width; c += kLanes)
+    float_rows<T, 1>(rows, a, lda, b + c, width, ks, sums + c, stream);
 }
 
 }  // namespace modulm

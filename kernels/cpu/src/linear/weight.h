@@ -1,51 +1,101 @@
 // A packed weight matrix [N, K] of a linear layer.
 //
 // Columns (outputs) are cut into panels of 64, the last one 16, 32, 48 or 64 wide ("width"); N is
-// padded to 16 and K to 32, with zeros. Within a panel two successive k of one column lie in one
-// 32-bit lane ("pair"), the form that vdpbf16ps and tdpbf16ps multiply:
+// padded to 16 and K to 64, with zeros. Within a panel successive k of one column lie in one
+// 32-bit lane, in the form that the multiplying instructions take: pairs for vdpbf16ps and
+// tdpbf16ps, quads for vpdpbusd and tdpbsud.
 //
 //   bf16   [panel][K / 2][width][2]             2 bytes a weight
-//   int8   [panel][K / 2][width][2]             1 byte
 //   fp8    the same, e4m3fn                     1 byte
+//   int8   [panel][K / 4][width][4]             1 byte, the code + 128, unsigned
 //   int4   [panel][K / 8][width][8 nibbles]     half a byte; nibble j of the 32-bit lane is
-//          k = 2 j for j < 4 and k = 2 (j - 4) + 1 for j >= 4, so that a shift by 4 j leaves pair
-//          (2 j, 2 j + 1) in the low nibbles of the lane's two halves
+//          k = 2 j for j < 4 and k = 2 (j - 4) + 1 for j >= 4. A shift by 4 j leaves pair
+//          (2 j, 2 j + 1) in the low nibbles of the lane's two halves; the low nibbles of its
+//          four bytes are the quad (0, 4, 1, 5), the high ones (2, 6, 3, 7)
+//   fp32, fp16   [panel][K][width]              as they are
 //
 // A weight is scale * (code - zero), where the code of an int4 weight is its nibble - 8. With one
-// group for all of K and no zeros, scales are fp32 [N]; otherwise scales and zeros are bf16
-// [panel][K / group][width].
+// group for all of K and no zeros, scales are fp32 [N]; otherwise scales and zeros are
+// [panel][K / group][width], in `scale_dtype`.
 #pragma once
 
 #include "base/types.h"
 
 namespace modulm {
 
-enum Format : int { kWeightBF16 = 0, kWeightInt8 = 1, kWeightFP8 = 2, kWeightInt4 = 3 };
+enum Format : int {
+  kWeightBF16 = 0,
+  kWeightInt8 = 1,
+  kWeightFP8 = 2,
+  kWeightInt4 = 3,
+  kWeightFP32 = 4,
+  kWeightFP16 = 5,
+};
 
 constexpr int kPanel = 64;
-constexpr int kPadK = 32;
+constexpr int kPadK = 64;
+// k that share a scale of integer activations.
+constexpr int64_t kStep = 256;
 
 struct Weight {
   const uint8_t* data;
-  const void* scales;  // null for bf16
-  const bf16* zeros;   // null when all are 0
+  const void* scales;  // null for bf16, fp32, fp16
+  const void* zeros;   // null when all are 0
   int64_t n, k;
   int64_t group;  // a multiple of 32, or the padded K
   int format;
+  int digits = 0;  // int8 digits of an activation; 0: activations are bf16
+  int scale_dtype = kBF16;
+  bool whole_zeros = true;  // zeros of int4 are nibbles themselves, less 8
 
   int64_t padded_k() const { return div_up(k, kPadK) * kPadK; }
   int64_t padded_n() const { return div_up(n, 16) * 16; }
   bool grouped() const { return groups() > 1 || zeros; }
   int64_t panels() const { return div_up(n, kPanel); }
-  int64_t groups() const { return div_up(padded_k(), group); }
+  int64_t groups() const { return div_up(k, group); }
+  int64_t steps() const { return div_up(k, kStep); }
+  // k that are summed as integers: a group, or a step of a longer one.
+  int64_t run() const { return group < kStep ? group : kStep; }
+  int64_t runs() const { return div_up(k, run()); }
+  int64_t run_end(int64_t r) const {
+    int64_t end = (r + 1) * run();
+    return end < padded_k() ? end : padded_k();
+  }
+  // Where the last run ends: the padded K, or short of it with groups of 32.
+  int64_t runs_end() const { return run_end(runs() - 1); }
   int width(int64_t panel) const {
     int64_t left = padded_n() - panel * kPanel;
     return left < kPanel ? int(left) : kPanel;
   }
-  int bits() const { return format == kWeightBF16 ? 16 : format == kWeightInt4 ? 4 : 8; }
+  bool integer() const { return format == kWeightInt8 || format == kWeightInt4; }
+  int bits() const {
+    switch (format) {
+      case kWeightFP32: return 32;
+      case kWeightBF16:
+      case kWeightFP16: return 16;
+      case kWeightInt4: return 4;
+      default: return 8;
+    }
+  }
+  // What an unsigned stored code is above the code that it stands for.
+  int centre() const { return format == kWeightInt8 ? 128 : 8; }
   // Bytes of `ks` k of a panel of this width; ks is a multiple of 8.
   int64_t bytes(int64_t ks, int width) const { return ks * width * bits() / 8; }
   const uint8_t* panel(int64_t p) const { return data + bytes(padded_k(), kPanel) * p; }
+  // Index into scales and zeros of a panel's group.
+  int64_t scale_index(int64_t panel, int64_t group_index) const {
+    return panel * kPanel * groups() + group_index * width(panel);
+  }
 };
+
+// The C ABI passes the last four fields in one number (linear.py builds it).
+inline Weight weight_of(const void* data, const void* scales, const void* zeros, int64_t n,
+                        int64_t k, int64_t group, int form) {
+  Weight w{static_cast<const uint8_t*>(data), scales, zeros, n, k, group, form & 0xff};
+  w.digits = form >> 8 & 0xff;
+  w.scale_dtype = form >> 16 & 0xff;
+  w.whole_zeros = !(form >> 24 & 1);
+  return w;
+}
 
 }  // namespace modulm

@@ -6,96 +6,159 @@ import pytest
 import torch
 from tests.plugins.kernels.cpu.close import assert_close, poisoned
 
-from modulm_kernels_cpu.linear import FORMATS
+from modulm_kernels_cpu.linear import ACTIVATIONS, FORMATS
 
 SHAPES = ((1, 64, 64), (1, 1, 1), (3, 70, 33), (7, 130, 96), (20, 16, 256), (40, 200, 320))
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """In fp64, from the bf16 values that the kernel multiplies."""
-    wide = x.bfloat16().double() @ weight.double().T
-    return (wide if bias is None else wide + bias.double()).to(x.dtype)
+    """In fp64."""
+    wide = x.double() @ weight.double().T
+    return wide if bias is None else wide + bias.double()
+
+
+def rounded(x: torch.Tensor, weight_format: str, activations: str) -> torch.Tensor:
+    """What the kernel multiplies in x's place: bf16 values, or whole numbers times a scale per
+    row and 256 inputs."""
+    if weight_format in ("bf16", "fp8"):
+        return x.bfloat16()
+    if weight_format in ("fp32", "fp16"):
+        return x
+    largest = 127 if activations == "int8" else 127 * 256 + 127
+    parts = []
+    for part in x.double().split(256, dim=1):
+        scale = part.abs().amax(1, keepdim=True) / largest
+        parts.append((part / scale.clamp(min=1e-30)).round() * scale)
+    return torch.cat(parts, dim=1)
 
 
 def check(ops, packed, weight, rows, dtype=torch.bfloat16):
     inputs = weight.shape[1]
     x = torch.randn(rows, inputs + 5).to(dtype)[:, :inputs]
     bias = torch.randn(weight.shape[0]).to(dtype)
+    seen = rounded(x, packed.format, packed.activations)
     for b in (None, bias):
         out = poisoned(rows, weight.shape[0], dtype=dtype)
         assert ops["linear"](x, packed, b, out) is out
-        assert_close(out, product(x, weight, b), factor=4)
+        expected = product(seen, weight, b).to(dtype)
+        assert_close(out, expected, factor=6 if packed.activations == "int8" else 4)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-def test_bf16(ops, shape, dtype):
+def test_floats(ops, shape, kind, dtype):
     rows, outputs, inputs = shape
-    weight = torch.randn(outputs, inputs + 3).bfloat16()[:, :inputs]
-    packed = ops["pack_linear"](weight, "bf16")
+    weight = torch.randn(outputs, inputs + 3).to(kind)[:, :inputs]
+    packed = ops["pack_linear"](weight)
     assert torch.equal(ops["unpack_linear"](packed), weight)
     check(ops, packed, weight, rows, dtype)
     check(ops, packed, weight, 0, dtype)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", ["int8", "fp8"])
-def test_bytes(ops, shape, name):
-    rows, outputs, inputs = shape
+def codes_of(name, outputs, inputs):
+    if name == "int4":
+        return torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
     if name == "int8":
-        codes = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
-    else:
-        codes = torch.randint(0, 256, (outputs, inputs), dtype=torch.uint8)
-        codes[codes & 0x7F == 0x7F] = 0
-        codes = codes.view(torch.float8_e4m3fn)
-    scales = torch.rand(outputs, 1) / (50 if name == "int8" else 100)
-    packed = ops["pack_linear"](codes, name, scales=scales)
-    check(ops, packed, codes.float() * scales, rows)
+        return torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
+    codes = torch.randint(0, 256, (outputs, inputs), dtype=torch.uint8)
+    codes[codes & 0x7F == 0x7F] = 0
+    return codes.view(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("name", "activations"),
+    [("fp8", "bf16"), ("int8", "bf16"), ("int8", "int8"), ("int4", "bf16"), ("int4", "int8")],
+)
+def test_a_scale_per_output(ops, shape, name, activations):
+    rows, outputs, inputs = shape
+    codes = codes_of(name, outputs, inputs)
+    scales = torch.rand(outputs, 1) / {"int8": 50, "fp8": 100, "int4": 6}[name]
+    packed = ops["pack_linear"](codes, name, scales=scales, activations=activations)
+    check(ops, packed, (codes.float() - (8 if name == "int4" else 0)) * scales, rows)
 
 
 @pytest.mark.parametrize("group", [0, 32, 64, 128, 256])
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("rows", [1, 5, 37])
 @pytest.mark.parametrize("name", ["int4", "int8"])
-def test_groups(ops, name, group, zeros, rows):
-    outputs, inputs = 112, 512
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+def test_groups(ops, name, group, zeros, rows, activations):
+    outputs, inputs = 112, 768
     groups = inputs // group if group else 1
-    if name == "int4":
-        codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
-        zero = torch.randint(0, 16, (outputs, groups)) if zeros else None
-        centre = zero if zeros else torch.full((outputs, groups), 8)
-    else:
-        codes = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
-        zero = torch.randint(-9, 9, (outputs, groups)) if zeros else None
-        centre = zero if zeros else torch.zeros(outputs, groups)
-    scales = (torch.rand(outputs, groups) / 20).bfloat16().float()
-    packed = ops["pack_linear"](codes, name, group, scales, zero)
+    codes = codes_of(name, outputs, inputs)
+    low, high, centre = (0, 16, 8) if name == "int4" else (-9, 9, 0)
+    zero = torch.randint(low, high, (outputs, groups)) if zeros else None
+    scales = torch.rand(outputs, groups) / (20 if name == "int4" else 200)
+    packed = ops["pack_linear"](codes, name, group, scales, zero, activations)
     repeat = inputs // groups
-    weight = (codes.float() - centre.repeat_interleave(repeat, 1)) * scales.repeat_interleave(
-        repeat, 1
-    )
+    weight = codes.float() - (centre if zero is None else zero.repeat_interleave(repeat, 1))
+    weight = weight * scales.repeat_interleave(repeat, 1)
     check(ops, packed, weight, rows)
     assert_close(ops["unpack_linear"](packed), weight.bfloat16())
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_row_is_the_same_in_every_batch(ops, library, name):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("inputs", [32, 96, 160])
+def test_scales_in_their_own_dtype(ops, dtype, inputs):
+    """And rows that end within the 64 k of a block; zeros need not be whole."""
+    codes, scales = codes_of("int4", 80, inputs), (torch.rand(80, inputs // 32) / 20).to(dtype)
+    zeros = (torch.rand(80, inputs // 32) * 15).to(dtype).float()
+    packed = ops["pack_linear"](codes, "int4", 32, scales, (zeros - 8).to(dtype).float() + 8)
+    assert packed.scales.dtype == packed.zeros.dtype == dtype
+    kept = (zeros - 8).to(dtype).float() + 8
+    weight = (codes.float() - kept.repeat_interleave(32, 1)) * scales.float().repeat_interleave(
+        32, 1
+    )
+    for rows in (1, 20):
+        check(ops, packed, weight, rows)
+
+
+def test_blocks_of_fp8(ops):
+    codes, scales = codes_of("fp8", 80, 256), torch.rand(80, 2) / 100
+    packed = ops["pack_linear"](codes, "fp8", 128, scales)
+    for rows in (1, 20):
+        check(ops, packed, codes.float() * scales.repeat_interleave(128, 1), rows)
+
+
+FORMS = [(name, "bf16") for name in FORMATS] + [("int8", "int8"), ("int4", "int8")]
+
+
+@pytest.mark.parametrize(("name", "activations"), FORMS)
+def test_a_row_is_the_same_in_every_batch(ops, library, name, activations):
     """Whatever the batch, its order, or the number of threads."""
-    codes = torch.randn(200, 384) * 4
+    codes = torch.randn(200, 768) * 4
     if name == "int4":
-        codes, scales = codes.clamp(0, 15).to(torch.uint8), torch.rand(200, 3)
-        packed = ops["pack_linear"](codes, name, 128, scales, torch.randint(16, (200, 3)))
+        codes, scales = codes.clamp(0, 15).to(torch.uint8), torch.rand(200, 6)
+        zeros = torch.rand(200, 6) * 15
+        packed = ops["pack_linear"](codes, name, 128, scales, zeros, activations)
     else:
-        kind = {"bf16": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}[name]
-        scales = None if name == "bf16" else torch.rand(200)
-        packed = ops["pack_linear"](codes.to(kind), name, scales=scales)
-    x = torch.randn(230, 384).bfloat16()
+        kind = {
+            "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
+            "int8": torch.int8, "fp8": torch.float8_e4m3fn,
+        }[name]  # fmt: skip
+        scales = torch.rand(200) if name in ("int8", "fp8") else None
+        packed = ops["pack_linear"](codes.to(kind), name, scales=scales, activations=activations)
+    dtype = torch.float32 if name in ("fp32", "fp16") else torch.bfloat16
+    x = torch.randn(230, 768).to(dtype)
     whole = ops["linear"](x, packed)
     for count in (1, 2, 3):
         library.set_threads(count)
         for rows in (1, 2, 3, 5, 6, 7, 13, 16, 17, 31, 33, 100):
             start = 230 - rows
             assert torch.equal(ops["linear"](x[start:], packed), whole[start:])
+
+
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_not_finite_is_not_hidden(ops, activations, value):
+    scales = torch.rand(40, 1)
+    packed = ops["pack_linear"](codes_of("int8", 40, 300), "int8", 0, scales, None, activations)
+    x = torch.randn(3, 300)
+    x[1, 299] = value
+    assert ops["linear"](x, packed).isnan().any(1).tolist() == [False, True, False]
+    assert ops["linear"](torch.zeros(2, 300), packed).eq(0).all()
 
 
 def test_logits_in_fp32_and_higher_rank(ops):
@@ -106,7 +169,7 @@ def test_logits_in_fp32_and_higher_rank(ops):
     assert_close(out, (x.double() @ weight.double().T).float(), factor=4)
 
 
-def test_plain_weights_go_to_torch(ops):
+def test_weights_that_are_not_packed_go_to_torch(ops):
     x, weight = torch.randn(3, 8), torch.randn(5, 8)
     assert torch.equal(ops["linear"](x, weight), torch.nn.functional.linear(x, weight))
 
@@ -119,5 +182,9 @@ def test_refusals(ops):
         ops["pack_linear"](torch.randn(8, 32), "int3")
     with pytest.raises(ValueError, match="^group 64 must divide"):
         ops["pack_linear"](torch.randn(8, 96), "int4", 64)
+    with pytest.raises(ValueError, match="^activations must be one of int8, bf16"):
+        ops["pack_linear"](torch.randn(8, 32), activations="int3")
+    with pytest.raises(ValueError, match="^zeros must be None for fp32"):
+        ops["pack_linear"](torch.randn(8, 32), zeros=torch.ones(8, 1))
     with pytest.raises(ValueError, match="^scales must be"):
         ops["pack_linear"](torch.zeros(8, 32, dtype=torch.int8), "int8", scales=torch.ones(7))

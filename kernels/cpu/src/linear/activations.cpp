@@ -1,0 +1,108 @@
+#include "linear/activations.h"
+
+#include "base/vec.h"
+
+namespace modulm {
+namespace {
+
+enum Scratch { kCodes = 5, kScales, kTotals };
+
+// Largest magnitudes that the digits hold: 127, and 127 * 256 + 127.
+constexpr float kLargest[] = {127.0f, 32639.0f};
+
+typedef int8_t vc __attribute__((vector_size(kLanes)));
+typedef uint8_t v16 __attribute__((vector_size(16)));
+
+// Nearest integers of |x| < 2^22, ties to even.
+inline vi nearest(vf x) {
+  const float magic = 12582912.0f;  // 1.5 * 2^23
+  return (vi)(x + magic) - 0x4b400000;
+}
+
+inline int32_t total(const int8_t* codes, int64_t n) {
+  int32_t sum = 0;
+  for (int64_t i = 0; i < n; i++) sum += codes[i];
+  return sum;
+}
+
+// The scale of x[0, n): NaN where x has an infinity or a NaN, so that results are NaN as well.
+template <class T>
+float scale_of(const T* x, int64_t n, float largest_code) {
+  vf most{}, poison{};
+  for_lanes(n, [&](int64_t i, int lanes) {
+    vf v = load_n(x + i, lanes);
+    most = vmax(most, v < 0.0f ? -v : v);
+    poison += v * 0.0f;
+  });
+  return largest(most) / largest_code + sum(poison);
+}
+
+// Within eight k, the order in which the nibbles of a packed lane come out as quads.
+void order_for_nibbles(int8_t* codes) {
+  const v16 order = {0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15};
+  for (int i = 0; i < kBlockK; i += 16)
+    store_raw(codes + i, __builtin_shuffle(load_raw<v16>(codes + i), order));
+}
+
+struct Target {
+  const Activations& to;
+  const Weight& w;
+
+  // One step of one row from k on. n: how many of its k exist, the others are zero.
+  template <class T>
+  void step(const T* x, int64_t row, int64_t k, int64_t n) const {
+    float scale = scale_of(x, n, kLargest[w.digits - 1]);
+    float inverse = scale > 0 ? 1.0f / scale : 0.0f;
+    alignas(64) int8_t high[kStep] = {}, low[kStep] = {};
+    for_lanes(n, [&](int64_t i, int lanes) {
+      vi code = nearest(load_n(x + i, lanes) * inverse);
+      if (w.digits == 2) {
+        vi above = (code + 128) >> 8;
+        store_raw(low + i, __builtin_convertvector(code - (above << 8), vc));
+        code = above;
+      }
+      store_raw(high + i, __builtin_convertvector(code, vc));
+    });
+    put(high, row * w.digits, k, w.digits == 2 ? scale * 256.0f : scale);
+    if (w.digits == 2) put(low, row * 2 + 1, k, scale);
+  }
+
+  void put(int8_t* codes, int64_t row, int64_t k, float scale) const {
+    to.scales[row * to.steps + k / kStep] = scale;
+    int64_t end = k + kStep < w.runs_end() ? k + kStep : w.runs_end();
+    for (int64_t at = k; at < end; at += w.run()) {
+      int64_t stop = at + w.run() < end ? at + w.run() : end;
+      to.sums[row * to.runs + at / w.run()] = total(codes + (at - k), stop - at);
+    }
+    for (int64_t at = k; at < end; at += kBlockK, codes += kBlockK) {
+      if (w.format == kWeightInt4) order_for_nibbles(codes);
+      std::memcpy(const_cast<int8_t*>(to.at(row, at)), codes, kBlockK);
+    }
+  }
+};
+
+}  // namespace
+
+Activations quantize(const void* x, int64_t ldx, int64_t rows, int dtype, const Weight& w) {
+  Activations to;
+  to.rows = rows * w.digits;
+  to.blocks = w.padded_k() / kBlockK;
+  to.steps = w.steps();
+  to.runs = w.runs();
+  int64_t padded_rows = div_up(to.rows, kRowTile) * kRowTile;
+  to.codes = static_cast<int8_t*>(scratch(kCodes, padded_rows * w.padded_k()));
+  to.scales = static_cast<float*>(scratch(kScales, to.rows * to.steps * 4));
+  to.sums = static_cast<int32_t*>(scratch(kTotals, to.rows * to.runs * 4));
+  const Target target{to, w};
+  with_float(dtype, [&](auto t) {
+    auto source = static_cast<const decltype(t)*>(x);
+    parallel_runs(rows, 16384 / w.padded_k(), [&](int64_t first, int64_t last) {
+      for (int64_t r = first; r < last; r++)
+        for (int64_t k = 0; k < w.k; k += kStep)
+          target.step(source + r * ldx + k, r, k, w.k - k < kStep ? w.k - k : kStep);
+    });
+  });
+  return to;
+}
+
+}  // namespace modulm

@@ -1,0 +1,45 @@
+// Activations as integers: a row of x is, per step of 256 k, scale * code.
+//
+// With one digit codes are int8. With two they are 16-bit numbers 256 * high + low, held as two
+// rows of int8 whose products are added in fp32: as exact as bf16 for every value within 2^-7 of
+// the largest of its step, at twice the products, and with no conversion of the weights.
+#pragma once
+
+#include "base/pool.h"
+#include "linear/weight.h"
+
+namespace modulm {
+
+// Rows that lie together, as one tile of the multiplying kernel takes them.
+#if defined(__AMX_INT8__)
+constexpr int kRowTile = 16;
+#elif defined(__AVX512VNNI__)
+constexpr int kRowTile = 6;
+#elif defined(__AVX512F__)
+constexpr int kRowTile = 4;
+#else
+constexpr int kRowTile = 2;
+#endif
+
+constexpr int kBlockK = 64;
+
+// Row d of r * digits + d is digit d of row r, the most significant first.
+struct Activations {
+  int8_t* codes;   // [rows / kRowTile][padded K / 64][kRowTile][64]
+  float* scales;   // [rows][steps]
+  int32_t* sums;   // [rows][runs], of codes
+  int64_t rows;    // with digits counted
+  int64_t blocks;  // padded K / 64
+  int64_t steps, runs;
+
+  const int8_t* at(int64_t row, int64_t k) const {
+    return codes + ((row / kRowTile * blocks + k / kBlockK) * kRowTile + row % kRowTile) * kBlockK +
+           k % kBlockK;
+  }
+  static constexpr int64_t kBlockStride = kRowTile * kBlockK;  // to the next 64 k
+};
+
+// Scratch slots 5 to 7 hold the result: it lives until this thread quantizes again.
+Activations quantize(const void* x, int64_t ldx, int64_t rows, int dtype, const Weight& w);
+
+}  // namespace modulm

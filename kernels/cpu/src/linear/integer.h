@@ -1,0 +1,262 @@
+// Products of integer activations with int8 and int4 weights.
+//
+// Within a run of k (a group, at most 256) products are summed exactly in int32, so that any order
+// and any instruction gives the same sums. Runs are added in fp32 in the order of k, first those of
+// a step of 256, then steps. A row therefore gets the same bits whichever kernel computes it.
+#pragma once
+
+#include "base/vec.h"
+#include "linear/activations.h"
+#include "linear/quad.h"
+
+#if defined(__AMX_INT8__)
+#include "linear/amx.h"
+#endif
+
+namespace modulm {
+
+// k in [begin, end) of one panel: whole steps. `codes` are those of `begin`.
+struct Slice {
+  const Weight& w;
+  int64_t panel;
+  int64_t begin, end;
+  const uint32_t* codes;
+  bool nibbles;  // packed int4; otherwise quads
+  bool centred;  // zeros are already subtracted from the codes
+  bool stream;   // codes come from memory in one run: fetch them ahead
+
+  int64_t step_end(int64_t k) const { return k + kStep < end ? k + kStep : end; }
+};
+
+inline vf load_scales(const void* p, int64_t i, int dtype) {
+  switch (dtype) {
+    case kF32: return load(static_cast<const float*>(p) + i);
+    case kBF16: return load(static_cast<const bf16*>(p) + i);
+    default: return load(static_cast<const fp16*>(p) + i);
+  }
+}
+
+// Scale and zero point of Vectors * kLanes columns in one run, zero against the stored code. A run
+// of a group that is all of K has scale 1: that one is applied at the end.
+template <int Vectors>
+struct Group {
+  vf scale[Vectors], zero[Vectors];
+
+  Group(const Weight& w, int64_t panel, int64_t run, int column) {
+    for (int v = 0; v < Vectors; v++) {
+      scale[v] = splat(1.0f);
+      zero[v] = splat(float(w.centre()));
+      if (!w.grouped()) continue;
+      int64_t at = w.scale_index(panel, run * w.run() / w.group) + column + v * kLanes;
+      scale[v] = load_scales(w.scales, at, w.scale_dtype);
+      if (w.zeros) zero[v] += load_scales(w.zeros, at, w.scale_dtype);
+    }
+  }
+};
+
+// part + scale * (dot - zero * total)
+inline vf add_run(vf part, vi dot, vf scale, vf zero, float total) {
+  return fused(fused(zero, -total, __builtin_convertvector(dot, vf)), scale, part);
+}
+
+// The integer products of one run, k in [k, end).
+template <int Rows, int Vectors, bool Nibbles>
+inline const uint32_t* quad_run(const int8_t* x, int64_t k, int64_t end, const uint32_t* b,
+                                int64_t ldb, bool stream, vi (&c)[Rows][Vectors]) {
+  while (k < end) {
+    const int8_t* block = x + k / kBlockK * Activations::kBlockStride;
+    int i = int(k % kBlockK);
+    int until = end - k < kBlockK - i ? i + int(end - k) : kBlockK;
+    k += until - i;
+    for (; i < until; i += Nibbles ? 8 : 4, b += ldb)
+      for (int v = 0; v < Vectors; v++) {
+        if (stream) __builtin_prefetch(b + v * kLanes + kQuadsAhead);
+        vu line = load_raw<vu>(b + v * kLanes);
+        vu low = Nibbles ? line & 0x0f0f0f0fu : line;
+        for (int r = 0; r < Rows; r++)
+          c[r][v] = quad_dot(c[r][v], low, load_quad(block + r * kBlockK + i));
+        if (!Nibbles) continue;
+        vu high = line >> 4 & 0x0f0f0f0fu;
+        for (int r = 0; r < Rows; r++)
+          c[r][v] = quad_dot(c[r][v], high, load_quad(block + r * kBlockK + i + 4));
+      }
+  }
+  return b;
+}
+
+template <int Rows, int Vectors, bool Nibbles>
+inline void quad_tile(const Slice& s, const Activations& a, int64_t row, int64_t ldb, int column,
+                      float* sums) {
+  const Weight& w = s.w;
+  const uint32_t* b = s.codes + column;
+  for (int64_t k = s.begin; k < s.end;) {
+    vf part[Rows][Vectors] = {};
+    int64_t step = k / kStep;
+    for (int64_t stop = s.step_end(k); k < stop;) {
+      vi c[Rows][Vectors] = {};
+      int64_t run = k / w.run(), end = w.run_end(run);
+      b = quad_run<Rows, Vectors, Nibbles>(a.at(row, 0), k, end, b, ldb, s.stream, c);
+      Group<Vectors> group(w, s.panel, run, column);
+      for (int r = 0; r < Rows; r++) {
+        float total = float(a.sums[(row + r) * a.runs + run]);
+        for (int v = 0; v < Vectors; v++)
+          part[r][v] = add_run(part[r][v], c[r][v], group.scale[v], group.zero[v], total);
+      }
+      k = end;
+    }
+    for (int r = 0; r < Rows; r++)
+      for (int v = 0; v < Vectors; v++) {
+        float* to = sums + r * kPanel + column + v * kLanes;
+        store(to, fused(part[r][v], a.scales[(row + r) * a.steps + step], load(to)));
+      }
+  }
+}
+
+template <int Vectors, bool Nibbles>
+inline void quad_rows(int rows, const Slice& s, const Activations& a, int64_t row, int64_t ldb,
+                      int column, float* sums) {
+  switch (rows) {
+    case 1: return quad_tile<1, Vectors, Nibbles>(s, a, row, ldb, column, sums);
+    case 2: return quad_tile<2, Vectors, Nibbles>(s, a, row, ldb, column, sums);
+#if defined(__AVX512F__)
+    case 3: return quad_tile<3, Vectors, Nibbles>(s, a, row, ldb, column, sums);
+    case 4: return quad_tile<4, Vectors, Nibbles>(s, a, row, ldb, column, sums);
+#endif
+#if defined(__AVX512VNNI__)
+    case 5: return quad_tile<5, Vectors, Nibbles>(s, a, row, ldb, column, sums);
+    case 6: return quad_tile<6, Vectors, Nibbles>(s, a, row, ldb, column, sums);
+#endif
+  }
+}
+
+// Rows that the kernel on vectors takes at once.
+constexpr int kQuadRows = kRowTile < 6 ? kRowTile : 6;
+
+template <bool Nibbles>
+inline void quad_slice(int rows, const Slice& s, const Activations& a, int64_t row, float* sums) {
+  constexpr int vectors = 4, wide = vectors * kLanes;
+  int width = s.w.width(s.panel), c = 0;
+  for (; c + wide <= width; c += wide) quad_rows<vectors, Nibbles>(rows, s, a, row, width, c, sums);
+  for (; c < width; c += kLanes) quad_rows<1, Nibbles>(rows, s, a, row, width, c, sums);
+}
+
+#if defined(__AMX_INT8__)
+constexpr int kIntegerRows = 2 * kRowTile;
+
+// sums[rows][64] += scale of the row * the step's runs, from dots[runs][rows][Vectors * kLanes].
+template <int Vectors, bool Centred>
+inline void fold_step(const Slice& s, const Activations& a, int64_t row, int rows, int64_t step,
+                      int64_t first, int runs, int column, const int32_t* dots, float* sums) {
+  constexpr int columns = Vectors * kLanes;
+  alignas(64) vf scales[kStep / 32][Vectors], zeros[kStep / 32][Vectors];
+  for (int g = 0; g < runs; g++) {
+    Group<Vectors> group(s.w, s.panel, first + g, column);
+    for (int v = 0; v < Vectors; v++) scales[g][v] = group.scale[v], zeros[g][v] = group.zero[v];
+  }
+  for (int r = 0; r < rows; r++) {
+    float scale = a.scales[(row + r) * a.steps + step];
+    const int32_t* totals = a.sums + (row + r) * a.runs + first;
+    float* to = sums + r * kPanel + column;
+    vf part[Vectors] = {};
+    for (int g = 0; g < runs; g++) {
+      const int32_t* from = dots + (g * kIntegerRows + r) * columns;
+      float total = float(totals[g]);
+      for (int v = 0; v < Vectors; v++) {
+        vi dot = load_raw<vi>(from + v * kLanes);
+        part[v] = Centred ? fused(__builtin_convertvector(dot, vf), scales[g][v], part[v])
+                          : add_run(part[v], dot, scales[g][v], zeros[g][v], total);
+      }
+    }
+    for (int v = 0; v < Vectors; v++)
+      store(to + v * kLanes, fused(part[v], scale, load(to + v * kLanes)));
+  }
+}
+
+// Vectors * 16 columns of one step: tiles for each run, then the fold, which overlaps with the
+// tiles that come next.
+template <int Vectors>
+inline void tiled_columns(const Slice& s, const Activations& a, int64_t row, int rows, int64_t k,
+                          const uint32_t* b, int column, float* sums) {
+  constexpr int columns = Vectors * kLanes;
+  alignas(64) int32_t dots[kStep / 32 * kIntegerRows * columns];
+  const Weight& w = s.w;
+  int64_t ldb = w.width(s.panel), step = k / kStep, first = k / w.run();
+  int depth = w.run() < kBlockK ? int(w.run()) : kBlockK, runs = 0;
+  for (int64_t stop = s.step_end(k); k < stop; runs++) {
+    int64_t end = w.run_end(first + runs);
+    QuadTiles q{a.at(row, k), Activations::kBlockStride, a.blocks * Activations::kBlockStride,
+                b + column, ldb, depth, (end - k) / depth, s.stream};
+    int32_t* to = dots + runs * kIntegerRows * columns;
+    if (w.format == kWeightInt4) amx_quads<Vectors, true>(q, rows, to);
+    else amx_quads<Vectors, false>(q, rows, to);
+    b += (end - k) / 4 * ldb;
+    k = end;
+  }
+  if (s.centred) fold_step<Vectors, true>(s, a, row, rows, step, first, runs, column, dots, sums);
+  else fold_step<Vectors, false>(s, a, row, rows, step, first, runs, column, dots, sums);
+}
+
+inline void tiled_slice(int rows, const Slice& s, const Activations& a, int64_t row, float* sums) {
+  const int width = s.w.width(s.panel);
+  tiles.shape(rows, s.w.run() < kBlockK ? int(s.w.run()) : kBlockK);
+  for (int64_t k = s.begin; k < s.end; k = s.step_end(k)) {
+    const uint32_t* b = s.codes + (k - s.begin) / 4 * width;
+    int c = 0;
+    if (rows <= 16 && width == kPanel) {
+      tiled_columns<4>(s, a, row, rows, k, b, 0, sums);
+      continue;
+    }
+    if (rows > 16)
+      for (; c + 32 <= width; c += 32) tiled_columns<2>(s, a, row, rows, k, b, c, sums);
+    for (; c < width; c += 16) tiled_columns<1>(s, a, row, rows, k, b, c, sums);
+  }
+}
+#else
+constexpr int kIntegerRows = kQuadRows;
+#endif
+
+// sums[rows][64] += the slice's products with rows from `row` on, a multiple of kRowTile; rows:
+// 1 to kIntegerRows, to kQuadRows where codes are packed nibbles.
+inline void multiply_slice(const Slice& s, const Activations& a, int64_t row, int rows,
+                           float* sums) {
+  if (s.nibbles) return quad_slice<true>(rows, s, a, row, sums);
+#if defined(__AMX_INT8__)
+  if (rows > kQuadRows || s.centred) return tiled_slice(rows, s, a, row, sums);
+#endif
+  quad_slice<false>(rows, s, a, row, sums);
+}
+
+#if defined(__AMX_INT8__)
+// Tiles multiply signed codes too: whole zero points can be subtracted while codes are spread.
+constexpr bool kSpreadCentred = true;
+#else
+constexpr bool kSpreadCentred = false;
+#endif
+
+// Packed nibbles [(end - begin) / 8][width] to quads [(end - begin) / 4][width], less their zeros
+// if `centred`.
+inline void spread_nibbles(const Slice& s, bool centred, uint32_t* to) {
+  typedef uint8_t bytes __attribute__((vector_size(sizeof(vu))));
+  const uint32_t* from = s.codes;
+  int width = s.w.width(s.panel);
+  for (int64_t k = s.begin; k < s.end;) {
+    int64_t run = k / s.w.run(), end = s.w.run_end(run) < s.end ? s.w.run_end(run) : s.end;
+    int64_t lines = (end - k) / 8;
+    for (int c = 0; c < width; c += kLanes) {
+      Group<1> group(s.w, s.panel, run, c);
+      vu zero = (vu)__builtin_convertvector(group.zero[0], vi) * 0x01010101u;
+      bytes less = centred ? (bytes)zero : bytes{};
+      for (int64_t i = 0; i < lines; i++) {
+        __builtin_prefetch(from + i * width + c + kQuadsAhead);
+        vu x = load_raw<vu>(from + i * width + c);
+        store_raw(to + 2 * i * width + c, (bytes)(x & 0x0f0f0f0fu) - less);
+        store_raw(to + (2 * i + 1) * width + c, (bytes)(x >> 4 & 0x0f0f0f0fu) - less);
+      }
+    }
+    from += lines * width;
+    to += 2 * lines * width;
+    k = end;
+  }
+}
+
+}  // namespace modulm
