@@ -51,6 +51,8 @@ class Line(ABC):
     address: str | None = None
     #: Which of the engine's front ends this is.
     number: int = 0
+    #: What this front end tells of itself when another one asks. Called on any thread.
+    report: Callable[[], str] = staticmethod(lambda: "")
 
     @abstractmethod
     def submit(self, requests: Sequence[Request]) -> None:
@@ -63,6 +65,12 @@ class Line(ABC):
     @abstractmethod
     def call(self, name: str) -> Future[Any]:
         """A named operation of the engine between two steps ("reset_prefix_cache", ...)."""
+
+    def reports(self) -> Future[list[str]]:
+        """What the engine's other front ends tell of themselves, gone ones included."""
+        answer: Future[list[str]] = Future()
+        answer.set_result([])
+        return answer
 
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer, for this side of the line."""
@@ -282,6 +290,14 @@ class AsyncLLM:
     async def wake_up(self) -> None:
         """Take the memory again."""
         raise UnsupportedError("sleeping engines: not yet")
+
+    def report_by(self, report: Callable[[], str]) -> None:
+        """How this front end tells of itself, on any thread, when another one asks."""
+        self._line.report = report
+
+    async def reports(self) -> list[str]:
+        """What the engine's other front ends tell of themselves."""
+        return await asyncio.wrap_future(self._line.reports())
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises NotFound if there is none."""

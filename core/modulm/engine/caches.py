@@ -64,13 +64,12 @@ def share_out(
     chunk: int,
     rows: int,
     override: int | None = None,
-    may_shrink: bool = True,
 ) -> Sizing:
     """Blocks per group such that as many full-length sequences as possible fit, at most `rows`.
 
     chunk: most tokens of one step; override: blocks of every paged group, whatever the budget.
-    When not even one sequence of `max_model_len` fits: a shorter length if `may_shrink`, else
-    ConfigError naming the figures.
+    When not even one sequence of `max_model_len` fits: a shorter length. Raises ConfigError naming
+    the figures where none does.
     """
     stateful = [g for g in groups if g.kind == "state"]
     kept = all(g.block_size < max_model_len for g in stateful)
@@ -92,7 +91,7 @@ def share_out(
     left = budget - states - nulls
     if left < _bytes_of_one(groups, length, chunk):
         length = _fitting(groups, left, max_model_len, chunk)
-        if length == 0 or not may_shrink:
+        if length == 0:
             raise _too_small(groups, budget, states, max_model_len, chunk)
         why = f"{max(budget, 0) / _GIB:.2f} GiB of cache"
         notes = (*notes, _shrunk(max_model_len, length, why))

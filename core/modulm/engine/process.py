@@ -9,6 +9,7 @@ in its main thread; a second thread serves the sockets, so that a step never wai
                            <--info---  (or error)
     ProcessLine            --submit, abort, call-->
                            <--events, answer, dead--
+                           <--tell (told, gather)---
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
@@ -46,6 +47,8 @@ log = logging.getLogger("modulm.engine")
 
 #: Bytes that may wait for a front end that does not read, before it is let go.
 _BACKLOG = 256 << 20
+#: Seconds that front ends get to tell of themselves; one that does not counts as it last did.
+_TELLING = 2.0
 #: Seconds that a process gets to end after it was asked to.
 _GRACE = 5.0
 
@@ -162,6 +165,12 @@ class ProcessLine(Line):
         self._send(wire.pack("call", number, name))
         return answer
 
+    def reports(self) -> Future[list[str]]:
+        number, answer = next(self._numbers), Future[Any]()
+        self._calls[number] = answer
+        self._send(wire.pack("gather", number))
+        return answer
+
     def close(self) -> None:
         self._closing = True
         with suppress(OSError):
@@ -194,6 +203,9 @@ class ProcessLine(Line):
                 self._events(wire.unpack_events(frame[1]))
             elif frame[0] == "answer":
                 self._answer(*frame[1:])
+            elif frame[0] == "tell":
+                with suppress(EngineDead):
+                    self._send(wire.pack("told", frame[1], self.report()))
             elif frame[0] == "dead":
                 death = EngineDead(frame[1])
         if death is None:
@@ -263,6 +275,53 @@ class _Peer(asyncio.Protocol):
             self._transport = None
 
 
+class _Reports:
+    """What front ends tell of themselves when one of them asks for all.
+
+    The last words of those that are gone are kept, so that what they counted is not forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._said: dict[int, str] = {}
+        self._open: dict[int, tuple[_Peer, int, set[int]]] = {}
+        self._numbers = count()
+
+    def gather(self, asker: _Peer, number: int, peers: Iterable[_Peer]) -> None:
+        """Ask all others; the answer to the asker's call `number` follows when they have told."""
+        others = [peer for peer in peers if peer is not asker]
+        question = next(self._numbers)
+        self._open[question] = (asker, number, {peer.number for peer in others})
+        for peer in others:
+            peer.send(wire.pack("tell", question))
+        self._close(question)
+        asyncio.get_running_loop().call_later(_TELLING, self._give_up, question)
+
+    def told(self, peer: _Peer, question: int, text: str) -> None:
+        """A front end has told."""
+        self._said[peer.number] = text
+        if question in self._open:
+            self._open[question][2].discard(peer.number)
+            self._close(question)
+
+    def lost(self, peer: _Peer) -> None:
+        """A front end is gone; nobody waits for it."""
+        for question in list(self._open):
+            self._open[question][2].discard(peer.number)
+            self._close(question)
+
+    def _give_up(self, question: int) -> None:
+        if question in self._open:
+            self._open[question][2].clear()
+            self._close(question)
+
+    def _close(self, question: int) -> None:
+        asker, number, missing = self._open[question]
+        if not missing:
+            del self._open[question]
+            said = [text for peer, text in self._said.items() if peer != asker.number]
+            asker.send(wire.pack("answer", number, said, None))
+
+
 class _Server:
     """Serves the sockets of an engine's process on a thread of its own."""
 
@@ -276,6 +335,7 @@ class _Server:
         self._peers: dict[int, _Peer] = {}
         self._requests: dict[str, _Peer] = {}
         self._hello: bytes | None = None
+        self._reports = _Reports()
         self._host: Host | None = None
         self._thread = threading.Thread(target=self._run, name="modulm-sockets", daemon=True)
         self._thread.start()
@@ -340,6 +400,10 @@ class _Server:
             host.engine.abort(arguments[0])
         elif kind == "call":
             self._call(host, peer, *arguments)
+        elif kind == "gather":
+            self._reports.gather(peer, arguments[0], self._peers.values())
+        elif kind == "told":
+            self._reports.told(peer, *arguments)
 
     def _submit(self, host: Host, peer: _Peer, requests: list[Request]) -> None:
         try:
@@ -369,6 +433,7 @@ class _Server:
     def lost(self, peer: _Peer) -> None:
         """A front end is gone: its requests end, and with the owner everything."""
         self._peers.pop(peer.number, None)
+        self._reports.lost(peer)
         for identity in peer.open:
             self._requests.pop(identity, None)
             if self._host is not None:

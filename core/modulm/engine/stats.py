@@ -85,14 +85,26 @@ class Histogram:
 
 
 class Metrics(Collector):
-    """The numbers of one front end's requests and of its engine's steps."""
+    """The numbers of one front end's requests and of its engine's steps.
+
+    SHARED: what every front end of an engine counts alike, as all hear of all steps.
+    """
+
+    SHARED = frozenset(
+        _PREFIX + name
+        for name in (
+            *_GAUGES,
+            *(_COUNTERS.keys() - {"prompt_tokens"}),
+            "iteration_tokens_total",
+        )
+    )
 
     def __init__(self, model_name: str, engine: str = "0") -> None:
         self._labels = (model_name, engine)
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self._counters = dict.fromkeys(_COUNTERS, 0.0)
         self._gauges = dict.fromkeys(_GAUGES, 0.0)
-        self._success: dict[str, int] = {}
+        self._success = dict.fromkeys(("abort", "error", "length", "stop"), 0)
         self.last: StepStats | None = None
 
     def registry(self) -> CollectorRegistry:
@@ -149,7 +161,7 @@ class Metrics(Collector):
     def _count_reasons(self, answer: Answer) -> None:
         reasons = [choice.reason or "abort" for choice in answer.choices] or ["stop"]
         for reason in ["error"] if answer.error is not None else reasons:
-            self._success[reason] = self._success.get(reason, 0) + 1
+            self._success[reason] += 1
 
     def _add(self, name: str, value: float) -> None:
         self._histograms[name].add((value,))
@@ -182,6 +194,6 @@ class Metrics(Collector):
             _PREFIX + "request_success", "Sequences that ended, by reason.",
             labels=(*names, "finished_reason"),
         )  # fmt: skip
-        for reason in sorted({"stop", "length", "abort", "error", *self._success}):
-            success.add_metric((*self._labels, reason), self._success.get(reason, 0))
+        for reason, count in self._success.items():
+            success.add_metric((*self._labels, reason), count)
         yield success

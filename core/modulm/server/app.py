@@ -26,7 +26,7 @@ from modulm.server.foreign import ForeignRenderer
 from modulm.server.inside import Inside
 from modulm.server.journal import Journal
 from modulm.server.limits import Boundary
-from modulm.server.metrics import HttpMetrics
+from modulm.server.metrics import HttpMetrics, exposition
 from modulm.server.wire import bad_field
 from modulm.text.chat import load_template
 from modulm.text.templates import execute
@@ -78,6 +78,7 @@ def create_app(engine: Any, config: EngineConfig) -> Served:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(engine.metrics)
     http = HttpMetrics(registry)
+    engine.report_by(lambda: str(exposition(registry)[0], "utf-8"))
     desk = _desk(engine, config)
     inside = Inside()
     context = RouteContext(

@@ -12,12 +12,21 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
     from starlette.types import Scope
 
-__all__ = ["HttpMetrics", "exposition"]
+__all__ = ["HttpMetrics", "exposition", "merged"]
 
+#: Gauges of a process that add up over processes; of all others the one who is asked knows best.
+_ADDITIVE = frozenset(
+    {"process_open_fds", "process_resident_memory_bytes", "process_virtual_memory_bytes"}
+)
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
@@ -53,3 +62,49 @@ class HttpMetrics:
 def exposition(registry: CollectorRegistry) -> tuple[bytes, str]:
     """The metrics in Prometheus' text format, and its content type."""
     return generate_latest(registry), CONTENT_TYPE_LATEST
+
+
+def merged(own: bytes, others: Sequence[str], shared: Collection[str]) -> bytes:
+    """The metrics of several server processes as if they were one.
+
+    own, others: expositions. Counters and histograms are added, but those that all processes count
+    alike, by the names in `shared`, are taken from the one that has counted longest.
+    """
+    families = {family.name: family for family in _parsed(own.decode())}
+    for text in others:
+        for family in _parsed(text):
+            if family.name in families:
+                _add(families[family.name], family, family.name in shared)
+            elif family.type != "gauge":
+                families[family.name] = family
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Ready(families.values()))
+    return generate_latest(registry)
+
+
+def _parsed(text: str) -> Iterable[Metric]:
+    return text_string_to_metric_families(text)
+
+
+def _add(total: Metric, more: Metric, shared: bool) -> None:
+    if total.type == "gauge" and total.name not in _ADDITIVE:
+        return
+    places = {(s.name, *sorted(s.labels.items())): place for place, s in enumerate(total.samples)}
+    for sample in more.samples:
+        place = places.get((sample.name, *sorted(sample.labels.items())))
+        if place is None:
+            total.samples.append(sample)
+        else:
+            known = total.samples[place]
+            value = max(known.value, sample.value) if shared else known.value + sample.value
+            total.samples[place] = known._replace(value=value)
+
+
+class _Ready(Collector):
+    """Families that are complete."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = tuple(families)
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families

@@ -76,9 +76,10 @@ def serve(
             served = create_app(engine, config)
             server = make_server(served, config.frontend)
             server.announce = lambda: announce(banner(config, sock))
-            with _others(config.frontend, sock, engine):
+            with _others(config.frontend, sock, engine) as workers:
+                server.workers = workers
                 server.run(sockets=[sock])
-            return 1 if engine.dead else 0
+            return 1 if engine.dead or server.failed else 0
         finally:
             engine.shutdown()
     finally:
@@ -87,7 +88,9 @@ def serve(
             Path(config.frontend.uds).unlink(missing_ok=True)
 
 
-def _others(server: ServerConfig, sock: socket.socket, engine: Any) -> AbstractContextManager[Any]:
+def _others(
+    server: ServerConfig, sock: socket.socket, engine: Any
+) -> AbstractContextManager[Workers | None]:
     """The further server processes that were asked for."""
     count = (server.api_server_count or 1) - 1
     if not count:
@@ -213,6 +216,8 @@ class Server(uvicorn.Server):
         self._certificates: _Certificates | None = None
         self._died: float | None = None
         self.announce: Callable[[], None] = lambda: None
+        self.workers: Workers | None = None
+        self.failed = False
 
     def watch(self, certificates: _Certificates) -> None:
         """Read TLS files again when they change."""
@@ -235,11 +240,16 @@ class Server(uvicorn.Server):
                 return True
         if self._certificates is not None and counter % 10 == 0:
             self._certificates.refresh()
+        if self.workers is not None and counter % 10 == 0 and not self.workers.look():
+            self.failed = True
+            return True
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         desk = self._served.desk
         desk.closing = True
+        if self.workers is not None:
+            self.workers.end()
         if not self.force_exit and not desk.engine.dead:
             await desk.engine.drain(self._patience)
         await self._served.stop()

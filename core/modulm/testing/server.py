@@ -132,6 +132,13 @@ class ScriptedEngine:
         self.resets += 1
         return True
 
+    def report_by(self, report: Callable[[], str]) -> None:
+        """Nobody asks."""
+
+    async def reports(self) -> list[str]:
+        """There are no others."""
+        return []
+
     async def sleep(self, level: int = 1) -> None:
         """As AsyncLLM.sleep."""
         raise UnsupportedError("sleeping engines: not yet")

@@ -223,3 +223,18 @@ def test_a_scheduler_that_is_none_is_refused(checkpoint: Path) -> None:
     assert issubclass(BudgetScheduler, Scheduler)
     with pytest.raises(ConfigError, match="scheduler_cls"):
         LLM(model=str(checkpoint), scheduler_cls="collections:Counter")
+
+
+@pytest.mark.parametrize(
+    "memory", [{"num_gpu_blocks_override": 4}, {"kv_cache_memory_bytes": 1 << 15}]
+)
+def test_a_length_that_was_asked_for_is_not_cut(checkpoint: Path, memory: dict[str, int]) -> None:
+    flags = {"model": str(checkpoint), "cpu_threads": 1, "block_size": 32, **memory}
+    with LLM(**flags) as llm:
+        fits = llm.info.max_model_len
+        assert 32 <= fits < 256
+        assert any(f"{fits} instead of" in note for note in llm.info.notes)
+    with pytest.raises(ConfigError, match=rf"blocks of 32 tokens are missing.*{fits} or auto"):
+        LLM(**flags, max_model_len=256)
+    with LLM(**flags, max_model_len=fits) as llm:
+        assert llm.info.max_model_len == fits

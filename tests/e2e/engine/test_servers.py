@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -38,18 +40,19 @@ def descendants(parent: int) -> dict[int, str]:
     return found
 
 
-def test_two_servers_one_engine(tmp_path: Path) -> None:
-    model = make_tiny(tmp_path / "tiny", "LlamaForCausalLM")
+@contextmanager
+def serving(folder: Path, *more: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A server of several processes on a tiny model, and its URL."""
+    model = make_tiny(folder / "tiny", "LlamaForCausalLM")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    flags = ["--port", str(port), "--api-server-count", "2", "--cpu-threads", "1"]
-    flags += ["--kv-cache-memory-bytes", str(1 << 24), "--shutdown-timeout", "5"]
+    flags = ["--port", str(port), "--cpu-threads", "1", "--served-model-name", "M"]
+    flags += ["--kv-cache-memory-bytes", str(1 << 24), *more]
     server = subprocess.Popen(
         [sys.executable, "-m", "modulm.cli.main", "serve", str(model), *flags]
     )
     url = f"http://127.0.0.1:{port}"
-    body = {"model": str(model), "prompt": "Hello", "max_tokens": 8, "temperature": 0}
 
     def ready() -> bool:
         assert server.poll() is None, "the server ended"
@@ -58,28 +61,87 @@ def test_two_servers_one_engine(tmp_path: Path) -> None:
         except httpx.TransportError:
             return False
 
-    def ask() -> str:
-        answer = httpx.post(f"{url}/v1/completions", json=body | {"ignore_eos": True}, timeout=60)
-        return str(answer.json()["choices"][0]["text"])
-
     try:
         until(ready)
+        yield server, url
+    finally:
+        server.kill()
+        server.wait()
+
+
+def workers(server: subprocess.Popen[bytes]) -> list[int]:
+    return [pid for pid, line in descendants(server.pid).items() if "server.workers" in line]
+
+
+def ask(url: str, tokens: int = 8) -> str:
+    """On a connection of its own, so that any of the processes may answer."""
+    body = {"model": "M", "prompt": "Hello", "max_tokens": tokens, "temperature": 0}
+    answer = httpx.post(f"{url}/v1/completions", json=body | {"ignore_eos": True}, timeout=60)
+    body = answer.json()
+    return str(body["error"]["code"] if "error" in body else body["choices"][0]["text"])
+
+
+def total(url: str, name: str) -> float:
+    """The sum of a metric's samples."""
+    text = httpx.get(f"{url}/metrics").text
+    found = [float(line.split()[-1]) for line in text.splitlines() if line.startswith(name)]
+    assert found, name
+    return sum(found)
+
+
+def test_two_servers_one_engine(tmp_path: Path) -> None:
+    with serving(tmp_path, "--api-server-count", "2", "--shutdown-timeout", "5") as (server, url):
+        until(lambda: len(workers(server)) == 1)
         children = descendants(server.pid)
         roles = Counter(
             role for command in children.values() for role in ("engine.process", "server.workers")
             if role in command
         )  # fmt: skip
         assert roles == {"engine.process": 1, "server.workers": 1}
-        assert len({ask() for _ in range(12)}) == 1
-        worker = next(pid for pid, command in children.items() if "server.workers" in command)
+        assert len({ask(url) for _ in range(12)}) == 1
+        for _ in range(8):  # whichever process answers
+            assert total(url, "modulm:request_success_total") == 12
+            assert total(url, "modulm:e2e_request_latency_seconds_count") == 12
+            assert total(url, "modulm:generation_tokens_total") == 12 * 8
+            assert total(url, "modulm:num_requests_running") == 0
+        (worker,) = workers(server)
         os.kill(worker, signal.SIGKILL)
-        until(lambda: worker not in descendants(server.pid))
-        assert len({ask() for _ in range(6)}) == 1
+        until(lambda: workers(server) not in ([], [worker]))
+        assert len({ask(url) for _ in range(6)}) == 1
+        for _ in range(4):
+            assert total(url, "modulm:request_success_total") == 18
+        children = descendants(server.pid)
         server.send_signal(signal.SIGTERM)
         assert server.wait(30) == 0
         assert not descendants(server.pid)
         for pid in children:
             assert not Path(f"/proc/{pid}").exists()
-    finally:
-        server.kill()
-        server.wait()
+
+
+def test_all_servers_finish_what_they_do_at_the_same_time(tmp_path: Path) -> None:
+    with (
+        serving(tmp_path, "--api-server-count", "3", "--shutdown-timeout", "20") as (server, url),
+        ThreadPoolExecutor(12) as pool,
+    ):
+        starts: set[float] = set()  # of the processes that have answered
+        until(lambda: starts.add(total(url, "process_start_time_seconds")) or len(starts) == 3)
+        expected = ask(url, 200)
+        answers = [pool.submit(ask, url, 200) for _ in range(12)]
+        until(lambda: total(url, "modulm:num_requests_running") >= 6)
+        server.send_signal(signal.SIGTERM)
+        found = Counter(answer.result(60) for answer in answers)
+        assert found[expected] >= 6
+        assert set(found) <= {expected, "shutting_down"}
+        assert server.wait(40) == 0
+
+
+def test_workers_that_die_again_and_again_end_the_service(tmp_path: Path) -> None:
+    with serving(tmp_path, "--api-server-count", "2", "--shutdown-timeout", "2") as (server, _):
+        dead: set[int] = set()
+        while server.poll() is None and len(dead) < 20:
+            for pid in set(workers(server)) - dead:
+                dead.add(pid)
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+        assert server.wait(30) == 1
+        assert len(dead) == 4

@@ -62,10 +62,10 @@ def test_a_small_budget_shortens_the_sequences_and_says_so() -> None:
     assert "160 instead of 1024" in sizing.notes[0]
 
 
-@pytest.mark.parametrize(("budget", "may_shrink"), [(0, True), (-5, True), (11_500, False)])
-def test_what_cannot_be_done_is_an_error_with_figures(budget, may_shrink) -> None:
+@pytest.mark.parametrize("budget", [0, -5])
+def test_what_cannot_be_done_is_an_error_with_figures(budget) -> None:
     with pytest.raises(ConfigError, match="GiB") as caught:
-        share_out([FULL], budget, may_shrink=may_shrink, **ASKS)
+        share_out([FULL], budget, **ASKS)
     assert caught.value.field == "max_model_len"
 
 

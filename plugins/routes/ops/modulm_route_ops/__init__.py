@@ -10,7 +10,7 @@ from starlette.responses import Response
 import modulm
 from modulm.contracts.route import RouteFamily
 from modulm.server.errors import ApiError
-from modulm.server.metrics import exposition
+from modulm.server.metrics import exposition, merged
 from modulm.server.wire import json_response
 
 __all__ = ["Ops"]
@@ -67,8 +67,12 @@ class Ops(RouteFamily):
         return json_response({"version": modulm.__version__})
 
     async def metrics(self) -> Response:
-        """Metrics of server and engine in Prometheus' text format."""
+        """Metrics of engine and server, all of its processes, in Prometheus' text format."""
         body, kind = exposition(self.context.registry)
+        engine = self.context.engine
+        others = await engine.reports()
+        if others:
+            body = merged(body, others, engine.metrics.SHARED)
         return Response(body, media_type=None, headers={"Content-Type": kind})
 
     async def server_info(self) -> Response:
