@@ -54,57 +54,65 @@ SIZES = {
 LATENT = {**SIZES, "num_key_value_heads": 4, "head_dim": 8}
 #: Have a native plugin as well.
 NATIVE = (
+    "ApertusForCausalLM",
+    "ArceeForCausalLM",
     "Cohere2ForCausalLM",
     "CohereForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Dots1ForCausalLM",
+    "Ernie4_5ForCausalLM",
+    "Ernie4_5_MoeForCausalLM",
+    "Exaone4ForCausalLM",
+    "FlexOlmoForCausalLM",
     "GPT2LMHeadModel",
+    "GPTBigCodeForCausalLM",
     "GPTNeoXForCausalLM",
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
     "GemmaForCausalLM",
     "Glm4ForCausalLM",
+    "Glm4MoeForCausalLM",
     "GlmForCausalLM",
     "GptOssForCausalLM",
     "GraniteForCausalLM",
+    "GraniteMoeForCausalLM",
+    "GraniteMoeSharedForCausalLM",
+    "HeliumForCausalLM",
+    "HunYuanDenseV1ForCausalLM",
+    "HunYuanMoEV1ForCausalLM",
     "LlamaForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "MinistralForCausalLM",
     "MistralForCausalLM",
     "MixtralForCausalLM",
     "Olmo2ForCausalLM",
     "Olmo3ForCausalLM",
     "OlmoForCausalLM",
+    "OlmoeForCausalLM",
+    "PersimmonForCausalLM",
     "Phi3ForCausalLM",
     "PhiForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
+    "SeedOssForCausalLM",
+    "SmolLM3ForCausalLM",
     "Starcoder2ForCausalLM",
 )
 #: Take the sizes above.
 WITH_SIZES = (
-    "ApertusForCausalLM",
-    "ArceeForCausalLM",
     "AriaTextForCausalLM",
     "BeamForCausalLM",
     "BitNetForCausalLM",
     "Cohere2MoeForCausalLM",
     "CwmForCausalLM",
-    "Dots1ForCausalLM",
-    "Ernie4_5ForCausalLM",
-    "Ernie4_5_MoeForCausalLM",
-    "Exaone4ForCausalLM",
     "ExaoneMoeForCausalLM",
-    "FlexOlmoForCausalLM",
     "FlintForCausalLM",
-    "GPTBigCodeForCausalLM",
-    "Glm4MoeForCausalLM",
-    "GraniteMoeForCausalLM",
     "GraniteMoeSWAForCausalLM",
-    "GraniteMoeSharedForCausalLM",
     "GraniteSWAForCausalLM",
     "HYV3ForCausalLM",
-    "HeliumForCausalLM",
-    "HunYuanDenseV1ForCausalLM",
-    "HunYuanMoEV1ForCausalLM",
     "HyperCLOVAXForCausalLM",
     "Jais2ForCausalLM",
     "JetMoeForCausalLM",
@@ -112,15 +120,10 @@ WITH_SIZES = (
     "LagunaForCausalLM",
     "MellumForCausalLM",
     "MiMoV2FlashForCausalLM",
-    "MiniMaxM2ForCausalLM",
     "MiniMaxM3VLForCausalLM",
     "Ministral3ForCausalLM",
-    "MinistralForCausalLM",
     "ModernBertDecoderForCausalLM",
     "NanoChatForCausalLM",
-    "PersimmonForCausalLM",
-    "SeedOssForCausalLM",
-    "SmolLM3ForCausalLM",
     "SolarOpenForCausalLM",
     "VaultGemmaForCausalLM",
 )
@@ -128,18 +131,13 @@ WITH_SIZES = (
 WITH_LATENT = (
     "AXK1ForCausalLM",
     "AfmoeForCausalLM",
-    "DeepseekV2ForCausalLM",
-    "DeepseekV3ForCausalLM",
     "Glm4MoeLiteForCausalLM",
     "LongcatFlashForCausalLM",
     "MiniCPM3ForCausalLM",
     "YoutuForCausalLM",
 )
 #: Take none of them.
-PLAIN = (
-    "OlmoeForCausalLM",
-    "PhimoeForCausalLM",
-)
+PLAIN = ("PhimoeForCausalLM",)
 
 REFUSED = {
     "BertLMHeadModel": "attends in both directions",
@@ -150,6 +148,7 @@ REFUSED = {
     "NemotronForCausalLM": "drops the arguments meant for attention",
     "StableLmForCausalLM": "cannot be replaced by ours",
 }
+REFUSED_BUT_NATIVE = ("MptForCausalLM", "NemotronForCausalLM", "StableLmForCausalLM")
 
 
 def write(path, architecture):
@@ -169,23 +168,30 @@ def test_runs_as_in_transformers(architecture, tmp_path):
 
 @pytest.mark.parametrize("architecture", REFUSED)
 def test_what_cannot_be_bridged_says_why(architecture, tmp_path):
-    folder = make_tiny(tmp_path, architecture, **SMALL)
+    settings = {} if architecture in REFUSED_BUT_NATIVE else SMALL
+    folder = make_tiny(tmp_path, architecture, **settings)
     with pytest.raises(UnsupportedError, match=REFUSED[architecture]):
         Session(folder, model_impl="transformers", attention_backend="sdpa")
 
 
 def test_it_stands_in_where_no_plugin_offers_the_architecture(tmp_path):
-    folder = make_tiny(tmp_path, "SmolLM3ForCausalLM", **SMALL, no_rope_layers=[1, 0])
+    folder = write(tmp_path, "NanoChatForCausalLM")
     session = Session(folder, device="cpu", attention_backend="sdpa")
     decision = next(d for d in session.loaded.decisions if d.subject == "model")
     assert decision.winner == "transformers"
-    assert "no plugin provides SmolLM3ForCausalLM" in explain.render([decision])
+    assert "no plugin provides NanoChatForCausalLM" in explain.render([decision])
 
 
 def test_a_native_plugin_comes_first(tmp_path):
     folder = make_tiny(tmp_path, "LlamaForCausalLM")
     session = Session(folder, device="cpu", attention_backend="sdpa")
     assert session.loaded.decisions[0].winner == "LlamaForCausalLM"
+
+
+def test_what_is_called_native_is():
+    provided = {declared.name for declared in manager.current().names("models")}
+    assert provided >= {*NATIVE, *REFUSED_BUT_NATIVE}
+    assert not provided & ({*WITH_LATENT, *WITH_SIZES, *PLAIN, *REFUSED} - {*REFUSED_BUT_NATIVE})
 
 
 def test_the_page_lists_what_is_tested():
