@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["API", "AttentionBackend", "AttentionSpec", "KVLayout", "StepLayout"]
 
-API = 1
+API = 2
 
 
 @frozen
@@ -28,6 +28,9 @@ class AttentionSpec:
     `latent` is the rank of a compressed cache (multi-head latent attention, DeepSeek-V2, arXiv
     2405.04434): then one head of `latent + rope` values per token is kept and values are read
     from its first `latent` entries. 0 means keys and values are kept as they are.
+
+    `kv_dtype` is a torch dtype by name. Floats are kept rounded to it. In "int8" a token's key,
+    and so its value, is kept per head as integers times max |x| / 127.
     """
 
     heads: int
@@ -79,8 +82,12 @@ class AttentionBackend(ABC):
 
     @classmethod
     @abstractmethod
-    def rejects(cls, spec: AttentionSpec, platform: Platform) -> str | None:
-        """A reason why this backend cannot run `spec` on `platform`, or None if it can."""
+    def rejects(cls, spec: AttentionSpec, platform: Platform, ops: Ops) -> str | None:
+        """A reason why this backend cannot run `spec` on `platform`, or None if it can.
+
+        `ops` is the table that the model will run on; `ops.providers` says whose kernels are in
+        it, for a backend that needs those of one provider.
+        """
 
     @classmethod
     def block_sizes(cls, spec: AttentionSpec) -> tuple[int, ...]:

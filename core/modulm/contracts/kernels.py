@@ -25,7 +25,12 @@ Forward: TypeAlias = "Callable[[Batch], torch.Tensor]"
 
 
 class Ops(Protocol):
-    """The table that the engine binds once: `ops.rms_norm(...)` is a provider's op or its twin."""
+    """The table that the engine binds once: `ops.rms_norm(...)` is a provider's op or its twin.
+
+    `providers` names, for each op, who computes it.
+    """
+
+    providers: Mapping[str, str]
 
     def __getattr__(self, name: str) -> Op: ...
 

@@ -10,6 +10,7 @@ from attrs import evolve, field, frozen
 
 from modulm.contracts.attention import AttentionBackend, AttentionSpec
 from modulm.contracts.quantization import LinearSpec, QuantizationMethod
+from modulm.errors import UnsupportedError
 from modulm.loading.pooling import conversion, convert
 from modulm.ops import OpTable, bind
 from modulm.plugins import defaults
@@ -101,9 +102,9 @@ class Choices:
         name = chosen.decision.winner
         self._keep(chosen)
         if name is None or name == PLAIN:
-            return Methods(plain, plain, self.platform)
+            return Methods(plain, plain, self.platform, self.decisions)
         table = self.config.model.quantization_config or info.quantization or {}
-        return Methods(self._method(name, table, ops), plain, self.platform)
+        return Methods(self._method(name, table, ops), plain, self.platform, self.decisions)
 
     def _method(self, name: str, table: Mapping[str, Any], ops: OpTable) -> QuantizationMethod:
         driver = self.plugins.load("quantization", name)
@@ -131,9 +132,14 @@ class Choices:
     def _choose_backend(self, spec: AttentionSpec, ops: OpTable) -> AttentionBackend:
         requested = self.config.attention.attention_backend
         subject = f"attention ({_describe(spec)})"
-        chosen = defaults.choose_attention(
-            self.plugins, spec, self.platform, requested, subject=subject
-        )
+        try:
+            chosen = defaults.choose_attention(
+                self.plugins, spec, self.platform, ops, requested, subject=subject
+            )
+        except UnsupportedError as error:
+            if spec.kv_dtype == spec.dtype:
+                raise
+            raise UnsupportedError(f"kv_cache_dtype: {error}") from None
         driver = self._keep(chosen)
         size = self._block_size(driver.block_sizes(spec))
         given = self.config.device.options("attention", str(chosen.decision.winner))
@@ -153,14 +159,22 @@ class Methods:
     main: QuantizationMethod
     plain: QuantizationMethod
     platform: Platform
+    decisions: list[Decision]
 
     def of(self, spec: LinearSpec) -> QuantizationMethod:
-        """The method that holds a layer."""
-        if self.main is self.plain:
+        """The method that holds a layer; what differs from most layers is kept with its reason."""
+        if self.main is self.plain or self.main.skips(spec.name):
             return self.plain
-        if self.main.skips(spec.name) or self.main.rejects(spec, self.platform) is not None:
-            return self.plain
-        return self.main
+        reason = self.main.rejects(spec, self.platform)
+        note = self.main.note(spec) if reason is None else None
+        winner = self.main if reason is None else self.plain
+        if reason or note:
+            rejected = (Verdict(self.main.name, reason),) if reason else ()
+            because = note or f"{self.main.name} does not hold it"
+            found = Decision(f"quantization ({spec.kind})", rejected, winner.name, because)
+            if found not in self.decisions:
+                self.decisions.append(found)
+        return winner
 
 
 def _describe(spec: AttentionSpec) -> str:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from modulm.contracts.attention import AttentionBackend, AttentionSpec
-    from modulm.contracts.kernels import KernelProvider
+    from modulm.contracts.kernels import KernelProvider, Ops
     from modulm.contracts.loader import WeightLoader
     from modulm.contracts.model import Model
     from modulm.contracts.platform import Platform, Probe
@@ -106,23 +106,29 @@ def choose_attention(
     plugins: PluginManager,
     spec: AttentionSpec,
     platform: Platform,
+    ops: Ops,
     requested: str | None = None,
     *,
     subject: str = "attention",
 ) -> Chosen[type[AttentionBackend]]:
     """The attention backend that was asked for, or the first that does not reject the spec.
 
-    The platform's order comes first, then other installed backends by name. `subject` says which
-    layers this is about. Raises UnsupportedError with every backend's reason.
+    The platform's order comes first, then other installed backends by name. `ops` is the table
+    that the model runs on, `subject` says which layers this is about. Raises UnsupportedError with
+    every backend's reason.
     """
     if requested is not None:
         return _requested(
-            plugins, subject, "attention", requested, lambda driver: driver.rejects(spec, platform)
+            plugins,
+            subject,
+            "attention",
+            requested,
+            lambda driver: driver.rejects(spec, platform, ops),
         )
     installed = _names(plugins, "attention")
     order = [*platform.attention, *(name for name in installed if name not in platform.attention)]
     drivers, failed = _load_all(plugins, "attention", order)
-    rejections = {name: driver.rejects(spec, platform) for name, driver in drivers.items()}
+    rejections = {name: driver.rejects(spec, platform, ops) for name, driver in drivers.items()}
     choice = plugins.hook.modulm_choose_attention(spec=spec, platform=platform)
     if choice is None:
         first = next((name for name in order if rejections.get(name, "") is None), None)

@@ -5,9 +5,9 @@
     def test_contract():
         check_attention(MyAttention)
 
-Rows of every mix of lengths are stepped through random blocks, for each kind of layer that the
-backend does not reject, and compared with the op `paged_attention` in plain torch over a cache of
-its own. Without a machine that the backend runs on only `rejects` is asked.
+Rows of every mix of lengths are stepped through random blocks, for each kind of layer and format
+of the cache that the backend does not reject, and compared with the op `paged_attention` in plain
+torch over a cache of its own. Without a machine that the backend runs on nothing is checked.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from modulm.contracts.attention import AttentionBackend, AttentionSpec, StepLayout
 from modulm.contracts.platform import Platform
-from modulm.ops import bind, twins
-from modulm.plugins import manager
+from modulm.ops import OpTable, bind, twins
+from modulm.plugins import defaults, manager
 
 __all__ = ["SPECS", "check_attention"]
 
@@ -51,6 +51,9 @@ SPECS: Mapping[str, AttentionSpec] = {
 
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 5e-3}
 
+#: Formats of the cache that are smaller than the layer's, and what rounding may cost besides.
+_NARROW = {"int8": 5e-2, "float8_e4m3fn": 5e-2, "float8_e5m2": 5e-2}
+
 #: Tokens of rows 0 to 4 in each step: prompts whole and in chunks beside rows that decode.
 _STEPS: Sequence[Sequence[int]] = (
     (40, 1, 0, 7, 0),
@@ -74,17 +77,21 @@ def check_attention(
     platform = platform or _find_platform(backend)
     if platform is None:
         return
-    refused = backend.rejects(evolve(_BASE, kv_dtype="unheard_of"), platform)
+    ops = _bind(platform)
+    refused = backend.rejects(evolve(_BASE, kv_dtype="unheard_of"), platform, ops)
     assert refused, "rejects() takes a kv_dtype that does not exist"
+    formats = [(dtype, dtype) for dtype in platform.dtypes]
+    formats += [(platform.dtypes[0], narrow) for narrow in _NARROW]
     accepted = 0
-    for dtype in platform.dtypes:
+    for dtype, kept in formats:
         for what, base in SPECS.items():
-            spec = evolve(base, dtype=dtype, kv_dtype=dtype)
-            reason = backend.rejects(spec, platform)
+            spec = evolve(base, dtype=dtype, kv_dtype=kept)
+            reason = backend.rejects(spec, platform, ops)
             assert reason is None or reason, f"rejects() gives an empty reason for {what}"
             if reason is None:
                 accepted += 1
-                _check_spec(_Case(backend, platform, spec, f"{what} in {dtype}", options))
+                name = f"{what} in {dtype}, kept in {kept}"
+                _check_spec(_Case(backend, platform, ops, spec, name, options))
     assert accepted, f"{backend.name} rejects every kind of layer on {platform.name}"
 
 
@@ -94,6 +101,7 @@ class _Case:
 
     driver: type[AttentionBackend]
     platform: Platform
+    ops: OpTable
     spec: AttentionSpec
     what: str
     options: Mapping[str, Any]
@@ -101,7 +109,7 @@ class _Case:
     def make(self) -> AttentionBackend:
         sizes = self.driver.block_sizes(self.spec)
         size = sizes[0] if sizes else 8
-        return self.driver(self.spec, self.platform, bind(), size, self.options)
+        return self.driver(self.spec, self.platform, self.ops, size, self.options)
 
     def tensor(self, *shape: int, seed: int) -> Tensor:
         """Random numbers in the layer's dtype, the same for the same seed."""
@@ -111,8 +119,15 @@ class _Case:
 
     def compare(self, found: Tensor, expected: Tensor, where: str) -> None:
         worst = (found.float() - expected.float()).abs().max().item()
-        bound = _TOLERANCE[self.spec.dtype]
+        bound = max(_TOLERANCE[self.spec.dtype], _NARROW.get(self.spec.kv_dtype, 0.0))
         assert worst <= bound, f"{self.what}, {where}: differs from the twin by {worst:.2g}"
+
+    def kept(self, x: Tensor) -> Tensor:
+        """x: [tokens, heads, size] as the cache gives it back (see `AttentionSpec.kv_dtype`)."""
+        if self.spec.kv_dtype == "int8":
+            scale = x.float().abs().amax(-1, keepdim=True) / 127
+            return (torch.round(x.float() / scale.clamp_min(1e-30)) * scale).to(x.dtype)
+        return x.to(getattr(torch, self.spec.kv_dtype)).to(x.dtype)
 
 
 def _check_spec(case: _Case) -> None:
@@ -126,7 +141,9 @@ def _check_spec(case: _Case) -> None:
     values = spec.latent or spec.value_dim or spec.head_dim
     width = spec.head_dim if spec.latent else spec.head_dim + values
     mirror = torch.zeros(
-        (blocks, backend.block_size, spec.kv_heads, width), dtype=cache.dtype, device=device
+        (blocks, backend.block_size, spec.kv_heads, width),
+        dtype=getattr(torch, spec.dtype),
+        device=device,
     )
     extra = {
         "sinks": torch.randn(spec.heads, device=device) if spec.sinks else None,
@@ -165,7 +182,7 @@ def _expected(
     q, k, v = qkv
     spec = case.spec
     device = mirror.device
-    twins.write_kv(k, v, mirror, torch.from_numpy(step.slots).to(device))
+    twins.write_kv(case.kept(k), case.kept(v), mirror, torch.from_numpy(step.slots).to(device))
     return twins.paged_attention(
         q,
         mirror,
@@ -307,6 +324,12 @@ def _positions(step: StepLayout) -> Tensor:
         np.arange(end - count, end) for end, count in zip(step.context_lens, counts, strict=True)
     ]
     return torch.from_numpy(np.concatenate(parts).astype(np.int64))
+
+
+def _bind(platform: Platform) -> OpTable:
+    """The op table that an engine here would have."""
+    chosen = defaults.choose_kernels(manager.current(), platform)
+    return bind([provider() for provider in chosen.driver])
 
 
 def _find_platform(backend: type[AttentionBackend]) -> Platform | None:

@@ -1,12 +1,15 @@
 """The paged cache and attention over it.
 
-A layer's cache is one tensor [blocks, 2, kv_heads, block size, padded head size]; what lies inside
-the last two dimensions is the kernels' own layout (src/attention/cache.h). Only `write_kv`,
-`qkv_prepare` and `paged_attention` read or write it; whole blocks may be copied.
+A layer's cache is one tensor [blocks, kv heads, block size, width], whose last dimension counts
+what a token and head takes: a key, a value, and for int8 the 8 bytes of two scales. A latent cache
+holds one key, and its value is the beginning of it. What lies inside the last two dimensions is
+the kernels' own layout (src/attention/cache.h). Only `write_kv`, `qkv_prepare` and
+`paged_attention` read or write it; whole blocks may be copied.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -19,16 +22,37 @@ from modulm_kernels_cpu.library import Library
 __all__ = ["CACHE_DTYPES", "MAX_HEAD_SIZE", "attention_ops", "cache_shape"]
 
 #: Element types that a cache may have, and their codes in the C ABI.
-CACHE_DTYPES = {**CODES, torch.float8_e4m3fn: 3}
+CACHE_DTYPES = {**CODES, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4, torch.int8: 5}
 MAX_HEAD_SIZE = 1024
 
 _UNIT = 32  # tokens of a block and dimensions of a head come in multiples of this
+_SCALES = 8  # bytes for the scales of a key and a value in int8
+_RECORD = 6  # int32 values in a record of a plan
 
 
-def cache_shape(blocks: int, kv_heads: int, block_size: int, head_size: int) -> tuple[int, ...]:
-    """The shape of a layer's cache. `block_size` must be a multiple of 32."""
+def cache_shape(
+    blocks: int,
+    kv_heads: int,
+    block_size: int,
+    head_size: int,
+    value_size: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[int, int, int, int]:
+    """The shape of a layer's cache; `value_size` None: as the keys, 0: a latent cache.
+
+    `block_size` must be a multiple of 32.
+    """
     need(block_size % _UNIT == 0, f"block_size must be a multiple of {_UNIT}, not {block_size}")
-    return (blocks, 2, kv_heads, block_size, -(-head_size // _UNIT) * _UNIT)
+    return (blocks, kv_heads, block_size, _width(head_size, value_size, dtype))
+
+
+def _width(size: int, value_size: int | None, dtype: torch.dtype) -> int:
+    scales = _SCALES if dtype == torch.int8 and value_size != 0 else 0
+    return _padded(size) + _padded(size if value_size is None else value_size) + scales
+
+
+def _padded(size: int) -> int:
+    return -(-size // _UNIT) * _UNIT
 
 
 def attention_ops(library: Library) -> dict[str, Callable[..., Any]]:
@@ -36,25 +60,37 @@ def attention_ops(library: Library) -> dict[str, Callable[..., Any]]:
     return {
         "write_kv": _write_kv(library),
         "qkv_prepare": _qkv_prepare(library),
+        "plan_attention": _plan_attention(library),
         "paged_attention": _paged_attention(library),
     }
 
 
-def _cache_arguments(cache: Tensor, kv_heads: int, size: int) -> tuple[int, int, int, int, int]:
-    """Address, kv heads, block size, padded head size and dtype code of a cache."""
+def _cache_arguments(
+    cache: Tensor, kv_heads: int, size: int, value_size: int
+) -> tuple[int, int, int, int, int, int, int]:
+    """Address, kv heads, block size, padded sizes, whether latent, and dtype code of a cache."""
     need(
-        cache.dim() == 5 and cache.shape[1] == 2 and cache.is_contiguous(),
-        f"cache must be [blocks, 2, kv_heads, block, size], contiguous, not {list(cache.shape)}",
+        cache.dim() == 4 and cache.is_contiguous(),
+        f"cache must be [blocks, kv_heads, block, width], contiguous, not {list(cache.shape)}",
     )
-    _, _, heads, block, padded = cache.shape
-    need(heads == kv_heads, f"cache has {heads} kv heads, not {kv_heads}")
-    need(block % _UNIT == 0, f"cache must have blocks of a multiple of {_UNIT}, not {block}")
-    need(padded == -(-size // _UNIT) * _UNIT, f"cache has heads of {padded}, not of {size}")
     try:
         code = CACHE_DTYPES[cache.dtype]
     except KeyError:
-        raise ValueError(f"cache must be of a float dtype, not {str(cache.dtype)[6:]}") from None
-    return cache.data_ptr(), heads, block, padded, code
+        raise ValueError(
+            f"cache must be of a float dtype or int8, not {str(cache.dtype)[6:]}"
+        ) from None
+    _, heads, block, width = cache.shape
+    padded = _padded(size)
+    latent = width == padded
+    need(heads == kv_heads, f"cache has {heads} kv heads, not {kv_heads}")
+    need(block % _UNIT == 0, f"cache must have blocks of a multiple of {_UNIT}, not {block}")
+    need(
+        (latent and heads == 1 and value_size <= size and cache.dtype != torch.int8)
+        or width == _width(size, value_size, cache.dtype),
+        f"cache of width {width} does not hold keys of {size} and values of {value_size}",
+    )
+    value = padded if latent else _padded(value_size)
+    return cache.data_ptr(), heads, block, padded, value, int(latent), code
 
 
 def _heads(name: str, x: Tensor) -> None:
@@ -66,27 +102,28 @@ def _heads(name: str, x: Tensor) -> None:
 
 
 def _write_kv(library: Library) -> Callable[..., None]:
-    call = library.call("write_kv", "pnnpnnnnipnnnip")
+    call = library.call("write_kv", "pnnpnnnnnipnnnniip")
 
     def write_kv(k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
         _heads("k", k)
         _heads("v", v)
         tokens, heads, size = k.shape
-        shape("v", v, tokens, heads, size)
+        value_size = v.shape[2]
+        shape("v", v, tokens, heads, value_size)
         need(v.dtype == k.dtype, f"v must be {k.dtype}, not {v.dtype}")
         contiguous("slots", slots, torch.int64)
         shape("slots", slots, tokens)
         call(
             k.data_ptr(), k.stride(0), k.stride(1), v.data_ptr(), v.stride(0), v.stride(1),
-            tokens, size, dtype_code("k", k), *_cache_arguments(cache, heads, size),
-            slots.data_ptr(),
+            tokens, size, value_size, dtype_code("k", k),
+            *_cache_arguments(cache, heads, size, value_size), slots.data_ptr(),
         )  # fmt: skip
 
     return write_kv
 
 
 def _qkv_prepare(library: Library) -> Callable[..., Tensor]:
-    call = library.call("qkv_prepare", "pnnnnippiffpnipipnnnipp")
+    call = library.call("qkv_prepare", "pnnnnippiffpnipipnnnniipp")
 
     def qkv_prepare(
         qkv: Tensor,
@@ -135,7 +172,7 @@ def _qkv_prepare(library: Library) -> Callable[..., Tensor]:
             None if q_norm is None else q_norm.data_ptr(),
             None if k_norm is None else k_norm.data_ptr(), norm_code, eps, norm_offset,
             None if cos_sin is None else cos_sin.data_ptr(), turned, table_code,
-            positions.data_ptr(), int(neox), *_cache_arguments(cache, kv_heads, size),
+            positions.data_ptr(), int(neox), *_cache_arguments(cache, kv_heads, size, size),
             slots.data_ptr(), q_out.data_ptr(),
         )  # fmt: skip
         return q_out
@@ -143,8 +180,36 @@ def _qkv_prepare(library: Library) -> Callable[..., Tensor]:
     return qkv_prepare
 
 
+def _plan_attention(library: Library) -> Callable[..., Tensor]:
+    count = library.call("plan_records", "pnn", ctypes.c_int64)
+    call = library.call("plan_attention", "ppnnnnip")
+
+    def plan_attention(
+        query_starts: Tensor,
+        context_lens: Tensor,
+        heads: int,
+        kv_heads: int,
+        window: int = 0,
+        causal: bool = True,
+    ) -> Tensor:
+        """How the work of a step is cut up, for `paged_attention` in all layers of one kind."""
+        contiguous("query_starts", query_starts, torch.int32)
+        contiguous("context_lens", context_lens, torch.int32)
+        sequences, group = context_lens.shape[0], heads // kv_heads
+        shape("query_starts", query_starts, sequences + 1)
+        starts = query_starts.data_ptr()
+        plan = query_starts.new_empty(count(starts, sequences, group) * _RECORD)
+        call(
+            starts, context_lens.data_ptr(), sequences, group, kv_heads, window, int(causal),
+            plan.data_ptr(),
+        )  # fmt: skip
+        return plan
+
+    return plan_attention
+
+
 def _paged_attention(library: Library) -> Callable[..., Tensor]:
-    call = library.call("paged_attention", "pnnnnipnnnipnppnfnfppip")
+    call = library.call("paged_attention", "pnnnnnipnnnniipnppnfnfppipp")
 
     def paged_attention(
         q: Tensor,
@@ -159,11 +224,14 @@ def _paged_attention(library: Library) -> Callable[..., Tensor]:
         sinks: Tensor | None = None,
         alibi: Tensor | None = None,
         causal: bool = True,
+        plan: Tensor | None = None,
     ) -> Tensor:
         _heads("q", q)
-        heads, size = q.shape[1:]
-        need(heads % cache.shape[2] == 0, f"q has {heads} heads for {cache.shape[2]} kv heads")
-        shape("out", out, *q.shape)
+        tokens, heads, size = q.shape
+        kv_heads = cache.shape[1]
+        need(heads % kv_heads == 0, f"q has {heads} heads for {kv_heads} kv heads")
+        value_size = out.shape[-1]
+        shape("out", out, tokens, heads, value_size)
         contiguous("out", out, q.dtype)
         sequences = context_lens.shape[0]
         need(
@@ -177,17 +245,20 @@ def _paged_attention(library: Library) -> Callable[..., Tensor]:
         contiguous("query_starts", query_starts, torch.int32)
         shape("query_starts", query_starts, sequences + 1)
         contiguous("context_lens", context_lens, torch.int32)
+        if plan is not None:
+            contiguous("plan", plan, torch.int32)
         for name, x in (("sinks", sinks), ("alibi", alibi)):
             if x is not None:
                 shape(name, x, heads)
                 contiguous(name, x, torch.float32)
         call(
-            q.data_ptr(), q.stride(0), q.stride(1), heads, size, dtype_code("q", q),
-            *_cache_arguments(cache, cache.shape[2], size),
+            q.data_ptr(), q.stride(0), q.stride(1), heads, size, value_size, dtype_code("q", q),
+            *_cache_arguments(cache, kv_heads, size, value_size),
             block_tables.data_ptr(), block_tables.stride(0), query_starts.data_ptr(),
             context_lens.data_ptr(), sequences, scale, window, softcap,
             None if sinks is None else sinks.data_ptr(),
-            None if alibi is None else alibi.data_ptr(), int(causal), out.data_ptr(),
+            None if alibi is None else alibi.data_ptr(), int(causal),
+            None if plan is None else plan.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         return out
 

@@ -15,7 +15,7 @@ from modulm_kernels_cpu.replay import Replay
 __all__ = ["CpuKernels"]
 
 #: Ops on a cache in the kernels' own layout: the attention backend `cpu_paged` calls them itself.
-_PRIVATE = frozenset({"write_kv", "paged_attention", "qkv_prepare"})
+_PRIVATE = frozenset({"write_kv", "plan_attention", "paged_attention", "qkv_prepare"})
 _DTYPES = frozenset({"bfloat16", "float16", "float32"})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from modulm.contracts.loader import WeightLoader
 from modulm.contracts.platform import Platform, Probe
 from modulm.contracts.quantization import CheckpointInfo, QuantizationMethod
 from modulm.errors import CheckpointError, ConfigError, UnsupportedError
+from modulm.ops import bind
 from modulm.plugins import Choice, PluginManager, defaults, hookimpl
 from modulm.plugins.explain import Decision, Verdict, as_data, render
 from modulm.plugins.selection import Selection
@@ -25,7 +27,8 @@ def driver(base: type, name: str, **answers: Any) -> type:
     methods = {
         key: classmethod(lambda cls, *args, value=value: value) for key, value in answers.items()
     }
-    return type(name.title(), (base,), {"name": name, "api": 1, **methods})
+    api = import_module(base.__module__).API
+    return type(name.title(), (base,), {"name": name, "api": api, **methods})
 
 
 class Chip(Platform):
@@ -56,7 +59,7 @@ def test_attention_by_the_platforms_order(plugins: PluginManager) -> None:
     plugins.register("attention", "first", driver(AttentionBackend, "first", rejects="too old"))
     plugins.register("attention", "second", driver(AttentionBackend, "second", rejects=None))
     plugins.register("attention", "another", driver(AttentionBackend, "another", rejects=None))
-    chosen = defaults.choose_attention(plugins, SPEC, PLATFORM)
+    chosen = defaults.choose_attention(plugins, SPEC, PLATFORM, bind())
     assert chosen.driver.name == chosen.decision.winner == "second"
     said = reasons(chosen.decision)
     assert said["first"] == "too old"
@@ -69,15 +72,15 @@ def test_a_backend_that_the_platform_does_not_know_is_better_than_none(
     plugins: PluginManager,
 ) -> None:
     plugins.register("attention", "another", driver(AttentionBackend, "another", rejects=None))
-    assert defaults.choose_attention(plugins, SPEC, PLATFORM).decision.winner == "another"
+    assert defaults.choose_attention(plugins, SPEC, PLATFORM, bind()).decision.winner == "another"
 
 
 def test_no_backend(plugins: PluginManager) -> None:
     plugins.register("attention", "first", driver(AttentionBackend, "first", rejects="too old"))
     with pytest.raises(UnsupportedError, match="first: too old"):
-        defaults.choose_attention(plugins, SPEC, PLATFORM)
+        defaults.choose_attention(plugins, SPEC, PLATFORM, bind())
     with pytest.raises(UnsupportedError, match="attention backend 'first' cannot be used: too old"):
-        defaults.choose_attention(plugins, SPEC, PLATFORM, "first")
+        defaults.choose_attention(plugins, SPEC, PLATFORM, bind(), "first")
 
 
 def test_a_plugins_choice_must_be_acceptable(plugins: PluginManager) -> None:
@@ -90,7 +93,7 @@ def test_a_plugins_choice_must_be_acceptable(plugins: PluginManager) -> None:
     plugins.register("attention", "second", driver(AttentionBackend, "second", rejects=None))
     plugins.add(Chooser())
     with pytest.raises(UnsupportedError, match="a plugin chose first"):
-        defaults.choose_attention(plugins, SPEC, PLATFORM)
+        defaults.choose_attention(plugins, SPEC, PLATFORM, bind())
 
 
 def method(name: str, claims: str | None) -> type:

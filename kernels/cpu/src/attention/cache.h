@@ -1,96 +1,130 @@
 // The paged cache of one layer, and how one token's key and value are put into it.
 //
-// [block][2][kv head][...]: first the keys of a block, then its values, each head contiguous. D is
-// padded to a multiple of 32 with zeros; a block has a multiple of 32 tokens.
+// [block][kv head], and then, each contiguous: the block's keys, its values, and for int8 codes an
+// fp32 scale per key and one per value. Heads are padded to a multiple of 32 dimensions with
+// zeros; a block has a multiple of 32 tokens.
 //
-//   bf16, fp8   keys [D / 2][token][2], values [token / 2][D][2]: both are right-hand sides of the
-//               pair product as they lie, for one query or many, and nothing is ever shuffled
-//   fp32, fp16  keys [D][token], values [token][D]
+//   bf16, codes  keys [D / 2][token][2], values [token / 2][Dv][2]: both are right-hand sides of
+//                the pair product as they lie, for one query or many, and nothing is shuffled
+//   fp32, fp16   keys [D][token], values [token][Dv]
+//
+// A latent cache (DeepSeek-V2, arXiv 2405.04434) has one head and one vector per token, stored
+// like a value: the first of its dimensions are the value, all of them the key.
 #pragma once
 
-#include <type_traits>
-
-#include "base/vec.h"
+#include "attention/codes.h"
 
 namespace modulm {
 
+// Codes of the C ABI beside those of base/types.h.
+enum CacheDtype : int { kE4M3 = kFP8, kE5M2 = 4, kInt8 = 5 };
+
 struct Cache {
   uint8_t* data;
-  int64_t heads, block, size;  // size: padded head size
+  int64_t heads, block, size, value_size;  // padded sizes
   int dtype;
+  bool latent;
 
-  bool paired() const { return dtype == kBF16 || dtype == kFP8; }
-  int64_t element() const { return dtype == kFP8 ? 1 : dtype == kF32 ? 4 : 2; }
-  int64_t part_bytes() const { return block * size * element(); }  // keys of one head and block
-  uint8_t* keys(int64_t id, int64_t head) const {
-    return data + (id * 2 * heads + head) * part_bytes();
+  bool coded() const { return dtype >= kE4M3; }
+  bool scaled() const { return dtype == kInt8; }
+  bool paired() const { return dtype == kBF16 || coded(); }
+  int64_t element() const { return coded() ? 1 : dtype == kF32 ? 4 : 2; }
+  int64_t key_bytes() const { return latent ? 0 : block * size * element(); }
+  int64_t head_bytes() const {
+    return key_bytes() + block * (value_size * element() + (scaled() ? 8 : 0));
   }
-  uint8_t* values(int64_t id, int64_t head) const {
-    return data + ((id * 2 + 1) * heads + head) * part_bytes();
+  uint8_t* keys(int64_t id, int64_t head) const { return data + (id * heads + head) * head_bytes(); }
+  uint8_t* values(int64_t id, int64_t head) const { return keys(id, head) + key_bytes(); }
+  // Of the block's keys; those of its values follow.
+  float* scales(int64_t id, int64_t head) const {
+    return reinterpret_cast<float*>(values(id, head) + block * value_size);
   }
 };
 
-// Round to nearest even to e4m3; beyond 448 saturates, NaN stays.
-inline uint8_t narrow_e4m3(float x) {
-  uint32_t u;
-  std::memcpy(&u, &x, 4);
-  uint8_t sign = uint8_t(u >> 24 & 0x80);
-  u &= 0x7fffffffu;
-  if (u > 0x7f800000u) return sign | 0x7f;
-  if (u >= 0x43e80000u) return sign | 0x7e;  // 464 and above
-  if (u < 0x3c800000u) {                     // below 2^-6: steps of 2^-9, rounded by an addition
-    float magnitude;
-    std::memcpy(&magnitude, &u, 4);
-    magnitude += 16384.0f;  // whose last bit is 2^-9
-    std::memcpy(&u, &magnitude, 4);
-    return sign | uint8_t(u - 0x46800000u);
+// One token of one head, padded with zeros, as elements of the cache; returns the scale.
+template <class E, class T>
+inline float encode(const T* from, int64_t used, int64_t size, E* to) {
+  float scale = 1.0f, inverse = 1.0f;
+  if constexpr (std::is_same<E, Int8>::value) {
+    vf peak{};
+    for_lanes(used, [&](int64_t i, int n) {
+      vf x = load_n(from + i, n);
+      peak = vmax(peak, vmax(x, -x));
+    });
+    scale = largest(peak) / 127.0f;
+    inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
   }
-  u += 0x7ffffu + ((u >> 20) & 1u);
-  return sign | uint8_t((u >> 20) - (120u << 3));
-}
-
-inline void store_one(fp8* p, float x) { p->bits = narrow_e4m3(x); }
-
-// Writes one token's key and value of one head; k, v: [size_used], any float type.
-template <class E, class K, class V>
-inline void put_token(const Cache& cache, int64_t slot, int64_t head, const K* k, const V* v,
-                      int64_t used) {
-  int64_t id = slot / cache.block, at = slot % cache.block;
-  auto keys = reinterpret_cast<E*>(cache.keys(id, head));
-  auto values = reinterpret_cast<E*>(cache.values(id, head));
-  constexpr bool paired = sizeof(E) == 1 || std::is_same<E, bf16>::value;
-  for (int64_t d = 0; d < cache.size; d++) {
-    float key = d < used ? load_one(k + d) : 0.0f, value = d < used ? load_one(v + d) : 0.0f;
-    if (paired) {
-      store_one(keys + (d / 2 * cache.block + at) * 2 + d % 2, key);
-      store_one(values + (at / 2 * cache.size + d) * 2 + at % 2, value);
+  for_lanes(used, [&](int64_t i, int n) {
+    vf x = load_n(from + i, n);
+    if constexpr (sizeof(E) == 1) {
+      vb codes = __builtin_convertvector(narrow_code(x * inverse, E{}), vb);
+      std::memcpy(to + i, &codes, n);
     } else {
-      store_one(keys + d * cache.block + at, key);
-      store_one(values + at * cache.size + d, value);
+      store_n(to + i, x, n);
     }
+  });
+  std::memset(to + used, 0, (size - used) * sizeof(E));
+  return scale;
+}
+
+template <class E>
+inline constexpr bool kPaired = sizeof(E) == 1 || std::is_same<E, bf16>::value;
+
+template <class E>
+inline void scatter_key(const Cache& c, E* keys, int64_t at, const E* from) {
+  if constexpr (kPaired<E>) {
+    struct Pair {
+      E both[2];
+    };
+    auto to = reinterpret_cast<Pair*>(keys) + at;
+    for (int64_t d = 0; d < c.size / 2; d++) to[d * c.block] = {{from[2 * d], from[2 * d + 1]}};
+  } else {
+    for (int64_t d = 0; d < c.size; d++) keys[d * c.block + at] = from[d];
   }
 }
 
-// The usual case without conversion: bf16 into bf16, keys a pair at a time.
-template <>
-inline void put_token<bf16, bf16, bf16>(const Cache& cache, int64_t slot, int64_t head,
-                                        const bf16* k, const bf16* v, int64_t used) {
-  int64_t id = slot / cache.block, at = slot % cache.block;
-  auto keys = reinterpret_cast<uint32_t*>(cache.keys(id, head)) + at;
-  auto values =
-      reinterpret_cast<uint16_t*>(cache.values(id, head)) + at / 2 * cache.size * 2 + at % 2;
-  for (int64_t d = 0; d + 2 <= used; d += 2)
-    keys[d / 2 * cache.block] = load_raw<uint32_t>(k + d);
-  if (used % 2) keys[used / 2 * cache.block] = k[used - 1].bits;
-  for (int64_t d = div_up(used, 2); d < cache.size / 2; d++) keys[d * cache.block] = 0;
-  for (int64_t d = 0; d < used; d++) values[d * 2] = v[d].bits;
-  for (int64_t d = used; d < cache.size; d++) values[d * 2] = 0;
+template <class E>
+inline void scatter_value(const Cache& c, E* values, int64_t at, const E* from) {
+  if constexpr (kPaired<E>) {
+    E* to = values + at / 2 * c.value_size * 2 + at % 2;
+    for (int64_t d = 0; d < c.value_size; d++) to[2 * d] = from[d];
+  } else {
+    std::memcpy(values + at * c.value_size, from, c.value_size * sizeof(E));
+  }
+}
+
+constexpr int64_t kMaxSize = 1024;  // of a head
+
+// Writes one token's key [size] and value [value_size] of one head; a latent token is its key.
+template <class E, class K, class V>
+inline void put_token(const Cache& c, int64_t slot, int64_t head, const K* k, int64_t size,
+                      const V* v, int64_t value_size) {
+  int64_t id = slot / c.block, at = slot % c.block;
+  E row[kMaxSize];
+  float scale = encode(k, size, c.size, row);
+  if (c.latent) return scatter_value(c, reinterpret_cast<E*>(c.values(id, head)), at, row);
+  scatter_key(c, reinterpret_cast<E*>(c.keys(id, head)), at, row);
+  if (c.scaled()) c.scales(id, head)[at] = scale;
+  scale = encode(v, value_size, c.value_size, row);
+  scatter_value(c, reinterpret_cast<E*>(c.values(id, head)), at, row);
+  if (c.scaled()) c.scales(id, head)[c.block + at] = scale;
 }
 
 template <class F>
 inline void with_cache(int dtype, F&& f) {
-  if (dtype == kFP8) f(fp8{});
-  else with_float(dtype, f);
+  switch (dtype) {
+    case kE4M3: f(E4M3{}); break;
+    case kE5M2: f(E5M2{}); break;
+    case kInt8: f(Int8{}); break;
+    default: with_float(dtype, f);
+  }
+}
+
+template <class F>
+inline void with_code(int dtype, F&& f) {
+  if (dtype == kE4M3) f(E4M3{});
+  else if (dtype == kE5M2) f(E5M2{});
+  else f(Int8{});
 }
 
 }  // namespace modulm

@@ -1,116 +1,81 @@
 // The two ways to multiply with a cache: on bf16 pairs, or in fp32.
 //
-// Both offer keys(...) and values(...), which give a piece of a block (a multiple of 32 tokens) as
-// a right-hand side [k][columns], in place or converted into `buffer`, and product(...), which adds
-// a[rows][k] * b[k][columns] to sums[rows][64].
+// Both read a piece of 32 tokens of one block as a right-hand side: keys [lines of D][32 tokens],
+// values [lines of 32 tokens][Dv], in place where the cache is stored so, else converted.
 #pragma once
 
 #include "attention/cache.h"
-#include "linear/decode.h"
-#include "linear/tile.h"
+#include "attention/tile.h"
 
 namespace modulm {
 
-template <class Line>
-struct Side {
-  const Line* data;
-  int64_t stride;
-};
+constexpr int kPiece = 32;  // tokens
 
 struct PairMath {
   using Element = bf16;
   using Line = uint32_t;
+  static constexpr int width = 2;  // elements of a line
+  static constexpr bool coarse = true;
 
-  static Side<Line> keys(const Cache& c, int64_t id, int64_t head, int64_t at, int64_t count,
-                         Line* buffer) {
-    const uint8_t* from = c.keys(id, head);
-    if (c.dtype == kBF16) return {reinterpret_cast<const Line*>(from) + at, c.block};
-    for (int64_t d = 0; d < c.size / 2; d++)
-      decode_fp8(from + (d * c.block + at) * 2, buffer + d * count, count);
-    return {buffer, count};
+  static bool in_place(const Cache& c) { return c.dtype == kBF16; }
+
+  static void keys(const Cache& c, int64_t id, int64_t head, int64_t at, Line* to) {
+    const uint8_t* from = c.keys(id, head) + at * 2;
+    with_code(c.dtype, [&](auto code) {
+      for (int64_t d = 0; d < c.size / 2; d++)
+        decode_codes(from + d * c.block * 2, to + d * kPiece, kPiece, code);
+    });
+  }
+  static void values(const Cache& c, int64_t id, int64_t head, int64_t at, Line* to) {
+    const uint8_t* from = c.values(id, head) + at * c.value_size;
+    with_code(c.dtype, [&](auto code) {
+      decode_codes(from, to, kPiece / 2 * c.value_size, code);
+    });
   }
 
-  // Of `count` tokens only the first `valid` are in use; the others are made zero, because their
-  // weight is 0 but what memory holds there might be NaN.
-  static Side<Line> values(const Cache& c, int64_t id, int64_t head, int64_t at, int64_t count,
-                           int64_t valid, Line* buffer) {
-    int64_t lanes = count / 2 * c.size;
-    const uint8_t* from = c.values(id, head) + at * c.size * c.element();
-    if (c.dtype == kBF16 && valid >= count) return {reinterpret_cast<const Line*>(from), c.size};
-    if (c.dtype == kBF16) std::memcpy(buffer, from, lanes * sizeof(Line));
-    else decode_fp8(from, buffer, lanes);
-    if (valid < count) {
-      int64_t whole = valid / 2;
-      if (valid % 2)
-        for (int64_t d = 0; d < c.size; d++) buffer[whole * c.size + d] &= 0xffffu;
-      int64_t first = div_up(valid, 2) * c.size;
-      std::memset(buffer + first, 0, (lanes - first) * sizeof(Line));
-    }
-    return {buffer, c.size};
+  // Makes tokens from `valid` on zero: their weight is 0, but memory there might hold NaN.
+  static void clear_after(Line* values, int64_t valid, int64_t size) {
+    if (valid % 2)
+      for (int64_t d = 0; d < size; d++) values[valid / 2 * size + d] &= 0xffffu;
+    int64_t first = div_up(valid, 2) * size;
+    std::memset(values + first, 0, (kPiece / 2 * size - first) * sizeof(Line));
   }
 
-  static void product(int rows, const Element* a, int64_t lda, Side<Line> b, int width, int64_t k,
-                      float* sums) {
-    for (int r = 0; r < rows; r += kBlockRows)
-      multiply(rows - r < kBlockRows ? rows - r : kBlockRows, a + r * lda, lda, b.data, width,
-               b.stride, k / 2, sums + r * kPanel);
+  // The rows [32 tokens][size] that are interleaved in a piece of values.
+  static void rows(const Line* values, int64_t size, bf16* to) {
+    for (int64_t pair = 0; pair < kPiece / 2; pair++, values += size, to += 2 * size)
+      for (int64_t d = 0; d < size; d += kLanes) {
+        vu lines = load_raw<vu>(values + d);
+        store_raw(to + d, __builtin_convertvector(lines & 0xffffu, vh));
+        store_raw(to + size + d, __builtin_convertvector(lines >> 16, vh));
+      }
   }
 };
-
-template <int Rows>
-inline void plain_tile(const float* a, int64_t lda, const float* b, int64_t ldb, int64_t k,
-                       float* sums) {
-  constexpr int vectors = 2;
-  vf c[Rows][vectors];
-  for (int r = 0; r < Rows; r++)
-    for (int v = 0; v < vectors; v++) c[r][v] = load(sums + r * kPanel + v * kLanes);
-  for (int64_t i = 0; i < k; i++, b += ldb)
-    for (int v = 0; v < vectors; v++) {
-      vf line = load(b + v * kLanes);
-      for (int r = 0; r < Rows; r++) c[r][v] += line * a[r * lda + i];
-    }
-  for (int r = 0; r < Rows; r++)
-    for (int v = 0; v < vectors; v++) store(sums + r * kPanel + v * kLanes, c[r][v]);
-}
 
 struct PlainMath {
   using Element = float;
   using Line = float;
+  static constexpr int width = 1;
+  static constexpr bool coarse = false;
 
-  template <class E>
-  static void widen_rows(const E* from, int64_t stride, int64_t rows, int64_t columns, float* to) {
-    for (int64_t r = 0; r < rows; r++)
-      for (int64_t c = 0; c < columns; c += kLanes)
-        store(to + r * columns + c, load(from + r * stride + c));
+  static bool in_place(const Cache& c) { return c.dtype == kF32; }
+
+  static void widen_row(const uint8_t* from, int64_t n, float* to) {
+    for (int64_t i = 0; i < n; i += kLanes)
+      store(to + i, load(reinterpret_cast<const fp16*>(from) + i));
   }
-
-  static Side<Line> keys(const Cache& c, int64_t id, int64_t head, int64_t at, int64_t count,
-                         Line* buffer) {
-    const uint8_t* from = c.keys(id, head);
-    if (c.dtype == kF32) return {reinterpret_cast<const float*>(from) + at, c.block};
-    widen_rows(reinterpret_cast<const fp16*>(from) + at, c.block, c.size, count, buffer);
-    return {buffer, count};
+  static void keys(const Cache& c, int64_t id, int64_t head, int64_t at, Line* to) {
+    for (int64_t d = 0; d < c.size; d++)
+      widen_row(c.keys(id, head) + (d * c.block + at) * 2, kPiece, to + d * kPiece);
   }
-
-  static Side<Line> values(const Cache& c, int64_t id, int64_t head, int64_t at, int64_t count,
-                           int64_t valid, Line* buffer) {
-    const uint8_t* from = c.values(id, head) + at * c.size * c.element();
-    if (c.dtype == kF32 && valid >= count) return {reinterpret_cast<const float*>(from), c.size};
-    if (c.dtype == kF32) std::memcpy(buffer, from, count * c.size * sizeof(float));
-    else widen_rows(reinterpret_cast<const fp16*>(from), c.size, count, c.size, buffer);
-    for (int64_t i = valid * c.size; i < count * c.size; i++) buffer[i] = 0.0f;
-    return {buffer, c.size};
+  static void values(const Cache& c, int64_t id, int64_t head, int64_t at, Line* to) {
+    widen_row(c.values(id, head) + at * c.value_size * 2, kPiece * c.value_size, to);
   }
-
-  static void product(int rows, const Element* a, int64_t lda, Side<Line> b, int width, int64_t k,
-                      float* sums) {
-    for (int c = 0; c < width; c += 2 * kLanes) {
-      int r = 0;
-      for (; r + 4 <= rows; r += 4)
-        plain_tile<4>(a + r * lda, lda, b.data + c, b.stride, k, sums + r * kPanel + c);
-      for (; r < rows; r++)
-        plain_tile<1>(a + r * lda, lda, b.data + c, b.stride, k, sums + r * kPanel + c);
-    }
+  static void clear_after(Line* values, int64_t valid, int64_t size) {
+    std::memset(values + valid * size, 0, (kPiece - valid) * size * sizeof(Line));
+  }
+  static void rows(const Line* values, int64_t size, float* to) {
+    std::memcpy(to, values, kPiece * size * sizeof(float));
   }
 };
 

@@ -9,7 +9,6 @@ namespace modulm {
 namespace {
 
 constexpr int64_t kElementsPerTask = 8192;
-constexpr int64_t kMaxSize = 1024;  // of a head
 
 template <class T>
 void copy_or_norm(const T* from, const void* norm, int norm_dtype, float eps, float offset, T* to,
@@ -25,12 +24,15 @@ void copy_or_norm(const T* from, const void* norm, int norm_dtype, float eps, fl
 
 using namespace modulm;
 
-// k, v: [tokens, heads, size] with the given strides in elements; negative slots are skipped.
+// k: [tokens, heads, size], v: [tokens, heads, value_size] with the given strides in elements;
+// negative slots are skipped.
 MODULM_API void modulm_write_kv(const void* k, int64_t k_token, int64_t k_head, const void* v,
                                 int64_t v_token, int64_t v_head, int64_t tokens, int64_t size,
-                                int dtype, void* data, int64_t heads, int64_t block, int64_t padded,
+                                int64_t value_size, int dtype, void* data, int64_t heads,
+                                int64_t block, int64_t padded, int64_t padded_value, int latent,
                                 int cache_dtype, const int64_t* slots) {
-  Cache cache{static_cast<uint8_t*>(data), heads, block, padded, cache_dtype};
+  Cache cache{static_cast<uint8_t*>(data), heads, block, padded, padded_value, cache_dtype,
+              latent != 0};
   with_float(dtype, [&](auto t) {
     using T = decltype(t);
     with_cache(cache_dtype, [&](auto e) {
@@ -40,7 +42,7 @@ MODULM_API void modulm_write_kv(const void* k, int64_t k_token, int64_t k_head, 
           if (slots[i] < 0) continue;
           for (int64_t h = 0; h < heads; h++)
             put_token<E>(cache, slots[i], h, static_cast<const T*>(k) + i * k_token + h * k_head,
-                         static_cast<const T*>(v) + i * v_token + h * v_head, size);
+                         size, static_cast<const T*>(v) + i * v_token + h * v_head, value_size);
         }
       });
     });
@@ -53,11 +55,12 @@ MODULM_API void modulm_write_kv(const void* k, int64_t k_token, int64_t k_head, 
 MODULM_API void modulm_qkv_prepare(const void* qkv, int64_t stride, int64_t tokens, int64_t q_heads,
                                    int64_t size, int dtype, const void* q_norm,
                                    const void* k_norm, int norm_dtype, float eps, float offset,
-                                   const void* table, int64_t turned, int table_dtype, const int64_t* positions,
-                                   int neox, void* data, int64_t heads, int64_t block,
-                                   int64_t padded, int cache_dtype, const int64_t* slots,
-                                   void* q_out) {
-  Cache cache{static_cast<uint8_t*>(data), heads, block, padded, cache_dtype};
+                                   const void* table, int64_t turned, int table_dtype,
+                                   const int64_t* positions, int neox, void* data, int64_t heads,
+                                   int64_t block, int64_t padded, int64_t padded_value, int latent,
+                                   int cache_dtype, const int64_t* slots, void* q_out) {
+  Cache cache{static_cast<uint8_t*>(data), heads, block, padded, padded_value, cache_dtype,
+              latent != 0};
   with_float(dtype, [&](auto t) {
     using T = decltype(t);
     auto turn = [&](T* head, int64_t i) {
@@ -85,7 +88,7 @@ MODULM_API void modulm_qkv_prepare(const void* qkv, int64_t stride, int64_t toke
             copy_or_norm(row + (q_heads + h) * size, k_norm, norm_dtype, eps, offset, key,
                          size);
             turn(key, i);
-            put_token<E>(cache, slots[i], h, static_cast<const T*>(key),
+            put_token<E>(cache, slots[i], h, static_cast<const T*>(key), size,
                          row + (q_heads + heads + h) * size, size);
           }
         }

@@ -1,11 +1,13 @@
 """Attention by the compiled CPU kernels: one kernel for prefill, decode and any mix of them.
 
 The kernels own the layout of the cache, so this backend calls them directly and not through the
-op table, whose `write_kv` and `paged_attention` may be another provider's.
+op table, whose `write_kv` and `paged_attention` may be another provider's. It stands aside where
+the model does not run on these kernels otherwise: they may have been switched off.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cache
 from types import ModuleType
@@ -22,6 +24,9 @@ from modulm.errors import ConfigError
 
 __all__ = ["CpuPagedAttention"]
 
+#: The provider in the op table whose package this backend calls.
+_PROVIDER = "cpu"
+
 
 @cache
 def _kernels() -> ModuleType | str:
@@ -35,19 +40,27 @@ def _kernels() -> ModuleType | str:
 
 @frozen(eq=False)
 class _StepPlan:
-    """The arrays of a StepLayout as tensors over the same memory."""
+    """The arrays of a StepLayout as tensors over the same memory.
+
+    work: [n] int32, how the kernel cuts the step up, the same in every layer.
+    """
 
     block_tables: Tensor
     query_starts: Tensor
     context_lens: Tensor
     slots: Tensor
+    work: Tensor
 
 
 class CpuPagedAttention(AttentionBackend):
-    """Cache [blocks, 2, kv heads, block size, padded head size], in the kernels' layout."""
+    """Cache [blocks, kv heads, block size, width], in the kernels' layout.
+
+    Keys and values may also be kept in int8, with a scale for each token and head, or in 8-bit
+    floats, whose scale is 1. Then queries and weights are rounded to bfloat16.
+    """
 
     name = "cpu_paged"
-    api = 1
+    api = 2
 
     def __init__(
         self,
@@ -66,19 +79,21 @@ class CpuPagedAttention(AttentionBackend):
         self.shape = kernels.cache_shape
         table = kernels.ops()
         self.write_kv, self.attend = table["write_kv"], table["paged_attention"]
-        self.prepare_qkv = table["qkv_prepare"]
+        self.plan_step, self.prepare_qkv = table["plan_attention"], table["qkv_prepare"]
 
     @classmethod
-    def rejects(cls, spec: AttentionSpec, platform: Platform) -> str | None:
+    def rejects(cls, spec: AttentionSpec, platform: Platform, ops: Ops) -> str | None:
         kernels = _kernels()
         if isinstance(kernels, str):
             return kernels
         if platform.device.type != "cpu":
             return f"runs on CPUs, not on {platform.device.type}"
-        if spec.latent or spec.value_dim not in (None, spec.head_dim):
-            return "keeps keys and values of one size"
-        if spec.head_dim > kernels.MAX_HEAD_SIZE:
+        if _PROVIDER not in ops.providers.values():
+            return f"needs the kernels of provider {_PROVIDER}, which are not in use"
+        if max(spec.head_dim, spec.value_dim or 0) > kernels.MAX_HEAD_SIZE:
             return f"takes heads of up to {kernels.MAX_HEAD_SIZE}, not {spec.head_dim}"
+        if spec.latent and spec.kv_dtype == "int8":
+            return "keeps no latent in int8, not yet"
         kept = sorted(str(dtype).removeprefix("torch.") for dtype in kernels.CACHE_DTYPES)
         if spec.kv_dtype not in kept:
             return f"keeps keys and values in {', '.join(kept)}, not {spec.kv_dtype}"
@@ -90,16 +105,23 @@ class CpuPagedAttention(AttentionBackend):
 
     def layout(self, blocks: int) -> KVLayout:
         spec = self.spec
-        shape = self.shape(blocks, spec.kv_heads, self.block_size, spec.head_dim)
-        one = 2 * shape[2] * shape[3] * shape[4] * getattr(torch, spec.kv_dtype).itemsize
-        return KVLayout(shape, spec.kv_dtype, one)
+        dtype = getattr(torch, spec.kv_dtype)
+        values = 0 if spec.latent else spec.value_dim
+        shape = self.shape(blocks, spec.kv_heads, self.block_size, spec.head_dim, values, dtype)
+        return KVLayout(shape, spec.kv_dtype, math.prod(shape[1:]) * dtype.itemsize)
 
     def plan(self, step: StepLayout) -> _StepPlan:
+        spec = self.spec
+        starts = torch.from_numpy(step.query_starts)
+        lengths = torch.from_numpy(step.context_lens)
         return _StepPlan(
             torch.from_numpy(step.block_tables),
-            torch.from_numpy(step.query_starts),
-            torch.from_numpy(step.context_lens),
+            starts,
+            lengths,
             torch.from_numpy(step.slots),
+            self.plan_step(
+                starts, lengths, spec.heads, spec.kv_heads, spec.window or 0, spec.causal
+            ),
         )
 
     def forward(
@@ -126,6 +148,8 @@ class CpuPagedAttention(AttentionBackend):
         out: Tensor,
     ) -> bool:
         spec = self.spec
+        if spec.latent or spec.value_dim not in (None, spec.head_dim):
+            return False
         q = self.prepare_qkv(
             qkv,
             prepare["q_norm"],
@@ -166,4 +190,5 @@ class CpuPagedAttention(AttentionBackend):
             sinks,
             alibi,
             spec.causal,
+            plan.work,
         )

@@ -54,7 +54,7 @@ class SdpaAttention(AttentionBackend):
     """The portable cache [blocks, block size, kv heads, head dim + value dim]."""
 
     name = "sdpa"
-    api = 1
+    api = 2
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class SdpaAttention(AttentionBackend):
             raise ConfigError("attention.sdpa", f"takes no options, got {sorted(options)}")
 
     @classmethod
-    def rejects(cls, spec: AttentionSpec, platform: Platform) -> str | None:
+    def rejects(cls, spec: AttentionSpec, platform: Platform, ops: Ops) -> str | None:
         if spec.kv_dtype not in _KV_DTYPES:
             return f"keeps keys and values in {', '.join(_KV_DTYPES)}, not {spec.kv_dtype}"
         return None

@@ -10,29 +10,50 @@ from modulm.ops import twins
 from modulm_kernels_cpu import cache_shape
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: Formats of a cache that are smaller than the keys and values.
+NARROW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+
+
+def kept(x, dtype):
+    """x: [tokens, heads, size] as a cache of `dtype` gives it back."""
+    if dtype == torch.int8:
+        scale = x.float().abs().amax(-1, keepdim=True) / 127
+        return (torch.round(x.float() / scale) * scale).to(x.dtype)
+    return x.to(dtype).to(x.dtype)
 
 
 class Case:
-    """A step of several sequences with keys and values in both caches."""
+    """A step of several sequences with keys and values in both caches.
 
-    def __init__(self, ops, lengths, fresh, heads=4, kv_heads=2, size=64, block=32, **kinds):
-        dtype = kinds.get("dtype", torch.bfloat16)
-        kv_dtype = kinds.get("kv_dtype", dtype)
+    `latent` is the rank of a cache whose values are the beginning of its keys.
+    """
+
+    def __init__(
+        self, ops, lengths, fresh, heads=4, kv_heads=2, size=64, block=32, *,
+        dtype=torch.bfloat16, kv_dtype=None, value_size=None, latent=0,
+    ):  # fmt: skip
         self.ops, self.size, self.block = ops, size, block
+        self.value_size = latent or value_size or size
+        self.narrow = kv_dtype in NARROW
+        kv_dtype = kv_dtype or dtype
         width = max(-(-length // block) for length in lengths) + 1
         blocks = width * len(lengths) + 1
         self.tables = (torch.randperm(blocks - 1) + 1)[: width * len(lengths)].int()
         self.tables = self.tables.view(len(lengths), width)
         self.lengths = torch.tensor(lengths, dtype=torch.int32)
         self.starts = torch.tensor([0, *fresh]).cumsum(0).int()
-        shape = cache_shape(blocks, kv_heads, block, size)
-        self.mine = torch.full(shape, torch.nan).to(kv_dtype)
-        self.theirs = torch.zeros(blocks, block, kv_heads, 2 * size).to(kv_dtype)
+        shape = cache_shape(blocks, kv_heads, block, size, 0 if latent else value_size, kv_dtype)
+        poison = torch.full((*shape[:-1], shape[-1] * kv_dtype.itemsize), 255, dtype=torch.uint8)
+        self.mine = poison.view(kv_dtype)
+        stored = size if latent else size + self.value_size
+        self.theirs = torch.zeros(blocks, block, kv_heads, stored).to(dtype)
         for row, length in enumerate(lengths):
-            k, v = (torch.randn(length, kv_heads, size + 8).to(dtype)[..., :size] for _ in "kv")
+            k = torch.randn(length, kv_heads, size + 8).to(dtype)[..., :size]
+            v = torch.randn(length, kv_heads, self.value_size + 8).to(dtype)[..., :-8]
             slots = self.slots(row, length)
             ops["write_kv"](k, v, self.mine, slots)
-            twins.write_kv(k, v, self.theirs, slots)
+            held = (kept(k, kv_dtype), kept(v, kv_dtype)) if self.narrow else (k, v)
+            twins.write_kv(*held, self.theirs, slots)
         self.q = torch.randn(int(self.starts[-1]), heads, size).to(dtype)
 
     def slots(self, row, length):
@@ -47,13 +68,17 @@ class Case:
             if which == "mine"
             else (twins.paged_attention, self.theirs)
         )
-        out = poisoned(*self.q.shape, dtype=self.q.dtype)
+        out = poisoned(*self.q.shape[:2], self.value_size, dtype=self.q.dtype)
         return attention(
             self.q, cache, self.tables, self.starts, self.lengths, self.size**-0.5, out, **options
         )
 
     def check(self, **options):
-        assert_close(self.run("mine", **options), self.run("theirs", **options))
+        mine, theirs = self.run("mine", **options), self.run("theirs", **options)
+        if self.narrow:  # queries and weights are rounded to bf16
+            torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+        else:
+            assert_close(mine, theirs)
 
 
 MIXES = {
@@ -72,19 +97,46 @@ def test_mixes(ops, mix, dtype):
     Case(ops, *MIXES[mix], dtype=dtype).check()
 
 
+#: Caches beside the plain one, and the heads and sizes they are tried with.
+KINDS = {
+    "bf16": {},
+    "fp32": {"dtype": torch.float32},
+    "e4m3": {"kv_dtype": torch.float8_e4m3fn},
+    "e5m2": {"kv_dtype": torch.float8_e5m2, "dtype": torch.float16},
+    "int8": {"kv_dtype": torch.int8},
+    "int8 of fp32": {"kv_dtype": torch.int8, "dtype": torch.float32},
+    "latent": {"kv_heads": 1, "heads": 5, "size": 96, "latent": 64},
+    "latent fp32": {"kv_heads": 1, "size": 80, "latent": 48, "dtype": torch.float32},
+    "latent fp16": {"kv_heads": 1, "size": 40, "latent": 32, "dtype": torch.float16},
+    "latent e4m3": {"kv_heads": 1, "size": 96, "latent": 64, "kv_dtype": torch.float8_e4m3fn},
+    "short values": {"size": 96, "value_size": 40},
+}
+
+
 @pytest.mark.parametrize("options", [
     {"window": 1}, {"window": 40}, {"window": 700}, {"softcap": 3.0}, {"causal": False},
-    {"causal": False, "window": 20},
+    {"causal": False, "window": 20}, {"sinks": True}, {"alibi": True},
+    {"alibi": True, "sinks": True, "softcap": 5.0, "window": 50},
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_options(ops, options, dtype):
-    Case(ops, [100, 40, 31, 900], [17, 1, 31, 3], dtype=dtype).check(**options)
+@pytest.mark.parametrize("kind", KINDS)
+def test_options(ops, options, kind):
+    case = Case(ops, [100, 40, 31, 600], [17, 1, 31, 3], **KINDS[kind])
+    heads = case.q.shape[1]
+    given = {"sinks": torch.randn(heads) * 3, "alibi": torch.rand(heads)}
+    case.check(**{k: given.get(k, v) for k, v in options.items()})
 
 
-def test_sinks_and_alibi(ops):
-    case = Case(ops, [100, 40, 31, 600], [17, 1, 31, 3])
-    case.check(sinks=torch.randn(4) * 3)
-    case.check(alibi=torch.rand(4), window=50)
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_prompts_and_long_contexts(ops, kind):
+    Case(ops, [700, 1300, 5], [300, 2, 5], **KINDS[kind]).check()
+
+
+def test_a_negative_scale(ops):
+    case = Case(ops, [100, 40], [17, 1])
+    out = poisoned(*case.q.shape, dtype=case.q.dtype)
+    rest = (case.tables, case.starts, case.lengths, -0.2)
+    wanted = twins.paged_attention(case.q, case.theirs, *rest, torch.empty_like(out))
+    assert_close(ops["paged_attention"](case.q, case.mine, *rest, out), wanted)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "block"), [
@@ -96,8 +148,24 @@ def test_shapes(ops, heads, kv_heads, size, block):
         Case(ops, [150, 70], [9, 1], heads, kv_heads, size, block, dtype=dtype).check()
 
 
-def test_fp8_cache(ops):
-    Case(ops, [100, 40, 31, 96], [17, 1, 31, 3], kv_dtype=torch.float8_e4m3fn).check()
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_codes_round_to_nearest(ops, dtype):
+    """A lone token comes back as what its cache keeps of it, beyond the largest as the largest."""
+    limit = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+    v = torch.randn(6, 1, 64) * torch.tensor([1e-3, 0.02, 1, 30, 300, 1e3])[:, None, None]
+    v[5, 0, :2] = torch.tensor([1e9, -1e9])
+    k, slots = torch.zeros(6, 1, 64), torch.arange(0, 192, 32)
+    cache = torch.zeros(cache_shape(6, 1, 32, 64, dtype=dtype), dtype=dtype)
+    ops["write_kv"](k, v, cache, slots)
+    tables, ones = torch.arange(6, dtype=torch.int32)[:, None], torch.ones(6, dtype=torch.int32)
+    out = poisoned(6, 1, 64, dtype=torch.float32)
+    starts = torch.arange(7, dtype=torch.int32)
+    ops["paged_attention"](torch.ones(6, 1, 64), cache, tables, starts, ones, 1.0, out)
+    wanted = kept(v if dtype == torch.int8 else v.clamp(-limit, limit), dtype)
+    # In int8 a tie may fall either way, and weights of 1 times a scale are rounded to bf16.
+    step = v.abs().amax(-1, keepdim=True) / 127 if dtype == torch.int8 else torch.zeros(1)
+    assert ((out - wanted).abs() <= wanted.abs() * 2**-8 + step * 0.01).float().mean() > 0.99
+    assert ((out - wanted).abs() <= wanted.abs() * 2**-8 + step * 1.01).all()
 
 
 def test_a_bf16_cache_under_fp32_queries(ops):
@@ -105,24 +173,37 @@ def test_a_bf16_cache_under_fp32_queries(ops):
     torch.testing.assert_close(case.run("mine"), case.run("theirs"), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("kind", ["bf16", "fp32", "int8", "e4m3", "latent"])
 @pytest.mark.parametrize("window", [0, 300])
-def test_a_row_is_the_same_in_every_batch(ops, library, window):
+def test_a_row_is_the_same_in_every_batch(ops, library, window, kind):
     """One token alone, in a chunk or in a whole prefill; on one thread or on many."""
-    case = Case(ops, [1400, 700], [1400, 700])
+    case = Case(ops, [1400, 700], [1400, 700], **KINDS[kind])
     whole = case.run("mine", window=window)
     for count in (1, 2, 5):
         library.set_threads(count)
-        for position in (3, 63, 64, 511, 512, 699):
-            for fresh in (1, 2, 20):
+        for position in (3, 63, 64, 511, 512, 699, 1300):
+            for fresh in (1, 2, 20, 200):
                 first = max(position + 1 - fresh, 0)
                 some = case.q[first : position + 1]
-                out = poisoned(*some.shape, dtype=some.dtype)
+                out = poisoned(*some.shape[:2], case.value_size, dtype=some.dtype)
                 ops["paged_attention"](
                     some, case.mine, case.tables[:1],
                     torch.tensor([0, len(some)]).int(), torch.tensor([position + 1]).int(),
                     case.size**-0.5, out, window=window,
                 )  # fmt: skip
                 assert torch.equal(out, whole[first : position + 1])
+
+
+def test_a_plan_serves_all_layers_and_thread_counts(ops, library):
+    """Made for many threads it cuts the step finer; the result is that without a plan."""
+    case = Case(ops, [900, 300, 64], [400, 1, 64])
+    alone = case.run("mine")
+    for count in (1, 7):
+        library.set_threads(count)
+        plan = ops["plan_attention"](case.starts, case.lengths, 4, 2)
+        for threads in (1, 7):
+            library.set_threads(threads)
+            assert torch.equal(case.run("mine", plan=plan), alone)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -163,6 +244,15 @@ def test_qkv_prepare(ops, dtype, neox, norm, turned):
         assert_close(fused, apart)
 
 
+def test_a_block_in_int8_is_smaller():
+    sizes = {
+        dtype: torch.zeros(cache_shape(4, 2, 32, 64, dtype=dtype), dtype=dtype).nbytes
+        for dtype in (torch.bfloat16, torch.int8, torch.float8_e5m2)
+    }
+    assert sizes[torch.float8_e5m2] * 2 == sizes[torch.bfloat16]
+    assert sizes[torch.int8] == sizes[torch.float8_e5m2] + 4 * 2 * 32 * 8
+
+
 def test_negative_slots_are_skipped(ops):
     cache = torch.zeros(cache_shape(2, 1, 32, 32), dtype=torch.bfloat16)
     x = torch.ones(2, 1, 32, dtype=torch.bfloat16)
@@ -177,7 +267,8 @@ def test_refusals(ops):
     arguments = [q, cache, one[None], torch.tensor([0, 1]).int(), one, 1.0, torch.empty_like(q)]
     for place, value, message in (
         (0, q[:, :3], "q has 3 heads"),
-        (1, cache.int(), "cache must be"),
+        (1, cache.int(), "cache must be of a float dtype or int8"),
+        (1, cache[..., :96].contiguous(), "cache of width 96 does not hold"),
         (2, one, "block_tables must be"),
         (4, one.long(), "context_lens must be"),
         (6, q[:, :2], "out must be"),

@@ -34,7 +34,7 @@ class Toy:
         self.norm = torch.ones(HIDDEN).bfloat16()
         self.qkv = self.ops["pack_linear"](torch.randn(3 * HEADS * SIZE, HIDDEN).bfloat16() / 8)
         self.out = self.ops["pack_linear"](torch.randn(HIDDEN, HEADS * SIZE).bfloat16() / 8)
-        angles = torch.randn(512, SIZE // 2)
+        angles = torch.randn(1024, SIZE // 2)
         self.cos_sin = torch.cat([angles.cos(), angles.sin()], 1)
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -76,7 +76,7 @@ def a_batch(rows: int, length: int, seed: int, cache: torch.Tensor) -> Batch:
 
 def a_cache() -> torch.Tensor:
     torch.manual_seed(1)
-    return torch.randn(200, 2, HEADS, BLOCK, SIZE).bfloat16()
+    return torch.randn(200, HEADS, BLOCK, 2 * SIZE).bfloat16()
 
 
 def test_repeated_steps_give_the_bits_of_the_step():

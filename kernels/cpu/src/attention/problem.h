@@ -1,0 +1,34 @@
+// One call of the attention kernel.
+#pragma once
+
+#include "attention/cache.h"
+#include "base/math.h"
+
+namespace modulm {
+
+struct Problem {
+  const void* q;
+  int64_t q_token, q_head;  // strides in elements
+  int64_t heads, size, value_size;
+  int dtype;
+  Cache cache;
+  const int32_t* tables;
+  int64_t table_stride;
+  const int32_t* query_starts;
+  const int32_t* context_lens;
+  int64_t sequences;
+  float scale, softcap;
+  int64_t window;
+  bool causal;
+  const float* sinks;
+  const float* alibi;
+  void* out;  // [tokens, heads, value_size], contiguous
+
+  int64_t group() const { return heads / cache.heads; }
+  // Whether a score is the product times `scale` and nothing else.
+  bool plain_scores() const {
+    return scale > 0.0f && !(softcap > 0.0f) && !alibi && !cache.scaled();
+  }
+};
+
+}  // namespace modulm

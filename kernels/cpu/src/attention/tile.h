@@ -1,0 +1,148 @@
+// The inner product kernel of attention: c[rows][columns] (+)= a[rows][k] * b[k][columns].
+//
+// b lies in runs of `depth` lines; start(run, column) says where in memory the first line of a run
+// has that column, so that blocks of a paged cache are multiplied where they are. Columns come in
+// multiples of 16, and 16 from a multiple of 16 on are contiguous. A line is a k in fp32, or a pair
+// of k in bf16. For one (row, column) the sum runs over k in order in one fp32 accumulator,
+// whatever the number of rows; between calls it passes through memory, exactly.
+#pragma once
+
+#include <type_traits>
+
+#include "base/vec.h"
+
+#if defined(__AMX_BF16__)
+#include "attention/amx.h"
+#endif
+
+namespace modulm {
+
+// a: [rows][runs * depth] lines' worth of elements, c: [rows][columns]; strides in elements.
+template <class Element>
+struct Left {
+  const Element* data;
+  int64_t stride;
+  int rows;
+};
+struct Sums {
+  float* data;
+  int64_t stride;
+  bool fresh;  // start from zero
+};
+struct Depth {
+  int runs;
+  int64_t lines;   // of a run
+  int64_t stride;  // between lines, in lanes
+};
+
+#if defined(__AVX512BF16__)
+constexpr int kPairRows = 6;  // times 4 vectors: 24 accumulators, 4 lines, broadcasts in place
+#elif defined(__AVX512F__)
+constexpr int kPairRows = 4;
+#else
+constexpr int kPairRows = 2;
+#endif
+#if defined(__AVX512F__)
+constexpr int kFloatRows = 6;
+#else
+constexpr int kFloatRows = 2;
+#endif
+
+template <int Rows, int Vectors>
+inline void add_line(const bf16* const (&a)[Rows], int64_t k, const vu (&line)[Vectors],
+                     vf (&c)[Rows][Vectors]) {
+#if defined(__AVX512BF16__)
+  for (int r = 0; r < Rows; r++) {
+    auto pair = (__m512bh)_mm512_set1_epi32(load_raw<int32_t>(a[r] + 2 * k));
+    for (int v = 0; v < Vectors; v++)
+      c[r][v] = (vf)_mm512_dpbf16_ps((__m512)c[r][v], (__m512bh)line[v], pair);
+  }
+#else
+  vf low[Vectors], high[Vectors];
+  for (int v = 0; v < Vectors; v++) low[v] = low_half(line[v]), high[v] = high_half(line[v]);
+  for (int r = 0; r < Rows; r++) {
+    float first = load_one(a[r] + 2 * k), second = load_one(a[r] + 2 * k + 1);
+    for (int v = 0; v < Vectors; v++) c[r][v] += low[v] * first;
+    for (int v = 0; v < Vectors; v++) c[r][v] += high[v] * second;
+  }
+#endif
+}
+
+template <int Rows, int Vectors>
+inline void add_line(const float* const (&a)[Rows], int64_t k, const vf (&line)[Vectors],
+                     vf (&c)[Rows][Vectors]) {
+  for (int r = 0; r < Rows; r++)
+    for (int v = 0; v < Vectors; v++) c[r][v] += line[v] * a[r][k];
+}
+
+template <int Rows, int Vectors, class Element, class Start>
+inline void tile(const Element* a, int64_t lda, const Start& start, int column, Depth depth,
+                 Sums to) {
+  constexpr int width = std::is_same<Element, float>::value ? 1 : 2;  // elements of a line
+  using Vector = typename std::conditional<width == 1, vf, vu>::type;
+  vf c[Rows][Vectors];
+  for (int r = 0; r < Rows; r++)
+    for (int v = 0; v < Vectors; v++)
+      c[r][v] = to.fresh ? vf{} : load(to.data + r * to.stride + column + v * kLanes);
+  const Element* row[Rows];
+  for (int r = 0; r < Rows; r++) row[r] = a + r * lda;
+  for (int run = 0; run < depth.runs; run++) {
+    decltype(start(0, 0)) b[Vectors];
+    for (int v = 0; v < Vectors; v++) b[v] = start(run, column + v * kLanes);
+    for (int64_t k = 0, at = 0; k < depth.lines; k++, at += depth.stride) {
+      Vector line[Vectors];
+      for (int v = 0; v < Vectors; v++) line[v] = load_raw<Vector>(b[v] + at);
+      add_line(row, k, line, c);
+    }
+    for (int r = 0; r < Rows; r++) row[r] += depth.lines * width;
+  }
+  for (int r = 0; r < Rows; r++)
+    for (int v = 0; v < Vectors; v++) store(to.data + r * to.stride + column + v * kLanes, c[r][v]);
+}
+
+// Calls tile<n> for blocks of up to Rows rows.
+template <int Rows, int Vectors, class Element, class Start>
+inline void tile_rows(Left<Element> a, const Start& start, int column, Depth depth, Sums to) {
+  int r = 0;
+  for (; r + Rows <= a.rows; r += Rows, to.data += Rows * to.stride)
+    tile<Rows, Vectors>(a.data + r * a.stride, a.stride, start, column, depth, to);
+  if constexpr (Rows > 1) {
+    if (r == a.rows) return;
+    a.data += r * a.stride;
+    a.rows -= r;
+    tile_rows<Rows - 1, Vectors>(a, start, column, depth, to);
+  }
+}
+
+template <class Element, class Start>
+inline void multiply_tiles(Left<Element> a, const Start& start, int columns, Depth depth, Sums to) {
+  constexpr int rows = std::is_same<Element, float>::value ? kFloatRows : kPairRows;
+  constexpr int wide = 4 * kLanes;
+  int c = 0;
+  for (; c + wide <= columns; c += wide) tile_rows<rows, 4>(a, start, c, depth, to);
+#if defined(__AVX512F__)
+  for (; c + 2 * kLanes <= columns; c += 2 * kLanes) tile_rows<rows, 2>(a, start, c, depth, to);
+#endif
+  for (; c < columns; c += kLanes) tile_rows<rows, 1>(a, start, c, depth, to);
+}
+
+template <class Start>
+inline void multiply_attention(Left<float> a, const Start& start, int columns, Depth depth,
+                               Sums to) {
+  multiply_tiles(a, start, columns, depth, to);
+}
+
+// In bf16 a run's lines come in multiples of 16. With AMX the rows of a and c are padded: to the
+// next multiple of 16 where there are more than 16.
+template <class Start>
+inline void multiply_attention(Left<bf16> a, const Start& start, int columns, Depth depth,
+                               Sums to) {
+#if defined(__AMX_BF16__)
+  amx_tiles(a.data, a.stride, a.rows, start, columns, depth.runs, depth.lines, depth.stride,
+            to.data, to.stride, to.fresh);
+#else
+  multiply_tiles(a, start, columns, depth, to);
+#endif
+}
+
+}  // namespace modulm
