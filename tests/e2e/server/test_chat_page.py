@@ -167,6 +167,38 @@ def test_settings_and_tools(browser: Browser, live: Live) -> None:
     assert prompt["prompt"].endswith("</think>\n\n")
 
 
+def test_text_is_set_in_shape_but_never_as_html(browser: Browser, live: Live) -> None:
+    open_page(browser, live.url)
+    source = "Use **bold** and `x < 1`:\\n```python\\nprint(1)\\n```\\n<b>no</b>"
+    browser.run(f"const shaped = new Answer(); shaped.take({{content: '{source}'}}); 0")
+    assert browser.run("document.querySelector('article strong').textContent") == "bold"
+    assert browser.run("document.querySelector('article code').textContent") == "x < 1"
+    assert browser.run("document.querySelector('article pre').firstChild.data") == "print(1)"
+    assert "<b>no</b>" in browser.run("document.querySelector('article').innerText")
+
+
+def test_a_first_question_is_offered_and_a_chat_begun_anew(browser: Browser, live: Live) -> None:
+    open_page(browser, live.url)
+    browser.run("document.querySelector('#hello button').click(); 0")
+    browser.wait("document.querySelectorAll('article').length === 1 && !running")
+    assert "capital of France" in live.engine.seen[-1][0]["prompt"]
+    browser.run("$('fresh').click(); 0")
+    assert browser.run("document.querySelectorAll('article').length") == 0
+    assert browser.run("!!$('hello')")
+
+
+@pytest.mark.parametrize("width", [320, 390, 900])
+def test_it_fits_the_screen(browser: Browser, live: Live, width: int) -> None:
+    screen = {"width": width, "height": 700, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.call("Emulation.setDeviceMetricsOverride", screen)
+    try:
+        open_page(browser, live.url)
+        browser.run("openSettings(true); 0")
+        assert browser.run("document.documentElement.scrollWidth") <= width
+    finally:
+        browser.call("Emulation.clearDeviceMetricsOverride")
+
+
 def test_stop_ends_the_request(browser: Browser, live: Live) -> None:
     open_page(browser, live.url)
     before = len(live.engine.aborted)
