@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,8 +123,24 @@ def make_tokenizer(path: str | Path, *, vocab: int = 512) -> Path:
     Ids 0, 1 and 2 are <|endoftext|>, <|im_start|> and <|im_end|> (which ends a turn); the last
     four are the think and tool-call markers, which are text to a parser and so not special.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
+
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_trained(vocab)),
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
+    wrapped.save_pretrained(str(path))
+    return Path(path)
+
+
+@cache
+def _trained(vocab: int) -> str:
+    """The tokenizer of that size, as JSON; one training serves all checkpoints of a process."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -138,15 +155,7 @@ def make_tokenizer(path: str | Path, *, vocab: int = 512) -> Path:
     tokenizer.add_tokens([AddedToken(marker, special=False) for marker in _MARKERS])
     if tokenizer.get_vocab_size() != vocab:
         raise ValueError(f"vocab: trained {tokenizer.get_vocab_size()} entries, not {vocab}")
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        clean_up_tokenization_spaces=False,
-        chat_template=CHAT_TEMPLATE,
-    )
-    wrapped.save_pretrained(str(path))
-    return Path(path)
+    return str(tokenizer.to_str())
 
 
 def _shape(architecture: str) -> Mapping[str, Any]:
