@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from attrs import frozen
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -82,6 +82,12 @@ class Platform(ABC):
 
     def start(self, *, threads: int | None = None) -> None:
         """Prepare the process for running models (threads, streams); called once per worker."""
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Zeroed memory for caches, which may be large and used little by little."""
+        import torch
+
+        return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
 
     def synchronize(self) -> None:
         """Wait until the device has finished all work that was queued."""

@@ -165,7 +165,7 @@ def allocate(
     specs: Sequence[CacheSpec],
     groups: Sequence[CacheGroup],
     blocks: Sequence[int],
-    device: torch.device,
+    platform: Platform,
 ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """The cache of every layer in `specs`, zeroed, and the group that each belongs to.
 
@@ -178,7 +178,7 @@ def allocate(
         for layer in group.layers:
             owners[layer] = index
             if specs[layer].shares is None:
-                caches[layer] = _one(specs[layer], group, count, device)
+                caches[layer] = _one(specs[layer], group, count, platform)
     names = {spec.layer: place for place, spec in enumerate(specs)}
     for place, spec in enumerate(specs):
         if spec.shares is not None:
@@ -186,16 +186,16 @@ def allocate(
     return tuple(caches), tuple(owners)
 
 
-def _one(spec: CacheSpec, group: CacheGroup, blocks: int, device: torch.device) -> Any:
+def _one(spec: CacheSpec, group: CacheGroup, blocks: int, platform: Platform) -> Any:
     if isinstance(spec.spec, StateSpec):
         return {
-            name: torch.zeros((blocks, *shape), dtype=_dtype(dtype), device=device)
+            name: platform.zeros((blocks, *shape), _dtype(dtype))
             for name, shape, dtype in spec.spec.tensors
         }
     if group.backend is None:
         raise ConfigError("attention_backend", f"layer {spec.layer} has no attention backend")
     layout = group.backend.layout(blocks)
-    return torch.zeros(layout.shape, dtype=_dtype(layout.dtype), device=device)
+    return platform.zeros(layout.shape, _dtype(layout.dtype))
 
 
 def _dtype(name: str) -> torch.dtype:

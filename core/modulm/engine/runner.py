@@ -50,7 +50,7 @@ class Runner:
         self.platform = platform
         self.device = platform.device
         sizing = _size(config, loaded, platform, rows, tokens)
-        caches, owners = allocate(self.model.caches, loaded.groups, sizing.blocks, platform.device)
+        caches, owners = allocate(self.model.caches, loaded.groups, sizing.blocks, platform)
         planners = [GroupPlanner(g.block_size, g.backend) for g in loaded.groups]
         self.capacity = Capacity(
             groups=tuple(

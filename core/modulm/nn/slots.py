@@ -50,7 +50,11 @@ class Slot:
     optional: bool = False
 
     def fill(self, part: Part, tensor: Tensor, device: torch.device) -> None:
-        """Copy one tensor into place, converting its dtype."""
+        """Copy one tensor into place, converting its dtype.
+
+        On one thread: memory is no faster with more, and torch's others, which wait for their
+        next work without sleep, would be in the way of kernels that then repack the weight.
+        """
         import torch
 
         parameter: Tensor = getattr(self.module, self.attribute)
@@ -58,7 +62,12 @@ class Slot:
             held = torch.empty(self.shape, dtype=self.dtype, device=device)
             parameter = torch.nn.Parameter(held, requires_grad=False)
             setattr(self.module, self.attribute, parameter)
-        parameter[part.target].copy_(tensor[part.source])
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            parameter[part.target].copy_(tensor[part.source])
+        finally:
+            torch.set_num_threads(threads)
 
 
 @mutable(eq=False)

@@ -49,9 +49,7 @@ class Session:
             blocks = 1 + order.permutation(rows * each).astype(np.int32)
             self._tables.append(blocks.reshape(rows, each))
         counts = [1 + table.size for table in self._tables]
-        caches, owners = allocate(
-            self.model.caches, self.loaded.groups, counts, self.platform.device
-        )
+        caches, owners = allocate(self.model.caches, self.loaded.groups, counts, self.platform)
         self._builder = BatchBuilder(
             [GroupPlanner(g.block_size, g.backend) for g in self.loaded.groups],
             caches,

@@ -242,6 +242,9 @@ class Replay:
         if len(self._programs) >= _MAX_PROGRAMS:
             self._programs.clear()
         self._programs[key] = program
+        # torch has nothing left to compute in such a model that pays for more threads, and its
+        # threads wait for their next work without sleep, on the cores that the kernels need.
+        torch.set_num_threads(1)
         return result
 
     def _give_up(self, why: Unrepeatable) -> None:

@@ -14,22 +14,47 @@ T at(const T* source, int64_t stride, const Weight& w, int64_t column, int64_t k
   return column < w.n && k < w.k ? source[column * stride + k] : T{0};
 }
 
-// `Along` successive k side by side; `flip` is xored to every code, padding included.
+constexpr int kSquare = 16;
+
+// Rows of 16 lanes become columns; `flip` is xored to every lane.
+template <class Lane>
+void turn_square(const void* source, int64_t row_bytes, Lane* to, int64_t width, Lane flip) {
+  Lane lanes[kSquare][kSquare];
+  for (int c = 0; c < kSquare; c++)
+    std::memcpy(lanes[c], static_cast<const char*>(source) + c * row_bytes, sizeof lanes[c]);
+  for (int l = 0; l < kSquare; l++)
+    for (int c = 0; c < kSquare; c++) to[l * width + c] = lanes[c][l] ^ flip;
+}
+
+// The same at the edges of a matrix, one code at a time.
 template <int Along, class T>
+void turn_edge(const T* source, int64_t stride, const Weight& w, int64_t column, int64_t k, T* to,
+               int64_t width, T flip) {
+  for (int l = 0; l < kSquare; l++)
+    for (int c = 0; c < kSquare; c++)
+      for (int i = 0; i < Along; i++)
+        to[(l * width + c) * Along + i] =
+            at(source, stride, w, column + c, k + l * Along + i) ^ flip;
+}
+
+// `Along` successive k make a lane; `flip` is xored to every code, padding included. Columns are
+// taken sixteen at a time from end to end: as many rows of the source are read side by side.
+template <class Lane, int Along, class T>
 void pack_lanes(const T* source, int64_t stride, const Weight& w, T* target, T flip = 0) {
-  constexpr int64_t kBlock = 64;  // k at a time: a block's source and target stay cached
+  static_assert(sizeof(Lane) == Along * sizeof(T), "a lane holds `Along` codes");
+  Lane flips = 0;
+  for (int i = 0; i < Along; i++) flips |= Lane(Lane(flip) << (8 * sizeof(T) * i) % 32);
   parallel(w.panels(), [&](int64_t p, int) {
     int width = w.width(p);
-    T* to = target + p * kPanel * w.padded_k();
-    for (int64_t first = 0; first < w.padded_k(); first += kBlock) {
-      for (int c = 0; c < width; c++) {
-        int64_t column = p * kPanel + c;
-        bool inside = column < w.n && first + kBlock <= w.k;
-        const T* row = source + (inside ? column * stride : 0);
-        for (int64_t k = first; k < first + kBlock; k += Along)
-          for (int i = 0; i < Along; i++)
-            to[(k / Along * width + c) * Along + i] =
-                (inside ? row[k + i] : at(source, stride, w, column, k + i)) ^ flip;
+    T* panel = target + p * kPanel * w.padded_k();
+    for (int c = 0; c < width; c += kSquare) {
+      int64_t column = p * kPanel + c;
+      for (int64_t k = 0; k < w.padded_k(); k += kSquare * Along) {
+        T* to = panel + k * width + c * Along;
+        if (column + kSquare <= w.n && k + kSquare * Along <= w.k)
+          turn_square(source + column * stride + k, stride * int64_t(sizeof(T)),
+                      reinterpret_cast<Lane*>(to), width, flips);
+        else turn_edge<Along>(source, stride, w, column, k, to, width, flip);
       }
     }
   });
@@ -97,13 +122,15 @@ MODULM_API void modulm_pack(const void* source, int64_t stride, void* target, in
   auto halves = static_cast<const uint16_t*>(source);
   auto words = static_cast<const uint32_t*>(source);
   auto to = static_cast<uint8_t*>(target);
+  auto halves_to = static_cast<uint16_t*>(target);
+  auto words_to = static_cast<uint32_t*>(target);
   switch (w.format) {
-    case kWeightBF16: return pack_lanes<2>(halves, stride, w, static_cast<uint16_t*>(target));
-    case kWeightFP16: return pack_lanes<1>(halves, stride, w, static_cast<uint16_t*>(target));
-    case kWeightFP32: return pack_lanes<1>(words, stride, w, static_cast<uint32_t*>(target));
-    case kWeightFP8: return pack_lanes<2>(bytes, stride, w, to);
-    case kWeightInt8: return pack_lanes<4>(bytes, stride, w, to, kFlip);
-    default: return pack_nibbles(bytes, stride, w, static_cast<uint32_t*>(target));
+    case kWeightBF16: return pack_lanes<uint32_t, 2>(halves, stride, w, halves_to);
+    case kWeightFP16: return pack_lanes<uint16_t, 1>(halves, stride, w, halves_to);
+    case kWeightFP32: return pack_lanes<uint32_t, 1>(words, stride, w, words_to);
+    case kWeightFP8: return pack_lanes<uint16_t, 2>(bytes, stride, w, to);
+    case kWeightInt8: return pack_lanes<uint32_t, 4>(bytes, stride, w, to, kFlip);
+    default: return pack_nibbles(bytes, stride, w, words_to);
   }
 }
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform as host
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from modulm.contracts.platform import Memory, Platform, Probe
@@ -17,6 +20,8 @@ __all__ = ["CpuPlatform"]
 #: Names under /proc/cpuinfo's "flags" (x86) and "Features" (Arm) of bf16 and fp16 arithmetic.
 _BF16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _FP16 = frozenset({"avx512_fp16", "amx_fp16", "asimdhp"})
+#: Bytes at which caches begin: a cache line.
+_ALIGNMENT = 64
 _SHOWN = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2", "bf16", "i8mm", "sve")
 
 
@@ -64,6 +69,15 @@ class CpuPlatform(Platform):
 
     def start(self, *, threads: int | None = None) -> None:
         torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Pages that the system gives when they are first touched: a start does not wait for all
+        of a cache, and what nobody uses is never taken.
+        """
+        size = math.prod(shape) * dtype.itemsize
+        area = np.zeros(size + _ALIGNMENT, dtype=np.uint8)
+        start = -area.ctypes.data % _ALIGNMENT
+        return torch.from_numpy(area[start : start + size]).view(dtype).view(tuple(shape))
 
     def describe(self) -> str:
         sets = [name for name in _SHOWN if name in self.features]
