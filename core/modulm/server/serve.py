@@ -26,6 +26,7 @@ from modulm.server.app import Served, create_app, served_names
 from modulm.server.auth import read_keys
 from modulm.server.talk import with_declared_parsers
 from modulm.server.workers import Workers
+from modulm.text.chat import load_template
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +34,16 @@ if TYPE_CHECKING:
 
     from modulm.config import EngineConfig, ServerConfig
 
-__all__ = ["Server", "banner", "check_exposure", "make_server", "open_socket", "run", "serve"]
+__all__ = [
+    "Server",
+    "banner",
+    "check_exposure",
+    "check_files",
+    "make_server",
+    "open_socket",
+    "run",
+    "serve",
+]
 
 #: Seconds that a server with a dead engine still answers: running requests get their error, and
 #: whoever watches /health sees why the process ends.
@@ -67,6 +77,7 @@ def serve(
     without a key, CheckpointError for a model that is not there.
     """
     check_exposure(config.frontend)
+    check_files(config.frontend)
     sock = open_socket(config.frontend)
     try:
         open_checkpoint(config)
@@ -119,6 +130,29 @@ def check_exposure(server: ServerConfig) -> None:
             f"{server.host} can be reached by others: give --api-key or --api-key-file, or say "
             "--allow-unauthenticated",
         )
+
+
+def check_files(server: ServerConfig) -> None:
+    """Raise ConfigError for TLS files or a chat template that cannot be used."""
+    if server.chat_template is not None:
+        load_template(server.chat_template)
+    if server.ssl_certfile is None:
+        if server.ssl_keyfile is not None:
+            raise ConfigError("ssl_keyfile", "needs a certificate: give --ssl-certfile")
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(server.ssl_certfile, server.ssl_keyfile)
+    except (OSError, ssl.SSLError) as error:
+        files = " and ".join(filter(None, (server.ssl_certfile, server.ssl_keyfile)))
+        raise ConfigError("ssl_certfile", f"{files} cannot be used: {error}") from error
+    if server.ssl_ca_certs is not None:
+        try:
+            context.load_verify_locations(server.ssl_ca_certs)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(
+                "ssl_ca_certs", f"{server.ssl_ca_certs} cannot be used: {error}"
+            ) from error
 
 
 def _loopback(host: str) -> bool:

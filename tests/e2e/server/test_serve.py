@@ -194,6 +194,9 @@ def test_what_is_wrong_is_known_before_there_is_an_engine(tiny_folder: Path) -> 
             ({"model": str(tiny_folder / "no"), "port": 0}, CheckpointError),
             ({"model": str(tiny_folder), "port": port}, ConfigError),
             ({"model": str(tiny_folder), "host": "0.0.0.0", "port": 0}, ConfigError),
+            ({"model": str(tiny_folder), "port": 0, "ssl_certfile": "no"}, ConfigError),
+            ({"model": str(tiny_folder), "port": 0, "ssl_keyfile": "no"}, ConfigError),
+            ({"model": str(tiny_folder), "port": 0, "chat_template": "/no.jinja"}, ConfigError),
         ):
             with pytest.raises(error):
                 serve(EngineConfig.from_keywords(**flags), never, print)
