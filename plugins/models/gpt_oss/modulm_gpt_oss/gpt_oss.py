@@ -1,7 +1,8 @@
 """gpt-oss (arXiv 2508.10925): attention sinks, alternating windows, experts with a clamped SwiGLU.
 
 The file stores experts as [expert, inputs, outputs] with gate and up in alternating columns; they
-are turned round while loading. Its MXFP4 form needs a quantization method of that name.
+are turned round while loading. In MXFP4, for which there is a quantization method of that name,
+it stores rows of blocks and their scales, where gate and up alternate too.
 """
 
 from __future__ import annotations
@@ -81,10 +82,14 @@ class GptOssLayer(PreNormLayer):
         )
 
 
+def _part_pairs(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+    """Rows with gate and up in turns: all of gate, then all of up."""
+    yield name, torch.cat([tensor[:, ::2], tensor[:, 1::2]], dim=1)
+
+
 def _turn_pairs(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """Columns with gate and up in turns become rows: all of gate, then all of up."""
-    turned = tensor.transpose(-1, -2) if tensor.dim() == 3 else tensor
-    yield name, torch.cat([turned[:, ::2], turned[:, 1::2]], dim=1)
+    """The same for columns, which become rows."""
+    return _part_pairs(name, tensor.transpose(-1, -2))
 
 
 class GptOssForCausalLM(DecoderForCausalLM):
@@ -94,10 +99,12 @@ class GptOssForCausalLM(DecoderForCausalLM):
     config_type = GptOssConfig
     layer = GptOssLayer
     names = WeightNames(
+        rename=((r"_(blocks|scales)$", r".\1"),),
         rewrite=(
-            Rewrite(r"experts\.gate_up_proj(_bias)?$", _turn_pairs),
+            Rewrite(r"experts\.gate_up_proj$", _turn_pairs),
+            Rewrite(r"experts\.gate_up_proj(_bias|\.blocks|\.scales)$", _part_pairs),
             Rewrite(r"experts\.down_proj$", transpose),
-        )
+        ),
     )
 
     @classmethod

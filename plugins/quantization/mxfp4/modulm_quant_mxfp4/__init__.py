@@ -1,0 +1,1 @@
+"""Expert weights in MXFP4, kept in four bits, for modulm."""
