@@ -121,6 +121,10 @@ class QuantizationMethod(ABC):
         """Whether the layer called `name` is left unquantized by the checkpoint's settings."""
         return False
 
+    def note(self, spec: LinearSpec) -> str | None:
+        """What `modulm explain` says of a layer that is held in another form than most."""
+        return None
+
     def finish(self, layer: torch.nn.Module, spec: LinearSpec) -> None:
         """After loading: repack into what `apply` wants and drop what it does not need."""
 

@@ -11,19 +11,26 @@ from modulm_quant_rtn.methods import Int4, Int4Config
 
 
 @pytest.mark.parametrize(
-    ("bits", "group", "error"), [(8, 0, 0.01), (4, 32, 0.1), (4, 64, 0.11), (4, 128, 0.13)]
+    ("form", "group", "error"),
+    [
+        ("int8", 0, 0.01),
+        ("fp8", 0, 0.03),
+        ("int4", 32, 0.1),
+        ("int4", 64, 0.11),
+        ("int4", 128, 0.13),
+    ],
 )
-def test_error(bits, group, error):
+def test_error(form, group, error):
     torch.manual_seed(0)
     weight = torch.randn(70, 256)
-    codes = round_weight(weight.bfloat16(), bits, group)
+    codes = round_weight(weight.bfloat16(), form, group)
     assert codes.scales.shape == (70, 256 // group if group else 1)
     assert (codes.weight(torch.float32) - weight).norm() / weight.norm() < error
 
 
 def test_a_zero_row_stays_zero():
-    for bits, group in ((8, 0), (4, 32)):
-        assert round_weight(torch.zeros(2, 64), bits, group).weight(torch.float32).eq(0).all()
+    for form, group in (("int8", 0), ("fp8", 0), ("int4", 32)):
+        assert round_weight(torch.zeros(2, 64), form, group).weight(torch.float32).eq(0).all()
 
 
 def test_the_head_and_odd_sizes_keep_a_byte():
@@ -31,4 +38,7 @@ def test_the_head_and_odd_sizes_keep_a_byte():
     spec = LinearSpec("up_proj", 256, (8,), False, "bfloat16")
     head = LinearSpec("lm_head", 256, (8,), False, "bfloat16", kind="lm_head")
     odd = LinearSpec("up_proj", 100, (8,), False, "bfloat16")
-    assert [method._form(each) for each in (spec, head, odd)] == [(4, 64), (8, 0), (8, 0)]
+    forms = [method._form(each) for each in (spec, head, odd)]
+    assert forms == [("int4", 64), ("int8", 0), ("int8", 0)]
+    assert method.note(spec) is None
+    assert method.note(odd) == "int8, 100 inputs are not whole groups of 64"

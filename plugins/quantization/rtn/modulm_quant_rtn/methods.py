@@ -1,8 +1,8 @@
-"""`--quantization int8 | int4` on a plain checkpoint: weights are rounded as they load.
+"""`--quantization int8 | int4 | fp8` on a plain checkpoint: weights are rounded as they load.
 
-No calibration data is needed. Activations stay as they are. Where the kernels for this platform
-know `pack_quantized` (ops of the CPU kernels), a layer keeps only what that gives; elsewhere it
-keeps codes and scales and multiplies with the weight they stand for: slower, the same memory.
+No calibration data is needed. Where the kernels for this platform know `pack_quantized` (ops of
+the CPU kernels), a layer keeps only what that gives; elsewhere it keeps codes and scales and
+multiplies with the weight they stand for: slower, the same memory, activations as they are.
 """
 
 from __future__ import annotations
@@ -25,19 +25,31 @@ from modulm.contracts.quantization import (
 )
 from modulm_quant_rtn.codes import Codes, round_weight
 
-__all__ = ["Int4", "Int4Config", "Int8", "Int8Config"]
+__all__ = ["FP8", "FP8Config", "Int4", "Int4Config", "Int8", "Int8Config"]
+
+_ACTIVATIONS = validators.in_(("int8", "bf16"))
 
 
 @frozen
 class Int8Config:
-    """int8, symmetric, a scale per output: there is nothing to set."""
+    """`activations`: what they are rounded to before a product, "int8" (a scale per token and 256
+    inputs) or "bf16" (not at all, where kernels have more than int8 for them)."""
+
+    activations: str = field(default="int8", validator=_ACTIVATIONS)
 
 
 @frozen
 class Int4Config:
-    """`group_size`: weights along an input row that share a scale and a zero point."""
+    """`group_size`: weights along an input row that share a scale and a zero point;
+    `activations` as for int8."""
 
     group_size: int = field(default=64, validator=validators.in_((32, 64, 128, 256)))
+    activations: str = field(default="int8", validator=_ACTIVATIONS)
+
+
+@frozen
+class FP8Config:
+    """e4m3, a scale per output: there is nothing to set."""
 
 
 class _Rounded(QuantizationMethod):
@@ -60,13 +72,15 @@ class _Rounded(QuantizationMethod):
         return {"weight": ParamSpec(shape, spec.dtype, output_dim=0, input_dim=1)}
 
     def finish(self, layer: torch.nn.Module, spec: LinearSpec) -> None:
-        bits, group = self._form(spec)
+        form, group = self._form(spec)
         pack = getattr(self.ops, "pack_quantized", None)
         weight = layer.get_parameter("weight").detach()
-        codes = round_weight(weight, bits, group)
+        codes = round_weight(weight, form, group)
         layer.packed = codes
         if pack is not None:
-            layer.packed = pack(codes.values, f"int{bits}", group, codes.scales, codes.zeros)
+            layer.packed = pack(
+                codes.values, form, group, codes.scales, codes.zeros, self._activations()
+            )
         layer.register_parameter("weight", None)
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -84,9 +98,13 @@ class _Rounded(QuantizationMethod):
         weight: Tensor = self.ops.unpack_linear(packed)
         return weight.to(dtype)
 
+    def _activations(self) -> str:
+        """What kernels round activations to."""
+        return "bf16"
+
     @abstractmethod
-    def _form(self, spec: LinearSpec) -> tuple[int, int]:
-        """Bits of a code, and inputs that share a scale (0: all)."""
+    def _form(self, spec: LinearSpec) -> tuple[str, int]:
+        """The form of the codes, and inputs that share a scale (0: all)."""
 
 
 class Int8(_Rounded):
@@ -95,8 +113,12 @@ class Int8(_Rounded):
     name = "int8"
     Config: ClassVar[type] = Int8Config
 
-    def _form(self, spec: LinearSpec) -> tuple[int, int]:
-        return 8, 0
+    def _form(self, spec: LinearSpec) -> tuple[str, int]:
+        return "int8", 0
+
+    def _activations(self) -> str:
+        activations: str = self.config.activations
+        return activations
 
 
 class Int4(_Rounded):
@@ -106,8 +128,26 @@ class Int4(_Rounded):
     name = "int4"
     Config: ClassVar[type] = Int4Config
 
-    def _form(self, spec: LinearSpec) -> tuple[int, int]:
-        group: int = self.config.group_size
-        if spec.kind == "lm_head" or spec.inputs % group:
-            return 8, 0
-        return 4, group
+    def note(self, spec: LinearSpec) -> str | None:
+        if spec.kind == "lm_head":
+            return "the head keeps int8: every token's choice hangs on it"
+        if spec.inputs % self.config.group_size:
+            return f"int8, {spec.inputs} inputs are not whole groups of {self.config.group_size}"
+        return None
+
+    def _form(self, spec: LinearSpec) -> tuple[str, int]:
+        return ("int4", self.config.group_size) if self.note(spec) is None else ("int8", 0)
+
+    def _activations(self) -> str:
+        activations: str = self.config.activations
+        return activations
+
+
+class FP8(_Rounded):
+    """A byte per weight with an exponent in it: small weights keep their digits."""
+
+    name = "fp8"
+    Config: ClassVar[type] = FP8Config
+
+    def _form(self, spec: LinearSpec) -> tuple[str, int]:
+        return "fp8", 0
