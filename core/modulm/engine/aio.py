@@ -26,13 +26,14 @@ from modulm.engine.outputs import PoolingRequestOutput, RequestOutput
 from modulm.engine.prepare import Preparer, PromptLike, Search, Work
 from modulm.engine.requests import Request, StepEvents, StepStats
 from modulm.engine.stats import Metrics
-from modulm.errors import EngineDead, NotFound, QueueFull, RequestError, UnsupportedError
+from modulm.errors import EngineDead, NotFound, QueueFull, RequestError
 from modulm.plugins import manager
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
     from modulm.engine.beam import BeamSearchParams
     from modulm.engine.host import Host
+    from modulm.engine.spawn import EngineProcess
     from modulm.text.tokenizer import Tokenizer
 
 __all__ = ["AsyncLLM", "Line", "ThreadLine"]
@@ -63,7 +64,7 @@ class Line(ABC):
         """End a request; unknown ones are ignored."""
 
     @abstractmethod
-    def call(self, name: str) -> Future[Any]:
+    def call(self, name: str, *arguments: Any) -> Future[Any]:
         """A named operation of the engine between two steps ("reset_prefix_cache", ...)."""
 
     def reports(self) -> Future[list[str]]:
@@ -118,8 +119,8 @@ class ThreadLine(Line):
     def abort(self, request: str) -> None:
         self._host.engine.abort(request)
 
-    def call(self, name: str) -> Future[Any]:
-        return self._host.engine.call(self._host.operation(name))
+    def call(self, name: str, *arguments: Any) -> Future[Any]:
+        return self._host.engine.call(self._host.operation(name, *arguments))
 
     def tokenizer(self) -> Tokenizer | None:
         return self._host.tokenizer
@@ -140,10 +141,10 @@ class AsyncLLM:
         self._open(keywords(model=model, **flags).config)
 
     @classmethod
-    def from_config(cls, config: EngineConfig) -> AsyncLLM:
-        """An engine of a configuration that is complete."""
+    def from_config(cls, config: EngineConfig, process: EngineProcess | None = None) -> AsyncLLM:
+        """An engine of a configuration that is complete; in `process`, if one waits for work."""
         made = cls.__new__(cls)
-        made._open(config)
+        made._open(config, process)
         return made
 
     @classmethod
@@ -156,14 +157,16 @@ class AsyncLLM:
         made._attach(ProcessLine(address, made._hear, made._hear_death))
         return made
 
-    def _open(self, config: EngineConfig) -> None:
+    def _open(self, config: EngineConfig, process: EngineProcess | None = None) -> None:
         self._begin()
         if config.frontend.disable_frontend_multiprocessing:
             self._attach(ThreadLine(config, self._hear, self._hear_death))
             return
-        from modulm.engine.process import EngineProcess, ProcessLine
+        from modulm.engine.process import ProcessLine
+        from modulm.engine.spawn import EngineProcess
 
-        engine = EngineProcess(config)
+        engine = process or EngineProcess()
+        engine.start(config)
         self._attach(ProcessLine(engine.address, self._hear, self._hear_death, engine))
 
     def _begin(self) -> None:
@@ -284,12 +287,20 @@ class AsyncLLM:
         return True
 
     async def sleep(self, level: int = 1) -> None:
-        """Give the model's memory back."""
-        raise UnsupportedError("sleeping engines: not yet")
+        """Give back the memory of the caches, with level 2 that of the weights as well.
+
+        Requests are refused until it is woken. Raises UnsupportedError without
+        --enable-sleep-mode, RequestError while requests run.
+        """
+        await self._call("sleep", level)
 
     async def wake_up(self) -> None:
-        """Take the memory again."""
-        raise UnsupportedError("sleeping engines: not yet")
+        """Take the memory again; weights that were given back are loaded anew."""
+        await self._call("wake_up")
+
+    async def is_sleeping(self) -> bool:
+        """Whether the engine sleeps."""
+        return bool(await self._call("is_sleeping"))
 
     def report_by(self, report: Callable[[], str]) -> None:
         """How this front end tells of itself, on any thread, when another one asks."""
@@ -404,8 +415,8 @@ class AsyncLLM:
                 self._line.abort(identity)
             news.set()
 
-    async def _call(self, name: str) -> Any:
-        return await asyncio.wrap_future(self._line.call(name))
+    async def _call(self, name: str, *arguments: Any) -> Any:
+        return await asyncio.wrap_future(self._line.call(name, *arguments))
 
     # What the engine tells, on its thread.
 

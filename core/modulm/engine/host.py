@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -27,7 +27,7 @@ from modulm.engine.info import EngineInfo, open_tokenizer
 from modulm.engine.loop import Engine, Listener
 from modulm.engine.requests import Request
 from modulm.engine.scheduler import BudgetScheduler, Limits
-from modulm.errors import ConfigError, ModulmError, RequestError, UnsupportedError
+from modulm.errors import ConfigError, ModulmError, QueueFull, RequestError, UnsupportedError
 from modulm.loading import Checkpoint, open_checkpoint
 from modulm.plugins import manager
 
@@ -97,24 +97,54 @@ class Host:
         notes = (*map(str, resolved.notices), *capacity.notes)
         self.info = _info(self.config, checkpoint, capacity, scheduler, self.executor, notes)
         self._grammars = _Grammars(self._open_compiler)
+        # While it sleeps: what the executor has to be told when it is woken.
+        self._asleep: tuple[Any] | None = None
         self._notify = plugins.notify
         for note in notes:
             log.info("%s", note)
         self._notify("modulm_engine_started", config=self.config)
 
     def submit(self, *requests: Request) -> None:
-        """Hand in requests; a grammar that they ask for is compiled beside the steps."""
+        """Hand in requests; a grammar that they ask for is compiled beside the steps.
+
+        Raises QueueFull also while the engine sleeps.
+        """
+        if self._asleep is not None:
+            raise QueueFull("the engine sleeps; wake it up first")
         params = requests[0].params
         if isinstance(params, SamplingParams) and params.structured_outputs is not None:
             grammar = self._grammars(params.structured_outputs, requests[0].prompt)
             requests = tuple(evolve(request, grammar=grammar) for request in requests)
         self.engine.submit(*requests)
 
-    def operation(self, name: str) -> Callable[[], Any]:
+    def operation(self, name: str, *arguments: Any) -> Callable[[], Any]:
         """What a front end may have run between two steps. Raises UnsupportedError."""
-        if name != "reset_prefix_cache":
+        known: dict[str, Callable[..., Any]] = {
+            "reset_prefix_cache": self.engine.scheduler.forget_prefixes,
+            "sleep": self._sleep,
+            "wake_up": self._wake_up,
+            "is_sleeping": lambda: self._asleep is not None,
+        }
+        if name not in known:
             raise UnsupportedError(f"the engine has no operation {name!r}")
-        return self.engine.scheduler.forget_prefixes
+        return partial(known[name], *arguments)
+
+    def _sleep(self, level: int) -> None:
+        """Give back the caches (level 1), and the weights as well (level 2)."""
+        if not self.config.model.enable_sleep_mode:
+            raise UnsupportedError("this engine cannot sleep: start it with --enable-sleep-mode")
+        if level not in (1, 2):
+            raise RequestError("level must be 1 (caches) or 2 (weights as well)", "level")
+        if self.engine.busy:
+            raise RequestError("requests are running: wait for them or abort them before sleeping")
+        if self._asleep is None:
+            self.engine.scheduler.forget_prefixes()
+            self._asleep = (self.executor.call("sleep", level),)
+
+    def _wake_up(self) -> None:
+        if self._asleep is not None:
+            self.executor.call("wake_up", *self._asleep)
+            self._asleep = None
 
     def stop(self) -> None:
         """Stop the loop and release the model; may be called twice."""

@@ -256,12 +256,15 @@ class LLM:
         return True
 
     def sleep(self, level: int = 1) -> None:
-        """Give the model's memory back."""
-        raise UnsupportedError("sleeping engines: not yet")
+        """Give back the memory of the caches, with level 2 that of the weights as well.
+
+        Raises UnsupportedError without enable_sleep_mode.
+        """
+        self._host.operation("sleep", level)()
 
     def wake_up(self) -> None:
-        """Take the memory again."""
-        raise UnsupportedError("sleeping engines: not yet")
+        """Take the memory again; weights that were given back are loaded anew."""
+        self._host.operation("wake_up")()
 
     def shutdown(self) -> None:
         """Release the model; may be called twice."""

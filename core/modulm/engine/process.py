@@ -16,29 +16,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modulm.engine import wire
 from modulm.engine.aio import Line
 from modulm.engine.requests import Finish, Request, StepEvents
+from modulm.engine.spawn import EngineProcess, connect
 from modulm.errors import EngineDead, EngineError, ModulmError
 from modulm.plugins import manager
 from modulm.plugins.manager import PluginManager
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
     from modulm.engine.host import Host
 
 __all__ = ["EngineProcess", "ProcessLine", "main", "split"]
@@ -49,71 +45,8 @@ log = logging.getLogger("modulm.engine")
 _BACKLOG = 256 << 20
 #: Seconds that front ends get to tell of themselves; one that does not counts as it last did.
 _TELLING = 2.0
-#: Seconds that a process gets to end after it was asked to.
+#: Seconds that front ends get to read the last words.
 _GRACE = 5.0
-
-
-class EngineProcess:
-    """Starts the engine's process and ends it. `address` is the socket that front ends connect to.
-
-    Nothing is awaited here: `ProcessLine` waits until the model is loaded.
-    """
-
-    def __init__(self, config: EngineConfig) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="modulm-"))
-        self.address = str(self._folder / "engine")
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(self.address)
-        listener.listen(64)
-        try:
-            plugins = wire.pack_plugins(manager.current().snapshot())
-            start = wire.pack("start", wire.pack_config(config), plugins)
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "modulm.engine.process", str(listener.fileno())],
-                pass_fds=(listener.fileno(),),
-                stdin=subprocess.DEVNULL,
-            )
-            self._leash = _connect(self.address)
-            self._leash.sendall(start)
-        except BaseException:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            raise
-        finally:
-            listener.close()
-
-    @property
-    def pid(self) -> int:
-        """Of the engine's process."""
-        return self._process.pid
-
-    def ending(self) -> str:
-        """How the process ended, for people."""
-        with suppress(subprocess.TimeoutExpired):
-            code = self._process.wait(1.0)
-            if code < 0:
-                return f"the engine's process was killed by {signal.Signals(-code).name}"
-            return f"the engine's process ended with exit code {code}"
-        return "the engine's process closed its line"
-
-    def close(self) -> None:
-        """End the process; may be called twice."""
-        self._leash.close()
-        try:
-            self._process.wait(_GRACE)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _connect(address: str) -> socket.socket:
-    peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        peer.connect(address)
-    except OSError as error:
-        peer.close()
-        raise EngineDead(f"there is no engine at {address}: {error}") from error
-    return peer
 
 
 class ProcessLine(Line):
@@ -138,7 +71,7 @@ class ProcessLine(Line):
         self._numbers = count()
         self._closing = False
         self._lock = threading.Lock()
-        self._peer = _connect(address)
+        self._peer = connect(address)
         self._stream = self._peer.makefile("rb")
         self._peer.sendall(wire.pack("hello"))
         frame = self._receive()
@@ -159,10 +92,10 @@ class ProcessLine(Line):
         with suppress(EngineDead):
             self._send(wire.pack("abort", request))
 
-    def call(self, name: str) -> Future[Any]:
+    def call(self, name: str, *arguments: Any) -> Future[Any]:
         number, answer = next(self._numbers), Future[Any]()
         self._calls[number] = answer
-        self._send(wire.pack("call", number, name))
+        self._send(wire.pack("call", number, name, *arguments))
         return answer
 
     def reports(self) -> Future[list[str]]:
@@ -419,14 +352,14 @@ class _Server:
             self._requests[request.id] = peer
             peer.open.add(request.id)
 
-    def _call(self, host: Host, peer: _Peer, number: int, name: str) -> None:
+    def _call(self, host: Host, peer: _Peer, number: int, name: str, *arguments: Any) -> None:
         def answered(future: Future[Any]) -> None:
             error = future.exception()
             value = None if error else future.result()
             self._later(peer.send, wire.pack("answer", number, value, wire.pack_error(error)))
 
         try:
-            host.engine.call(host.operation(name)).add_done_callback(answered)
+            host.engine.call(host.operation(name, *arguments)).add_done_callback(answered)
         except ModulmError as error:
             peer.send(wire.pack("answer", number, None, wire.pack_error(error)))
 
@@ -439,6 +372,8 @@ class _Server:
             if self._host is not None:
                 self._host.engine.abort(identity)
         peer.open.clear()
+        if self._owner is None and not self.started.done():  # the owner, before it said a word
+            self.started.set_exception(EngineDead("there is nobody to work for"))
         if peer is self._owner:
             self.gone.set()
             if self._host is not None:

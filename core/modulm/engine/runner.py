@@ -37,10 +37,17 @@ _PROMPT_SLICE = 64
 class Runner:
     """Runs plans on a loaded model.
 
-    config must have its automatic values resolved; making a runner allocates the caches.
+    config must have its automatic values resolved; making a runner allocates the caches, of the
+    sizes in `sizing` or of those that fit.
     """
 
-    def __init__(self, config: EngineConfig, loaded: Loaded, platform: Platform) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        loaded: Loaded,
+        platform: Platform,
+        sizing: Sizing | None = None,
+    ) -> None:
         rows, tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
         if rows is None or tokens is None:
             raise EngineError("max_num_seqs and max_num_batched_tokens must be resolved first")
@@ -49,7 +56,7 @@ class Runner:
         self._forward = self.model.forward if eager else loaded.ops.recorded(self.model.forward)
         self.platform = platform
         self.device = platform.device
-        sizing = _size(config, loaded, platform, rows, tokens)
+        self.sizing = sizing = sizing or _size(config, loaded, platform, rows, tokens)
         caches, owners = allocate(self.model.caches, loaded.groups, sizing.blocks, platform)
         planners = [GroupPlanner(g.block_size, g.backend) for g in loaded.groups]
         self.capacity = Capacity(

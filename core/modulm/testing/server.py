@@ -141,11 +141,15 @@ class ScriptedEngine:
 
     async def sleep(self, level: int = 1) -> None:
         """As AsyncLLM.sleep."""
-        raise UnsupportedError("sleeping engines: not yet")
+        raise UnsupportedError("a scripted engine cannot sleep")
+
+    async def is_sleeping(self) -> bool:
+        """Never."""
+        return False
 
     async def wake_up(self) -> None:
         """As AsyncLLM.wake_up."""
-        raise UnsupportedError("sleeping engines: not yet")
+        raise UnsupportedError("a scripted engine cannot sleep")
 
     @property
     def active(self) -> int:

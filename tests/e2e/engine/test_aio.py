@@ -20,7 +20,7 @@ from modulm import LLM, AsyncLLM, BeamSearchParams, SamplingParams, StructuredOu
 from modulm.config import EngineConfig
 from modulm.contracts.sampling import OutputKind
 from modulm.engine.aio import ThreadLine
-from modulm.engine.process import EngineProcess
+from modulm.engine.spawn import EngineProcess
 from modulm.errors import CheckpointError, EngineDead, QueueFull, RequestError, UnsupportedError
 from modulm.plugins import register
 from modulm.testing.checkpoints import make_tiny
@@ -421,5 +421,56 @@ def test_a_search_that_was_accepted_waits_for_a_full_queue(fake: AsyncLLM) -> No
         (output,) = await search
         assert [answer.finish_reason for answer in output.outputs] == ["length"]
         _idle(fake)
+
+    run(main)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["thread", "process"])
+def test_sleeping_gives_memory_back_and_changes_nothing(checkpoint: str, inside: bool) -> None:
+    async def main() -> None:
+        prompt = {"prompt_token_ids": [20 + i for i in range(70)]}
+        params = LONG.with_(max_tokens=6, output_kind=OutputKind.FINAL_ONLY, logprobs=1)
+        (before,) = await collect(llm.generate(prompt, params, "before"))
+        running = llm.generate(prompt, LONG, "running")
+        await anext(running)
+        with pytest.raises(RequestError, match="running"):
+            await llm.sleep(1)
+        await running.aclose()
+        with pytest.raises(RequestError, match="level"):
+            await llm.sleep(3)
+        for level in (1, 2):
+            awake = memory()
+            await llm.sleep(level)
+            assert await llm.is_sleeping()
+            assert memory() < awake - (40 << 20)
+            with pytest.raises(QueueFull, match="sleeps"):
+                await collect(llm.generate(prompt, params, "early"))
+            await llm.wake_up()
+            await llm.wake_up()
+            assert not await llm.is_sleeping()
+            (after,) = await collect(llm.generate(prompt, params, f"after{level}"))
+            assert after.num_cached_tokens == 0
+            assert after.outputs == before.outputs
+
+    def memory() -> int:
+        """Bytes of address space that the engine's process has; untouched caches count."""
+        pid = "self" if inside else str(llm._line._owned.pid)
+        pages = Path(f"/proc/{pid}/statm").read_text().split()[0]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+    large = {"kv_cache_memory_bytes": 1 << 26, "max_num_seqs": 512, "max_model_len": 256}
+    llm = AsyncLLM(
+        **_flags(checkpoint) | large,
+        enable_sleep_mode=True,
+        disable_frontend_multiprocessing=inside,
+    )
+    run(main)
+    llm.shutdown()
+
+
+def test_an_engine_sleeps_only_if_it_was_started_for_that(llm: AsyncLLM) -> None:
+    async def main() -> None:
+        with pytest.raises(UnsupportedError, match="--enable-sleep-mode"):
+            await llm.sleep()
 
     run(main)

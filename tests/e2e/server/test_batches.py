@@ -192,7 +192,11 @@ def test_developers_routes_behind_their_switch(make_server: ServerMaker) -> None
         assert client.post("/reset_prefix_cache").json() == {"success": True}
         assert live.engine.resets == 1
         assert client.get("/is_sleeping").json() == {"is_sleeping": False}
-        for path in ("/sleep", "/wake_up", "/start_profile", "/stop_profile"):
+        for path in ("/sleep", "/wake_up"):
+            answer = client.post(path)
+            assert answer.status_code == 400
+            assert "cannot sleep" in error_of(answer)["message"]
+        for path in ("/start_profile", "/stop_profile"):
             answer = client.post(path)
             assert answer.status_code == 400
             assert "not yet" in error_of(answer)["message"]

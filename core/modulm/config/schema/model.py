@@ -177,22 +177,28 @@ class ModelConfig:
         {}, "Sampling defaults that replace those of --generation-config."
     )
     enable_sleep_mode: bool = flag(
-        False, "Let the engine give its memory back and return.", state=later("sleeping engines")
+        False, "Let the engine give its memory back on request and take it again: /sleep, /wake_up."
     )
     sleep_mode_backend: str = flag(
-        "cumem", "How memory is given back.", state=later("sleeping engines")
+        "cumem",
+        "How memory is given back.",
+        state=no_effect("caches and weights are released and made again"),
     )
     sleep_mode_offload_cudagraph: bool = flag(
-        False, "Give captured graphs back as well.", state=later("sleeping engines")
+        False,
+        "Give captured graphs back as well.",
+        state=no_effect("recorded steps go with the caches that they belong to"),
     )
     sleep_preserve_parameter_names: tuple[str, ...] = flag(
-        (), "Weights that stay while the engine sleeps.", state=later("sleeping engines")
+        (), "Weights that stay while the engine sleeps.", state=later("parts of a model's weights")
     )
     enable_cumem_allocator: bool = flag(
-        False, "Allocate so that memory can be given back.", state=later("sleeping engines")
+        False,
+        "Allocate so that memory can be given back.",
+        state=no_effect("all memory can be given back"),
     )
     enable_nccl_comm_suspend: bool = flag(
-        False, "Suspend communicators while asleep.", state=later("sleeping engines")
+        False, "Suspend communicators while asleep.", state=no_effect("one device takes part")
     )
     model_impl: str = flag(
         "auto",

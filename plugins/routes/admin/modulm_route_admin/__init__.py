@@ -60,8 +60,8 @@ class Admin(RouteFamily):
         return Response(status_code=200)
 
     async def is_sleeping(self) -> Response:
-        """Whether the engine sleeps, which it cannot yet."""
-        return json_response({"is_sleeping": False})
+        """Whether the engine sleeps."""
+        return json_response({"is_sleeping": await self.context.engine.is_sleeping()})
 
 
 def _later(what: str) -> Callable[[], Awaitable[Response]]:
