@@ -21,7 +21,7 @@ MODEL = 300
 
 #: "path" or "path:function" -> lines, each with the reason beside it.
 ALLOWED: dict[str, int] = {
-    "core": 17_200,  # 260 flags with help texts, every field of the HTTP APIs, a server
+    "core": 17_600,  # 260 flags with help texts, every field of the HTTP APIs, a server
 }
 
 _LAYOUT = {

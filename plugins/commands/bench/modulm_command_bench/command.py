@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from modulm.cli.options import FlagCommand, print_notices
+from modulm.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,6 +19,25 @@ __all__ = ["command"]
 _DATASETS = ("random", "sharegpt", "sonnet", "burstgpt", "prefix_repetition", "custom", "hf")
 _BACKENDS = ("modulm", "vllm", "openai", "openai-chat", "openai-embeddings")
 _METRICS = "ttft,tpot,itl"
+
+
+class _ListCommand(click.Command):
+    """Options that may be given often also take several words: `--goodput ttft:200 tpot:50`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        from modulm.cli.arguments import Shapes, normalize
+
+        options = [param for param in self.params if isinstance(param, click.Option)]
+        valued = {name for option in options if not option.is_flag for name in option.opts}
+        shapes = Shapes(
+            tables=frozenset(),
+            lists=frozenset(option.opts[0] for option in options if option.multiple),
+            takes_value=valued.__contains__,
+        )
+        try:
+            return super().parse_args(ctx, normalize(args, shapes))
+        except ConfigError as error:
+            raise click.UsageError(str(error), ctx) from error
 
 
 @click.group("bench")
@@ -187,7 +207,7 @@ def _recipe(given: dict[str, Any], seed: int) -> Any:
     )
 
 
-@command.command("serve")
+@command.command("serve", cls=_ListCommand)
 @click.option(
     "--backend",
     "--endpoint-type",
@@ -443,7 +463,7 @@ def sweep(
     measure_all(loads(concurrencies, request_rates), measure, Path(output_dir))
 
 
-_sweep = command.command("sweep")(sweep)
+_sweep = command.command("sweep", cls=_ListCommand)(sweep)
 _sweep.params += [option for option in serve.params if option.name not in _SWEPT]
 
 

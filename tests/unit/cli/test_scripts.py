@@ -1,0 +1,177 @@
+"""Command lines and YAML files as users of vLLM have them, with the program's name changed.
+
+Each is read by the command it names: every flag works, is accepted with a reason, or is refused
+with what to use. Nothing is run.
+"""
+
+from __future__ import annotations
+
+import shlex
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from modulm.config.sources import Draft
+
+ACCEPTED = [
+    "serve Qwen/Qwen1.5-32B-Chat-AWQ --max-model-len 4096",
+    "serve fxmarty/qwen_1.5-moe-a2.7b-mxfp4 --tensor-parallel-size 1",
+    (
+        "serve meta-llama/Llama-3.1-8B-Instruct --dtype bfloat16 --max-model-len 32k"
+        " --gpu-memory-utilization 0.9 --max_num_seqs 64 --max-num-batched-tokens 8192"
+        " --enable-chunked-prefill --enable-prefix-caching"
+    ),
+    (
+        "serve NousResearch/Meta-Llama-3-8B-Instruct --dtype auto --api-key token-abc123"
+        " --host 0.0.0.0 --port 8000 --generation-config vllm"
+    ),
+    (
+        "serve Qwen/Qwen3-8B --reasoning-parser qwen3 --enable-auto-tool-choice"
+        " --tool-call-parser hermes --default-chat-template-kwargs '{\"enable_thinking\": false}'"
+    ),
+    'serve BAAI/bge-base-en-v1.5 --runner pooling --pooler-config \'{"pooling_type": "CLS"}\'',
+    "serve m --scheduling-policy priority --async-scheduling --long-prefill-token-threshold 512",
+    "serve m --hf-overrides.rope_scaling.rope_type yarn --hf-overrides.rope_scaling.factor 4.0",
+    (
+        "serve m --uvicorn-log-level warning --disable-uvicorn-access-log --ssl-keyfile k"
+        " --ssl-certfile c --root-path /api --allowed-origins '[\"https://a\"]' --middleware x.y"
+        " --enable-request-id-headers --disable-fastapi-docs --log-config-file log.json"
+    ),
+    "serve m --served-model-name gpt-4 gpt-4o --api-key a b --seed 7 -asc 2",
+    "chat --url http://localhost:8000/v1 --model-name m --system-prompt 'Be kind.'",
+    'chat --quick "hi"',
+    "complete --url http://localhost:8000/v1 --quick 'The future of AI is' --max-tokens 20",
+    (
+        "bench latency --model meta-llama/Llama-3.2-1B-Instruct --input-len 32 --output-len 1"
+        " --enforce-eager --load-format dummy"
+    ),
+    (
+        "bench throughput --model meta-llama/Llama-3.2-1B-Instruct --input-len 32 --output-len 1"
+        " --dataset-name sonnet --num-prompts 10 --async-engine"
+    ),
+    (
+        "bench serve --model meta-llama/Llama-3.2-1B-Instruct --host server-host --port 8000"
+        " --random-input-len 32 --random-output-len 4 --num-prompts 5 --request-rate 2"
+    ),
+    (
+        "bench serve --backend vllm --endpoint /v1/completions --dataset-name sharegpt"
+        " --dataset-path ShareGPT.json --max-concurrency 16 --goodput ttft:200 tpot:50 --save-result"
+        " --percentile-metrics ttft,tpot,itl,e2el --metric-percentiles 50,90,99"
+    ),
+    "run-batch -i in.jsonl -o results.jsonl --model meta-llama/Meta-Llama-3-8B-Instruct",
+    "run-batch -i https://a/in.jsonl -o https://a/out --model m --enable-metrics --port 8100",
+    "collect-env",
+]
+#: A line, a flag with a note, and words of the reason.
+NOTED = [
+    ("serve m --task generate", "--task", "use --runner"),
+    ("serve m --swap-space 8", "--swap-space", "no effect"),
+    ("serve m -O3", "--optimization-level", "no graphs are compiled"),
+    ("serve m -cc.level 3", "--compilation-config", "no graphs are compiled"),
+    (
+        "serve m --guided-decoding-backend xgrammar",
+        "--guided-decoding-backend",
+        "use --structured-outputs-config.backend",
+    ),
+]
+REFUSED = [
+    ("serve facebook/opt-13b --tensor-parallel-size 4", "--tensor-parallel-size: not yet"),
+    ("serve gpt2 -pp 2", "--pipeline-parallel-size: not yet"),
+    ("serve m --distributed-executor-backend ray", "no installed plugin provides executor 'ray'"),
+    ("serve m --enable-lora --lora-modules a=b", "--enable-lora: not yet"),
+    ('serve m --rope-scaling \'{"rope_type": "linear"}\'', "--rope-scaling: refused: --hf-over"),
+    ("serve m --num-lookahead-slots 2", "--num-lookahead-slots: refused: use --speculative-con"),
+    ("serve m --data-parallel-size 2", "--data-parallel-size: not yet"),
+    ("serve m --otlp-traces-endpoint grpc://a:1", "--otlp-traces-endpoint: not yet"),
+    ("serve m --tool-call-parser none-such", "--tool-call-parser: no installed plugin"),
+    ("serve m --max-model-len many", "--max-model-len"),
+    ("serve m --max-modl-len 5", "No such option '--max-modl-len'"),
+]
+
+
+def read(line: str) -> dict[str, Any]:
+    """What the command that a line names makes of it."""
+    words = shlex.split(line)
+    (point,) = entry_points(group="modulm.commands", name=words.pop(0))
+    found: Any = point.load()
+    while isinstance(found, click.Group):
+        found = found.commands[words.pop(0)]
+    return dict(found.make_context(str(found.name), words).params)
+
+
+@pytest.mark.parametrize("line", ACCEPTED)
+def test_scripts_that_work(line: str) -> None:
+    draft = read(line).get("draft")
+    assert draft is None or isinstance(draft, Draft)
+    notes = [] if draft is None else [str(notice) for notice in draft.notices]
+    assert all("no effect" in note for note in notes), notes
+
+
+@pytest.mark.parametrize(("line", "flag", "words"), NOTED)
+def test_scripts_that_are_told_something(line: str, flag: str, words: str) -> None:
+    (notice,) = read(line)["draft"].notices
+    assert notice.flag == flag
+    assert words in notice.message
+
+
+@pytest.mark.parametrize(("line", "words"), REFUSED)
+def test_scripts_that_are_refused(line: str, words: str) -> None:
+    with pytest.raises(click.UsageError) as caught:
+        read(line)
+    assert words in caught.value.format_message()
+
+
+YAML = """
+model: meta-llama/Llama-3.1-8B-Instruct
+host: "127.0.0.1"
+port: 6379
+uvicorn-log-level: "info"
+dtype: bfloat16
+max-model-len: 16k
+served_model_name: [llama, gpt-4]
+enable-prefix-caching: true
+no-enable-chunked-prefill: true
+hf-overrides:
+  rope_scaling: {rope_type: yarn, factor: 4.0}
+structured-outputs-config:
+  disable_any_whitespace: true
+api-key:
+  - one
+  - two
+"""
+
+
+def test_a_file_as_vllm_s_documents_write_it(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(YAML)
+    config = read(f"serve --config {path} --port 8001")["draft"].config
+    assert config.model.model == "meta-llama/Llama-3.1-8B-Instruct"
+    assert (config.frontend.host, config.frontend.port) == ("127.0.0.1", 8001)
+    assert config.model.max_model_len == 16_000
+    assert config.model.served_model_name == ("llama", "gpt-4")
+    assert config.cache.enable_prefix_caching is True
+    assert config.scheduler.enable_chunked_prefill is False
+    assert config.model.hf_overrides["rope_scaling"]["factor"] == 4.0
+    assert config.structured_outputs.disable_any_whitespace is True
+    assert config.frontend.api_key == ("one", "two")
+    other = read(f"serve Qwen/Qwen3-8B --config {path}")["draft"].config
+    assert other.model.model == "Qwen/Qwen3-8B"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prot: 1", "did you mean"),
+        ("tensor-parallel-size: 2", "--tensor-parallel-size: not yet"),
+        ("port: [1]", "--port"),
+    ],
+)
+def test_a_file_with_a_mistake_names_the_key(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(click.UsageError) as caught:
+        read(f"serve m --config {path}")
+    assert words in caught.value.format_message()
