@@ -1,0 +1,154 @@
+"""Where the time of steps goes: single streams, a full batch, a prompt, and a long context.
+
+    python bench/decode.py MODEL [--quantization int8] [--only NAME ...] [--json FILE]
+
+Each figure is set against what the machine could do at that moment: the bytes that a step reads
+against the read bandwidth, the operations of a prompt against the rate of a bf16 product. Both are
+measured just before and just after, since neighbours on the host change them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from probe import gemm_rate
+
+import modulm_kernels_cpu as kernels
+from modulm import LLM, SamplingParams
+from modulm_kernels_cpu.probe import read_bandwidth
+
+_RANDOM = np.random.default_rng(0)
+
+
+#: Bytes of a weight, with its share of scales and zero points; int4 keeps the head in int8.
+BYTES = {None: 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 64}
+
+
+class Sizes:
+    """What a step of a dense model costs: bytes of weights, bytes of KV per token of context."""
+
+    def __init__(self, config: Mapping[str, Any], quantization: str | None) -> None:
+        hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        size = config.get("head_dim") or hidden // heads
+        attention = hidden * size * (2 * heads + 2 * kv_heads)
+        self.products = layers * (attention + 3 * hidden * config["intermediate_size"])
+        each = BYTES[quantization]
+        head = hidden * config["vocab_size"] * (1.0 if quantization == "int4" else each)
+        self.weights = self.products * each + head
+        self.heads = layers * heads * size
+        self.kv = 2 * layers * kv_heads * size * 2
+
+    def prompt_flops(self, tokens: int) -> float:
+        """Of a prompt: the linear layers, and attention over what came before."""
+        return 2.0 * self.products * tokens + 2.0 * self.heads * tokens * tokens
+
+
+def prompt(tokens: int) -> list[int]:
+    """Token ids that no other prompt shares."""
+    return [int(token) for token in _RANDOM.integers(1000, 30000, tokens)]
+
+
+def seconds(llm: LLM, prompts: list[list[int]], tokens: int) -> float:
+    """Of generating exactly `tokens` tokens for each prompt."""
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    began = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    return time.perf_counter() - began
+
+
+def per_step(llm: LLM, context: int, steps: int) -> float:
+    """Seconds of one step of one stream with `context` tokens before it."""
+    ids = prompt(context)
+    seconds(llm, [ids], 1)  # the blocks of the prompt are kept: what follows is decoding alone
+    return (seconds(llm, [ids], steps + 2) - seconds(llm, [ids], 2)) / steps
+
+
+def beside(measure: Callable[[], float], figure: Callable[[], float]) -> tuple[float, float]:
+    """A figure, and the mean of what the machine could do before and after it."""
+    before = measure()
+    found = figure()
+    return found, (before + measure()) / 2
+
+
+def bandwidth() -> float:
+    """GB/s."""
+    return read_bandwidth(kernels.load())
+
+
+def stream(llm: LLM, sizes: Sizes, context: int = 64, steps: int = 64) -> dict[str, float]:
+    """One stream: the bytes of weights and KV of a step over its time, as part of the bandwidth."""
+    step, possible = beside(bandwidth, lambda: per_step(llm, context, steps))
+    read = (sizes.weights + sizes.kv * (context + steps / 2)) / 1e9
+    return {
+        "tokens/s": 1 / step,
+        "GB/s": read / step,
+        "of GB/s": possible,
+        "fraction": read / step / possible,
+    }
+
+
+def prefill(llm: LLM, sizes: Sizes, tokens: int = 2048) -> dict[str, float]:
+    """A prompt, as part of the rate of a large bf16 product."""
+    best, possible = beside(
+        gemm_rate, lambda: min(seconds(llm, [prompt(tokens)], 1) for _ in range(3))
+    )
+    done = sizes.prompt_flops(tokens) / 1e9
+    return {
+        "tokens/s": tokens / best,
+        "GFLOP/s": done / best,
+        "of GFLOP/s": possible,
+        "fraction": done / best / possible,
+    }
+
+
+def batch(llm: LLM, requests: int = 32, prompted: int = 256, tokens: int = 128) -> dict[str, float]:
+    """Requests that come all at once: output tokens per second."""
+    taken = seconds(llm, [prompt(prompted) for _ in range(requests)], tokens)
+    return {"seconds": taken, "output tokens/s": requests * tokens / taken}
+
+
+def cases(llm: LLM, sizes: Sizes) -> Mapping[str, Callable[[], dict[str, float]]]:
+    """What can be measured, by name."""
+    return {
+        "stream": lambda: stream(llm, sizes),
+        "prompt": lambda: prefill(llm, sizes),
+        "batch": lambda: batch(llm),
+        "context": lambda: stream(llm, sizes, context=8192, steps=24),
+    }
+
+
+def main() -> None:
+    """Print a line for each case; write them as JSON where asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--quantization")
+    parser.add_argument("--eager", action="store_true", help="without recorded steps")
+    parser.add_argument("--only", nargs="*", help="names of cases")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    options = parser.parse_args()
+    llm = LLM(
+        options.model, quantization=options.quantization, enforce_eager=options.eager,
+        max_model_len=9000, kv_cache_memory_bytes=2 << 30,
+    )  # fmt: skip
+    config = json.loads((Path(options.model) / "config.json").read_text())
+    sizes = Sizes(config, options.quantization)
+    seconds(llm, [prompt(64)], 8)
+    found = {}
+    for name, measure in cases(llm, sizes).items():
+        if options.only is None or name in options.only:
+            found[name] = measure()
+            figures = "  ".join(f"{value:.4g} {unit}" for unit, value in found[name].items())
+            print(f"{name:8} {figures}", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
