@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -10,6 +11,7 @@ from modulm.cli.options import FlagCommand, print_notices
 
 if TYPE_CHECKING:
     from modulm.config.sources import Draft
+    from modulm.engine.spawn import EngineProcess
 
 __all__ = ["command"]
 
@@ -21,6 +23,20 @@ def command(draft: Draft, model_tag: str | None) -> None:
 
     MODEL is a folder, a Hugging Face id or a short name; without one the embedded model answers.
     """
+    from modulm.engine.spawn import EngineProcess
+
+    several = not draft.config.frontend.disable_frontend_multiprocessing
+    process = EngineProcess() if several else None
+    try:
+        code = _serve(draft, process)
+    finally:
+        if process is not None:
+            process.close()
+    raise SystemExit(code)
+
+
+def _serve(draft: Draft, process: EngineProcess | None) -> int:
+    """The exit code of a server; `process` gets ready for its engine meanwhile."""
     from modulm.cli.logs import configure_logging
     from modulm.engine.aio import AsyncLLM
     from modulm.server.serve import serve
@@ -33,4 +49,4 @@ def command(draft: Draft, model_tag: str | None) -> None:
             "`modulm serve MODEL` serves a folder or a Hugging Face id.",
             err=True,
         )
-    raise SystemExit(serve(draft.config, AsyncLLM.from_config, click.echo))
+    return serve(draft.config, partial(AsyncLLM.from_config, process=process), click.echo)
