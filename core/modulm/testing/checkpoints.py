@@ -53,6 +53,8 @@ _FINAL_NORMS = (
     "model.norm.weight",
     "final_layernorm.weight",
     "final_layer_norm.weight",
+    ".layer_norm.weight",
+    "embedding_norm.weight",
     "ln_f.weight",
     "norm_f.weight",
 )
