@@ -188,6 +188,29 @@ def test_urls_errors_and_keys(
     assert os.listdir(tmp_path) == []
 
 
+def test_embeddings(checkpoint: Path, tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [
+        {"custom_id": name, "url": "/v1/embeddings", "body": {"model": "tiny", "input": given}}
+        for name, given in (("one", "hello"), ("two", ["hello", "bye"]), ("none", []))
+    ]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines) + chat(5) + "\n")
+    done = subprocess.run(
+        arguments(checkpoint, str(source), str(output), "--runner", "pooling"),
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    one, two, none, five = rows(output)
+    first = one["response"]["body"]["data"][0]["embedding"]
+    assert sum(value * value for value in first) == pytest.approx(1, abs=1e-3)
+    many = [entry["embedding"] for entry in two["response"]["body"]["data"]]
+    assert many[0] == pytest.approx(first, abs=1e-5)
+    assert many[1] != many[0]
+    assert none["response"]["status_code"] == 400
+    assert "input" in none["error"]["message"]
+    assert five["error"] is not None
+
+
 def test_a_killed_batch_goes_on(checkpoint: Path, tmp_path: Path) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(chat(n, max_tokens=40, ignore_eos=True) for n in range(24)))

@@ -58,7 +58,7 @@ ACCEPTED = [
     ),
     (
         "bench serve --backend vllm --endpoint /v1/completions --dataset-name sharegpt"
-        " --dataset-path ShareGPT.json --max-concurrency 16 --goodput ttft:200 tpot:50 --save-result"
+        " --dataset-path ShareGPT.json --max-concurrency 9 --goodput ttft:200 tpot:50 --save-result"
         " --percentile-metrics ttft,tpot,itl,e2el --metric-percentiles 50,90,99"
     ),
     "run-batch -i in.jsonl -o results.jsonl --model meta-llama/Meta-Llama-3-8B-Instruct",
