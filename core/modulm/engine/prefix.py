@@ -19,12 +19,12 @@ from modulm.errors import ConfigError
 
 __all__ = ["ALGORITHMS", "Chain", "Hasher", "PrefixIndex", "block_extra", "hasher"]
 
-#: Names a block: (parent's name, its tokens as an int32 array, extra) -> its name.
-Hasher = Callable[[bytes, np.ndarray, bytes], bytes]
+#: Names a block: (parent's name, its tokens as the bytes of int32, extra) -> its name.
+Hasher = Callable[[bytes, bytes, bytes], bytes]
 
 
 def _sha256(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
+    return hashlib.sha256(data, usedforsecurity=False).digest()
 
 
 def _builtin(data: bytes) -> bytes:
@@ -43,8 +43,8 @@ def _xxhash() -> Callable[[bytes], bytes]:
 
 
 def _raw(digest: Callable[[bytes], bytes]) -> Hasher:
-    def name(parent: bytes, tokens: np.ndarray, extra: bytes) -> bytes:
-        return digest(parent + tokens.tobytes() + extra)
+    def name(parent: bytes, tokens: bytes, extra: bytes) -> bytes:
+        return digest(parent + tokens + extra)
 
     return name
 
@@ -62,11 +62,12 @@ def _cbor_head(major: int, value: int) -> bytes:
 def _cbor(digest: Callable[[bytes], bytes]) -> Hasher:
     """Over the canonical CBOR of [parent, [token, ...], extra], which any language can write."""
 
-    def name(parent: bytes, tokens: np.ndarray, extra: bytes) -> bytes:
-        items = b"".join(_cbor_head(0, token) for token in tokens.tolist())
+    def name(parent: bytes, tokens: bytes, extra: bytes) -> bytes:
+        ids = np.frombuffer(tokens, dtype=np.int32).tolist()
+        items = b"".join(_cbor_head(0, token) for token in ids)
         return digest(
             b"\x83" + _cbor_head(2, len(parent)) + parent
-            + _cbor_head(4, len(tokens)) + items
+            + _cbor_head(4, len(ids)) + items
             + _cbor_head(2, len(extra)) + extra
         )  # fmt: skip
 
@@ -123,14 +124,17 @@ class Chain:
 
     def extend(self, tokens: np.ndarray) -> None:
         """tokens: int32, the request's tokens from its first one. Names the new full blocks."""
-        size = self.size
-        for start in range(len(self.names) * size, len(tokens) - size + 1, size):
-            parent = self.names[-1] if self.names else b""
-            extra = block_extra(self.request, start, start + size) if self._plain(start) else b""
-            self.names.append(self._name(parent, tokens[start : start + size], extra))
-
-    def _plain(self, start: int) -> bool:
-        return start == 0 or bool(self.request.media)
+        size, names, media = self.size, self.names, self.request.media
+        first = len(names) * size
+        if len(tokens) - first < size:
+            return
+        data, width = tokens[first:].tobytes(), 4 * size
+        parent = names[-1] if names else b""
+        for at in range(0, len(data) - width + 1, width):
+            start = first + at // 4
+            extra = b"" if start and not media else block_extra(self.request, start, start + size)
+            parent = self._name(parent, data[at : at + width], extra)
+            names.append(parent)
 
 
 class PrefixIndex:

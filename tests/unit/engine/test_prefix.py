@@ -58,7 +58,7 @@ def test_salt_adapter_and_media_separate() -> None:
 def test_cbor_is_what_the_format_says() -> None:
     tokens = np.array([1, 23, 24, 255, 256, 70000], dtype=np.int32)
     expected = bytes.fromhex("83 42 7061 86 01 17 1818 18ff 190100 1a00011170 40")
-    assert hasher("sha256_cbor")(b"pa", tokens, b"") == hashlib.sha256(expected).digest()
+    assert hasher("sha256_cbor")(b"pa", tokens.tobytes(), b"") == hashlib.sha256(expected).digest()
 
 
 def test_unknown_and_missing_algorithms_are_errors() -> None:
