@@ -20,6 +20,7 @@ from modulm_kernels_cpu.attention import (
 from modulm_kernels_cpu.elementwise import elementwise_ops
 from modulm_kernels_cpu.library import LEVELS, Library, LibraryMissing, levels, load
 from modulm_kernels_cpu.linear import PackedLinear, linear_ops
+from modulm_kernels_cpu.moe import PackedExperts, moe_ops
 from modulm_kernels_cpu.recurrence import recurrence_ops
 from modulm_kernels_cpu.sampling import sampling_ops
 
@@ -29,6 +30,7 @@ __all__ = [
     "Library",
     "LibraryMissing",
     "MAX_HEAD_SIZE",
+    "PackedExperts",
     "PackedLinear",
     "cache_shape",
     "levels",
@@ -45,7 +47,14 @@ def ops(level: str | None = None) -> Mapping[str, Callable[..., Any]]:
 
 @cache
 def _ops(library: Library) -> Mapping[str, Callable[..., Any]]:
-    groups = (elementwise_ops, linear_ops, attention_ops, sampling_ops, recurrence_ops)
+    groups = (
+        elementwise_ops,
+        linear_ops,
+        attention_ops,
+        moe_ops,
+        sampling_ops,
+        recurrence_ops,
+    )
     return MappingProxyType({name: op for group in groups for name, op in group(library).items()})
 
 

@@ -1,0 +1,114 @@
+// sums[rows][64] = x[rows][K] times one panel of one expert's weight, scales applied.
+#pragma once
+
+#include "base/pool.h"
+#include "linear/tile.h"
+#include "moe/decode.h"
+
+namespace modulm {
+
+// Scratch slots: the caller's and, in the same thread, those of its tasks.
+enum MoeSlot { kPlan, kGathered, kInner, kMoeSums, kMoeGroup, kExpanded, kMoeTotals };
+
+constexpr int64_t kExpandedK = 128;  // k decoded at a time: 16 KB of a panel
+
+// Pairs of a panel that `multiply` fetches ahead where it streams.
+#if defined(__AMX_BF16__)
+constexpr int64_t kPairsAhead = 32;
+#else
+constexpr int64_t kPairsAhead = 16;
+#endif
+
+template <class F>
+inline void row_blocks(int64_t rows, F&& f) {
+  for (int64_t r = 0; r < rows; r += kBlockRows)
+    f(r, int(rows - r < kBlockRows ? rows - r : kBlockRows));
+}
+
+inline void clear_sums(float* sums, int64_t rows) {
+  std::memset(sums, 0, rows * kPanel * sizeof(float));
+}
+
+inline float sum_of(const bf16* x, int64_t n) {
+  vf total{};
+  for (int64_t i = 0; i < n; i += kLanes) total += load(x + i);
+  return sum(total);
+}
+
+// sums += scale * (part - zero * sum of x over the group)
+inline void add_scaled_group(const PanelOf& p, int64_t group, const bf16* x, int64_t ldx,
+                             int64_t rows, const float* part, float* sums) {
+  const bf16* scales = p.group_scales() + group * p.width;
+  const bf16* zeros = p.group_zeros() + group * p.width;
+  int64_t first = group * p.s.group;
+  for (int64_t r = 0; r < rows; r++) {
+    float total = sum_of(x + r * ldx + first, p.s.group);
+    for (int c = 0; c < p.width; c += kLanes) {
+      vf dot = load(part + r * kPanel + c) - load(zeros + c) * total;
+      store(sums + r * kPanel + c, load(sums + r * kPanel + c) + dot * load(scales + c));
+    }
+  }
+}
+
+inline void scale_channels(const PanelOf& p, int64_t rows, float* sums) {
+  for (int64_t r = 0; r < rows; r++)
+    for (int c = 0; c < p.width; c += kLanes)
+      store(sums + r * kPanel + c, load(sums + r * kPanel + c) * load(p.channel_scales() + c));
+}
+
+// A panel that comes from memory in one run; in its last pairs, what is read next is fetched.
+inline void streamed_sums(const PanelOf& p, const bf16* x, int64_t ldx, int rows, float* sums,
+                          const uint8_t* following) {
+  auto b = reinterpret_cast<const uint32_t*>(p.data);
+  int64_t pairs = p.s.padded_k() / 2, start = following ? pairs - kPairsAhead : pairs;
+  if (start > 0) multiply(rows, x, ldx, b, p.width, p.width, start, sums, true);
+  for (int64_t k = start > 0 ? start : 0; k < pairs; k += 16) {
+    for (int64_t line = 0; line < p.width; line++) __builtin_prefetch(following + 64 * line, 0, 2);
+    following += 64 * p.width;
+    multiply(rows, x + 2 * k, ldx, b + k * p.width, p.width, p.width, 16, sums);
+  }
+}
+
+inline void plain_sums(const PanelOf& p, const bf16* x, int64_t ldx, int64_t rows, float* sums,
+                       const uint8_t* following) {
+  auto b = reinterpret_cast<const uint32_t*>(p.data);
+  row_blocks(rows, [&](int64_t r, int n) {
+    if (r == 0) return streamed_sums(p, x, ldx, n, sums, following);
+    multiply(n, x + r * ldx, ldx, b, p.width, p.width, p.s.padded_k() / 2, sums + r * kPanel);
+  });
+}
+
+inline void decoded_sums(const PanelOf& p, const bf16* x, int64_t ldx, int64_t rows, float* sums,
+                         const uint8_t* following) {
+  Stream stream{p.end(), following};
+  bool grouped = p.s.format == kStackInt4;
+  float* part = sums;
+  if (grouped)
+    part = static_cast<float*>(scratch(kMoeGroup, rows * kPanel * int64_t(sizeof(float))));
+  auto pairs = static_cast<uint32_t*>(scratch(kExpanded, kExpandedK * kPanel * 2));
+  int64_t size = p.s.padded_k(), group = grouped ? p.s.group : size;
+  for (int64_t first = 0; first < size; first += group) {
+    if (grouped) clear_sums(part, rows);
+    int64_t end = first + group < size ? first + group : size;
+    for (int64_t k = first; k < end; k += kExpandedK) {
+      int64_t ks = end - k < kExpandedK ? end - k : kExpandedK;
+      expand(p, k, ks, pairs, stream);
+      row_blocks(rows, [&](int64_t r, int n) {
+        multiply(n, x + r * ldx + k, ldx, pairs, p.width, p.width, ks / 2, part + r * kPanel);
+      });
+    }
+    if (grouped) add_scaled_group(p, first / group, x, ldx, rows, part, sums);
+  }
+  if (p.s.format == kStackInt8) scale_channels(p, rows, sums);
+}
+
+// x: rows of padded K. `following` is what this thread will most likely read next, or null: at a
+// panel's end the memory would otherwise have nothing to do until the next one is asked for.
+inline void panel_sums(const PanelOf& p, const bf16* x, int64_t ldx, int64_t rows, float* sums,
+                       const uint8_t* following) {
+  clear_sums(sums, rows);
+  if (p.s.format == kStackBF16) plain_sums(p, x, ldx, rows, sums, following);
+  else decoded_sums(p, x, ldx, rows, sums, following);
+}
+
+}  // namespace modulm
