@@ -1,6 +1,6 @@
 """Each CPU kernel beside its limit and beside torch, in one run.
 
-    python bench/kernels.py [--level LEVEL] [--only TEXT] [--seconds S] [--json FILE]
+    python bench/kernels.py [--level LEVEL ...] [--only TEXT] [--seconds S] [--json FILE]
 
 A line per op and shape (those of Qwen3-0.6B): microseconds, what it reads or computes per second,
 that as a fraction of the peak that `bench/probe.py` measures at the start of the same run, and how
@@ -105,35 +105,82 @@ def pack(ops, weight: torch.Tensor, form: str) -> kernels.PackedLinear:
     return ops["pack_linear"](codes, name, 0, torch.rand(weight.shape[0]), None, activations)
 
 
+@dataclass(frozen=True)
+class Attended:
+    """A step of `rows` sequences of `context` tokens, the last `fresh` of them new.
+
+    `latent` is the rank of a compressed cache with one head of `size`, which all heads share.
+    """
+
+    name: str
+    context: int
+    fresh: int = 1
+    rows: int = 1
+    heads: int = HEADS
+    kv_heads: int = KV_HEADS
+    size: int = HEAD
+    latent: int = 0
+    kept: torch.dtype = torch.bfloat16
+
+    @property
+    def flops(self) -> float:
+        """Of both products, over what the causal mask leaves."""
+        pairs = self.fresh * (self.context - (self.fresh - 1) / 2)
+        return 2.0 * self.rows * self.heads * pairs * (self.size + (self.latent or self.size))
+
+
+ATTENDED = (
+    Attended("decode, 1 row of 8192", 8192),
+    Attended("decode, 32 rows of 512", 512, rows=32),
+    Attended("decode, 1 row of 8192, int8", 8192, kept=torch.int8),
+    Attended("decode, 1 row of 8192, fp8", 8192, kept=torch.float8_e4m3fn),
+    Attended("decode, 1 row of 8192, latent, 16 heads", 8192, 1, 1, 16, 1, 576, 512),
+    Attended("decode, 1 row of 8192, latent, 128 heads", 8192, 1, 1, 128, 1, 576, 512),
+    Attended("prefill of 2048", 2048, 2048),
+    Attended("prefill of 2048, int8", 2048, 2048, kept=torch.int8),
+    Attended("prefill of 2048, fp8", 2048, 2048, kept=torch.float8_e4m3fn),
+    Attended("prefill of 512, latent, 16 heads", 512, 512, 1, 16, 1, 576, 512),
+)
+
+
 def attentions(ops) -> Iterator[Case]:
-    for name, context, fresh, rows in (
-        ("decode, 1 row of 8192", 8192, 1, 1),
-        ("decode, 32 rows of 512", 512, 1, 32),
-        ("prefill of 2048", 2048, 2048, 1),
-    ):
-        block = 32
-        width = context // block
-        shape = kernels.cache_shape(rows * width, KV_HEADS, block, HEAD)
-        cache = torch.randn(shape).bfloat16()
-        tables = torch.arange(rows * width, dtype=torch.int32).view(rows, width)
-        starts = torch.arange(rows + 1, dtype=torch.int32) * fresh
-        lengths = torch.full((rows,), context, dtype=torch.int32)
-        q = torch.randn(rows * fresh, HEADS, HEAD).bfloat16()
-        out = torch.empty_like(q)
-        dense = torch.randn(2, rows, KV_HEADS, context, HEAD).bfloat16()
-        queries = q.view(rows, fresh, HEADS, HEAD).transpose(1, 2)
-        decode = fresh == 1
-        yield Case(
-            f"attention {name}",
-            lambda a=(q, cache, tables, starts, lengths, HEAD**-0.5, out): ops["paged_attention"](
-                *a
-            ),
-            lambda q=queries, kv=dense, causal=not decode: F.scaled_dot_product_attention(
-                q, kv[0], kv[1], is_causal=causal, enable_gqa=True
-            ),
-            bytes=cache.nbytes if decode else 0.0,
-            flops=0.0 if decode else 2.0 * rows * HEADS * HEAD * fresh * context,
-        )
+    yield from (attention(ops, step) for step in ATTENDED)
+
+
+def attention(ops, step: Attended) -> Case:
+    """Reading the cache is the work where there are fewer than 32 queries to each head of it.
+
+    torch attends over dense keys and values in bf16 whatever the cache is kept in; its heads share
+    one key as queries of one head, and a prompt's as separate heads.
+    """
+    block, rows, fresh = 32, step.rows, step.fresh
+    width = step.context // block
+    values = 0 if step.latent else None
+    shape = kernels.cache_shape(rows * width, step.kv_heads, block, step.size, values, step.kept)
+    cache = torch.zeros(shape, dtype=step.kept)
+    k = torch.randn(rows * step.context, step.kv_heads, step.size).bfloat16()
+    ops["write_kv"](k, k, cache, torch.arange(len(k)))
+    tables = torch.arange(rows * width, dtype=torch.int32).view(rows, width)
+    starts = torch.arange(rows + 1, dtype=torch.int32) * fresh
+    lengths = torch.full((rows,), step.context, dtype=torch.int32)
+    q = torch.randn(rows * fresh, step.heads, step.size).bfloat16()
+    out = torch.empty(rows * fresh, step.heads, step.latent or step.size, dtype=torch.bfloat16)
+    plan = ops["plan_attention"](starts, lengths, step.heads, step.kv_heads)
+    dense = k.view(rows, step.context, step.kv_heads, step.size).transpose(1, 2).contiguous()
+    queries = q.view(rows, fresh, step.heads, step.size).transpose(1, 2).contiguous()
+    if step.latent and fresh == 1:
+        queries = queries.transpose(1, 2)
+    reads = fresh * step.heads // step.kv_heads < 32
+    given = (q, cache, tables, starts, lengths, step.size**-0.5, out)
+    return Case(
+        f"attention {step.name}",
+        lambda: ops["paged_attention"](*given, plan=plan),
+        lambda: F.scaled_dot_product_attention(
+            queries, dense, dense[..., : out.shape[-1]], is_causal=fresh > 1, enable_gqa=True
+        ),
+        bytes=cache.nbytes if reads else 0.0,
+        flops=0.0 if reads else step.flops,
+    )
 
 
 def small(ops) -> Iterator[Case]:
@@ -202,10 +249,18 @@ def measure(case: Case, peaks: dict[str, object], seconds: float) -> dict[str, o
     }
 
 
+def show(line: dict[str, object]) -> None:
+    rate = f"{line['rate']:8.1f} {line['unit']:8} {line['of peak']:5.2f}" if line["unit"] else ""
+    print(f"{line['name']:48} {line['us']:10.1f} us {rate:24} x{line['times torch']:.2f}")
+
+
 def main() -> None:
     """Measure and print; write JSON where asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--level", choices=kernels.levels(), help="default: the best one")
+    parser.add_argument(
+        "--level", choices=kernels.levels(), nargs="+", default=[kernels.levels()[-1]],
+        help="default: the best one",
+    )  # fmt: skip
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--seconds", type=float, default=0.3, help="per case and side")
     parser.add_argument("--json", type=Path, help="also write the figures here")
@@ -213,15 +268,12 @@ def main() -> None:
     peaks = probe()
     print(", ".join(f"{name} {value}" for name, value in peaks.items()))
     results = []
-    for case in cases(kernels.ops(options.level)):
-        if options.only not in case.name:
-            continue
-        line = measure(case, peaks, options.seconds)
-        results.append(line)
-        rate = (
-            f"{line['rate']:8.1f} {line['unit']:8} {line['of peak']:5.2f}" if line["unit"] else ""
-        )
-        print(f"{line['name']:40} {line['us']:10.1f} us {rate:24} x{line['times torch']:.2f}")
+    for level in options.level:
+        print(f"level {level}")
+        for case in cases(kernels.ops(level)):
+            if options.only in case.name:
+                results.append({"level": level, **measure(case, peaks, options.seconds)})
+                show(results[-1])
     if options.json:
         options.json.write_text(json.dumps({"peaks": peaks, "results": results}, indent=2) + "\n")
 
