@@ -41,8 +41,8 @@ def _describe(error: BaseException, expected: type | None) -> str:
     if isinstance(error, ForbiddenExtraKeysError):
         known = ", ".join(a.name for a in fields(error.cl))
         return f"unknown option {', '.join(sorted(error.extra_fields))}; there are {known}"
-    if isinstance(error, _WrongType):
-        return str(error)
+    if isinstance(error, ValueError) and error.args:  # ours, or a validator's
+        return str(error.args[0])
     return format_exception(error, expected)
 
 

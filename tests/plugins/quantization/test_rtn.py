@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from modulm.contracts.quantization import LinearSpec
+from modulm.ops import bind
 from modulm_quant_rtn.codes import round_weight
-from modulm_quant_rtn.methods import Int4, Int4Config
+from modulm_quant_rtn.methods import Int4, Int4Config, Int8, Int8Config
 
 
 @pytest.mark.parametrize(
@@ -42,3 +43,12 @@ def test_the_head_and_odd_sizes_keep_a_byte():
     assert forms == [("int4", 64), ("int8", 0), ("int8", 0)]
     assert method.note(spec) is None
     assert method.note(odd) == "int8, 100 inputs are not whole groups of 64"
+
+
+def test_the_original_is_dropped():
+    ops = bind()
+    for method in (Int8(Int8Config(), None, ops), Int4(Int4Config(), None, ops)):
+        layer = torch.nn.Module()
+        layer.weight = torch.nn.Parameter(torch.randn(8, 128), requires_grad=False)
+        method.finish(layer, LinearSpec("up_proj", 128, (8,), False, "float32"))
+        assert layer.weight is None

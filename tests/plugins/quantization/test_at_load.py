@@ -1,0 +1,94 @@
+"""A model quantized at load: near the plain one, in less memory, the table of tokens intact."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from modulm import LLM, SamplingParams
+from modulm.cli.main import main
+from modulm.errors import ConfigError
+from modulm.testing.checkpoints import make_tiny
+
+PROMPT = "The quick brown fox jumps over the lazy dog and the capital of France is"
+FORMS = [
+    ("int8", {}, 0.15),
+    ("int8", {"activations": "bf16"}, 0.15),
+    ("fp8", {}, 0.6),
+    ("int4", {"group_size": 32}, 2.5),
+    ("int4", {"group_size": 64, "activations": "bf16"}, 2.5),
+]
+
+
+def made(path: Path, **settings) -> LLM:
+    return LLM(model=str(path), kv_cache_memory_bytes=1 << 24, cpu_threads=1, **settings)
+
+
+def scores(engine: LLM) -> list[float]:
+    """The log probability of each token of the prompt."""
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    (output,) = engine.generate(PROMPT, params, use_tqdm=False)
+    pairs = list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))[1:]
+    return [found[token].logprob for token, found in pairs]
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def checkpoint(request, tmp_path_factory) -> Path:
+    return make_tiny(
+        tmp_path_factory.mktemp("tiny"),
+        "Qwen3ForCausalLM",
+        dtype="bfloat16",
+        tie_word_embeddings=request.param,
+        hidden_size=128,
+        intermediate_size=192,
+    )
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint) -> list[float]:
+    with made(checkpoint) as engine:
+        return scores(engine)
+
+
+@pytest.mark.parametrize(("name", "settings", "distance"), FORMS)
+def test_close_to_the_plain_model(checkpoint, plain, name, settings, distance):
+    with made(checkpoint, quantization=name, quantization_config=settings) as engine:
+        found = scores(engine)
+        alone = engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+        crowd = engine.generate(
+            ["a", PROMPT, "one two three"],
+            SamplingParams(temperature=0, max_tokens=8),
+            use_tqdm=False,
+        )
+    assert found != plain
+    assert math.sqrt(sum((a - b) ** 2 for a, b in zip(found, plain, strict=True)) / len(plain)) < (
+        distance
+    )
+    assert crowd[1].outputs[0].token_ids == alone[0].outputs[0].token_ids
+
+
+def test_the_embedded_model_still_knows():
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    for name in ("int8", "int4", "fp8"):
+        with LLM(model="demo", quantization=name, kv_cache_memory_bytes=1 << 24) as engine:
+            params = SamplingParams(temperature=0, max_tokens=200)
+            (output,) = engine.chat(question, params, use_tqdm=False)
+            assert "Paris" in output.outputs[0].text
+
+
+def test_explain_says_what_stays_otherwise(checkpoint, capsys):
+    for settings in ('{"group_size": 64}', '{"group_size": 128}'):
+        given = ["--quantization", "int4", "--quantization-config", settings]
+        with pytest.raises(SystemExit):
+            main(["explain", str(checkpoint), *given])
+    shown = capsys.readouterr().out
+    assert "the head keeps int8" in shown
+    assert "int4 at load holds linear layers, not embedding" in shown
+    assert "int8, 192 inputs are not whole groups of 128" in shown
+
+
+def test_unknown_activations_are_refused(checkpoint):
+    with pytest.raises(ConfigError, match="activations.*must be in.*int3"):
+        made(checkpoint, quantization="int8", quantization_config={"activations": "int3"})
