@@ -23,7 +23,10 @@ LAYERS = (
     ("nn", "text", "loading"),
     ("parsing", "engine"),
     ("server",),
-    ("cli",),
+    (
+        "cli",
+        "__main__",
+    ),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 #: Of the whole core's use: not on any layer.
