@@ -20,9 +20,11 @@ from torch.nn import Module
 
 from modulm.contracts.attention import AttentionBackend, AttentionSpec
 from modulm.contracts.model import Batch, CacheSpec, Model
-from modulm.errors import CheckpointError, UnsupportedError
-from modulm.nn import Builder, Linear, WeightNames, tiny_config
+from modulm.errors import UnsupportedError
+from modulm.nn import Builder, WeightNames, tiny_config
 from modulm_transformers.config import TransformersConfig
+from modulm_transformers.encoder import TransformersForPooling
+from modulm_transformers.load import replace_linears, whole_model
 
 __all__ = ["TransformersForCausalLM"]
 
@@ -36,6 +38,10 @@ class TransformersForCausalLM(Module, Model):
 
     api = 1
     config_type = TransformersConfig
+
+    def __new__(cls, config: TransformersConfig, build: Builder) -> Any:
+        """One name serves both kinds; what does not generate is a model of the other."""
+        return super().__new__(cls) if config.generates else TransformersForPooling(config, build)
 
     def __init__(self, config: TransformersConfig, build: Builder) -> None:
         super().__init__()
@@ -56,22 +62,10 @@ class TransformersForCausalLM(Module, Model):
     def load(self, checkpoint: Path) -> bool:
         shared = self.build.shared
         _register()
-        model, report = self.config.model.from_pretrained(
-            checkpoint,
-            config=self.config.settings,
-            dtype=shared.dtype,
-            attn_implementation=_NAME,
-            output_loading_info=True,
-            local_files_only=True,
-        )
-        for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
-            if report[what]:
-                names = ", ".join(str(key) for key in list(report[what])[:5])
-                raise CheckpointError(f"{checkpoint}: {what.replace('_', ' ')}: {names}")
-        self.whole = model.eval().requires_grad_(False).to(shared.device)
+        self.whole = whole_model(self.config, checkpoint, shared, attention=_NAME)
         prefix = self.whole.base_model_prefix
         self.base = getattr(self.whole, prefix)
-        _replace_linears(self.whole, self.build)
+        replace_linears(self.whole, self.build)
         self._learn_layers()
         setattr(self.whole, prefix, _HiddenStates())
         return True
@@ -225,49 +219,3 @@ def _register() -> None:
 
     AttentionInterface.register(_NAME, _attend)
     AttentionMaskInterface.register(_NAME, _no_mask)
-
-
-class _Bridged(Module):
-    """One of our linear layers where transformers expects its own: any leading dimensions."""
-
-    def __init__(self, layer: Linear) -> None:
-        super().__init__()
-        self.layer = layer
-        self.in_features, self.out_features = layer.spec.inputs, layer.spec.outputs
-
-    @property
-    def weight(self) -> Tensor:
-        """[outputs, inputs], unpacked: some models look at its dtype or multiply by it."""
-        return self.layer.method.dequantize(self.layer, self.layer.spec)
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self.layer.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., inputs] -> [..., outputs]."""
-        out: Tensor = self.layer(x.reshape(-1, self.in_features))
-        return out.view(*x.shape[:-1], self.out_features)
-
-
-def _replace_linears(model: Module, build: Builder) -> None:
-    """Put our layers in place of plain ones, module by module, handing the weight over."""
-    for path, parent in list(model.named_modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is torch.nn.Linear:
-                setattr(parent, name, _bridge(build.at(path), name, child))
-
-
-def _bridge(build: Builder, name: str, linear: torch.nn.Linear) -> _Bridged:
-    layer = build.linear(
-        name, linear.in_features, linear.out_features, bias=linear.bias is not None, split=False
-    )
-    if set(layer.method.create(layer.spec)) != {"weight"}:
-        raise UnsupportedError(
-            f"{layer.method.name} weights in a model run by transformers: not yet"
-        )
-    layer.register_parameter("weight", linear.weight)
-    if linear.bias is not None:
-        layer.register_parameter("bias", linear.bias)
-    layer.method.finish(layer, layer.spec)
-    return _Bridged(layer)

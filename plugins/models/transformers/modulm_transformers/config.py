@@ -15,6 +15,8 @@ _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_le
 _FALLBACK_LENGTH = 2048
 #: Kinds of layers whose rule for what a token sees reaches attention as an argument.
 _KINDS = frozenset({"full_attention", "sliding_attention"})
+#: How the names of architectures end that give vectors or classes.
+_POOLING = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 
 
 @frozen(eq=False)
@@ -26,6 +28,7 @@ class TransformersConfig:
     vocab_size: int
     max_length: int
     sliding_window: int | None
+    generates: bool = True
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], file: str) -> TransformersConfig:
@@ -42,7 +45,11 @@ class TransformersConfig:
             text = settings.get_text_config()
         except Exception as error:
             raise CheckpointError(f"{file}: {error}") from error
-        _check(name, model, text)
+        generates = not name.endswith(_POOLING)
+        if generates:
+            _check(name, model, text)
+        elif getattr(settings, "is_encoder_decoder", False):
+            raise UnsupportedError(f"{name}: an encoder and a decoder: not yet")
         values = text.to_dict()
         lengths = [values[key] for key in _LENGTH_KEYS if isinstance(values.get(key), int)]
         window = values.get("sliding_window")
@@ -52,6 +59,7 @@ class TransformersConfig:
             text.vocab_size,
             min(lengths, default=_FALLBACK_LENGTH),
             window if isinstance(window, int) and window > 0 else None,
+            generates,
         )
 
 

@@ -1,0 +1,154 @@
+"""Encoders, classifiers and bare decoders of the transformers library, for pooling.
+
+They keep nothing between steps, so their prompts come whole, and rows of one length go through the
+library's own code together, without padding and without masks of ours. What a family does with
+positions, token types or distances between tokens needs no replacing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Identity, Module
+
+from modulm.contracts.model import Batch, CacheSpec, Model
+from modulm.errors import UnsupportedError
+from modulm.nn import Builder, segments
+from modulm_transformers.config import TransformersConfig
+from modulm_transformers.load import replace_linears, whole_model
+
+__all__ = ["TransformersForPooling"]
+
+#: What an architecture is for, by the end of its name.
+_TASKS = {
+    "ForSequenceClassification": ("classify",),
+    "ForTokenClassification": ("token_classify",),
+}
+_EMBED = ("embed", "token_embed")
+#: Tokens of the text that shows what a head reads, and how far apart equal classes may be.
+_PROBE = 5
+_CLOSE = 1e-2
+
+
+class TransformersForPooling(Module, Model):
+    """A model of transformers that gives vectors or classes."""
+
+    api = 1
+    config_type = TransformersConfig
+
+    def __init__(self, config: TransformersConfig, build: Builder) -> None:
+        super().__init__()
+        if build.ranks > 1:
+            raise UnsupportedError("models of transformers on several ranks: not yet")
+        self.config, self.build = config, build
+        name = config.model.__name__
+        ends = (tasks for ending, tasks in _TASKS.items() if name.endswith(ending))
+        self.tasks = next(ends, _EMBED)
+        self._pooling = "CLS"
+
+    @classmethod
+    def weights(cls, config: Any) -> Any:
+        raise NotImplementedError("transformers reads these weights")
+
+    @classmethod
+    def tiny(cls) -> Any:
+        raise NotImplementedError("the architecture is transformers'")
+
+    @property
+    def caches(self) -> tuple[CacheSpec, ...]:
+        return ()
+
+    @property
+    def pooling(self) -> str:
+        return self._pooling
+
+    def load(self, checkpoint: Path) -> bool:
+        optional = self.tasks == _EMBED
+        self.whole = whole_model(self.config, checkpoint, self.build.shared, headless=optional)
+        replace_linears(self.whole, self.build)
+        prefix = self.whole.base_model_prefix
+        self.base = getattr(self.whole, prefix, self.whole)
+        causal = any(getattr(module, "is_causal", False) for module in self.base.modules())
+        self._pooling = "LAST" if causal else "CLS"
+        taken = inspect.signature(self.base.forward).parameters
+        self.typed = "token_type_ids" in taken
+        if self.tasks != _EMBED:
+            self._split_head(prefix)
+        return True
+
+    @torch.inference_mode()
+    def _split_head(self, prefix: str) -> None:
+        """Take the head apart from what it reads, and learn what that is from a few tokens."""
+        tokens = torch.arange(1, _PROBE + 1, device=self.build.shared.device)
+        tokens = (tokens % self.config.vocab_size)[None]
+        expected = self.whole(input_ids=tokens).logits
+        states = self.base(input_ids=tokens)[0][0]
+        setattr(self.whole, prefix, _Given(getattr(self.base, "pooler", None) or Identity()))
+        if self.tasks == ("token_classify",):
+            ways = {self._pooling: states}
+        else:
+            mean = states.mean(0, keepdim=True)
+            ways = {"CLS": states[:1], "LAST": states[-1:], "MEAN": mean}
+        for way, given in ways.items():
+            found = self.logits(given)
+            if torch.allclose(found.view(expected.shape), expected, rtol=_CLOSE, atol=_CLOSE):
+                self._pooling = way
+                return
+        raise UnsupportedError(
+            f"{type(self.whole).__name__}: its head reads more than the first, the last or the "
+            "mean of the hidden states: not yet"
+        )
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Hidden states of the last layer: [tokens, hidden]."""
+        types = batch.extras.get("token_types")
+        found = None
+        for rows in segments(batch):
+            shape = (rows.rows, rows.length)
+            inputs = {"input_ids": batch.tokens[rows.places].view(shape)}
+            if self.typed and types is not None:
+                inputs["token_type_ids"] = types[rows.places].view(shape)
+            states: Tensor = self.base(**inputs)[0]
+            if found is None:
+                found = states.new_empty(len(batch.tokens), states.shape[-1])
+            found[rows.places] = states.flatten(0, 1)
+        if found is None:
+            raise UnsupportedError("a step without tokens")
+        return found
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] -> [n, classes] by the model's own head; vectors where there is none."""
+        if self.tasks == _EMBED:
+            return hidden
+        texts = hidden[None] if self.tasks == ("token_classify",) else hidden[:, None]
+        found = [self.whole(inputs_embeds=text[None]).logits for text in texts]
+        return torch.cat(found).flatten(0, -2)
+
+
+class _Given(Module):
+    """Stands in for the encoder when only the head is to run: gives back what it is given."""
+
+    def __init__(self, pooler: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.pooler = pooler
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _States:
+        return _States(inputs_embeds, self.pooler(inputs_embeds))
+
+
+class _States:
+    """An encoder's output: hidden states, what its pooler makes of them, and nothing else."""
+
+    def __init__(self, hidden: Tensor, pooled: Tensor) -> None:
+        self.last_hidden_state, self.pooler_output = hidden, pooled
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state, self.pooler_output)[index]

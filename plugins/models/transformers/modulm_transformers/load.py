@@ -1,0 +1,93 @@
+"""Models of transformers with their weights, and our linear layers in place of theirs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from modulm.errors import CheckpointError, UnsupportedError
+from modulm.nn import Builder, Linear
+from modulm_transformers.config import TransformersConfig
+
+__all__ = ["replace_linears", "whole_model"]
+
+
+def whole_model(
+    config: TransformersConfig,
+    checkpoint: Path,
+    shared: Any,
+    *,
+    headless: bool = False,
+    attention: str | None = None,
+) -> Any:
+    """The library's model, filled by the library.
+
+    headless: the file may hold a head that is not used, or lack a pooler that is not. Raises
+    CheckpointError where names or shapes do not fit.
+    """
+    model, report = config.model.from_pretrained(
+        checkpoint,
+        config=config.settings,
+        dtype=shared.dtype,
+        attn_implementation=attention,
+        output_loading_info=True,
+        local_files_only=True,
+    )
+    for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        names = [str(key) for key in report[what]]
+        if headless and what == "missing_keys":
+            names = [name for name in names if not name.startswith("pooler.")]
+        if names and not (headless and what == "unexpected_keys"):
+            listed = ", ".join(names[:5])
+            raise CheckpointError(f"{checkpoint}: {what.replace('_', ' ')}: {listed}")
+    return model.eval().requires_grad_(False).to(shared.device)
+
+
+class _Bridged(Module):
+    """One of our linear layers where transformers expects its own: any leading dimensions."""
+
+    def __init__(self, layer: Linear) -> None:
+        super().__init__()
+        self.layer = layer
+        self.in_features, self.out_features = layer.spec.inputs, layer.spec.outputs
+
+    @property
+    def weight(self) -> Tensor:
+        """[outputs, inputs], unpacked: some models look at its dtype or multiply by it."""
+        return self.layer.method.dequantize(self.layer, self.layer.spec)
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., inputs] -> [..., outputs]."""
+        out: Tensor = self.layer(x.reshape(-1, self.in_features))
+        return out.view(*x.shape[:-1], self.out_features)
+
+
+def replace_linears(model: Module, build: Builder) -> None:
+    """Put our layers in place of plain ones, module by module, handing the weight over."""
+    for path, parent in list(model.named_modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is torch.nn.Linear:
+                setattr(parent, name, _bridge(build.at(path), name, child))
+
+
+def _bridge(build: Builder, name: str, linear: torch.nn.Linear) -> _Bridged:
+    layer = build.linear(
+        name, linear.in_features, linear.out_features, bias=linear.bias is not None, split=False
+    )
+    if set(layer.method.create(layer.spec)) != {"weight"}:
+        raise UnsupportedError(
+            f"{layer.method.name} weights in a model run by transformers: not yet"
+        )
+    layer.register_parameter("weight", linear.weight)
+    if linear.bias is not None:
+        layer.register_parameter("bias", linear.bias)
+    layer.method.finish(layer, layer.spec)
+    return _Bridged(layer)
