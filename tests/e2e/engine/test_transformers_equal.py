@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorL
 from modulm import LLM, BeamSearchParams, SamplingParams
 from modulm.testing.checkpoints import make_tiny
 
-TOKENS = 8
+TOKENS = 32
 _random = random.Random(40)
 PROMPTS = [[_random.randrange(3, 500) for _ in range(_random.randint(1, 50))] for _ in range(40)]
 
