@@ -79,7 +79,7 @@ class Runner:
             mode=config.model.logprobs_mode,
             processors=build_processors(config, loaded.vocabulary, platform.device),
         )
-        self.pooler = Pooler.from_table(loaded.pooling, self._logits)
+        self.pooler = Pooler.from_table(loaded.pooling, self._logits, loaded.dense)
         self._invariant = config.model.batch_invariant
         # What looks both ways, or keeps nothing between steps, cannot go token by token.
         self._whole = not all(_forward_only(group) for group in loaded.groups or (None,))

@@ -16,6 +16,7 @@ _FALLBACK_LENGTH = 2048
 #: Kinds of layers whose rule for what a token sees reaches attention as an argument.
 _KINDS = frozenset({"full_attention", "sliding_attention"})
 #: How the names of architectures end that give vectors or classes.
+_GENERATING = "LMHeadModel"
 _POOLING = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 
 
@@ -45,7 +46,7 @@ class TransformersConfig:
             text = settings.get_text_config()
         except Exception as error:
             raise CheckpointError(f"{file}: {error}") from error
-        generates = not name.endswith(_POOLING)
+        generates = name.endswith(_GENERATING) or not name.endswith(_POOLING)
         if generates:
             _check(name, model, text)
         elif getattr(settings, "is_encoder_decoder", False):
