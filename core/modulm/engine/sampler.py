@@ -303,7 +303,8 @@ class Sampler:
         return {rows[place]: words for place, words in failed.items()}
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
+        # A copy: the arrays of a request belong to it, and some cannot be written to.
+        return torch.from_numpy(np.array(array)).to(self.device)
 
 
 def _edit(row: _Row, logits: torch.Tensor) -> None:

@@ -8,18 +8,49 @@ from typing import Any
 import msgspec
 
 from modulm.contracts.sampling import StructuredOutputs
-from modulm.server.sampling import LIMITS, StructuredFields, check_schema
+from modulm.server.sampling import LIMITS, SamplingFields, StructuredFields, check_schema
 from modulm.server.wire import bad_field
 
-__all__ = ["check_tools", "forced_tool", "from_response_format", "from_structured", "only_one"]
+__all__ = [
+    "asked",
+    "check_tools",
+    "forced_tool",
+    "from_response_format",
+    "from_structured",
+    "only_one",
+]
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _TAG_KEYS = ("format", "structures", "triggers", "begin", "end")
 
 
-def from_structured(given: StructuredFields) -> StructuredOutputs | None:
-    """vLLM's `structured_outputs`. Raises ApiError(400)."""
-    where = "structured_outputs"
+def asked(body: SamplingFields) -> dict[str, StructuredOutputs | None]:
+    """The constraints that completions and chat requests carry, by field. Raises ApiError(400).
+
+    `guided_json` and its siblings are how older clients of vLLM write `structured_outputs`.
+    """
+    formats, structured = body.response_format, body.structured_outputs
+    found = {
+        "response_format": None if formats is None else from_response_format(formats),
+        "structured_outputs": None if structured is None else from_structured(structured),
+    }
+    guided = {
+        "json": body.guided_json,
+        "regex": body.guided_regex,
+        "choice": body.guided_choice,
+        "grammar": body.guided_grammar,
+    }
+    for kind, value in guided.items():
+        if value is not None:
+            fields = {kind: value, "whitespace_pattern": body.guided_whitespace_pattern}
+            found[f"guided_{kind}"] = from_structured(StructuredFields(**fields), f"guided_{kind}")
+    return found
+
+
+def from_structured(
+    given: StructuredFields, where: str = "structured_outputs"
+) -> StructuredOutputs | None:
+    """vLLM's `structured_outputs`, in the field `where`. Raises ApiError(400)."""
     named = [kind for kind in _KINDS if getattr(given, kind) not in (None, False)]
     if len(named) > 1:
         raise bad_field(where, f"{where}: one constraint at a time, not {', '.join(named)}")

@@ -211,6 +211,30 @@ def test_response_formats_become_constraints(client: openai.OpenAI, live: Live) 
     assert json.loads(live.engine.seen[-1][1].structured_outputs.structural_tag) == tag
 
 
+@pytest.mark.parametrize(
+    ("fields", "kind", "value"),
+    [
+        ({"guided_choice": ["a", "b"]}, "choice", ["a", "b"]),
+        ({"guided_regex": "a+"}, "regex", "a+"),
+        ({"guided_json": {"type": "object"}}, "json", {"type": "object"}),
+        ({"guided_grammar": 'root ::= "a"'}, "grammar", 'root ::= "a"'),
+    ],
+)
+def test_guided_fields_of_older_clients(
+    client: openai.OpenAI, live: Live, fields: Any, kind: str, value: Any
+) -> None:
+    messages: Any = [{"role": "user", "content": "hi"}]
+    client.chat.completions.create(model="M", messages=messages, extra_body=fields)
+    assert getattr(live.engine.seen[-1][1].structured_outputs, kind) == value
+    client.completions.create(model="M", prompt="hi", extra_body=fields)
+    assert getattr(live.engine.seen[-1][1].structured_outputs, kind) == value
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(
+            model="M", messages=messages, response_format={"type": "json_object"}, extra_body=fields
+        )
+    assert caught.value.param == f"guided_{kind}"
+
+
 def test_a_message_can_be_continued(client: openai.OpenAI, live: Live) -> None:
     messages = [*ask("hi"), {"role": "assistant", "content": "Once upon"}]
     body = {"continue_final_message": True, "echo": True}

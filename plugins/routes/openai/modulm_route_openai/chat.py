@@ -10,10 +10,9 @@ from attrs import frozen
 from modulm.contracts.parser import Content, Reasoning, ToolArguments, ToolStart
 from modulm.parsing import new_call_id
 from modulm.server.constraints import (
+    asked,
     check_tools,
     forced_tool,
-    from_response_format,
-    from_structured,
     only_one,
 )
 from modulm.server.desk import ChatOptions
@@ -144,12 +143,8 @@ class Chat:
     def _params(
         self, body: ChatRequest, tools: Sequence[Mapping[str, Any]], choice: Any
     ) -> tuple[str | None, SamplingParams | BeamSearchParams]:
-        formats, structured = body.response_format, body.structured_outputs
-        found = only_one(
-            tools=forced_tool(choice, tools, body.parallel_tool_calls is not False),
-            response_format=None if formats is None else from_response_format(formats),
-            structured_outputs=None if structured is None else from_structured(structured),
-        )
+        forced = forced_tool(choice, tools, body.parallel_tool_calls is not False)
+        found = only_one(tools=forced, **asked(body))
         both = (body.max_tokens, body.max_completion_tokens)
         if None not in both and both[0] != both[1]:
             raise bad_field("max_tokens", "max_tokens and max_completion_tokens differ: send one")

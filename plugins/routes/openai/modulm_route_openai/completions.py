@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from modulm.engine.beam import BeamSearchParams
-from modulm.server.constraints import from_response_format, from_structured, only_one
+from modulm.server.constraints import asked, only_one
 from modulm.server.desk import Prompt, Running, merged
 from modulm.server.sampling import LIMITS, not_yet, sampling_params
 from modulm.server.sse import DONE, EventStream, frame, until_gone
@@ -96,13 +96,7 @@ class Completions:
         )
 
     def _params(self, body: CompletionRequest, nothing: bool) -> SamplingParams | BeamSearchParams:
-        formats = body.response_format
-        found = only_one(
-            response_format=None if formats is None else from_response_format(formats),
-            structured_outputs=None
-            if body.structured_outputs is None
-            else from_structured(body.structured_outputs),
-        )
+        found = only_one(**asked(body))
         defaults = self._context.engine.info.defaults
         limit = defaults.get("max_tokens", _MAX_TOKENS)
         params = sampling_params(
