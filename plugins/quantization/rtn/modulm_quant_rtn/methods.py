@@ -3,6 +3,7 @@
 No calibration data is needed. Where the kernels for this platform know `pack_quantized` (ops of
 the CPU kernels), a layer keeps only what that gives; elsewhere it keeps codes and scales and
 multiplies with the weight they stand for: slower, the same memory, activations as they are.
+Stacks of experts are rounded as well (fp8: not yet); their activations stay bf16.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from modulm.contracts.quantization import (
     QuantizationMethod,
 )
 from modulm_quant_rtn.codes import Codes, round_weight
+from modulm_quant_rtn.experts import round_experts
 
 __all__ = ["FP8", "FP8Config", "Int4", "Int4Config", "Int8", "Int8Config"]
 
@@ -56,6 +58,8 @@ class _Rounded(QuantizationMethod):
     """What the methods share; they differ in what `_form` says of a layer."""
 
     api = 1
+    #: Kinds of layers that are rounded.
+    HELD: ClassVar[tuple[str, ...]] = ("linear", "lm_head", "expert")
 
     @classmethod
     def claims(cls, checkpoint: CheckpointInfo) -> str | None:
@@ -63,25 +67,31 @@ class _Rounded(QuantizationMethod):
 
     @classmethod
     def rejects(cls, spec: LinearSpec, platform: Platform) -> str | None:
-        if spec.kind not in ("linear", "lm_head"):
+        if spec.kind not in cls.HELD:
             return f"{cls.name} at load holds linear layers, not {spec.kind}"
         return None if spec.dtype in platform.dtypes else f"{platform.name} has no {spec.dtype}"
 
     def create(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:
-        shape = (spec.outputs, spec.inputs)
-        return {"weight": ParamSpec(shape, spec.dtype, output_dim=0, input_dim=1)}
+        front = (spec.experts,) if spec.experts else ()
+        first = len(front)
+        shape = (*front, spec.outputs, spec.inputs)
+        return {"weight": ParamSpec(shape, spec.dtype, output_dim=first, input_dim=first + 1)}
 
     def finish(self, layer: torch.nn.Module, spec: LinearSpec) -> None:
         form, group = self._form(spec)
-        pack = getattr(self.ops, "pack_quantized", None)
         weight = layer.get_parameter("weight").detach()
-        codes = round_weight(weight, form, group)
-        layer.packed = codes
-        if pack is not None:
-            layer.packed = pack(
-                codes.values, form, group, codes.scales, codes.zeros, self._activations()
-            )
+        if spec.kind == "expert":
+            pack = getattr(self.ops, "pack_quantized_experts", None)
+            layer.packed = round_experts(weight, form, group, len(spec.parts), pack)
+        else:
+            layer.packed = self._pack(round_weight(weight, form, group), form, group)
         layer.register_parameter("weight", None)
+
+    def _pack(self, codes: Codes, form: str, group: int) -> Any:
+        pack = getattr(self.ops, "pack_quantized", None)
+        if pack is None:
+            return codes
+        return pack(codes.values, form, group, codes.scales, codes.zeros, self._activations())
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         packed: Any = layer.packed
@@ -90,9 +100,14 @@ class _Rounded(QuantizationMethod):
         out: Tensor = self.ops.linear(x, packed, bias)
         return out
 
+    def experts(self, layer: torch.nn.Module) -> Any:
+        return layer.packed
+
     def dequantize(self, layer: torch.nn.Module, spec: LinearSpec) -> Tensor:
         packed: Any = layer.packed
         dtype: torch.dtype = getattr(torch, spec.dtype)
+        if spec.kind == "expert":
+            return torch.stack([packed[expert] for expert in range(spec.experts)]).to(dtype)
         if isinstance(packed, Codes):
             return packed.weight(dtype)
         weight: Tensor = self.ops.unpack_linear(packed)
@@ -148,6 +163,7 @@ class FP8(_Rounded):
 
     name = "fp8"
     Config: ClassVar[type] = FP8Config
+    HELD = ("linear", "lm_head")
 
     def _form(self, spec: LinearSpec) -> tuple[str, int]:
         return "fp8", 0
