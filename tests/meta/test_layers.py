@@ -116,6 +116,8 @@ def folders(kind: str) -> Iterator[Path]:
 MENTIONS: dict[str, set[str]] = {
     # vLLM's names of flags
     "config.schema": {"cuda", "mamba", "cohere"},
+    "engine.caches": {"mamba"},
+    "loading.model": {"mamba"},
     # a value of `rope_type` in config.json, whoever's model it is
     "nn.rope": {"llama"},
 }

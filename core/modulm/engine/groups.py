@@ -18,7 +18,7 @@ from modulm.contracts.executor import Capacity
 from modulm.engine.blocks import NULL, BlockPool
 from modulm.engine.prefix import PrefixIndex
 from modulm.errors import EngineError
-from modulm.ops.recurrence import SEGMENT
+from modulm.ops.walk import SEGMENT
 
 __all__ = ["CacheGroups", "Group", "Hit"]
 

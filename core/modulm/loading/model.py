@@ -18,7 +18,7 @@ from modulm.loading.weights import WeightPlan, fill, plan_weights, wanted, weigh
 from modulm.nn.builder import Builder, Shared
 from modulm.nn.config import read_config
 from modulm.nn.names import WeightNames
-from modulm.ops.recurrence import SEGMENT
+from modulm.ops.walk import SEGMENT
 from modulm.parallel import Group, Mesh
 
 if TYPE_CHECKING:

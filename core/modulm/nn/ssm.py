@@ -13,7 +13,8 @@ from torch.nn import Module
 from modulm.contracts.model import StateSpec
 from modulm.errors import UnsupportedError
 from modulm.nn.activation import activation
-from modulm.ops.recurrence import begin, selective_scan, walk
+from modulm.ops.recurrence import selective_scan
+from modulm.ops.walk import begin, walk
 
 if TYPE_CHECKING:
     from modulm.contracts.model import Batch, StatePlan
@@ -144,7 +145,8 @@ class StateSpaceMixer(Module):
         cache, plan, tokens = batch.caches[self.cache], batch.plan(self.cache), x.shape[0]
         gate, mixed, dt = self.project(x).split(self.parts, -1)
         inputs, b, c = self.conv(mixed, cache["conv"], plan).split(self.mixed, -1)
-        dt = F.softplus(dt.float() + self.dt_bias).clamp(*self.dt_limit)
+        # In fp64, as torch's fp32 functions round otherwise where a row's numbers fill no register.
+        dt = F.softplus((dt.float() + self.dt_bias).double()).float().clamp(*self.dt_limit)
         inputs = inputs.reshape(tokens, self.heads, -1).float()
         b, c = (part.reshape(tokens, self.groups, -1) for part in (b, c))
         a = -self.a_log.exp().unsqueeze(-1)

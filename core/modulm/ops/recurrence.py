@@ -1,31 +1,22 @@
-"""Recurrences in plain torch: many tokens of a row in matrix products, few one by one.
-
-A row is cut into segments at fixed positions, the multiples of SEGMENT, whatever the steps are
-that bring its tokens: a step that ends at such a position leaves the state that a longer step has
-there, bit for bit. Segments of a single token, such as all of a step that only decodes, are
-stepped; longer ones are filled up to SEGMENT with tokens that change nothing.
-"""
+"""Recurrences in plain torch: a row's segments in matrix products, single tokens one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-from attrs import field, frozen
+from attrs import frozen
 from torch import Tensor
+
+from modulm.ops.walk import Walk, walk
 
 if TYPE_CHECKING:
     from modulm.contracts.model import StatePlan
 
 __all__ = ["delta_rule", "selective_scan"]
 
-#: Tokens that are computed together. States are only kept at multiples of it.
-SEGMENT = 64
+#: Tokens of a parallel scan: as many as stay in a cache.
 _FEW = 8
-
-#: (states [n, ...] changed in place, places [n] or [n, SEGMENT] of tokens) -> what they give.
-Walk = Callable[[Tensor, Tensor], Tensor]
 
 
 def selective_scan(
@@ -186,85 +177,6 @@ def _parallel_scan(state: Tensor, part: _Inputs, a: Tensor) -> Tensor:
     state.copy_(found[:, -1])
     y = found.view(n, length, groups, -1, size) @ part.c.unsqueeze(-1)
     return y.view(n, length, heads, dim)
-
-
-def walk(states: Tensor, plan: StatePlan, step: Walk, segment: Walk, out: Tensor) -> Tensor:
-    """Take all rows forward by segments, from the states they had to the ones they leave.
-
-    states: [slots, ...]; out: [T, ...], filled and returned. `step` and `segment` see rows side
-    by side, and are called as often as the row of most segments has some.
-    """
-    state = begin(states, plan)
-    padded = out.new_empty(out.shape[0] + 1, *out.shape[1:])
-    for wave in _waves(plan, out.shape[0]):
-        for rows, places, advance in ((wave.long, wave.segments, segment), (*wave.short, step)):
-            if len(rows):
-                index = torch.tensor(rows, device=states.device)
-                moved, at = state[index], places.to(states.device)
-                padded[at] = advance(moved, at)
-                state[index] = moved
-        for row, slot in wave.kept:
-            states[slot] = state[row]
-    states[plan.slots] = state
-    out.copy_(padded[:-1])
-    return out
-
-
-def begin(states: Tensor, plan: StatePlan) -> Tensor:
-    """A copy of the rows' states; zeros for fresh rows, whose slots hold garbage."""
-    held = states[plan.slots if plan.sources is None else plan.sources]
-    return held.masked_fill_(plan.fresh.view(-1, *[1] * (held.dim() - 1)), 0.0)
-
-
-@frozen(eq=False)
-class _Wave:
-    """The next segment of every row that has one.
-
-    long: rows with several tokens, segments: [n, SEGMENT] their places; short: rows with one, and
-    those. kept: (row, slot) of states to be kept after it.
-    """
-
-    long: list[int]
-    segments: Tensor
-    short: tuple[list[int], Tensor]
-    kept: list[tuple[int, int]] = field(factory=list)
-
-
-def _waves(plan: StatePlan, tokens: int) -> list[_Wave]:
-    """The step's segments in order; places past an end are `tokens`, the token of zeros."""
-    counts, starts = plan.counts, plan.starts or (0,) * len(plan.counts)
-    if max(counts) == 1:
-        return [_wave([(row, row, 1) for row in range(len(counts))], tokens, [])]
-    pieces: list[list[tuple[int, int, int]]] = []
-    ends: dict[tuple[int, int], int] = {}
-    first = 0
-    for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
-        at = 0
-        for index in range((start % SEGMENT + count + SEGMENT - 1) // SEGMENT):
-            size = min(SEGMENT - (start + at) % SEGMENT, count - at)
-            if index == len(pieces):
-                pieces.append([])
-            pieces[index].append((row, first + at, size))
-            at += size
-            ends[row, at] = index
-        first += count
-    kept: list[list[tuple[int, int]]] = [[] for _ in pieces]
-    for row, at, slot in plan.kept:
-        kept[ends[row, at]].append((row, slot))
-    return [_wave(piece, tokens, held) for piece, held in zip(pieces, kept, strict=True)]
-
-
-def _wave(pieces: list[tuple[int, int, int]], tokens: int, kept: list[tuple[int, int]]) -> _Wave:
-    """pieces: (row, first token, tokens)."""
-    long = [piece for piece in pieces if piece[2] > 1]
-    short = [piece for piece in pieces if piece[2] == 1]
-    firsts = torch.tensor([first for _, first, _ in long], dtype=torch.int64).unsqueeze(1)
-    sizes = torch.tensor([size for _, _, size in long], dtype=torch.int64).unsqueeze(1)
-    ramp = torch.arange(SEGMENT).unsqueeze(0)
-    places = torch.where(ramp < sizes, firsts + ramp, tokens)
-    singles = torch.tensor([first for _, first, _ in short], dtype=torch.int64)
-    rows = [row for row, _, _ in short]
-    return _Wave([row for row, _, _ in long], places, (rows, singles), kept)
 
 
 def _decays(total: Tensor) -> Tensor:
