@@ -274,4 +274,4 @@ def test_a_cross_encoder_over_http(ranker: Path) -> None:
     order = sorted(range(3), key=lambda place: -scores[place])[:2]
     for answer in answers:
         assert [result["index"] for result in answer["results"]] == order
-    assert classes[0]["num_classes"] == 1
+    assert (classes[0]["num_classes"], classes[0]["label"]) == (1, "fits")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -110,7 +113,7 @@ class Pooling(RouteFamily):
         data = []
         for index, output in enumerate(outputs):
             probs = np.asarray(output.outputs.data).ravel()
-            best = f"LABEL_{int(probs.argmax())}"
+            best = self._labels.get(str(int(probs.argmax())))
             shown = {"probs": probs.tolist(), "num_classes": len(probs)}
             data.append({"index": index, "label": best, **shown})
         return json_response({**_head("classify", model), "data": data, "usage": _usage(outputs)})
@@ -147,6 +150,14 @@ class Pooling(RouteFamily):
         return json_response({**head, "results": results, "usage": _usage(outputs)})
 
     # How it is done.
+
+    @cached_property
+    def _labels(self) -> Mapping[str, str]:
+        """The names of the classes by their numbers, as config.json has them."""
+        file = Path(self.context.engine.info.path) / "config.json"
+        table = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        named: Mapping[str, str] = table.get("id2label") or {}
+        return named
 
     def _model(self, name: Any, tasks: Sequence[str]) -> str:
         """The served model, if it is for one of the tasks. Raises ApiError(400) naming `model`."""
