@@ -21,6 +21,7 @@ import anthropic
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel
 
 WEATHER: Any = {
     "type": "function",
@@ -216,6 +217,40 @@ def test_responses(client: openai.OpenAI) -> None:
     assert events[-1].response.output_text == first.output_text
     again = list(client.responses.retrieve(events[-1].response.id, stream=True, starting_after=2))
     assert again == events[3:]
+
+
+class Verdict(BaseModel):
+    yes: bool
+
+
+def test_the_helpers_of_the_responses_client(client: openai.OpenAI) -> None:
+    options: Any = {"model": "demo", "input": "Is Paris in France?", "max_output_tokens": 400}
+    parsed = client.responses.parse(**options, temperature=0, text_format=Verdict)
+    assert isinstance(parsed.output_parsed, Verdict)
+    with client.responses.stream(**options, temperature=0, text_format=Verdict) as stream:
+        assert [event.type for event in stream][-1] == "response.completed"
+        assert stream.get_final_response().output_parsed == parsed.output_parsed
+    begun = client.responses.create(**options, background=True, stream=True)
+    name = next(iter(begun)).response.id  # type: ignore[union-attr]
+    begun.close()
+    with client.responses.stream(response_id=name, starting_after=0) as stream:
+        stream.until_done()
+        assert stream.get_final_response().id == name
+
+
+def test_responses_without_a_store(client: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", **WEATHER["function"]}
+    options: Any = {"model": "demo", "tools": [tool], "store": False, "temperature": 0}
+    first = client.responses.create(**options, input=ASKED, include=["reasoning.encrypted_content"])
+    call: Any = first.output[-1]
+    assert call.type == "function_call"
+    said = [item.model_dump(exclude_none=True) for item in first.output]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    second = client.responses.create(**options, input=[*ASKED, *said, result])
+    assert second.status == "completed"
+    assert second.usage is not None
+    assert first.usage is not None
+    assert second.usage.input_tokens > first.usage.input_tokens
 
 
 def test_responses_call_functions(client: openai.OpenAI) -> None:
