@@ -32,10 +32,10 @@ LONGEST, MOST = max(LENGTHS.values()), max(SEQUENCES.values())
 
 
 class Prompts:
-    """Random prompts, the same ones for every engine."""
+    """Random prompts: the same ones for every engine, others for every case."""
 
-    def __init__(self) -> None:
-        self._random = random.Random(0)
+    def __init__(self, case: str) -> None:
+        self._random = random.Random(case)
 
     def one(self, tokens: int) -> list[int]:
         return [self._random.randrange(10, VOCABULARY) for _ in range(tokens)]
@@ -95,6 +95,6 @@ def main(load: Load) -> None:
     options = parser.parse_args()
     engine = load(str(Path(options.checkpoint).resolve()), options.weights)
     for case in options.cases:
-        generate, prompts = engine(case), Prompts()
+        generate, prompts = engine(case), Prompts(case)
         generate([prompts.one(16)], 4)
         print(json.dumps({case: CASES[case](generate, prompts)}), flush=True)
