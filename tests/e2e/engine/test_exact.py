@@ -38,6 +38,10 @@ ARRANGEMENTS: dict[str, dict[str, Any]] = {
 #: What runs it: architecture and flags.
 KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("LlamaForCausalLM", {"dtype": "bfloat16"}),
+    "single": ("LlamaForCausalLM", {"dtype": "float32"}),
+    "half": ("LlamaForCausalLM", {"dtype": "float16"}),
+    "latent": ("DeepseekV3ForCausalLM", {"dtype": "bfloat16"}),
+    "delta": ("Qwen3NextForCausalLM", {"dtype": "bfloat16"}),
     "windows": ("Gemma3ForCausalLM", {"dtype": "bfloat16"}),
     "experts": ("MixtralForCausalLM", {"dtype": "bfloat16"}),
     "states": ("GraniteMoeHybridForCausalLM", {"dtype": "bfloat16"}),
