@@ -18,7 +18,7 @@ __all__ = ["ACTIVATIONS", "FORMATS", "GROUPS", "PackedLinear", "linear_ops"]
 #: Formats of packed weights and their codes in the C ABI (src/linear/weight.h).
 FORMATS = {"bf16": 0, "int8": 1, "fp8": 2, "int4": 3, "fp32": 4, "fp16": 5}
 #: What a product with int8 or int4 weights makes of activations, and its digits of int8. "bf16"
-#: stands for 16-bit numbers with a scale per row and group: as exact as bf16, see ADR 0021.
+#: stands for 16-bit numbers with a scale per row and group: as exact as bf16, see ADR 0022.
 ACTIVATIONS = {"int8": 1, "bf16": 2}
 #: Sizes along K that may share a scale; 0 stands for all of K.
 GROUPS = (0, 32, 64, 128, 256)
@@ -37,7 +37,7 @@ class PackedLinear:
     """A weight [N, K] in the kernels' own layout. Owns its memory; the original can be dropped."""
 
     __slots__ = (
-        "activations", "arguments", "data", "format", "group", "inputs", "outputs", "scales",
+        "activations", "arguments", "bias", "data", "format", "group", "inputs", "outputs", "scales",
         "zeros",
     )  # fmt: skip
 
@@ -55,6 +55,7 @@ class PackedLinear:
         self.data, self.scales, self.zeros = data, scales, zeros
         self.outputs, self.inputs, self.group, self.format = outputs, inputs, group, format
         self.activations = activations
+        self.bias: tuple[Tensor, Tensor] | None = None
         digits = ACTIVATIONS[activations] if format in ("int8", "int4") else 0
         kept = 0 if scales is None else CODES[scales.dtype]
         odd_zeros = zeros is not None and not _whole(zeros)
@@ -67,6 +68,12 @@ class PackedLinear:
             group,
             FORMATS[format] | digits << 8 | kept << 16 | odd_zeros << 24,
         )
+
+    def wide(self, bias: Tensor) -> Tensor:
+        """The layer's bias in fp32, converted once."""
+        if self.bias is None or self.bias[0] is not bias:
+            self.bias = (bias, bias.float().contiguous())
+        return self.bias[1]
 
     @property
     def bytes(self) -> int:
@@ -239,7 +246,7 @@ def _linear(library: Library) -> Callable[..., Tensor]:
         target = out if out.dim() == 2 else out.view(-1, weight.outputs)
         if bias is not None:
             shape("bias", bias, weight.outputs)
-            bias = bias.float().contiguous()
+            bias = weight.wide(bias)
         call(
             rows.data_ptr(), stride, rows.shape[0], code, *weight.arguments,
             None if bias is None else bias.data_ptr(), target.data_ptr(),

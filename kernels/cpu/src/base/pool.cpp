@@ -23,6 +23,8 @@ namespace {
 // How long a thread that waits looks at memory before it blocks. Longer than the gap between two
 // kernels of a decode step, far shorter than anything a user would see as a busy core.
 constexpr std::chrono::microseconds kSpin{40};
+// Work that is left for which threads that sleep are woken.
+constexpr std::chrono::microseconds kWorthWaking{20};
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -42,9 +44,13 @@ struct Signal {
   alignas(64) std::atomic<uint32_t> value{0};
   std::atomic<uint32_t> sleepers{0};
 
-  void raise() {
+  // Returns whether somebody sleeps: those that look at memory see it at once.
+  bool show() {
     value.fetch_add(1, std::memory_order_seq_cst);
-    if (sleepers.load(std::memory_order_seq_cst)) futex_wake(value);
+    return sleepers.load(std::memory_order_seq_cst);
+  }
+  void raise() {
+    if (show()) futex_wake(value);
   }
   void wait_beyond(uint32_t seen) {
     auto deadline = std::chrono::steady_clock::now() + kSpin;
@@ -114,7 +120,18 @@ struct Pool {
     }
   }
 
-  void run(int64_t total, Task f, void* with) {
+  // Does one task, to see whether the others are worth a system call and the time until a sleeper
+  // runs. On a busy machine a thread that is woken for less may be gone for a whole time slice.
+  bool worth_waking(int64_t total, Task f, void* with) {
+    auto began = std::chrono::steady_clock::now();
+    uint64_t claim = job << kJobShift;
+    if (!next.compare_exchange_strong(claim, claim + 1, std::memory_order_acq_rel)) return true;
+    f(with, 0, 0);
+    finished.fetch_add(1, std::memory_order_acq_rel);
+    return (std::chrono::steady_clock::now() - began) * (total - 1) > kWorthWaking;
+  }
+
+  void run(int64_t total, Task f, void* with, bool large) {
     job = (job + 1) & ((uint64_t{1} << 24) - 1);
     // A job number whose tasks are all taken parks late helpers while the fields change.
     next.store(job << kJobShift | kTaskMask, std::memory_order_seq_cst);
@@ -124,7 +141,7 @@ struct Pool {
     finished.store(0, std::memory_order_release);
     job = (job + 1) & ((uint64_t{1} << 24) - 1);
     next.store(job << kJobShift, std::memory_order_seq_cst);
-    start.raise();
+    if (start.show() && (large || worth_waking(total, f, with))) futex_wake(start.value);
     work(job, total, f, with, 0);
     while (true) {
       uint32_t seen = done.value.load(std::memory_order_acquire);
@@ -167,7 +184,7 @@ void set_threads(int count) {
   wanted = count > 0 ? count : 0;
 }
 
-void run_tasks(int64_t tasks, Task task, void* context) {
+void run_tasks(int64_t tasks, Task task, void* context, bool large) {
   if (tasks <= 0) return;
   if (tasks > 1 && !inside && threads() > 1 && guard.try_lock()) {
     if (!pool) {
@@ -176,7 +193,7 @@ void run_tasks(int64_t tasks, Task task, void* context) {
       pool = new Pool(threads() - 1);
     }
     inside = true;
-    pool->run(tasks, task, context);
+    pool->run(tasks, task, context, large);
     inside = false;
     guard.unlock();
     return;

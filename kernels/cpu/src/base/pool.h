@@ -1,7 +1,9 @@
 // The library's own threads. The caller takes part; tasks are claimed one by one from a counter.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <type_traits>
 
 namespace modulm {
 
@@ -9,18 +11,21 @@ using Task = void (*)(void* context, int64_t task, int worker);
 
 // Runs task(context, i, worker) for every i in [0, tasks); returns when all are done. `worker` is
 // in [0, threads()) and distinct among tasks that run at the same time. Called while another
-// thread is inside, or from a task, it runs everything on the calling thread.
-void run_tasks(int64_t tasks, Task task, void* context);
+// thread is inside, or from a task, it runs everything on the calling thread. Threads that sleep
+// are woken if the first task took so long that the others are worth it, or if `large` says so.
+void run_tasks(int64_t tasks, Task task, void* context, bool large = false);
 
 int threads();
 void set_threads(int count);
 
 // parallel(n, [&](int64_t i, int worker) { ... })
 template <class F>
-inline void parallel(int64_t tasks, F&& f) {
+inline void parallel(int64_t tasks, F&& f, bool large = false) {
+  using Body = std::remove_reference_t<F>;
   run_tasks(
-      tasks, [](void* context, int64_t i, int worker) { (*static_cast<F*>(context))(i, worker); },
-      const_cast<void*>(static_cast<const void*>(&f)));
+      tasks,
+      [](void* context, int64_t i, int worker) { (*static_cast<Body*>(context))(i, worker); },
+      const_cast<void*>(static_cast<const void*>(&f)), large);
 }
 
 // parallel over [0, n) in runs of `grain` items: f(begin, end).
@@ -31,6 +36,42 @@ inline void parallel_runs(int64_t n, int64_t grain, F&& f) {
     int64_t begin = i * grain;
     f(begin, begin + grain < n ? begin + grain : n);
   });
+}
+
+// Tasks [begin, end) in one word: their owner takes from the front, others from the back.
+class Span {
+ public:
+  void set(int64_t begin, int64_t end) { bounds_ = uint64_t(begin) << 32 | uint64_t(end); }
+  // The next task, or -1.
+  int64_t take(bool front) {
+    uint64_t seen = bounds_.load(std::memory_order_relaxed);
+    while (seen >> 32 < (seen & 0xffffffffu)) {
+      uint64_t left = front ? seen + (uint64_t{1} << 32) : seen - 1;
+      if (bounds_.compare_exchange_weak(seen, left, std::memory_order_relaxed))
+        return int64_t(front ? seen >> 32 : left & 0xffffffffu);
+    }
+    return -1;
+  }
+
+ private:
+  alignas(64) std::atomic<uint64_t> bounds_{0};
+};
+
+// Like parallel, but a thread gets tasks that follow each other: for tasks that read memory in
+// one run, so that what is fetched ahead at the end of one is the beginning of the next. Who is
+// done with its own takes the last ones of others. f(task).
+template <class F>
+inline void parallel_near(int64_t tasks, F&& f) {
+  constexpr int kMost = 64;
+  int64_t spans = threads() < kMost ? threads() : kMost;
+  if (spans > tasks) spans = tasks;
+  Span span[kMost];
+  for (int64_t i = 0; i < spans; i++) span[i].set(i * tasks / spans, (i + 1) * tasks / spans);
+  auto work = [&](int64_t own, int) {
+    for (int64_t i = 0; i < spans; i++)
+      for (int64_t task; (task = span[(own + i) % spans].take(i == 0)) >= 0;) f(task);
+  };
+  parallel(spans, work, true);
 }
 
 // Scratch memory of one worker, kept between calls and grown when needed; 64-byte aligned.
