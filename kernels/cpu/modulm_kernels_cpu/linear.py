@@ -37,8 +37,8 @@ class PackedLinear:
     """A weight [N, K] in the kernels' own layout. Owns its memory; the original can be dropped."""
 
     __slots__ = (
-        "activations", "arguments", "bias", "data", "format", "group", "inputs", "outputs", "scales",
-        "zeros",
+        "activations", "arguments", "bias", "data", "format", "group", "inputs", "outputs",
+        "scales", "zeros",
     )  # fmt: skip
 
     def __init__(
