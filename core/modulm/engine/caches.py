@@ -20,7 +20,7 @@ __all__ = ["Sizing", "allocate", "cache_budget", "share_out"]
 
 #: Share of what is left after the weights that a step's own tensors may take.
 _ACTIVATIONS = 0.1
-_GIB = 2**30
+_MIB = 2**20
 _UNSHARED = (
     "layers keep a state per sequence: prompts that begin alike are each computed in full "
     "(--mamba-cache-mode all keeps states of their beginnings)"
@@ -93,7 +93,7 @@ def share_out(
         length = _fitting(groups, left, max_model_len, chunk)
         if length == 0:
             raise _too_small(groups, budget, states, max_model_len, chunk)
-        why = f"{max(budget, 0) / _GIB:.2f} GiB of cache"
+        why = f"{max(budget, 0) / _MIB:,.1f} MiB of cache"
         notes = (*notes, _shrunk(max_model_len, length, why))
     one = _bytes_of_one(groups, length, chunk)
     sequences = min(float(rows), left / one) if one else float(rows)
@@ -155,8 +155,8 @@ def _too_small(
     needed = _bytes_of_one(groups, length, chunk) + states
     return ConfigError(
         "max_model_len",
-        f"one sequence of {length} tokens needs {needed / _GIB:.2f} GiB of cache and "
-        f"{max(budget, 0) / _GIB:.2f} GiB are available; lower max_model_len or raise "
+        f"one sequence of {length} tokens needs {needed / _MIB:,.1f} MiB of cache and "
+        f"{max(budget, 0) / _MIB:,.1f} MiB are available; lower max_model_len or raise "
         "gpu_memory_utilization or kv_cache_memory_bytes",
     )
 

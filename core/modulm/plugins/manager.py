@@ -42,6 +42,9 @@ log = logging.getLogger("modulm.plugins")
 #: A name registered at run time by a program stands in for an installed one.
 _REGISTERED_PRIORITY = 100
 
+#: Most names that an error lists.
+_FEW = 12
+
 
 @frozen
 class PluginSet:
@@ -162,6 +165,7 @@ class PluginManager:
         close = get_close_matches(name, names, n=3)
         parts = [f"no installed plugin provides {kind.noun} {name!r}"]
         parts += [f"did you mean {' or '.join(close)}?"] if close else []
+        parts += [f"installed: {', '.join(names)}"] if 0 < len(names) <= _FEW and not close else []
         parts += [f"pip install {kind.distribution(name)}"]
         parts += ["or --model-impl transformers"] if kind.name == "models" else []
         parts += [f"({problem})" for problem in self.problems.values()]

@@ -123,10 +123,10 @@ def test_what_cannot_be_set_says_so(spec: Flag) -> None:
 
 
 def test_no_effect_and_deprecated_flags_give_a_notice() -> None:
-    config = EngineConfig.from_keywords(enforce_eager=True, swap_space=8, max_num_seqs=4)
+    config = EngineConfig.from_keywords(optimization_level=3, swap_space=8, max_num_seqs=4)
     shown = {notice.flag: notice.message for notice in config.notices()}
-    assert set(shown) == {"--enforce-eager", "--swap-space"}
-    assert shown["--enforce-eager"].startswith("no effect: ")
+    assert set(shown) == {"--optimization-level", "--swap-space"}
+    assert shown["--optimization-level"].startswith("no effect: ")
     assert shown["--swap-space"].startswith("deprecated: ")
 
 

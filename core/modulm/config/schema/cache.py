@@ -11,7 +11,7 @@ from modulm.config.schema.flags import equip, flag, later, no_effect, refused
 
 __all__ = ["CacheConfig"]
 
-_STATE = "models with a recurrent state come with their own issue"
+_STATE = "states are kept in the model's own format, by the kernels of the platform"
 _OFFLOAD = "weights offloaded to host memory"
 _TRANSFER = "KV transfer between engines"
 
@@ -40,8 +40,8 @@ class CacheConfig:
     )
     kv_cache_dtype: str = flag(
         "auto",
-        "Number format of the cache; auto: the model's; fp8: fp8_e4m3, without scales; int8: with a "
-        "scale per token and head.",
+        "Number format of the cache; auto: the model's; fp8: fp8_e4m3, without scales; int8: with "
+        "a scale per token and head.",
         choices=("auto", "bfloat16", "float16", "float32", "int8", "fp8", "fp8_e4m3", "fp8_e5m2",
                  "fp8_inc"),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Compiled and captured graphs; accepted so that scripts run, none are made yet."""
+"""Compiled and captured graphs: accepted so that scripts run, and without effect."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from modulm.config.schema.flags import equip, flag, no_effect
 
 __all__ = ["CompilationConfig"]
 
-_NONE = no_effect("no graphs are compiled or captured; kernels are bound once at the start")
+_NONE = no_effect("no graphs are compiled: kernels come compiled, for --enforce-eager see there")
 
 
 @frozen(kw_only=True, field_transformer=equip)
 class CompilationConfig:
-    """Compiled and captured graphs; accepted so that scripts run, none are made yet."""
+    """Compiled and captured graphs: accepted so that scripts run, and without effect."""
 
     TITLE: ClassVar[str] = "CompilationConfig"
     TABLE: ClassVar[str | None] = None
