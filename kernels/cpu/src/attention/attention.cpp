@@ -105,7 +105,8 @@ MODULM_API void modulm_paged_attention(
     make_plan(step, own.data());
     plan = own.data();
   }
-  if (p.cache.paired()) run<PairMath>(p, static_cast<const Tile*>(plan));
+  if (p.cache.scaled()) run<IntegerMath>(p, static_cast<const Tile*>(plan));
+  else if (p.cache.paired()) run<PairMath>(p, static_cast<const Tile*>(plan));
   else run<PlainMath>(p, static_cast<const Tile*>(plan));
 }
 

@@ -4,13 +4,16 @@
 // fp32 scale per key and one per value. Heads are padded to a multiple of 32 dimensions with
 // zeros; a block has a multiple of 32 tokens.
 //
-//   bf16, codes  keys [D / 2][token][2], values [token / 2][Dv][2]: both are right-hand sides of
-//                the pair product as they lie, for one query or many, and nothing is shuffled
-//   fp32, fp16   keys [D][token], values [token][Dv]
+//   bf16, fp8   keys [D / 2][token][2], values [token / 2][Dv][2]: both are right-hand sides of the
+//               pair product as they lie, for one query or many, and nothing is shuffled
+//   int8        keys [D / 4][token][4] plus 128, values [token / 4][Dv][4]: the same for bytes
+//   fp32, fp16  keys [D][token], values [token][Dv]
 //
 // A latent cache (DeepSeek-V2, arXiv 2405.04434) has one head and one vector per token, stored
 // like a value: the first of its dimensions are the value, all of them the key.
 #pragma once
+
+#include <type_traits>
 
 #include "attention/codes.h"
 
@@ -19,27 +22,38 @@ namespace modulm {
 // Codes of the C ABI beside those of base/types.h.
 enum CacheDtype : int { kE4M3 = kFP8, kE5M2 = 4, kInt8 = 5 };
 
+struct Int8 {
+  int8_t bits;
+};
+
 struct Cache {
   uint8_t* data;
   int64_t heads, block, size, value_size;  // padded sizes
   int dtype;
   bool latent;
 
-  bool coded() const { return dtype >= kE4M3; }
   bool scaled() const { return dtype == kInt8; }
-  bool paired() const { return dtype == kBF16 || coded(); }
-  int64_t element() const { return coded() ? 1 : dtype == kF32 ? 4 : 2; }
+  bool paired() const { return dtype == kBF16 || dtype == kE4M3 || dtype == kE5M2; }
+  int64_t element() const { return dtype >= kE4M3 ? 1 : dtype == kF32 ? 4 : 2; }
   int64_t key_bytes() const { return latent ? 0 : block * size * element(); }
   int64_t head_bytes() const {
     return key_bytes() + block * (value_size * element() + (scaled() ? 8 : 0));
   }
-  uint8_t* keys(int64_t id, int64_t head) const { return data + (id * heads + head) * head_bytes(); }
+  uint8_t* keys(int64_t id, int64_t head) const {
+    return data + (id * heads + head) * head_bytes();
+  }
   uint8_t* values(int64_t id, int64_t head) const { return keys(id, head) + key_bytes(); }
   // Of the block's keys; those of its values follow.
   float* scales(int64_t id, int64_t head) const {
     return reinterpret_cast<float*>(values(id, head) + block * value_size);
   }
 };
+
+// The nearest integer, ties to even, of |x| < 2^22.
+inline vi nearest(vf x) {
+  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  return (vi)(x + magic) - 0x4b400000;
+}
 
 // One token of one head, padded with zeros, as elements of the cache; returns the scale.
 template <class E, class T>
@@ -56,8 +70,11 @@ inline float encode(const T* from, int64_t used, int64_t size, E* to) {
   }
   for_lanes(used, [&](int64_t i, int n) {
     vf x = load_n(from + i, n);
-    if constexpr (sizeof(E) == 1) {
-      vb codes = __builtin_convertvector(narrow_code(x * inverse, E{}), vb);
+    if constexpr (std::is_same<E, Int8>::value) {
+      vb codes = __builtin_convertvector((vu)nearest(x * inverse), vb);
+      std::memcpy(to + i, &codes, n);
+    } else if constexpr (sizeof(E) == 1) {
+      vb codes = __builtin_convertvector(narrow_code(x, E{}), vb);
       std::memcpy(to + i, &codes, n);
     } else {
       store_n(to + i, x, n);
@@ -67,30 +84,31 @@ inline float encode(const T* from, int64_t used, int64_t size, E* to) {
   return scale;
 }
 
+// Elements that lie beside each other in a line of 2 or 4 bytes.
 template <class E>
-inline constexpr bool kPaired = sizeof(E) == 1 || std::is_same<E, bf16>::value;
+inline constexpr int kTogether =
+    std::is_same<E, Int8>::value ? 4 : sizeof(E) == 1 || std::is_same<E, bf16>::value ? 2 : 1;
 
 template <class E>
 inline void scatter_key(const Cache& c, E* keys, int64_t at, const E* from) {
-  if constexpr (kPaired<E>) {
-    struct Pair {
-      E both[2];
-    };
-    auto to = reinterpret_cast<Pair*>(keys) + at;
-    for (int64_t d = 0; d < c.size / 2; d++) to[d * c.block] = {{from[2 * d], from[2 * d + 1]}};
-  } else {
-    for (int64_t d = 0; d < c.size; d++) keys[d * c.block + at] = from[d];
+  constexpr int n = kTogether<E>;
+  struct Group {
+    E all[n];
+  };
+  auto to = reinterpret_cast<Group*>(keys) + at;
+  for (int64_t d = 0; d < c.size / n; d++) {
+    Group group = load_raw<Group>(from + n * d);
+    if constexpr (std::is_same<E, Int8>::value)
+      for (E& code : group.all) code.bits = int8_t(code.bits ^ 0x80);
+    to[d * c.block] = group;
   }
 }
 
 template <class E>
 inline void scatter_value(const Cache& c, E* values, int64_t at, const E* from) {
-  if constexpr (kPaired<E>) {
-    E* to = values + at / 2 * c.value_size * 2 + at % 2;
-    for (int64_t d = 0; d < c.value_size; d++) to[2 * d] = from[d];
-  } else {
-    std::memcpy(values + at * c.value_size, from, c.value_size * sizeof(E));
-  }
+  constexpr int n = kTogether<E>;
+  E* to = values + at / n * c.value_size * n + at % n;
+  for (int64_t d = 0; d < c.value_size; d++) to[n * d] = from[d];
 }
 
 constexpr int64_t kMaxSize = 1024;  // of a head
@@ -120,11 +138,11 @@ inline void with_cache(int dtype, F&& f) {
   }
 }
 
+// For the codes that are decoded, eight-bit floats.
 template <class F>
 inline void with_code(int dtype, F&& f) {
   if (dtype == kE4M3) f(E4M3{});
-  else if (dtype == kE5M2) f(E5M2{});
-  else f(Int8{});
+  else f(E5M2{});
 }
 
 }  // namespace modulm

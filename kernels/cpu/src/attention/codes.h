@@ -1,8 +1,5 @@
-// One-byte codes of a cache: a sign bit and a magnitude that names one of 128 values, each of them
-// exact in bf16. Eight-bit floats are so by nature; int8 is kept as sign and magnitude for it.
+// Eight-bit floats: a sign bit and a magnitude that names one of 128 values, all exact in bf16.
 #pragma once
-
-#include <type_traits>
 
 #include "base/vec.h"
 
@@ -14,9 +11,6 @@ struct E4M3 {  // no infinities, 0x7f is NaN
 };
 struct E5M2 {
   static constexpr int mantissa = 2, bias = 15, largest = 0x7b;
-  uint8_t bits;
-};
-struct Int8 {
   uint8_t bits;
 };
 
@@ -37,27 +31,15 @@ inline vu narrow_code(vf x, Code) {
   return code | sign;
 }
 
-// Nearest integer, ties to even; |x| <= 127.
-inline vu narrow_code(vf x, Int8) {
-  constexpr float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  vu magnitude = (vu)((vf)((vu)x & 0x7fffffffu) + magic) & 0x7fu;
-  return magnitude | ((vu)x >> 24 & 0x80u);
-}
-
 // Codes in bits 0-7 of each lane to fp32.
 template <class Code>
 inline vf widen_code(vu x, Code) {
   vu magnitude = x & 0x7fu;
-  vf value;
-  if constexpr (std::is_same<Code, Int8>::value) {
-    value = __builtin_convertvector((vi)magnitude, vf);
-  } else {
-    constexpr uint32_t least = uint32_t(128 - Code::bias - Code::mantissa) << 23;
-    vf normal = (vf)((magnitude << (23 - Code::mantissa)) + (uint32_t(127 - Code::bias) << 23));
-    vf subnormal = __builtin_convertvector((vi)magnitude, vf) * (vf)(vu{} + least);
-    value = choose((vi)magnitude < (1 << Code::mantissa), subnormal, normal);
-    value = choose((vi)magnitude > Code::largest, (vf)(vu{} + 0x7fc00000u), value);
-  }
+  constexpr uint32_t least = uint32_t(128 - Code::bias - Code::mantissa) << 23;
+  vf normal = (vf)((magnitude << (23 - Code::mantissa)) + (uint32_t(127 - Code::bias) << 23));
+  vf subnormal = __builtin_convertvector((vi)magnitude, vf) * (vf)(vu{} + least);
+  vf value = choose((vi)magnitude < (1 << Code::mantissa), subnormal, normal);
+  value = choose((vi)magnitude > Code::largest, (vf)(vu{} + 0x7fc00000u), value);
   return (vf)((vu)value | (x & 0x80u) << 24);
 }
 

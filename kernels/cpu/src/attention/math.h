@@ -1,6 +1,6 @@
-// The two ways to multiply with a cache: on bf16 pairs, or in fp32.
+// The three ways to multiply with a cache: on bf16 pairs, in fp32, or exactly on integers.
 //
-// Both read a piece of 32 tokens of one block as a right-hand side: keys [lines of D][32 tokens],
+// All read a piece of 32 tokens of one block as a right-hand side: keys [lines of D][32 tokens],
 // values [lines of 32 tokens][Dv], in place where the cache is stored so, else converted.
 #pragma once
 
@@ -13,6 +13,8 @@ constexpr int kPiece = 32;  // tokens
 
 struct PairMath {
   using Element = bf16;
+  using Weight = bf16;
+  static constexpr int planes = 1;
   using Line = uint32_t;
   static constexpr int width = 2;  // elements of a line
   static constexpr bool coarse = true;
@@ -54,6 +56,8 @@ struct PairMath {
 
 struct PlainMath {
   using Element = float;
+  using Weight = float;
+  static constexpr int planes = 1;
   using Line = float;
   static constexpr int width = 1;
   static constexpr bool coarse = false;
@@ -77,6 +81,20 @@ struct PlainMath {
   static void rows(const Line* values, int64_t size, float* to) {
     std::memcpy(to, values, kPiece * size * sizeof(float));
   }
+};
+
+// An int8 cache as it lies, under queries and weights in fixed point of 15 and 16 bits: each is two
+// rows of bytes, a high and a low plane, whose sums are exact.
+struct IntegerMath {
+  using Element = int8_t;
+  using Weight = uint8_t;
+  using Line = uint32_t;
+  static constexpr int width = 4, planes = 2;
+  static constexpr bool coarse = true;
+
+  static bool in_place(const Cache&) { return true; }
+  // Unused tokens may hold anything: their weights are 0.
+  static void clear_after(Line*, int64_t, int64_t) {}
 };
 
 }  // namespace modulm

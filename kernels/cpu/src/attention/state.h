@@ -19,7 +19,10 @@ struct State {
   int64_t stride;
 
   State(float* memory, int64_t rows, int64_t value_size)
-      : peak(memory), total(memory + rows), values(memory + 2 * rows), stride(row_floats(value_size)) {}
+      : peak(memory),
+        total(memory + rows),
+        values(memory + 2 * rows),
+        stride(row_floats(value_size)) {}
 
   static int64_t row_floats(int64_t value_size) { return div_up(value_size, 16) * 16 + 16; }
   static int64_t floats(int64_t rows, int64_t value_size) {

@@ -2,9 +2,11 @@
 //
 // b lies in runs of `depth` lines; start(run, column) says where in memory the first line of a run
 // has that column, so that blocks of a paged cache are multiplied where they are. Columns come in
-// multiples of 16, and 16 from a multiple of 16 on are contiguous. A line is a k in fp32, or a pair
-// of k in bf16. For one (row, column) the sum runs over k in order in one fp32 accumulator,
-// whatever the number of rows; between calls it passes through memory, exactly.
+// multiples of 16, and 16 from a multiple of 16 on are contiguous. A line is a k in fp32, a pair of
+// k in bf16, or four in bytes. For one (row, column) the sum runs over k in order in one fp32
+// accumulator, whatever the number of rows; between calls it passes through memory, exactly.
+// Bytes are summed in int32, bit for bit in the place of the floats: rows of int8 meet columns of
+// uint8, and rows of uint8 columns of int8.
 #pragma once
 
 #include <type_traits>
@@ -75,10 +77,36 @@ inline void add_line(const float* const (&a)[Rows], int64_t k, const vf (&line)[
     for (int v = 0; v < Vectors; v++) c[r][v] += line[v] * a[r][k];
 }
 
+// Four products of bytes; `Byte` is the type of a's, b's have the other sign.
+template <class Byte>
+inline vi quad_dot(vi sum, vu line, int32_t quad) {
+  constexpr bool is_signed = std::is_same<Byte, int8_t>::value;
+#if defined(__AVX512VNNI__)
+  __m512i row = _mm512_set1_epi32(quad), column = (__m512i)line;
+  return (vi)(is_signed ? _mm512_dpbusd_epi32((__m512i)sum, column, row)
+                        : _mm512_dpbusd_epi32((__m512i)sum, row, column));
+#else
+  for (int i = 0; i < 4; i++) {
+    vi column = is_signed ? (vi)(line >> (8 * i) & 0xffu) : (vi)(line << (24 - 8 * i)) >> 24;
+    sum += column * int32_t(Byte(quad >> (8 * i)));
+  }
+  return sum;
+#endif
+}
+
+template <int Rows, int Vectors, class Byte>
+inline void add_line(const Byte* const (&a)[Rows], int64_t k, const vu (&line)[Vectors],
+                     vf (&c)[Rows][Vectors]) {
+  for (int r = 0; r < Rows; r++) {
+    int32_t quad = load_raw<int32_t>(a[r] + 4 * k);
+    for (int v = 0; v < Vectors; v++) c[r][v] = (vf)quad_dot<Byte>((vi)c[r][v], line[v], quad);
+  }
+}
+
 template <int Rows, int Vectors, class Element, class Start>
 inline void tile(const Element* a, int64_t lda, const Start& start, int column, Depth depth,
                  Sums to) {
-  constexpr int width = std::is_same<Element, float>::value ? 1 : 2;  // elements of a line
+  constexpr int width = 4 / sizeof(Element);  // elements of a line
   using Vector = typename std::conditional<width == 1, vf, vu>::type;
   vf c[Rows][Vectors];
   for (int r = 0; r < Rows; r++)
@@ -126,23 +154,17 @@ inline void multiply_tiles(Left<Element> a, const Start& start, int columns, Dep
   for (; c < columns; c += kLanes) tile_rows<rows, 1>(a, start, c, depth, to);
 }
 
-template <class Start>
-inline void multiply_attention(Left<float> a, const Start& start, int columns, Depth depth,
-                               Sums to) {
-  multiply_tiles(a, start, columns, depth, to);
-}
-
-// In bf16 a run's lines come in multiples of 16. With AMX the rows of a and c are padded: to the
-// next multiple of 16 where there are more than 16.
-template <class Start>
-inline void multiply_attention(Left<bf16> a, const Start& start, int columns, Depth depth,
+// But in fp32 a run's lines come in multiples of 8, in bf16 of 16. With AMX the rows of a and c
+// are padded: to the next multiple of 16 where there are more than 16.
+template <class Element, class Start>
+inline void multiply_attention(Left<Element> a, const Start& start, int columns, Depth depth,
                                Sums to) {
 #if defined(__AMX_BF16__)
-  amx_tiles(a.data, a.stride, a.rows, start, columns, depth.runs, depth.lines, depth.stride,
-            to.data, to.stride, to.fresh);
-#else
-  multiply_tiles(a, start, columns, depth, to);
+  if constexpr (!std::is_same<Element, float>::value)
+    return amx_tiles(a.data, a.stride, a.rows, start, columns, depth.runs, depth.lines,
+                     depth.stride, to.data, to.stride, to.fresh);
 #endif
+  multiply_tiles(a, start, columns, depth, to);
 }
 
 }  // namespace modulm

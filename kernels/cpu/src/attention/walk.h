@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "attention/exp2.h"
+#include "attention/fixed.h"
 #include "attention/math.h"
 #include "attention/plan.h"
 #include "attention/problem.h"
@@ -17,13 +18,14 @@ template <class Math>
 class Walk {
  public:
   using Element = typename Math::Element;
+  using Weight = typename Math::Weight;
   using Line = typename Math::Line;
 
   Walk(const Problem& p, const Tile& tile, int64_t head) : p(p), tile(tile), head(head) {
     start = p.query_starts[tile.sequence];
     length = p.context_lens[tile.sequence];
     base = length - (p.query_starts[tile.sequence + 1] - start);
-    padded = p.cache.latent ? query_columns() : padded_rows(tile.rows);
+    padded = p.cache.latent ? query_columns() : padded_rows(kPlanes * tile.rows);
     lines = p.cache.size / Math::width;
     query_stride = p.cache.size + 64 / int64_t(sizeof(Element));
     take_memory();
@@ -36,7 +38,7 @@ class Walk {
     origin = index * kSplit;
     low = std::max<int64_t>(tile.begin - origin, 0) / kPiece * kPiece;
     high = div_up(std::min<int64_t>(tile.end - origin, kSplit), kPiece) * kPiece;
-    if (p.cache.scaled()) gather_scales();
+    if constexpr (kFixed) gather_scales();
     if (p.cache.latent) {
       find_values(low, high);
       add_latent_scores();
@@ -45,10 +47,7 @@ class Walk {
     }
     for (int r = 0; r < tile.rows; r += kGroupRows) {
       Span seen = span(r, low, high);
-      for (int i = r; i < r + group_rows(r); i++) {
-        if (p.cache.scaled()) soften<true>(i, seen, state);
-        else soften<false>(i, seen, state);
-      }
+      for (int i = r; i < r + group_rows(r); i++) soften(i, seen, state);
     }
     // Few rows: converted values are used while they are in the first-level cache.
     bool whole = Math::in_place(p.cache) || p.cache.latent || tile.rows > 16;
@@ -85,7 +84,10 @@ class Walk {
 #else
   static constexpr int kGroupRows = 4 * kPairRows;
 #endif
-  static constexpr int64_t kScoreStride = kSplit + 16, kWeightStride = kSplit + 32;
+  static constexpr int64_t kScoreStride = kSplit + 16;
+  static constexpr int64_t kWeightStride = kSplit + 64 / sizeof(Weight);
+  static constexpr int kPlanes = Math::planes;
+  static constexpr bool kFixed = kPlanes == 2;
 
   struct Span {
     int64_t low, high;  // columns of the split, multiples of 32
@@ -95,6 +97,7 @@ class Walk {
   int64_t token(int r) const { return (tile.first + r) / p.group(); }
   int64_t query_head(int r) const { return head * p.group() + (tile.first + r) % p.group(); }
   int64_t query_columns() const { return div_up(tile.rows, 16) * 16; }
+  int64_t sum_stride() const { return std::max<int64_t>(2 * kPiece, p.cache.value_size) + 16; }
 
   void take_memory() {
     int64_t size = p.cache.size, value_lines = kSplit / Math::width * p.cache.value_size;
@@ -113,6 +116,9 @@ class Walk {
         need(converted_values, value_lines),
         need(key_scales, kSplit),
         need(value_scales, kSplit),
+        need(fixed_queries, kFixed ? tile.rows : 0),
+        need(value_units, kFixed ? tile.rows : 0),
+        need(sums, kFixed ? padded_rows(kPlanes * kGroupRows) * sum_stride() : 0),
         need(turned_queries, p.cache.latent ? lines * query_columns() : 0),
         need(key_rows, p.cache.latent ? kPiece * size : 0),
         need(turned_scores, p.cache.latent ? kPiece * (query_columns() + 16) : 0),
@@ -127,12 +133,24 @@ class Walk {
   void load_queries(const T* q) {
     for (int r = 0; r < tile.rows; r++) {
       const T* from = q + (start + token(r)) * p.q_token + query_head(r) * p.q_head;
-      Element* to = queries + r * query_stride;
-      for_lanes(p.size, [&](int64_t i, int n) { store_n(to + i, load_n(from + i, n), n); });
-      std::memset(to + p.size, 0, (p.cache.size - p.size) * sizeof(Element));
+      Element* to = queries + kPlanes * r * query_stride;
+      if constexpr (kFixed) {
+        float row[kMaxSize];
+        copy_row(from, row);
+        fixed_queries[r] = split_query(row, p.cache.size, to, to + query_stride);
+      } else {
+        copy_row(from, to);
+      }
     }
-    std::memset(queries + tile.rows * query_stride, 0,
-                (padded - tile.rows) * query_stride * sizeof(Element));
+    const int64_t used = kPlanes * tile.rows;
+    std::memset(queries + used * query_stride, 0,
+                (padded - used) * query_stride * sizeof(Element));
+  }
+
+  template <class T, class To>
+  void copy_row(const T* from, To* to) const {
+    for_lanes(p.size, [&](int64_t i, int n) { store_n(to + i, load_n(from + i, n), n); });
+    std::memset(to + p.size, 0, (p.cache.size - p.size) * sizeof(To));
   }
 
   // Queries as a right-hand side [lines][rows], for keys that are stored as rows.
@@ -164,7 +182,7 @@ class Walk {
     stride = p.cache.block;
     if (Math::in_place(p.cache))
       return reinterpret_cast<const Line*>(p.cache.keys(id, head)) + inside;
-    Math::keys(p.cache, id, head, inside, buffer);
+    if constexpr (!kFixed) Math::keys(p.cache, id, head, inside, buffer);
     stride = kPiece;
     return buffer;
   }
@@ -182,7 +200,7 @@ class Walk {
                      inside / Math::width * size;
         if (valid >= kPiece) piece = place;
         else std::memcpy(buffer, place, step * sizeof(Line));
-      } else {
+      } else if constexpr (!kFixed) {
         Math::values(p.cache, id, head, inside, buffer);
       }
       if (valid < kPiece) Math::clear_after(buffer, valid, size);
@@ -221,9 +239,18 @@ class Walk {
       for (int r = 0; r < tile.rows; r += kGroupRows) {
         Span seen = span(r, column, column + columns);
         if (seen.low >= seen.high) continue;
-        multiply_attention(
-            Left<Element>{queries + r * query_stride, query_stride, group_rows(r)}, at, columns,
-            Depth{1, lines, stride}, Sums{scores + r * kScoreStride + column, kScoreStride, true});
+        Left<Element> rows{queries + kPlanes * r * query_stride, query_stride,
+                           kPlanes * group_rows(r)};
+        float* to = scores + r * kScoreStride + column;
+        const Depth depth{1, lines, stride};
+        if constexpr (kFixed) {
+          multiply_attention(rows, at, columns, depth, Sums{sums, sum_stride(), true});
+          for (int i = 0; i < group_rows(r); i++)
+            join_scores(fixed_queries[r + i], sums + 2 * i * sum_stride(),
+                        sums + (2 * i + 1) * sum_stride(), columns, to + i * kScoreStride);
+        } else {
+          multiply_attention(rows, at, columns, depth, Sums{to, kScoreStride, true});
+        }
       }
     }
   }
@@ -233,7 +260,7 @@ class Walk {
     int64_t columns = query_columns(), turned = columns + 16;
     auto at = [&](int, int c) { return turned_queries + c; };
     for (int64_t column = low; column < high; column += kPiece) {
-      Math::rows(values[column / kPiece], p.cache.size, key_rows);
+      if constexpr (!kFixed) Math::rows(values[column / kPiece], p.cache.size, key_rows);
       multiply_attention(Left<Element>{key_rows, p.cache.size, kPiece}, at, int(columns),
                          Depth{1, lines, columns}, Sums{turned_scores, turned, true});
       transpose(turned_scores, turned, kPiece, columns, scores + column, kScoreStride);
@@ -252,57 +279,71 @@ class Walk {
       }
       const Line* const* pieces = values + seen.low / kPiece;
       auto at = [&](int run, int c) { return pieces[run] + c; };
-      multiply_attention(
-          Left<Element>{weights + r * kWeightStride + seen.low, kWeightStride, group_rows(r)}, at,
-          columns, Depth{int((seen.high - seen.low) / kPiece), kPiece / Math::width, size},
-          Sums{state.row(r), state.stride, first});
+      Left<Weight> rows{weights + kPlanes * r * kWeightStride + seen.low, kWeightStride,
+                        kPlanes * group_rows(r)};
+      const Depth depth{int((seen.high - seen.low) / kPiece), kPiece / Math::width, size};
+      if constexpr (kFixed) {
+        multiply_attention(rows, at, columns, depth, Sums{sums, sum_stride(), true});
+        for (int i = 0; i < group_rows(r); i++)
+          join_values(sums + 2 * i * sum_stride(), sums + (2 * i + 1) * sum_stride(), columns,
+                      value_units[r + i], state.row(r + i));
+      } else {
+        multiply_attention(rows, at, columns, depth, Sums{state.row(r), state.stride, first});
+      }
     }
   }
 
   // Scores of row r to weights over the columns of its group, and the row's maximum and sum.
-  template <bool Scaled>
   void soften(int r, Span seen, const State& state) {
     float* x = scores + r * kScoreStride;
-    Element* to = weights + r * kWeightStride;
     state.peak[r] = kNever;
     state.total[r] = 0.0f;
-    if (seen.low >= seen.high) return;
+    if constexpr (kFixed) value_units[r] = 0.0f;
     int64_t first, last;
     bounds(r, first, last);
     first = std::max(first, seen.low);
-    if (first >= last) {
-      std::memset(to + seen.low, 0, (seen.high - seen.low) * sizeof(Element));
-      return;
-    }
+    if (first >= last) return clear_weights(r, seen.low, seen.high);
     const float unit = p.plain_scores() ? p.scale * kLog2E : kLog2E;
     if (!p.plain_scores()) finish_scores(r, first, last, x);
+    const float peak = peak_within(x, first, last) * unit;
+    if (peak == kNever) return clear_weights(r, seen.low, seen.high);
     const int64_t begin = first / kLanes * kLanes, end = div_up(last, kLanes) * kLanes;
-    vf most = splat(kNever);
-    for (int64_t i = begin; i < end; i += kLanes) {
-      vf score = load(x + i);
-      if (i < first || i + kLanes > last) score = within(i, first, last, score, splat(kNever));
-      most = vmax(score, most);
-    }
-    const float peak = largest(most) * unit;
-    if (peak == kNever) {  // every score is -infinity
-      std::memset(to + seen.low, 0, (seen.high - seen.low) * sizeof(Element));
-      return;
-    }
-    std::memset(to + seen.low, 0, (begin - seen.low) * sizeof(Element));
+    clear_weights(r, seen.low, begin);
+    clear_weights(r, end, seen.high);
+    float value_unit = 0.0f;
+    if constexpr (kFixed) value_unit = value_units[r] = peak_within(value_scales, first, last);
+    const float share = value_unit > 0.0f ? 1.0f / value_unit : 0.0f;
+    Weight* to = weights + kPlanes * r * kWeightStride;
     vf total{};
     for (int64_t i = begin; i < end; i += kLanes) {
       vf weight = vexp2<Math::coarse>(load(x + i) * unit - peak);
-      vf kept = Scaled ? weight * load(value_scales + i) : weight;
+      vf kept = kFixed ? weight * (load(value_scales + i) * share) : weight;
       if (i < first || i + kLanes > last) {
         weight = within(i, first, last, weight, vf{});
         kept = within(i, first, last, kept, vf{});
       }
       total += weight;
-      store(to + i, kept);
+      if constexpr (kFixed) split_weights(kept, to + i, to + kWeightStride + i);
+      else store(to + i, kept);
     }
-    std::memset(to + end, 0, (seen.high - end) * sizeof(Element));
     state.peak[r] = peak;
     state.total[r] = sum(total);
+  }
+
+  void clear_weights(int r, int64_t from, int64_t to) {
+    for (int plane = 0; from < to && plane < kPlanes; plane++)
+      std::memset(weights + (kPlanes * r + plane) * kWeightStride + from, 0,
+                  (to - from) * sizeof(Weight));
+  }
+
+  static float peak_within(const float* x, int64_t first, int64_t last) {
+    vf most = splat(kNever);
+    for (int64_t i = first / kLanes * kLanes; i < last; i += kLanes) {
+      vf each = load(x + i);
+      if (i < first || i + kLanes > last) each = within(i, first, last, each, splat(kNever));
+      most = vmax(each, most);
+    }
+    return largest(most);
   }
 
   static vi lanes_from(int64_t column) {
@@ -321,7 +362,7 @@ class Walk {
     const int64_t own = base + token(r) - origin;
     for (int64_t i = first / kLanes * kLanes; i < last; i += kLanes) {
       vf score = load(x + i) * p.scale;
-      if (p.cache.scaled()) score *= load(key_scales + i);
+      if constexpr (kFixed) score *= load(key_scales + i);
       if (p.softcap > 0) score = vtanh(score / p.softcap) * p.softcap;
       if (p.alibi) score -= __builtin_convertvector(int32_t(own) - lanes_from(i), vf) * slope;
       store(x + i, score);
@@ -334,8 +375,11 @@ class Walk {
   int64_t padded, lines, query_stride;
   int64_t origin = 0, low = 0, high = 0;  // of the split: first token; columns that the tile sees
   float* scores;            // [rows][columns]
-  Element* weights;         // [rows][columns]
-  Element* queries;         // [rows][size]
+  Weight* weights;          // [rows * planes][columns]
+  Element* queries;         // [rows * planes][size]
+  FixedQuery* fixed_queries;
+  float* value_units;       // [rows]: of weights in fixed point
+  float* sums;              // [rows of a group * planes]: integers
   Line* turned_queries;     // [lines][rows]
   Element* key_rows;        // [32][size]
   float* turned_scores;     // [32][rows]

@@ -55,8 +55,9 @@ class _StepPlan:
 class CpuPagedAttention(AttentionBackend):
     """Cache [blocks, kv heads, block size, width], in the kernels' layout.
 
-    Keys and values may also be kept in int8, with a scale for each token and head, or in 8-bit
-    floats, whose scale is 1. Then queries and weights are rounded to bfloat16.
+    Keys and values may also be kept in int8, with a scale for each token and head, under queries
+    and weights in 15 and 16 bits of fixed point; or in 8-bit floats, whose scale is 1, under
+    queries and weights rounded to bfloat16.
     """
 
     name = "cpu_paged"
