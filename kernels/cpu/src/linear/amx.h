@@ -82,7 +82,7 @@ inline void amx_row(const bf16* a, int64_t lda, const uint32_t* b, int64_t ldb, 
 
 // 17 to 32 rows, 32 columns.
 inline void amx_square(const bf16* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t pairs,
-                       float* sums) {
+                       float* sums, bool stream) {
   constexpr int stride = kPanel * 4;
   float* below = sums + 16 * kPanel;
   _tile_loadd(0, sums, stride);
@@ -90,6 +90,7 @@ inline void amx_square(const bf16* a, int64_t lda, const uint32_t* b, int64_t ld
   _tile_loadd(2, below, stride);
   _tile_loadd(3, below + 16, stride);
   for (int64_t k = 0; k < pairs; k += 16, b += 16 * ldb) {
+    if (stream) prefetch_lines(reinterpret_cast<const char*>(b) + 8192, 64);
     _tile_loadd(6, b, ldb * 4);
     _tile_loadd(4, a + 2 * k, lda * 2);
     _tile_dpbf16ps(0, 4, 6);
@@ -132,7 +133,8 @@ inline void amx_multiply(int rows, const bf16* a, int64_t lda, const uint32_t* b
   if (rows <= 16 && width == kPanel) return amx_row(a, lda, b, ldb, pairs, sums, stream);
   int c = 0;
   if (rows > 16)
-    for (; c + 32 <= width; c += 32) amx_square(a, lda, b + c, ldb, pairs, sums + c);
+    for (; c + 32 <= width; c += 32)
+      amx_square(a, lda, b + c, ldb, pairs, sums + c, stream && c == 0);
   for (; c < width; c += 16) amx_column(rows, a, lda, b + c, ldb, pairs, sums + c);
 }
 
@@ -194,6 +196,7 @@ inline void amx_quad_square(const QuadTiles& q, int32_t* dots) {
   const uint32_t* b = q.b;
   for (int64_t i = 0; i < q.count; i++, b += q.depth / 4 * q.ldb) {
     const int8_t* a = q.a + i * q.next_k;
+    if (q.stream) prefetch_lines(reinterpret_cast<const char*>(b) + 8192, 64);
     _tile_loadd(6, b, q.ldb * 4);
     _tile_loadd(4, a, 64);
     MODULM_QUAD_PRODUCT(0, 4, 6)

@@ -185,7 +185,7 @@ inline void tiled_columns(const Slice& s, const Activations& a, int64_t row, int
   for (int64_t stop = s.step_end(k); k < stop; runs++) {
     int64_t end = w.run_end(first + runs);
     QuadTiles q{a.at(row, k), Activations::kBlockStride, a.blocks * Activations::kBlockStride,
-                b + column, ldb, depth, (end - k) / depth, s.stream};
+                b + column, ldb, depth, (end - k) / depth, s.stream && column == 0};
     int32_t* to = dots + runs * kIntegerRows * columns;
     if (w.format == kWeightInt4) amx_quads<Vectors, true>(q, rows, to);
     else amx_quads<Vectors, false>(q, rows, to);

@@ -13,10 +13,16 @@ namespace modulm {
 namespace {
 
 constexpr int64_t kChunk = 128;                // k decoded or multiplied at a time
+constexpr int64_t kBF16Chunk = 256;            // the same for bf16 that needs no decoding
 constexpr int64_t kIntegerChunk = kStep;       // the same for integers
-constexpr int64_t kRowBlockBytes = 512 << 10;  // of x: half of a second-level cache
+#if defined(__AMX_BF16__)
+constexpr int64_t kRowBlockBytes = 1 << 20;    // of x: half of a second-level cache
+#else
+constexpr int64_t kRowBlockBytes = 512 << 10;
+#endif
 constexpr int64_t kRowBlockUnit = 96;          // a multiple of every kernel's rows
 constexpr int64_t kRunBytes = 128 << 10;       // of weights that one thread reads in a row
+constexpr int kManyRows = 64;
 constexpr int kFewRows = 32;                   // up to here memory is what a product waits for
 
 // Scratch slots: the caller's and, in the same thread, those of its tasks (5 to 7: activations.h).
@@ -73,16 +79,22 @@ void for_row_blocks(int64_t total, int size, F&& f) {
   for (int64_t r = 0; r < total; r += size) f(r, int(total - r < size ? total - r : size));
 }
 
+// Few rows take all of K at once, straight from memory. With more, a chunk of the panel stays in
+// the first-level cache while rows pass it; their sums wait in memory meanwhile, exactly.
 void bf16_panel(const Product& p, int64_t panel, int64_t row, int64_t rows) {
-  alignas(64) float sums[kBlockRows * kPanel];
   auto x = static_cast<const bf16*>(p.x);
   auto b = reinterpret_cast<const uint32_t*>(p.w.panel(panel));
   int width = p.w.width(panel);
-  for_row_blocks(rows, kBlockRows, [&](int64_t r, int n) {
-    zero(sums, n);
-    multiply(n, x + (row + r) * p.ldx, p.ldx, b, width, width, p.w.padded_k() / 2, sums, r == 0);
-    deliver(p, row + r, n, panel, sums);
-  });
+  int64_t last = p.w.padded_k(), chunk = rows <= kBlockRows ? last : kBF16Chunk;
+  float* sums = sums_of(rows, kSums);
+  for (int64_t k = 0; k < last; k += chunk) {
+    int64_t ks = last - k < chunk ? last - k : chunk;
+    for_row_blocks(rows, kBlockRows, [&](int64_t r, int n) {
+      multiply(n, x + (row + r) * p.ldx + k, p.ldx, b + k / 2 * width, width, width, ks / 2,
+               sums + r * kPanel, r == 0);
+    });
+  }
+  deliver(p, row, rows, panel, sums);
 }
 
 template <class T>
@@ -176,12 +188,14 @@ void panel_product(const Product& p, int64_t panel, int64_t row, int64_t rows) {
   }
 }
 
+// Rows are shared out evenly among as few blocks as the cache allows.
 int64_t rows_per_block(const Product& p) {
   const Weight& w = p.w;
   bool wide = w.format == kWeightFP32 || w.format == kWeightFP16;
   int64_t bytes = w.padded_k() * (w.integer() ? w.digits : wide ? 4 : 2);
   int64_t units = kRowBlockBytes / bytes / kRowBlockUnit;
-  return kRowBlockUnit * (units < 1 ? 1 : units > 4 ? 4 : units);
+  int64_t most = kRowBlockUnit * (units < 1 ? 1 : units > 6 ? 6 : units);
+  return div_up(div_up(p.rows, div_up(p.rows, most)), kRowBlockUnit) * kRowBlockUnit;
 }
 
 // Panels of a task: a run that the fetching ahead can follow, while threads stay evenly loaded.
@@ -196,8 +210,8 @@ int64_t panels_per_task(const Product& p) {
 void run(const Product& p) {
   int64_t block = rows_per_block(p);
   int64_t run = panels_per_task(p), runs = div_up(p.w.panels(), run);
-  // Panels run fastest, so that a block of rows stays cached while weights stream past it.
-  parallel(runs * div_up(p.rows, block), [&](int64_t task, int) {
+  int64_t blocks = div_up(p.rows, block);
+  auto work = [&](int64_t task) {
     int64_t first = task % runs * run, row = task / runs * block;
     int64_t rows = p.rows - row < block ? p.rows - row : block;
     for (int64_t panel = first; panel < first + run && panel < p.w.panels(); panel++)
@@ -205,7 +219,11 @@ void run(const Product& p) {
 #if defined(__AMX_BF16__)
     tiles.release();
 #endif
-  });
+  };
+  // Panels run fastest, so that a block of rows stays cached while weights stream past it; several
+  // blocks go through the weights together, so that these are read from memory once.
+  if (blocks == 1) return parallel_near(runs, work);
+  parallel(runs * blocks, [&](int64_t task, int) { work(task); });
 }
 
 // x as To with K padded by zeros, where it is not so already.
@@ -221,9 +239,14 @@ void copy_input(const T* x, int64_t ldx, int64_t rows, int64_t k, To* to, int64_
   });
 }
 
+// Rows that a multiple of 1 KB separates share so few lines of a cache that many rows of them evict
+// each other: the copy's rows lie a line further apart.
 template <class To>
 void prepare_input(Product& p, int dtype, int wanted, int64_t padded) {
-  if (dtype == wanted && padded == p.w.k) return;
+  constexpr int64_t line = 64 / sizeof(To);
+  bool crowded = p.rows >= kManyRows && p.ldx * int64_t(sizeof(To)) % 1024 == 0;
+  if (dtype == wanted && padded == p.w.k && !crowded) return;
+  if (p.rows >= kManyRows) padded += line;
   auto copy = static_cast<To*>(scratch(kInput, p.rows * padded * int64_t(sizeof(To))));
   with_float(dtype, [&](auto t) {
     copy_input(static_cast<const decltype(t)*>(p.x), p.ldx, p.rows, p.w.k, copy, padded);
