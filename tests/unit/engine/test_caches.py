@@ -64,7 +64,7 @@ def test_a_small_budget_shortens_the_sequences_and_says_so() -> None:
 
 @pytest.mark.parametrize("budget", [0, -5])
 def test_what_cannot_be_done_is_an_error_with_figures(budget) -> None:
-    with pytest.raises(ConfigError, match="GiB") as caught:
+    with pytest.raises(ConfigError, match="MiB") as caught:
         share_out([FULL], budget, **ASKS)
     assert caught.value.field == "max_model_len"
 
