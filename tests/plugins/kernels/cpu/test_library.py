@@ -26,7 +26,12 @@ def test_unknown_and_missing_levels(monkeypatch):
 
 def test_ops_have_the_names_of_twins():
     extra = set(kernels.ops()) - set(twin_ops())
-    assert extra == {"embedding_packed", "pack_quantized", "plan_attention"}
+    assert extra == {
+        "embedding_packed",
+        "pack_quantized",
+        "plan_attention",
+        "pack_quantized_experts",
+    }
 
 
 def test_probe(library):
