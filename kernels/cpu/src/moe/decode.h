@@ -29,10 +29,17 @@ struct Stream {
 inline void expand_int8(const uint8_t* from, uint32_t* to, int64_t lanes, const Stream& stream) {
   for (int64_t i = 0; i < lanes; i += kLanes) {
     stream.fetch_ahead(from + 2 * i);
+#if defined(__AVX512BF16__)
+    auto source = reinterpret_cast<const __m128i*>(from + 2 * i);
+    __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(source)));
+    __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(source + 1)));
+    store_raw(to + i, _mm512_cvtne2ps_pbh(high, low));
+#else
     vi x = (vi)__builtin_convertvector(load_raw<vh>(from + 2 * i), vu);
     vf low = __builtin_convertvector((x << 24) >> 24, vf);
     vf high = __builtin_convertvector((x << 16) >> 24, vf);
     store_raw(to + i, pack_halves(low, high));
+#endif
   }
 }
 
