@@ -50,7 +50,7 @@ inline void tile(const bf16* a, int64_t lda, const uint32_t* b, int64_t ldb, int
     vu line[Vectors];
     for (int v = 0; v < Vectors; v++) {
       line[v] = load_raw<vu>(b + v * kLanes);
-      if (stream) __builtin_prefetch(b + v * kLanes + kStreamAhead);
+      if (stream) __builtin_prefetch(b + v * kLanes + kStreamAhead, 0, 2);
     }
 #if defined(__AVX512BF16__)
     for (int r = 0; r < Rows; r++) {
