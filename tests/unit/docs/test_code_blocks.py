@@ -1,4 +1,4 @@
-"""The code in the pages for plugin authors runs as it stands, top to bottom."""
+"""The code in the pages runs as it stands, top to bottom."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
-PAGES = ("drivers", "write-a-plugin", "plugins-model", "plugins-parser")
+GUIDES = ("embeddings", "examples", "quantization", "sampling")
+PAGES = (
+    *("drivers", "write-a-plugin", *GUIDES),
+    *sorted(path.stem for path in DOCS.glob("plugins-*.md")),
+)
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
