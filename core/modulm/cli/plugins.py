@@ -32,8 +32,10 @@ def list_plugins(kind: str | None = None, as_json: bool = False) -> None:
     rows = [_row(d) for d in _of_kind(kind)]
     if as_json:
         click.echo(json.dumps(rows, indent=2))
-    else:
+    elif rows:
         _table(rows, ("kind", "name", "distribution", "version", "state"))
+    else:
+        click.echo(f"No plugin of kind {kind} is installed.", err=True)
 
 
 @command.command()

@@ -101,7 +101,7 @@ def test_list_says_what_is_switched_off(run: Run) -> None:
         (["plugins", "list", "schedulrs"], "there is no kind 'schedulrs'"),
         (["--plugins=modulm-fnie", "plugins"], "did you mean modulm-fine"),
         (["plugins", "show", "shortst"], "did you mean shortest"),
-        (["plugins", "new", "kernels", "x"], "no template for kernel providers yet"),
+        (["plugins", "new", "kernels", "x"], "no template for kernels yet"),
         (["plugins", "new", "models", "a b"], "use letters, digits and single hyphens"),
         (["plugins", "new", "modls", "x"], "there is no kind 'modls'"),
         (["sick"], "no voice"),

@@ -14,7 +14,7 @@ import pytest
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 GUIDES = ("embeddings", "examples", "quantization", "sampling")
 PAGES = (
-    *("drivers", "write-a-plugin", *GUIDES),
+    *("../README", "drivers", "write-a-plugin", *GUIDES),
     *sorted(path.stem for path in DOCS.glob("plugins-*.md")),
 )
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -52,7 +52,7 @@ def test_page(page: str, tmp_path: Path) -> None:
 
 
 def test_links_between_pages() -> None:
-    for page in DOCS.glob("*.md"):
+    for page in (*DOCS.glob("*.md"), *DOCS.parent.glob("*.md")):
         for target in re.findall(r"\]\(([\w./-]+\.md)\)", page.read_text()):
             assert (page.parent / target).is_file(), f"{page.name} links to {target}"
 

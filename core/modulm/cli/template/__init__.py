@@ -59,7 +59,8 @@ def names_of(kind: str, name: str) -> Names:
     known = _HOOKS if kind == "hooks" else find_kind(kind)
     if kind not in templates():
         raise UnsupportedError(
-            f"no template for {known.noun}s yet; there are {', '.join(templates())}"
+            f"no template for {known.name} yet; there are {', '.join(templates())}; "
+            "the pages in docs/ have an example for most kinds"
         )
     if not _NAME.fullmatch(name):
         raise ConfigError("name", f"{name!r}: use letters, digits and single hyphens")
