@@ -8,11 +8,8 @@ meanwhile merged into one output; a caller that goes away takes its request with
 from __future__ import annotations
 
 import asyncio
-import threading
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
 from itertools import count
@@ -21,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from modulm.config.sources import keywords
 from modulm.contracts.sampling import LogitsProcessor, PoolingParams, SamplingParams
 from modulm.engine.answers import Answer, Answers
-from modulm.engine.info import EngineInfo, open_tokenizer
+from modulm.engine.line import Line, ThreadLine
 from modulm.engine.outputs import PoolingRequestOutput, RequestOutput
 from modulm.engine.prepare import Preparer, PromptLike, Search, Work
-from modulm.engine.requests import Request, StepEvents, StepStats
+from modulm.engine.requests import StepEvents, StepStats
 from modulm.engine.stats import Metrics
 from modulm.errors import EngineDead, NotFound, QueueFull, RequestError
 from modulm.plugins import manager
@@ -32,102 +29,15 @@ from modulm.plugins import manager
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
     from modulm.engine.beam import BeamSearchParams
-    from modulm.engine.host import Host
     from modulm.engine.spawn import EngineProcess
     from modulm.text.tokenizer import Tokenizer
 
-__all__ = ["AsyncLLM", "Line", "ThreadLine"]
+__all__ = ["AsyncLLM"]
 
 #: Seconds until a search that was accepted asks again after it found the queue full.
 _AGAIN = 0.05
 #: Characters up to which a prompt is tokenized on the event loop: a thread costs more than that.
 _INLINE = 20_000
-
-
-class Line(ABC):
-    """The line to an engine. What it tells arrives on any thread, through `events` and `died`."""
-
-    info: EngineInfo
-    #: Where further front ends of the same engine connect; None if they cannot.
-    address: str | None = None
-    #: Which of the engine's front ends this is.
-    number: int = 0
-    #: What this front end tells of itself when another one asks. Called on any thread.
-    report: Callable[[], str] = staticmethod(lambda: "")
-
-    @abstractmethod
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Hand in requests, all or none. Raises QueueFull or EngineDead."""
-
-    @abstractmethod
-    def abort(self, request: str) -> None:
-        """End a request; unknown ones are ignored."""
-
-    @abstractmethod
-    def call(self, name: str, *arguments: Any) -> Future[Any]:
-        """A named operation of the engine between two steps ("reset_prefix_cache", ...)."""
-
-    def reports(self) -> Future[list[str]]:
-        """What the engine's other front ends tell of themselves, gone ones included."""
-        answer: Future[list[str]] = Future()
-        answer.set_result([])
-        return answer
-
-    def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer, for this side of the line."""
-        return open_tokenizer(self.info.config, self.info.path)
-
-    @abstractmethod
-    def close(self) -> None:
-        """Stop the engine, or leave it if others use it; may be called twice."""
-
-
-class ThreadLine(Line):
-    """An engine in a thread of this process: it loads the model there and runs there."""
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        events: Callable[[StepEvents], None],
-        died: Callable[[EngineDead], None],
-    ) -> None:
-        self.events = events
-        self.died = died
-        ready: Future[Host] = Future()
-        self._thread = threading.Thread(
-            target=self._run, args=(config, ready), name="modulm-engine", daemon=True
-        )
-        self._thread.start()
-        self._host = ready.result()
-        self.info = self._host.info
-
-    def _run(self, config: EngineConfig, ready: Future[Host]) -> None:
-        from modulm.engine.host import Host
-
-        try:
-            host = Host(config, self, "server")
-        except BaseException as error:
-            ready.set_exception(error)
-            return
-        ready.set_result(host)
-        host.engine.run()
-        host.stop()
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        self._host.submit(*requests)
-
-    def abort(self, request: str) -> None:
-        self._host.engine.abort(request)
-
-    def call(self, name: str, *arguments: Any) -> Future[Any]:
-        return self._host.engine.call(self._host.operation(name, *arguments))
-
-    def tokenizer(self) -> Tokenizer | None:
-        return self._host.tokenizer
-
-    def close(self) -> None:
-        self._host.engine.stop()
-        self._thread.join()
 
 
 class AsyncLLM:

@@ -27,7 +27,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from modulm.engine import wire
-from modulm.engine.aio import Line
+from modulm.engine.line import Line
 from modulm.engine.requests import Finish, Request, StepEvents
 from modulm.engine.spawn import EngineProcess, connect
 from modulm.errors import EngineDead, EngineError, ModulmError

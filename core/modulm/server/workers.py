@@ -9,7 +9,6 @@ engine and they.
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import socket
 import subprocess
@@ -18,7 +17,7 @@ import time
 from types import TracebackType
 from typing import Self
 
-__all__ = ["Workers", "main"]
+__all__ = ["Workers"]
 
 log = logging.getLogger("modulm.server")
 
@@ -40,7 +39,7 @@ class Workers:
         self._processes = [self._started() for _ in range(count)]
 
     def _started(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "modulm.server.workers"]
+        command = [sys.executable, "-m", "modulm.server.worker"]
         return subprocess.Popen(
             [*command, str(self._descriptor), self._address],
             pass_fds=(self._descriptor,),
@@ -88,28 +87,3 @@ class Workers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def main(descriptor: int, address: str) -> int:
-    """A worker: serve what the socket brings, until told to stop or left by the engine."""
-    from modulm.engine.aio import AsyncLLM
-    from modulm.server.app import create_app
-    from modulm.server.serve import make_server
-    from modulm.server.talk import with_declared_parsers
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    engine = AsyncLLM.connect(address)
-    config = with_declared_parsers(engine.info.config)
-    served = create_app(engine, config)
-    server = make_server(served, config.frontend)
-    log.info("server process %d takes requests", os.getpid())
-    try:
-        server.run(sockets=[socket.socket(fileno=descriptor)])
-        return 1 if engine.dead else 0
-    finally:
-        engine.shutdown()
-
-
-if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2]))

@@ -19,7 +19,7 @@ import pytest
 from modulm import LLM, AsyncLLM, BeamSearchParams, SamplingParams, StructuredOutputs
 from modulm.config import EngineConfig
 from modulm.contracts.sampling import OutputKind
-from modulm.engine.aio import ThreadLine
+from modulm.engine.line import ThreadLine
 from modulm.engine.spawn import EngineProcess
 from modulm.errors import CheckpointError, EngineDead, QueueFull, RequestError, UnsupportedError
 from modulm.plugins import register
