@@ -19,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "core"))
 
+from modulm.errors import ModulmError  # noqa: E402
 from modulm.plugins.kinds import HOOKS_GROUP, KINDS  # noqa: E402
 
 #: Folder under plugins/ -> (what its distributions are called after "modulm-", its groups).
@@ -247,7 +248,11 @@ def main(arguments: list[str]) -> int:
             sync()
             return 0
         case ["new", kind, name]:
-            new(kind, name)
+            try:
+                new(kind, name)
+            except ModulmError as error:
+                print(f"workspace: {error}", file=sys.stderr)
+                return 2
             return 0
     print("usage: tools/workspace.py check | sync | new KIND NAME")
     return 2

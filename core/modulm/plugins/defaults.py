@@ -192,12 +192,14 @@ def choose_kernels(
     """
     order = platform.kernels if names is None else names
     drivers, failed = _load_all(plugins, "kernels", order)
-    unfit = {name: _unfit(driver.probe(platform)) for name, driver in drivers.items()}
+    probes = {name: driver.probe(platform) for name, driver in drivers.items()}
+    unfit = {name: _unfit(probe) for name, probe in probes.items()}
     verdicts = (*failed, *(Verdict(name, reason) for name, reason in unfit.items()))
     chosen = {name: driver for name, driver in drivers.items() if unfit[name] is None}
     source = f"the order of platform {platform.name}" if names is None else "asked for by name"
     winner = ", ".join(chosen) or "torch"
-    return Chosen(tuple(chosen.values()), Decision("kernels", verdicts, winner, source))
+    reason = "; ".join([*(probes[name].reason for name in chosen), source])
+    return Chosen(tuple(chosen.values()), Decision("kernels", verdicts, winner, reason))
 
 
 def choose_loader(
