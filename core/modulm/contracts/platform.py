@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 from attrs import frozen
 
+from modulm.errors import UnsupportedError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch
 
-__all__ = ["API", "Memory", "Platform", "Probe"]
+__all__ = ["API", "Binding", "Memory", "Platform", "Probe"]
 
 API = 1
 
@@ -31,6 +33,17 @@ class Memory:
 
     total: int
     free: int
+
+
+@frozen
+class Binding:
+    """A part of the machine: processors by number, and the nodes that memory comes from.
+
+    Without `cpus` those of the nodes are meant; with neither, the platform picks one node.
+    """
+
+    cpus: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = ()
 
 
 class Platform(ABC):
@@ -79,6 +92,14 @@ class Platform(ABC):
     def choose_dtype(self, stored: str) -> str:
         """The dtype for `--dtype auto`, given the dtype that the checkpoint is stored in."""
         return stored if stored in self.dtypes else self.dtypes[0]
+
+    def bind(self, binding: Binding) -> None:
+        """Keep this thread, what it starts and what it allocates to a part of the machine.
+
+        Called before `start`, once per worker. Raises ConfigError for processors or nodes that
+        this process does not have.
+        """
+        raise UnsupportedError(f"numa_bind: platform {self.name} cannot bind its workers: not yet")
 
     def start(self, *, threads: int | None = None) -> None:
         """Prepare the process for running models (threads, streams); called once per worker."""

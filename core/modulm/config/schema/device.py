@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from attrs import frozen
 
-from modulm.config.schema.flags import equip, flag, later, read_mapping
+from modulm.config.schema.flags import equip, flag, read_mapping
 from modulm.errors import ConfigError
 
 __all__ = ["DeviceConfig"]
@@ -47,13 +47,13 @@ class DeviceConfig:
         None, "Threads that compute; None: all cores of this process.", unit="threads", least=1
     )
     numa_bind: bool = flag(
-        False, "Bind threads and memory to one node.", state=later("binding to memory nodes")
+        False, "Keep threads and memory to one memory node: the one with the most cores to use."
     )
     numa_bind_nodes: tuple[int, ...] | None = flag(
-        None, "Memory nodes to bind to.", state=later("binding to memory nodes")
+        None, "The memory node to bind to, by worker; binds without --numa-bind, too."
     )
     numa_bind_cpus: tuple[str, ...] | None = flag(
-        None, "Cores to bind to.", state=later("binding to memory nodes")
+        None, "The cores to bind to, by worker, as in 0-3 or 0-3,8; binds without --numa-bind, too."
     )
     additional_config: Mapping[str, Any] = flag({}, "Options of the platform, checked by it.")
     plugins: tuple[str, ...] | None = flag(

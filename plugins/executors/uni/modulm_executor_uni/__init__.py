@@ -37,10 +37,14 @@ class UniExecutor(Executor):
         self._description: dict[str, Any] = {}
 
     def start(self, config: Any) -> Capacity:
+        from modulm.config.binding import binding_of
         from modulm.config.resolve import choose_platform
         from modulm.plugins import manager
 
         platform, decision = choose_platform(config, manager.current())
+        binding = binding_of(config.device)
+        if binding is not None:
+            platform.bind(binding)
         platform.start(threads=config.device.cpu_threads)
         self._config, self._platform = config, platform
         loaded, runner = self._build(platform, None)

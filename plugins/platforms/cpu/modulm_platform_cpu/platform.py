@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from modulm.contracts.platform import Memory, Platform, Probe
+from modulm.contracts.platform import Binding, Memory, Platform, Probe
 from modulm_platform_cpu.memory import read_memory
+from modulm_platform_cpu.nodes import bind, read_nodes, settle
 
 __all__ = ["CpuPlatform"]
 
@@ -66,6 +67,9 @@ class CpuPlatform(Platform):
         if stored == "float16" and not self.features & _FP16:
             return self.dtypes[0]
         return super().choose_dtype(stored)
+
+    def bind(self, binding: Binding) -> None:
+        bind(settle(binding, read_nodes(), frozenset(os.sched_getaffinity(0))))
 
     def start(self, *, threads: int | None = None) -> None:
         torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
