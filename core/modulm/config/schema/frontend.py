@@ -11,7 +11,7 @@ from modulm.config.schema.flags import equip, flag, later, no_effect
 
 __all__ = ["ServerConfig"]
 
-_DP = later("several replicas of a model come with their own issue")
+_DP = later("several replicas of a model")
 _COHERE = later("Cohere's API")
 
 
@@ -83,7 +83,7 @@ class ServerConfig:
     dp_supervisor_probe_timeout_s: float = flag(5.0, "Wait for a probe.", unit="s", state=_DP)
     dp_supervisor_probe_failure_threshold: int = flag(3, "Probes that may fail.", state=_DP)
     lora_modules: tuple[Any, ...] | None = flag(
-        None, "Adapters: name=path or JSON.", state=later("LoRA adapters come with their own issue")
+        None, "Adapters: name=path or JSON.", state=later("LoRA adapters")
     )
     chat_template: str | None = flag(None, "Chat template: a file, or the template itself.")
     chat_template_content_format: str = flag(
@@ -93,7 +93,7 @@ class ServerConfig:
     trust_request_chat_template: bool = flag(False, "Let requests bring a chat template.")
     trust_request_mm_kwargs: bool = flag(
         False, "Let requests set processor options.",
-        state=later("multimodal models come with their own issue"),
+        state=later("multimodal models"),
     )  # fmt: skip
     default_chat_template_kwargs: Mapping[str, Any] | None = flag(
         None, "Values for the chat template that a request does not set."

@@ -11,7 +11,7 @@ from modulm.config.schema.flags import equip, flag, later, refused
 
 __all__ = ["LoRAConfig"]
 
-_LATER = later("LoRA adapters come with their own issue")
+_LATER = later("LoRA adapters")
 
 
 @frozen(kw_only=True, field_transformer=equip)

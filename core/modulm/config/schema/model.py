@@ -81,12 +81,12 @@ class ModelConfig:
     allowed_local_media_path: str = flag(
         "",
         "Folder whose images and videos requests may name.",
-        state=later("multimodal models come with their own issue"),
+        state=later("multimodal models"),
     )
     allowed_media_domains: tuple[str, ...] | None = flag(
         None,
         "Hosts from which media may be fetched.",
-        state=later("multimodal models come with their own issue"),
+        state=later("multimodal models"),
     )
     revision: str | None = flag(None, "Branch, tag or commit of the model on the hub.")
     code_revision: str | None = flag(

@@ -11,7 +11,7 @@ from modulm.config.schema.flags import equip, flag, later, no_effect
 
 __all__ = ["MultiModalConfig"]
 
-_LATER = later("multimodal models come with their own issue")
+_LATER = later("multimodal models")
 _NO_MEDIA = no_effect("no installed model takes images, audio or video")
 
 

@@ -11,9 +11,9 @@ from modulm.config.schema.flags import State, equip, flag, later, no_effect, ref
 
 __all__ = ["ParallelConfig"]
 
-_SHARDED = later("models over several devices come with their own issue")
-_REPLICAS = later("several replicas of a model come with their own issue")
-_EXPERTS = later("experts over several devices come with their own issue")
+_SHARDED = later("models over several devices")
+_REPLICAS = later("several replicas of a model")
+_EXPERTS = later("experts over several devices")
 _ALONE: State = no_effect("one device takes part, so there is nothing to reduce or exchange")
 
 

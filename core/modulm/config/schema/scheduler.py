@@ -63,7 +63,7 @@ class SchedulerConfig:
     disable_chunked_mm_input: bool = flag(
         False,
         "Never split one image over steps.",
-        state=later("multimodal models come with their own issue"),
+        state=later("multimodal models"),
     )
     scheduler_cls: str | None = flag(None, "A whole scheduler of your own: pkg.mod:Class.")
     scheduler_reserve_full_isl: bool = flag(

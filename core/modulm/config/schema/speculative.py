@@ -11,7 +11,7 @@ from modulm.config.schema.flags import equip, flag, later
 
 __all__ = ["SpeculativeConfig"]
 
-_LATER = later("guessing tokens ahead comes with its own issue")
+_LATER = later("guessing tokens ahead")
 
 
 @frozen(kw_only=True, field_transformer=equip)
