@@ -238,6 +238,8 @@ def _linear(library: Library) -> Callable[..., Tensor]:
         code = dtype_code("x", x)
         need(x.shape[-1] == weight.inputs, f"x must be [T, {weight.inputs}], not {list(x.shape)}")
         rows = x if x.dim() == 2 else x.reshape(-1, weight.inputs)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
         stride = dense_rows("x", rows)
         if out is None:
             out = x.new_empty(*x.shape[:-1], weight.outputs)

@@ -169,6 +169,12 @@ def test_logits_in_fp32_and_higher_rank(ops):
     assert_close(out, (x.double() @ weight.double().T).float(), factor=4)
 
 
+def test_columns_lying_apart(ops):
+    weight, x = torch.randn(20, 32), torch.randn(32, 5)
+    out = ops["linear"](x.T, ops["pack_linear"](weight))
+    torch.testing.assert_close(out, x.T @ weight.T)
+
+
 def test_weights_that_are_not_packed_go_to_torch(ops):
     x, weight = torch.randn(3, 8), torch.randn(5, 8)
     assert torch.equal(ops["linear"](x, weight), torch.nn.functional.linear(x, weight))
