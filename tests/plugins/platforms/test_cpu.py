@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import platform as host
+
 import pytest
 import torch
 
 from modulm.contracts.platform import Memory
 from modulm.plugins import manager
-from modulm_platform_cpu.memory import read_memory
+from modulm_platform_cpu.memory import keep_freed_memory, read_memory
 from modulm_platform_cpu.onednn import OneDNN
 from modulm_platform_cpu.platform import CpuPlatform
 
@@ -45,6 +47,15 @@ def test_version_one_of_control_groups(tmp_path):
         "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{450 * KIB}",
     }
     assert machine(tmp_path, files) == Memory(400 * KIB, 0)
+
+
+def test_freed_memory_is_kept_with_glibc_only(monkeypatch):
+    before = torch.arange(3_000_000)
+    assert keep_freed_memory() == (host.libc_ver()[0] == "glibc")
+    after = before + 1
+    assert torch.equal(after - before, torch.ones_like(before))
+    monkeypatch.setattr(host, "libc_ver", lambda: ("", ""))
+    assert keep_freed_memory() is False
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+import ctypes
+import platform
 from pathlib import Path
 
 from modulm.contracts.platform import Memory
 
-__all__ = ["read_memory"]
+__all__ = ["keep_freed_memory", "read_memory"]
+
+#: glibc's mallopt: parameters of malloc.h, and a size above any activation.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_KEPT_BYTES = 1 << 30
+#: The most that old releases take as the size from which blocks are mapped.
+_OLD_MOST = 32 << 20
+
+
+def keep_freed_memory() -> bool:
+    """Lets malloc reuse the pages of large tensors instead of giving them back on every free.
+
+    By default glibc takes blocks above 32 MiB from the system and returns what lies free at the
+    heap's end, so each large output faults in its pages anew: measured, a third of the time of a
+    linear layer with a 16 MB output. The price is that a process keeps its largest use. Returns
+    whether it was set: False where the C library is another than glibc.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    kept: int = mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
+    mapped: int = mallopt(_MMAP_THRESHOLD, _KEPT_BYTES) or mallopt(_MMAP_THRESHOLD, _OLD_MOST)
+    return bool(kept and mapped)
 
 
 def read_memory(root: Path = Path("/")) -> Memory:

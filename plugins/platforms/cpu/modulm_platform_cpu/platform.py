@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from modulm.contracts.platform import Binding, Memory, Platform, Probe
-from modulm_platform_cpu.memory import read_memory
+from modulm_platform_cpu.memory import keep_freed_memory, read_memory
 from modulm_platform_cpu.nodes import bind, read_nodes, settle
 
 __all__ = ["CpuPlatform"]
@@ -73,6 +73,7 @@ class CpuPlatform(Platform):
 
     def start(self, *, threads: int | None = None) -> None:
         torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+        keep_freed_memory()
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Pages that the system gives when they are first touched: a start does not wait for all
