@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import field, frozen
 
 from modulm.contracts.parser import Content, ParseContext, Reasoning
-from modulm.errors import RequestError
+from modulm.errors import ConfigError, RequestError
 from modulm.loading import open_checkpoint
 from modulm.parsing import ParsedMessage, assemble, message_parser
 from modulm.plugins import manager
@@ -65,13 +65,22 @@ class Parsers:
 
 
 def with_declared_parsers(config: EngineConfig) -> EngineConfig:
-    """The configuration with the parsers that fit the checkpoint; what the user gave stays."""
+    """The configuration with the parsers that fit the checkpoint; what the user gave stays.
+
+    Raises ConfigError if the model is to decide on calling tools and no parser is known for it.
+    """
     tool, reasoning = (decision.winner for decision in parser_decisions(config))
     flags: dict[str, Any] = {}
     if config.structured_outputs.reasoning_parser is None and reasoning is not None:
         flags["reasoning_parser"] = reasoning
     if config.frontend.tool_call_parser is None and tool is not None:
         flags |= {"tool_call_parser": tool, "enable_auto_tool_choice": True}
+    elif config.frontend.enable_auto_tool_choice and tool is None:
+        raise ConfigError(
+            "tool_call_parser",
+            f"enable_auto_tool_choice needs one, and {config.model.model} declares none: name it, "
+            "see `modulm plugins list tool_parsers`",
+        )
     return config.with_(**flags)
 
 

@@ -179,7 +179,6 @@ def test_renamed_flags_reach_their_new_place() -> None:
     [
         ({"max_num_batched_tokens": 4, "max_num_seqs": 8}, "max_num_batched_tokens"),
         ({"ssl_keyfile": "k.pem"}, "ssl_certfile"),
-        ({"enable_auto_tool_choice": True}, "tool_call_parser"),
         (
             {"enable_chunked_prefill": False, "max_num_batched_tokens": 64, "max_model_len": 128},
             "max_num_batched_tokens",

@@ -218,11 +218,16 @@ def test_a_row_of_nan_fails_alone_and_stays_failed(folder, oracle) -> None:
         assert rows.history[row][len(PROMPTS[row]) :] == greedy(oracle, PROMPTS[row], 3)
 
 
-def test_an_error_of_the_model_is_the_steps(folder) -> None:
+def test_an_error_of_the_model_is_the_steps(folder, monkeypatch) -> None:
     runner = new_runner(folder)
     rows = Rows(runner)
     rows.admit(0, PROMPTS[0])
-    runner.model.forward = lambda batch: (_ for _ in ()).throw(MemoryError("no room"))
+
+    def fail(*given) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(runner.model.norm, "forward", fail)
+    monkeypatch.setattr(runner.model.norm, "add", fail)
     with pytest.raises(MemoryError):
         rows.step({0: 7})
 

@@ -12,7 +12,7 @@ import pytest
 
 from modulm import LLM, EngineConfig, SamplingParams
 from modulm.contracts.sampling import LogitsProcessor
-from modulm.errors import EngineDead, EngineError
+from modulm.errors import ConfigError, EngineDead, EngineError
 from modulm.plugins import Check, Choice, Declaration, PluginManager, hookimpl
 from modulm.plugins.manager import using
 from modulm.testing.checkpoints import make_tiny
@@ -183,6 +183,16 @@ def test_choosing_a_parser(watcher: Watcher, checkpoint: Path) -> None:
     assert config.structured_outputs.reasoning_parser is None
     kinds = [facts["kind"] for name, facts in watcher.told if name == "choose_parser"]
     assert kinds == ["tool_parsers", "reasoning_parsers"]
+
+
+def test_a_model_that_is_to_call_tools_needs_a_parser(checkpoint: Path) -> None:
+    from modulm.server.talk import with_declared_parsers
+
+    asked = {"enable_auto_tool_choice": True}
+    with pytest.raises(ConfigError, match="tool_call_parser.*declares none"):
+        with_declared_parsers(EngineConfig.from_keywords(model=str(checkpoint), **asked))
+    config = with_declared_parsers(EngineConfig.from_keywords(model="demo", **asked))
+    assert config.frontend.tool_call_parser == "hermes"
 
 
 def test_server(watcher: Watcher, tmp_path: Path) -> None:

@@ -256,11 +256,6 @@ def _check_together(config: EngineConfig) -> None:
         _check_whole_prompts(config)
     if (server.ssl_keyfile is None) != (server.ssl_certfile is None):
         raise ConfigError("ssl_certfile", "goes together with ssl_keyfile: give both or none")
-    if server.enable_auto_tool_choice and server.tool_call_parser is None:
-        raise ConfigError(
-            "tool_call_parser",
-            "enable_auto_tool_choice needs one: name it, see `modulm plugins list tool_parsers`",
-        )
 
 
 def _check_whole_prompts(config: EngineConfig) -> None:

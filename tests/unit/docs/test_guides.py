@@ -1,0 +1,14 @@
+"""The code in the guides runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+GUIDES = ("../README", "drivers", "embeddings", "examples", "quantization", "sampling")
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_guide(page: str, run_page: Callable[[str], None]) -> None:
+    run_page(page)
