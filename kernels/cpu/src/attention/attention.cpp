@@ -4,6 +4,7 @@
 // splits at fixed positions, each with a softmax of its own, merged in order (the merge of Milakov
 // and Gimelshein, arXiv 1805.02867): whether splits run on one thread or many changes nothing, and
 // neither do the rows beside a row.
+#include <algorithm>
 #include <vector>
 
 #include "attention/walk.h"
@@ -23,20 +24,32 @@ void deliver(const Problem& p, const Walk<Math>& walk, const State& state) {
   with_float(p.dtype, [&](auto t) { walk.deliver(state, static_cast<decltype(t)*>(p.out)); });
 }
 
+// Threads get tasks that follow each other where there are many: f(task, next), next being what the
+// thread will do then, or -1.
+template <class F>
+void run_tasks_of(int64_t tasks, int64_t splits, F&& f) {
+  if (splits < 8 * threads()) return parallel(tasks, [&](int64_t task, int) { f(task, -1); });
+  parallel_near(tasks, [&](int64_t task) { f(task, task + 1 < tasks ? task + 1 : -1); });
+}
+
 // One task per tile and kv head, tiles of one head after another: they share keys and values.
 template <class Math>
-void run_whole(const Problem& p, const Tile* tiles, int64_t count) {
-  parallel(count * p.cache.heads, [&](int64_t task, int) {
+void run_whole(const Problem& p, const Tile* tiles, const PlanHead& head) {
+  const int64_t count = head.tiles, heads = p.cache.heads;
+  run_tasks_of(count * heads, head.parts * heads, [&](int64_t task, int64_t next) {
     const Tile& tile = tiles[task % count];
     Walk<Math> walk(p, tile, task / count);
     int64_t rows = padded_rows(tile.rows), floats = State::floats(rows, p.value_size);
     auto memory = static_cast<float*>(scratch(2, 2 * floats * int64_t(sizeof(float))));
     State state(memory, rows, p.value_size), part(memory + floats, rows, p.value_size);
     int64_t first = tile.begin / kSplit;
-    walk.split(first, state);
-    for (int64_t i = 1; i < tile.splits(); i++) {
-      walk.split(first + i, part);
-      merge(state, part, tile.rows);
+    for (int64_t i = 0; i < std::max<int64_t>(tile.splits(), 1); i++) {
+      const Tile& after = tiles[next < 0 ? 0 : next % count];
+      if (i + 1 < tile.splits()) walk.then(tile, task / count, first + i + 1);
+      else if (next >= 0) walk.then(after, next / count, after.begin / kSplit);
+      else walk.last();
+      walk.split(first + i, i ? part : state);
+      if (i) merge(state, part, tile.rows);
     }
     deliver(p, walk, state);
     release_tiles();
@@ -53,12 +66,24 @@ void run_split(const Problem& p, const Tile* tiles, const PlanHead& head) {
   auto state = [&](int64_t kv_head, int64_t part) {
     return State(memory + (kv_head * head.parts + part) * floats, rows, p.value_size);
   };
-  parallel(head.parts * p.cache.heads, [&](int64_t task, int) {
-    int64_t kv_head = task / head.parts, part = task % head.parts;
+  auto tile_of = [&](int64_t part) {
     const Tile* tile = tiles + count - 1;
     while (tile->part > part) tile--;
+    return tile;
+  };
+  auto index = [](const Tile* tile, int64_t part) {
+    return tile->begin / kSplit + part - tile->part;
+  };
+  const int64_t tasks = head.parts * p.cache.heads;
+  run_tasks_of(tasks, tasks, [&](int64_t task, int64_t next) {
+    int64_t kv_head = task / head.parts, part = task % head.parts;
+    const Tile* tile = tile_of(part);
     Walk<Math> walk(p, *tile, kv_head);
-    walk.split(tile->begin / kSplit + part - tile->part, state(kv_head, part));
+    if (next >= 0) {
+      const Tile* after = tile_of(next % head.parts);
+      walk.then(*after, next / head.parts, index(after, next % head.parts));
+    }
+    walk.split(index(tile, part), state(kv_head, part));
     release_tiles();
   });
   parallel(count * p.cache.heads, [&](int64_t task, int) {
@@ -76,7 +101,7 @@ void run(const Problem& p, const Tile* plan) {
   const PlanHead& head = *reinterpret_cast<const PlanHead*>(plan);
   bool few = head.tiles * p.cache.heads < 4 * threads();
   if (few && head.most_splits > 2 && threads() > 1) run_split<Math>(p, plan + 1, head);
-  else run_whole<Math>(p, plan + 1, head.tiles);
+  else run_whole<Math>(p, plan + 1, head);
 }
 
 }  // namespace

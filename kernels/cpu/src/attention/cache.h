@@ -16,6 +16,7 @@
 #include <type_traits>
 
 #include "attention/codes.h"
+#include "attention/transpose.h"
 
 namespace modulm {
 
@@ -126,6 +127,26 @@ inline void put_token(const Cache& c, int64_t slot, int64_t head, const K* k, in
   scale = encode(v, value_size, c.value_size, row);
   scatter_value(c, reinterpret_cast<E*>(c.values(id, head)), at, row);
   if (c.scaled()) c.scales(id, head)[c.block + at] = scale;
+}
+
+// Neighbours in a block that are written at once.
+constexpr int64_t kNeighbours = 16;
+
+// Keys [kNeighbours][size], padded, of bf16 pairs, from token `at` of a block on, a multiple.
+inline void scatter_keys(const Cache& c, bf16* keys, int64_t at, const bf16* from) {
+  transpose(reinterpret_cast<const float*>(from), c.size / 2, kNeighbours, c.size / 2,
+            reinterpret_cast<float*>(keys) + at, c.block);
+}
+
+// Values of two tokens, the first an even one.
+inline void scatter_pair(const Cache& c, bf16* values, int64_t at, const bf16* first,
+                         const bf16* second) {
+  auto to = reinterpret_cast<uint32_t*>(values) + at / 2 * c.value_size;
+  for (int64_t d = 0; d < c.value_size; d += kLanes) {
+    vu low = __builtin_convertvector(load_raw<vh>(first + d), vu);
+    vu high = __builtin_convertvector(load_raw<vh>(second + d), vu);
+    store_raw(to + d, low | high << 16);
+  }
 }
 
 template <class F>

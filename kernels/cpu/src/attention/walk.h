@@ -36,8 +36,10 @@ class Walk {
   // The softmax of one split, from scratch.
   void split(int64_t index, const State& state) {
     origin = index * kSplit;
-    low = std::max<int64_t>(tile.begin - origin, 0) / kPiece * kPiece;
-    high = div_up(std::min<int64_t>(tile.end - origin, kSplit), kPiece) * kPiece;
+    fetched = 0;
+    Span seen = pieces(tile, index);
+    low = seen.low;
+    high = seen.high;
     if constexpr (kFixed) gather_scales();
     if (p.cache.latent) {
       find_values(low, high);
@@ -46,7 +48,7 @@ class Walk {
       add_scores();
     }
     for (int r = 0; r < tile.rows; r += kGroupRows) {
-      Span seen = span(r, low, high);
+      seen = span(r, low, high);
       for (int i = r; i < r + group_rows(r); i++) soften(i, seen, state);
     }
     // Few rows: converted values are used while they are in the first-level cache.
@@ -58,6 +60,16 @@ class Walk {
       at = stop;
     }
   }
+
+  // Names the split that this thread does after the present one: its keys come from memory while
+  // values are multiplied. Few rows take less time than memory does, which otherwise would rest.
+  void then(const Tile& tile, int64_t head, int64_t index) {
+    if (tile.rows > kFewRows || p.cache.latent) return;
+    Span seen = pieces(tile, index);
+    ahead = {&tile, head, index * kSplit + seen.low, (seen.high - seen.low) / kPiece};
+  }
+
+  void last() { ahead = {}; }
 
   template <class T>
   void deliver(const State& state, T* out) const {
@@ -89,9 +101,24 @@ class Walk {
   static constexpr int kPlanes = Math::planes;
   static constexpr bool kFixed = kPlanes == 2;
 
+  static constexpr int kFewRows = 16;
+
   struct Span {
     int64_t low, high;  // columns of the split, multiples of 32
   };
+
+  // Keys that are fetched ahead: pieces from a position on.
+  struct Ahead {
+    const Tile* tile;
+    int64_t head, position, pieces;
+  };
+
+  // The columns of a split that some row of a tile sees, rounded to pieces.
+  static Span pieces(const Tile& tile, int64_t index) {
+    const int64_t origin = index * kSplit;
+    return {std::max<int64_t>(tile.begin - origin, 0) / kPiece * kPiece,
+            div_up(std::min<int64_t>(tile.end - origin, kSplit), kPiece) * kPiece};
+  }
 
   int group_rows(int r) const { return std::min(kGroupRows, tile.rows - r); }
   int64_t token(int r) const { return (tile.first + r) / p.group(); }
@@ -163,9 +190,33 @@ class Walk {
 
   // The block and the place in it of a column of the split.
   int64_t block_of(int64_t column, int64_t& inside) const {
-    int64_t position = origin + column;
+    return block_at(tile, origin + column, inside);
+  }
+  int64_t block_at(const Tile& tile, int64_t position, int64_t& inside) const {
     inside = position % p.cache.block;
     return p.tables[tile.sequence * p.table_stride + position / p.cache.block];
+  }
+
+  void fetch_values(int64_t column) const {
+    int64_t inside, id = block_of(column, inside);
+    const int64_t token = p.cache.value_size * p.cache.element();
+    fetch(p.cache.values(id, head) + inside * token, kPiece * token);
+  }
+
+  // The part of the keys ahead that is due with the piece `index` of `count`, once.
+  void fetch_ahead(int64_t index, int64_t count) {
+    for (; fetched < std::min(ahead.pieces, div_up((index + 1) * ahead.pieces, count)); fetched++) {
+      int64_t inside;
+      int64_t id = block_at(*ahead.tile, ahead.position + fetched * kPiece, inside);
+      const int64_t line = p.cache.element() * Math::width;
+      const uint8_t* keys = p.cache.keys(id, ahead.head) + inside * line;
+      for (int64_t d = 0; d < lines; d++) fetch(keys + d * p.cache.block * line, kPiece * line);
+    }
+  }
+
+  // Into the second-level cache: hardware sees no further than a page, and a block is a few.
+  static void fetch(const uint8_t* from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
   }
 
   void gather_scales() {
@@ -232,6 +283,8 @@ class Walk {
       int64_t stride;
       const Line* keys[2];
       int columns = int(std::min<int64_t>(2 * kPiece, high - column));
+      if (tile.rows <= kFewRows)
+        for (int64_t at = column; at < column + columns; at += kPiece) fetch_values(at);
       keys[0] = find_keys(column, converted_keys, stride);
       if (columns > kPiece)
         keys[1] = find_keys(column + kPiece, converted_keys + kPiece * lines, stride);
@@ -278,7 +331,10 @@ class Walk {
         continue;
       }
       const Line* const* pieces = values + seen.low / kPiece;
-      auto at = [&](int run, int c) { return pieces[run] + c; };
+      auto at = [&](int run, int c) {
+        if (!c) fetch_ahead((seen.low - low) / kPiece + run, (high - low) / kPiece);
+        return pieces[run] + c;
+      };
       Left<Weight> rows{weights + kPlanes * r * kWeightStride + seen.low, kWeightStride,
                         kPlanes * group_rows(r)};
       const Depth depth{int((seen.high - seen.low) / kPiece), kPiece / Math::width, size};
@@ -374,6 +430,8 @@ class Walk {
   int64_t head, start, length, base;  // base: position of the sequence's first new token
   int64_t padded, lines, query_stride;
   int64_t origin = 0, low = 0, high = 0;  // of the split: first token; columns that the tile sees
+  Ahead ahead{};
+  int64_t fetched = 0;      // pieces of those ahead
   float* scores;            // [rows][columns]
   Weight* weights;          // [rows * planes][columns]
   Element* queries;         // [rows * planes][size]

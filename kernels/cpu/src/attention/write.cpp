@@ -10,6 +10,38 @@ namespace {
 
 constexpr int64_t kElementsPerTask = 8192;
 
+// Tokens of a task: two groups of neighbours where that leaves every thread a few tasks.
+int64_t grain(int64_t tokens, int64_t elements) {
+  if (tokens >= 8 * kNeighbours * threads()) return 2 * kNeighbours;
+  return kElementsPerTask / elements;
+}
+
+// Whether tokens [i, i + kNeighbours) lie beside each other in a block, and are written at once.
+template <class E>
+bool neighbours(const Cache& c, const int64_t* slots, int64_t i, int64_t end) {
+  if (!std::is_same<E, bf16>::value || c.latent || i + kNeighbours > end) return false;
+  if (slots[i] < 0 || slots[i] % kNeighbours) return false;
+  for (int64_t n = 1; n < kNeighbours; n++)
+    if (slots[i + n] != slots[i] + n) return false;
+  return true;
+}
+
+// Writes one head of kNeighbours tokens. key(n, to), value(n, to): theirs, as [size].
+template <class T, class Key, class Value>
+void put_neighbours(const Cache& c, int64_t slot, int64_t head, int64_t size, int64_t value_size,
+                    const Key& key, const Value& value) {
+  alignas(64) bf16 rows[kNeighbours * kMaxSize];
+  T row[kMaxSize];
+  const int64_t id = slot / c.block, at = slot % c.block;
+  for (int64_t n = 0; n < kNeighbours; n++) encode(key(n, row), size, c.size, rows + n * c.size);
+  scatter_keys(c, reinterpret_cast<bf16*>(c.keys(id, head)), at, rows);
+  for (int64_t n = 0; n < kNeighbours; n++)
+    encode(value(n), value_size, c.value_size, rows + n * c.value_size);
+  for (int64_t n = 0; n < kNeighbours; n += 2)
+    scatter_pair(c, reinterpret_cast<bf16*>(c.values(id, head)), at + n, rows + n * c.value_size,
+                 rows + (n + 1) * c.value_size);
+}
+
 template <class T>
 void copy_or_norm(const T* from, const void* norm, int norm_dtype, float eps, float offset, T* to,
                   int64_t size) {
@@ -37,9 +69,22 @@ MODULM_API void modulm_write_kv(const void* k, int64_t k_token, int64_t k_head, 
     using T = decltype(t);
     with_cache(cache_dtype, [&](auto e) {
       using E = decltype(e);
-      parallel_runs(tokens, kElementsPerTask / (heads * size), [&](int64_t begin, int64_t end) {
+      parallel_runs(tokens, grain(tokens, heads * size), [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; i++) {
           if (slots[i] < 0) continue;
+          if (neighbours<E>(cache, slots, i, end)) {
+            for (int64_t h = 0; h < heads; h++)
+              put_neighbours<T>(
+                  cache, slots[i], h, size, value_size,
+                  [&](int64_t n, T*) {
+                    return static_cast<const T*>(k) + (i + n) * k_token + h * k_head;
+                  },
+                  [&](int64_t n) {
+                    return static_cast<const T*>(v) + (i + n) * v_token + h * v_head;
+                  });
+            i += kNeighbours - 1;
+            continue;
+          }
           for (int64_t h = 0; h < heads; h++)
             put_token<E>(cache, slots[i], h, static_cast<const T*>(k) + i * k_token + h * k_head,
                          size, static_cast<const T*>(v) + i * v_token + h * v_head, value_size);
@@ -74,23 +119,33 @@ MODULM_API void modulm_qkv_prepare(const void* qkv, int64_t stride, int64_t toke
     int64_t per_token = (q_heads + 2 * heads) * size;
     with_cache(cache_dtype, [&](auto e) {
       using E = decltype(e);
-      parallel_runs(tokens, kElementsPerTask / per_token, [&](int64_t begin, int64_t end) {
-        T key[kMaxSize];
-        for (int64_t i = begin; i < end; i++) {
-          const T* row = static_cast<const T*>(qkv) + i * stride;
+      parallel_runs(tokens, grain(tokens, per_token), [&](int64_t begin, int64_t end) {
+        auto row = [&](int64_t i) { return static_cast<const T*>(qkv) + i * stride; };
+        auto key = [&](int64_t i, int64_t h, T* to) -> const T* {
+          copy_or_norm(row(i) + (q_heads + h) * size, k_norm, norm_dtype, eps, offset, to, size);
+          turn(to, i);
+          return to;
+        };
+        auto value = [&](int64_t i, int64_t h) { return row(i) + (q_heads + heads + h) * size; };
+        for (int64_t i = begin; i < end; i++)
           for (int64_t h = 0; h < q_heads; h++) {
             T* to = static_cast<T*>(q_out) + (i * q_heads + h) * size;
-            copy_or_norm(row + h * size, q_norm, norm_dtype, eps, offset, to, size);
+            copy_or_norm(row(i) + h * size, q_norm, norm_dtype, eps, offset, to, size);
             turn(to, i);
           }
-          if (slots[i] < 0) continue;
-          for (int64_t h = 0; h < heads; h++) {
-            copy_or_norm(row + (q_heads + h) * size, k_norm, norm_dtype, eps, offset, key,
-                         size);
-            turn(key, i);
-            put_token<E>(cache, slots[i], h, static_cast<const T*>(key), size,
-                         row + (q_heads + heads + h) * size, size);
+        for (int64_t i = begin; i < end;) {
+          const bool many = neighbours<E>(cache, slots, i, end);
+          for (int64_t h = 0; h < heads && slots[i] >= 0; h++) {
+            T one[kMaxSize];
+            if (many)
+              put_neighbours<T>(
+                  cache, slots[i], h, size, size,
+                  [&](int64_t n, T* to) { return key(i + n, h, to); },
+                  [&](int64_t n) { return value(i + n, h); });
+            else
+              put_token<E>(cache, slots[i], h, key(i, h, one), size, value(i, h), size);
           }
+          i += many ? kNeighbours : 1;
         }
       });
     });
