@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from modulm.errors import UnsupportedError
@@ -19,61 +18,53 @@ __all__ = ["activation", "gate_name", "gated"]
 Function = Callable[[Tensor], Tensor]
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def _quick_gelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
-def _relu_squared(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
-_FUNCTIONS: Mapping[str, Function] = {
-    "gelu": F.gelu,
-    "gelu_fast": _gelu_tanh,
-    "gelu_new": _gelu_tanh,
-    "gelu_pytorch_tanh": _gelu_tanh,
-    "quick_gelu": _quick_gelu,
-    "relu": F.relu,
-    "relu2": _relu_squared,
-    "sigmoid": torch.sigmoid,
-    "silu": F.silu,
-    "swish": F.silu,
-    "tanh": torch.tanh,
+#: config.json's names and the op `activate`'s.
+_NAMES: Mapping[str, str] = {
+    "gelu": "gelu",
+    "gelu_fast": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+    "sigmoid": "sigmoid",
+    "silu": "silu",
+    "swish": "silu",
+    "tanh": "tanh",
 }
+_GELUS = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
-def activation(name: str) -> Function:
+def activation(name: str, ops: Ops) -> Function:
     """The function called `name`. Raises UnsupportedError with the names there are."""
-    function = _FUNCTIONS.get(name)
-    if function is None:
-        raise UnsupportedError(f"activation {name!r} is not known; known are {list(_FUNCTIONS)}")
-    return function
+    return partial(ops.activate, act=_name(name))
 
 
 def gated(name: str, ops: Ops) -> Function:
     """[tokens, 2 I] -> [tokens, I]: the activation of the first half times the second half."""
-    function = activation(name)
-    if function is F.silu:
+    act = _name(name)
+    if act == "silu":
         return ops.silu_and_mul
-    if function is F.gelu:
-        return lambda x: ops.gelu_and_mul(x, "none")
-    if function is _gelu_tanh:
-        return lambda x: ops.gelu_and_mul(x, "tanh")
+    if act in _GELUS:
+        return partial(ops.gelu_and_mul, approximate=_GELUS[act])
 
     def apply(x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
-        return function(gate) * up
+        return ops.activate(gate, act) * up  # type: ignore[no-any-return]
 
     return apply
 
 
 def gate_name(name: str) -> str:
     """What the op `fused_experts` calls an activation. Raises UnsupportedError if it has none."""
-    found = {F.silu: "silu", F.gelu: "gelu", _gelu_tanh: "gelu_tanh"}.get(activation(name))
-    if found is None:
+    act = _name(name)
+    if act not in ("silu", *_GELUS):
         raise UnsupportedError(f"experts with the activation {name!r}: not yet")
-    return found
+    return act
+
+
+def _name(name: str) -> str:
+    act = _NAMES.get(name)
+    if act is None:
+        raise UnsupportedError(f"activation {name!r} is not known; known are {list(_NAMES)}")
+    return act

@@ -153,7 +153,6 @@ class Attention(Module):
         if not (self.norm_whole or self.norm_last):
             q, k = self._normed(q, k)
         if self.rotation is not None:
-            q, k = q.contiguous(), k.contiguous()
             self.ops.rotary(q, k, positions, self.rotation.cos_sin, self.neox)
         return (*self._normed(q, k), v) if self.norm_last else (q, k, v)
 

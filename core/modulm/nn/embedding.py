@@ -23,7 +23,9 @@ class Embedding(Module):
 
     def __init__(self, spec: LinearSpec, method: QuantizationMethod, scale: float = 1.0) -> None:
         super().__init__()
-        self.spec, self.method, self.scale = spec, method, scale
+        self.spec, self.method = spec, method
+        stored = torch.tensor(scale, dtype=getattr(torch, spec.dtype), device="cpu")
+        self.scale = 1.0 if scale == 1.0 else stored.item()
 
     def forward(self, batch: Batch) -> Tensor:
         """[tokens, hidden] for the batch's tokens."""
@@ -35,7 +37,10 @@ class Embedding(Module):
     def lookup(self, ids: Tensor) -> Tensor:
         """ids: [tokens] int64 -> [tokens, hidden]; the scale is rounded to the table's dtype."""
         x = self.method.embed(self, ids)
-        return x if self.scale == 1.0 else x * torch.tensor(self.scale, dtype=x.dtype)
+        if self.scale == 1.0:
+            return x
+        scaled: Tensor = self.method.ops.scale(x, self.scale)
+        return scaled
 
 
 class Head(Linear):
@@ -70,7 +75,9 @@ class LearnedPositions(Module):
     def forward(self, batch: Batch) -> Tensor:
         """[tokens, hidden] for the batch's tokens."""
         x: Tensor = self.tokens(batch)
-        return x + self.positions.lookup(batch.positions + self.offset)
+        places = batch.positions + self.offset if self.offset else batch.positions
+        both: Tensor = self.tokens.method.ops.add(x, self.positions.lookup(places))
+        return both
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:

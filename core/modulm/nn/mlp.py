@@ -58,7 +58,7 @@ class PlainMLP(Module):
     ) -> None:
         super().__init__()
         self.up = b.linear(up, hidden, inner, bias=bias)
-        self.act = activation(act)
+        self.act = activation(act, b.ops)
         self.down = b.row_linear(down, inner, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:

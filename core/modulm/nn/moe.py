@@ -120,7 +120,7 @@ class MoE(Module):
             down_bias=down.bias,
             **self.gate,
         )
-        return mixed if self.shared is None else mixed + self.shared(x)
+        return mixed if self.shared is None else self.ops.add(mixed, self.shared(x))
 
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """logits: [tokens, experts] -> weights [tokens, top_k] fp32 and expert ids."""

@@ -16,6 +16,8 @@ __all__ = ["LayerNorm", "Norm", "RMSNorm"]
 class Norm(Module):
     """A norm. Layers call it as `norm(x)` or, before a branch of the residual stream, as `add`."""
 
+    ops: Ops
+
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(norm(residual + x), residual + x), both [tokens, hidden].
 
@@ -23,7 +25,7 @@ class Norm(Module):
         """
         if residual is None:
             return self(x), x
-        residual = residual + x
+        residual = self.ops.add(residual, x)
         return self(residual), residual
 
 

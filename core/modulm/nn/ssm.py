@@ -65,7 +65,7 @@ class CausalConv(Module):
         self, b: Builder, name: str, channels: int, width: int, *, bias: bool, act: str | None
     ) -> None:
         super().__init__()
-        self.act = None if act is None else activation(act)
+        self.act = None if act is None else activation(act, b.ops)
         self.state = (width - 1, channels)
         self.register_parameter("bias", None)
         shapes = {"weight": (channels, 1, width), **({"bias": (channels,)} if bias else {})}
@@ -138,7 +138,7 @@ class StateSpaceMixer(Module):
         self.out = b.row_linear("out_proj", inner, hidden, bias=bias)
         state = ("state", (heads, head_dim, size), "float32")
         self.cache = b.cache(StateSpec((("conv", self.conv.state, b.dtype), state)))
-        self.scan = b.ops.selective_scan
+        self.scan, self.silu = b.ops.selective_scan, activation("silu", b.ops)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
@@ -157,5 +157,5 @@ class StateSpaceMixer(Module):
 
     def _normed(self, y: Tensor, gate: Tensor) -> Tensor:
         """y, gate: [tokens, inner]."""
-        gated = (y * F.silu(gate.float())).view(y.shape[0], self.groups, -1)
+        gated = (y * self.silu(gate.float())).view(y.shape[0], self.groups, -1)
         return F.rms_norm(gated, gated.shape[-1:], eps=self.eps).flatten(1) * self.norm_weight

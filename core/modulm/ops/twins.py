@@ -12,6 +12,7 @@ its attention backend, its `write_kv` and its `paged_attention` agree among them
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = [
+    "activate",
+    "add",
     "add_rms_norm",
     "embedding",
     "fused_experts",
@@ -32,10 +35,42 @@ __all__ = [
     "qkv_prepare",
     "rms_norm",
     "rotary",
+    "scale",
     "silu_and_mul",
     "unpack_linear",
     "write_kv",
 ]
+
+
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+}
+
+
+def activate(x: Tensor, act: str) -> Tensor:
+    """act(x) of the same shape, a new tensor.
+
+    `act`: "gelu", "gelu_tanh", "quick_gelu" (x sigmoid(1.702 x)), "relu", "relu2" (its square),
+    "sigmoid", "silu" or "tanh".
+    """
+    return _ACTIVATIONS[act](x)
+
+
+def add(x: Tensor, y: Tensor, gate: Tensor | None = None) -> Tensor:
+    """x + y, or x + sigmoid(gate) * y; x, y: [T, H], gate: [T, 1] -> [T, H], a new tensor."""
+    return x + y if gate is None else x + torch.sigmoid(gate) * y
+
+
+def scale(x: Tensor, factor: float) -> Tensor:
+    """x times a number, a new tensor of x's shape."""
+    return x * factor
 
 
 def rms_norm(

@@ -1,4 +1,4 @@
-"""Norms, gated activations, rotation and lookup. Shapes and meaning are those of the twins."""
+"""Norms, activations, sums, rotation and lookup. Shapes and meaning are those of the twins."""
 
 from __future__ import annotations
 
@@ -21,7 +21,18 @@ _PACKED = {
     "fp32": (torch.float32, 4),
     "fp16": (torch.float16, 2),
 }
-_ACTIVATIONS = {"silu": 0, "none": 1, "tanh": 2}
+#: Codes in src/activation/activation.cpp.
+_ACTIVATIONS = {
+    "silu": 0,
+    "gelu": 1,
+    "gelu_tanh": 2,
+    "quick_gelu": 3,
+    "relu": 4,
+    "relu2": 5,
+    "sigmoid": 6,
+    "tanh": 7,
+}
+_GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
 def elementwise_ops(library: Library) -> dict[str, Callable[..., Any]]:
@@ -30,6 +41,9 @@ def elementwise_ops(library: Library) -> dict[str, Callable[..., Any]]:
         "rms_norm": _rms_norm(library),
         "add_rms_norm": _add_rms_norm(library),
         "layer_norm": _layer_norm(library),
+        "activate": _activate(library),
+        "add": _add(library),
+        "scale": _scale(library),
         "silu_and_mul": _silu_and_mul(library),
         "gelu_and_mul": _gelu_and_mul(library),
         "rotary": _rotary(library),
@@ -158,10 +172,64 @@ def _gelu_and_mul(library: Library) -> Callable[..., Tensor]:
     gated = _gated(library)
 
     def gelu_and_mul(x: Tensor, approximate: str = "none", out: Tensor | None = None) -> Tensor:
-        need(approximate in ("none", "tanh"), f"approximate must be none or tanh: {approximate!r}")
-        return gated(x, out, _ACTIVATIONS[approximate])
+        need(approximate in _GELUS, f"approximate must be none or tanh: {approximate!r}")
+        return gated(x, out, _ACTIVATIONS[_GELUS[approximate]])
 
     return gelu_and_mul
+
+
+def _rows(name: str, x: Tensor) -> tuple[Tensor, int]:
+    """x as rows of its last dimension, and how far they are apart."""
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return rows, dense_rows(name, rows)
+
+
+def _activate(library: Library) -> Callable[..., Tensor]:
+    call = library.call("activate", "pnpnnii")
+
+    def activate(x: Tensor, act: str) -> Tensor:
+        need(act in _ACTIVATIONS, f"act must be one of {', '.join(_ACTIVATIONS)}, not {act!r}")
+        rows, stride = _rows("x", x)
+        out = x.new_empty(x.shape)
+        count, size = rows.shape
+        code = dtype_code("x", x)
+        call(rows.data_ptr(), stride, out.data_ptr(), count, size, _ACTIVATIONS[act], code)
+        return out
+
+    return activate
+
+
+def _add(library: Library) -> Callable[..., Tensor]:
+    call = library.call("add", "pnpnpnpnni")
+
+    def add(x: Tensor, y: Tensor, gate: Tensor | None = None) -> Tensor:
+        code, count, size = dtype_code("x", x), *x.shape
+        shape("y", y, count, size)
+        need(y.dtype == x.dtype, f"y must be {x.dtype}, not {y.dtype}")
+        if gate is not None:
+            shape("gate", gate, count, 1)
+            need(gate.dtype == x.dtype, f"gate must be {x.dtype}, not {gate.dtype}")
+        out = x.new_empty(count, size)
+        call(
+            x.data_ptr(), dense_rows("x", x), y.data_ptr(), dense_rows("y", y),
+            None if gate is None else gate.data_ptr(), 0 if gate is None else gate.stride(0),
+            out.data_ptr(), count, size, code,
+        )  # fmt: skip
+        return out
+
+    return add
+
+
+def _scale(library: Library) -> Callable[..., Tensor]:
+    call = library.call("scale", "pnfpnni")
+
+    def scale(x: Tensor, factor: float) -> Tensor:
+        rows, stride = _rows("x", x)
+        out = x.new_empty(x.shape)
+        call(rows.data_ptr(), stride, factor, out.data_ptr(), *rows.shape, dtype_code("x", x))
+        return out
+
+    return scale
 
 
 def _rotary(library: Library) -> Callable[..., None]:

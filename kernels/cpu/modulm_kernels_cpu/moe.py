@@ -17,8 +17,10 @@ from modulm_kernels_cpu.memory import huge_buffer
 __all__ = ["FORMATS", "PackedExperts", "moe_ops"]
 
 #: Formats of packed stacks and their codes in the C ABI (src/moe/stack.h).
-FORMATS = {"bf16": 0, "int8": 1, "int4": 2, "mxfp4": 3}
+FORMATS = {"bf16": 0, "int8": 1, "int4": 2, "mxfp4": 3, "fp32": 4, "fp16": 5}
 
+#: Formats of floats, and their dtypes.
+_FLOATS = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 _GATES = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
 _GROUP_SCORES = ("max", "top2")
 _SCORINGS = ("softmax", "sigmoid")
@@ -29,7 +31,8 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 class PackedExperts:
     """A stack of weights [experts, parts * N, K] in the kernels' own layout.
 
-    Owns its memory; the original can be dropped. `stack[e]` is the weight of expert e in bf16.
+    Owns its memory; the original can be dropped. `stack[e]` is the weight of expert e, in
+    bf16 if it was quantized.
     """
 
     __slots__ = (
@@ -73,7 +76,7 @@ class PackedExperts:
         return sum(x.nbytes for x in (self.data, self.scales, self.zeros) if x is not None)
 
     def __getitem__(self, expert: int) -> Tensor:
-        """[parts * N, K] bf16, scales applied."""
+        """[parts * N, K], scales applied."""
         return torch.cat([self._matrix(expert * self.parts + i) for i in range(self.parts)])
 
     def __len__(self) -> int:
@@ -85,11 +88,11 @@ class PackedExperts:
 
     def _matrix(self, index: int) -> Tensor:
         size = self.data.numel() // (self.experts * self.parts)
-        kind = {"bf16": torch.bfloat16, "int8": torch.int8}.get(self.format, torch.uint8)
+        kind = {**_FLOATS, "int8": torch.int8}.get(self.format, torch.uint8)
         codes = torch.empty(self.outputs, self.inputs, dtype=kind)
         start = self.data.data_ptr() + index * size
         self._unpack(start, codes.data_ptr(), self.outputs, self.inputs, FORMATS[self.format])
-        if self.format == "bf16":
+        if self.format in _FLOATS:
             return codes
         scales = self._column(self.scales, index)
         if self.format == "mxfp4":
@@ -121,15 +124,15 @@ def moe_ops(library: Library) -> dict[str, Callable[..., Any]]:
     }
 
 
-def _pack_experts(library: Library) -> Callable[..., PackedExperts | Tensor]:
+def _pack_experts(library: Library) -> Callable[..., PackedExperts]:
     pack = _packer(library)
+    formats = {dtype: name for name, dtype in _FLOATS.items()}
 
-    def pack_experts(weight: Tensor, parts: int = 1) -> PackedExperts | Tensor:
-        """A stack in bf16 packed; one in fp32 or fp16 comes back as it is, for the twin."""
-        if weight.dtype != torch.bfloat16:
-            return weight
+    def pack_experts(weight: Tensor, parts: int = 1) -> PackedExperts:
+        """A stack of bf16, fp32 or fp16 packed as it is."""
+        need(weight.dtype in formats, f"weight must hold floats, not {weight.dtype}")
         need(weight.dim() == 3, f"weight must be [experts, N, K], not {list(weight.shape)}")
-        return pack(weight.detach(), None, None, parts, weight.shape[2], 0, "bf16")
+        return pack(weight.detach(), None, None, parts, weight.shape[2], 0, formats[weight.dtype])
 
     return pack_experts
 
@@ -256,6 +259,8 @@ def _fused_experts(library: Library) -> Callable[..., Tensor]:
         need(act in _GATES, f"act must be one of {', '.join(_GATES)}, not {act!r}")
         sizes = (gate_up.experts, gate_up.parts, gate_up.outputs, gate_up.inputs)
         need(sizes == (experts, 2, inner, hidden), f"gate_up is {gate_up!r}, down is {down!r}")
+        wide = [stack.format in ("fp32", "fp16") for stack in (gate_up, down)]
+        need(wide[0] == wide[1], f"stacks must be alike, not {gate_up!r} and {down!r}")
         need(down.parts * down.outputs == hidden, f"down must give [{hidden}], not {down!r}")
         top_k = ids.shape[-1]
         shape("ids", ids, tokens, top_k)

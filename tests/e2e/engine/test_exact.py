@@ -44,7 +44,9 @@ KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
     "delta": ("Qwen3NextForCausalLM", {"dtype": "bfloat16"}),
     "windows": ("Gemma3ForCausalLM", {"dtype": "bfloat16"}),
     "experts": ("MixtralForCausalLM", {"dtype": "bfloat16"}),
+    "single-experts": ("MixtralForCausalLM", {"dtype": "float32"}),
     "states": ("GraniteMoeHybridForCausalLM", {"dtype": "bfloat16"}),
+    "single-states": ("Mamba2ForCausalLM", {"dtype": "float32"}),
 }
 TORCH: dict[str, tuple[str, dict[str, Any]]] = {
     name: (architecture, {"kernels": "none", "batch_invariant": True})
@@ -114,9 +116,9 @@ def _request(name: str, item: dict[str, Any]) -> Request:
 @st.composite
 def workloads(draw: st.DrawFn) -> list[dict[str, Any]]:
     """Prompts that begin alike, drawn and greedy, late, aborted, some with prompt logprobs."""
-    stem = draw(st.lists(st.integers(8, 400), min_size=40, max_size=90))
+    stem = draw(st.lists(st.integers(8, 400), min_size=40, max_size=70))
     found = []
-    for _ in range(draw(st.integers(2, 7))):
+    for _ in range(draw(st.integers(2, 5))):
         head = stem[: draw(st.integers(0, len(stem)))]
         tail = draw(st.lists(st.integers(8, 400), min_size=1, max_size=30))
         params = PLAIN.with_(max_tokens=draw(st.integers(1, 8)))

@@ -1,4 +1,5 @@
-// act(gate) * up over rows that hold the gate in their first and up in their second half.
+// act(x), and act(gate) * up over rows that hold the gate in their first and up in their second
+// half.
 #include "base/math.h"
 #include "base/pool.h"
 #include "base/replay.h"
@@ -7,6 +8,33 @@ namespace modulm {
 namespace {
 
 constexpr int64_t kElementsPerTask = 8192;
+
+enum Kind : int { kSilu, kGelu, kGeluTanh, kQuickGelu, kRelu, kReluSquared, kSigmoid, kTanh };
+
+// f(the function of this kind)
+template <class F>
+void with_activation(int kind, F&& f) {
+  switch (kind) {
+    case kSilu: return f([](vf v) { return silu(v); });
+    case kGelu: return f([](vf v) { return gelu_erf(v); });
+    case kGeluTanh: return f([](vf v) { return gelu_tanh(v); });
+    case kQuickGelu: return f([](vf v) { return v / (vexp(v * -1.702f) + 1.0f); });
+    case kRelu: return f([](vf v) { return choose(v < 0.0f, vf{}, v); });
+    case kReluSquared: return f([](vf v) { return choose(v < 0.0f, vf{}, v * v); });
+    case kSigmoid: return f([](vf v) { return 1.0f / (vexp(-v) + 1.0f); });
+    default: return f([](vf v) { return vtanh(v); });
+  }
+}
+
+template <class T, class Act>
+void plain(const T* x, int64_t stride, T* out, int64_t rows, int64_t size, Act act) {
+  parallel_runs(rows, kElementsPerTask / size + 1, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; r++)
+      for_lanes(size, [&](int64_t i, int n) {
+        store_n(out + r * size + i, act(load_n(x + r * stride + i, n)), n);
+      });
+  });
+}
 
 template <class T, class Act>
 void gated(const T* x, int64_t stride, T* out, int64_t rows, int64_t size, Act act) {
@@ -30,17 +58,28 @@ void gated(const T* x, int64_t stride, T* out, int64_t rows, int64_t size, Act a
 
 using namespace modulm;
 
-// kind: 0 silu, 1 gelu by erf, 2 gelu by tanh. x: [rows, 2 size], out: [rows, size] contiguous.
+// x: [rows, 2 size], out: [rows, size] contiguous.
 MODULM_API void modulm_gated(const void* x, int64_t stride, void* out, int64_t rows, int64_t size,
                              int kind, int dtype) {
   with_float(dtype, [&](auto t) {
     using T = decltype(t);
-    auto from = static_cast<const T*>(x);
-    auto to = static_cast<T*>(out);
-    if (kind == 0) gated(from, stride, to, rows, size, [](vf v) { return silu(v); });
-    else if (kind == 1) gated(from, stride, to, rows, size, [](vf v) { return gelu_erf(v); });
-    else gated(from, stride, to, rows, size, [](vf v) { return gelu_tanh(v); });
+    with_activation(kind, [&](auto act) {
+      gated(static_cast<const T*>(x), stride, static_cast<T*>(out), rows, size, act);
+    });
   });
 }
 
 MODULM_REPLAYABLE(gated)
+
+// x: [rows, size] with a row stride, out: contiguous.
+MODULM_API void modulm_activate(const void* x, int64_t stride, void* out, int64_t rows,
+                                int64_t size, int kind, int dtype) {
+  with_float(dtype, [&](auto t) {
+    using T = decltype(t);
+    with_activation(kind, [&](auto act) {
+      plain(static_cast<const T*>(x), stride, static_cast<T*>(out), rows, size, act);
+    });
+  });
+}
+
+MODULM_REPLAYABLE(activate)

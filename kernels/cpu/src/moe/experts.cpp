@@ -2,7 +2,7 @@
 //
 // Two passes over (token, expert) pairs sorted by expert. In the first a task is one panel of the
 // inner columns of one expert: gate and up of the same columns are multiplied, and what the gate
-// gives goes to memory as bf16. In the second a task is some panels of the result: it goes through
+// gives goes to memory as bf16, or as fp32 where weights are fp32 or fp16. In the second a task is some panels of the result: it goes through
 // all experts in order and adds what they give in fp32. Every weight that is needed is read once
 // by one thread, whatever the number of tokens (up to large prompts), and all pairs of a small
 // step share one claim loop.
@@ -32,7 +32,7 @@ struct Bias {
 // Pairs of one expert: `count` from `first` on in the sorted order. `x` are their inputs.
 struct Run {
   int64_t expert, first, count;
-  const bf16* x;
+  const void* x;
 };
 
 struct Step {
@@ -50,11 +50,22 @@ struct Step {
   int32_t* token;  // [pairs], sorted by expert, then by token
   float* weight;   // [pairs]
   int64_t ldx;
-  bf16* inner;  // [pairs][padded inner]
+  void* inner;  // [pairs][padded inner] in the dtype of activations
   void* out;
   int64_t ldo;
   int dtype;
 };
+
+const void* offset(const void* x, int64_t elements, const Stack& s) {
+  return static_cast<const uint8_t*>(x) + elements * s.input_size();
+}
+
+// f(one number of the dtype that `s` multiplies)
+template <class F>
+void with_input(const Stack& s, F&& f) {
+  if (s.wide()) f(float{});
+  else f(bf16{});
+}
 
 template <class F>
 void with_gate(const Step& s, F&& f) {
@@ -115,14 +126,16 @@ void gate_panel(const Step& s, const Run& block, int64_t panel, const uint8_t* f
     add_bias(s.gate_up_bias, block.expert, part * inner + column, columns, block.count, sums);
   }
   int64_t written = panel + 1 == s.gate_up.panels() ? stride - column : kPanel;
-  with_gate(s, [&](auto act) {
-    for (int64_t r = 0; r < block.count; r++) {
-      bf16* to = s.inner + (block.first + r) * stride + column;
-      for (int64_t c = 0; c < written; c += kLanes) {
-        vf value = c < columns ? act(load(gate + r * kPanel + c), load(up + r * kPanel + c)) : vf{};
-        store(to + c, value);
+  with_input(s.down, [&](auto t) {
+    auto inner = static_cast<decltype(t)*>(s.inner);
+    with_gate(s, [&](auto act) {
+      for (int64_t r = 0; r < block.count; r++) {
+        auto to = inner + (block.first + r) * stride + column;
+        const float *a = gate + r * kPanel, *b = up + r * kPanel;
+        for (int64_t c = 0; c < written; c += kLanes)
+          store(to + c, c < columns ? act(load(a + c), load(b + c)) : vf{});
       }
-    }
+    });
   });
 }
 
@@ -135,7 +148,7 @@ void add_expert(const Step& s, const Run& run, int64_t first, int64_t rows, int6
     int64_t column = (panel + i) * kPanel;
     int64_t columns = s.down.n - column < kPanel ? s.down.n - column : kPanel;
     PanelOf weight(s.down, run.expert, 0, panel + i);
-    panel_sums(weight, s.inner + first * stride, stride, rows, sums,
+    panel_sums(weight, offset(s.inner, first * stride, s.down), stride, rows, sums,
                i + 1 < panels ? weight.end() : following);
     add_bias(s.down_bias, run.expert, column, columns, rows, sums);
     for (int64_t r = 0; r < rows; r++) {
@@ -159,8 +172,8 @@ void deliver(const Step& s, int64_t start, int64_t tokens, int64_t panel, int64_
   });
 }
 
-int64_t rows_at_once(int64_t padded) {
-  int64_t units = kBlockBytes / (padded * 2) / kBlockUnit;
+int64_t rows_at_once(const Stack& s) {
+  int64_t units = kBlockBytes / (s.padded_k() * s.input_size()) / kBlockUnit;
   return kBlockUnit * (units < 1 ? 1 : units > 4 ? 4 : units);
 }
 
@@ -169,7 +182,7 @@ void down_panels(const Step& s, int64_t start, int64_t tokens, int64_t panel, in
   int64_t bytes = tokens * panels * kPanel * int64_t(sizeof(float));
   auto totals = static_cast<float*>(scratch(kMoeTotals, bytes));
   std::memset(totals, 0, bytes);
-  int64_t most = rows_at_once(s.down.padded_k());
+  int64_t most = rows_at_once(s.down);
   for (int64_t i = 0; i < s.run_count; i++) {
     const Run& run = s.runs[i];
     int64_t first = run.first, end = run.first + run.count;
@@ -244,8 +257,20 @@ bool sort_pairs(Step& s, const int64_t* ids, const float* weights, int64_t top_k
   return true;
 }
 
-// Inputs of each run side by side, in bf16 with K padded by zeros; a single row of bf16 that needs
-// no padding is used where it lies.
+template <class T, class To>
+void gather_rows(const Step& s, const T* x, int64_t ldx, int64_t k, int64_t padded, To* rows) {
+  parallel_runs(s.pairs, 65536 / padded, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; r++) {
+      const T* from = x + s.token[r] * ldx;
+      To* to = rows + r * padded;
+      for_lanes(k, [&](int64_t i, int n) { store_n(to + i, load_n(from + i, n), n); });
+      std::memset(to + k, 0, (padded - k) * sizeof(To));
+    }
+  });
+}
+
+// Inputs of each run side by side, in the dtype of activations with K padded by zeros; single rows
+// that need neither are used where they lie (`direct`).
 void gather(Step& s, const void* x, int64_t ldx, bool direct) {
   int64_t k = s.gate_up.k, padded = s.gate_up.padded_k();
   if (direct) {
@@ -253,33 +278,29 @@ void gather(Step& s, const void* x, int64_t ldx, bool direct) {
     for (int64_t i = 0; i < s.run_count; i++) single = single && s.runs[i].count == 1;
     if (single) {
       for (int64_t i = 0; i < s.run_count; i++)
-        s.runs[i].x = static_cast<const bf16*>(x) + s.token[s.runs[i].first] * ldx;
+        s.runs[i].x = offset(x, s.token[s.runs[i].first] * ldx, s.gate_up);
       return;
     }
   }
-  auto rows = static_cast<bf16*>(scratch(kGathered, s.pairs * padded * int64_t(sizeof(bf16))));
-  parallel_runs(s.pairs, 65536 / padded, [&](int64_t begin, int64_t end) {
-    with_float(s.dtype, [&](auto t) {
-      for (int64_t r = begin; r < end; r++) {
-        auto from = static_cast<const decltype(t)*>(x) + s.token[r] * ldx;
-        for_lanes(k, [&](int64_t i, int n) {
-          store_n(rows + r * padded + i, load_n(from + i, n), n);
-        });
-        std::memset(rows + r * padded + k, 0, (padded - k) * sizeof(bf16));
-      }
+  void* rows = scratch(kGathered, s.pairs * padded * s.gate_up.input_size());
+  with_input(s.gate_up, [&](auto wanted) {
+    with_float(s.dtype, [&](auto given) {
+      gather_rows(s, static_cast<const decltype(given)*>(x), ldx, k, padded,
+                  static_cast<decltype(wanted)*>(rows));
     });
   });
-  for (int64_t i = 0; i < s.run_count; i++) s.runs[i].x = rows + s.runs[i].first * padded;
+  for (int64_t i = 0; i < s.run_count; i++)
+    s.runs[i].x = offset(rows, s.runs[i].first * padded, s.gate_up);
 }
 
 void cut_runs(Step& s) {
-  int64_t most = rows_at_once(s.gate_up.padded_k());
+  int64_t most = rows_at_once(s.gate_up);
   s.block_count = 0;
   for (int64_t i = 0; i < s.run_count; i++)
     for (int64_t done = 0; done < s.runs[i].count; done += most) {
       int64_t left = s.runs[i].count - done;
       s.blocks[s.block_count++] = {s.runs[i].expert, s.runs[i].first + done,
-                                   left < most ? left : most, s.runs[i].x + done * s.ldx};
+                                   left < most ? left : most, offset(s.runs[i].x, done * s.ldx, s.gate_up)};
     }
 }
 
@@ -288,7 +309,8 @@ void cut_runs(Step& s) {
 
 using namespace modulm;
 
-// weights, ids: [tokens][top_k]. Biases: [experts][2 inner] and [experts][hidden] or null.
+// weights, ids: [tokens][top_k]. Biases: [experts][2 inner] and [experts][hidden] or null. Both
+// stacks are wide or neither is.
 // Returns 0, or 1 if an id is not in [0, experts).
 MODULM_API int modulm_fused_experts(
     const void* x, int64_t ldx, int64_t tokens, int dtype, const float* weights, const int64_t* ids,
@@ -310,12 +332,12 @@ MODULM_API int modulm_fused_experts(
   auto counts = reinterpret_cast<int64_t*>(runs + most_runs + most_blocks);
   auto token = reinterpret_cast<int32_t*>(counts + experts);
   auto weight = reinterpret_cast<float*>(token + pairs);
-  auto inners = static_cast<bf16*>(scratch(kInner, pairs * second.padded_k() * 2));
+  void* inners = scratch(kInner, pairs * second.padded_k() * second.input_size());
   Step step{first, second, {gate_up_bias, 2 * inner, bias_dtype}, {down_bias, hidden, bias_dtype},
             gate,  alpha,  limit, tokens, pairs, runs, 0, runs + most_runs, 0, token, weight,
             first.padded_k(), inners, out, ldo, dtype};
   if (!sort_pairs(step, ids, weights, top_k, counts)) return 1;
-  gather(step, x, ldx, dtype == kBF16 && first.padded_k() == hidden);
+  gather(step, x, ldx, dtype == (first.wide() ? kF32 : kBF16) && first.padded_k() == hidden);
   cut_runs(step);
   both_passes(step);
   return 0;

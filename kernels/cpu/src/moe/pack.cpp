@@ -32,6 +32,25 @@ void unpack_pairs(const T* source, const Stack& s, T* target) {
   }
 }
 
+template <class T>
+void pack_plain(const T* source, const Stack& s, T* target) {
+  for (int64_t p = 0; p < s.panels(); p++) {
+    int width = s.width(p);
+    T* to = target + p * kPanel * s.padded_k();
+    for (int64_t c = 0; c < width && p * kPanel + c < s.n; c++)
+      for (int64_t k = 0; k < s.k; k++) to[k * width + c] = source[(p * kPanel + c) * s.k + k];
+  }
+}
+
+template <class T>
+void unpack_plain(const T* source, const Stack& s, T* target) {
+  for (int64_t column = 0; column < s.n; column++) {
+    int64_t p = column / kPanel, c = column % kPanel;
+    const T* from = source + p * kPanel * s.padded_k();
+    for (int64_t k = 0; k < s.k; k++) target[column * s.k + k] = from[k * s.width(p) + c];
+  }
+}
+
 // Codes two to a byte, the even k in the low nibble. Padding has the code `none`.
 void pack_nibbles(const uint8_t* source, const Stack& s, uint32_t none, uint32_t* target) {
   for (int64_t p = 0; p < s.panels(); p++) {
@@ -75,7 +94,7 @@ MODULM_API int64_t modulm_expert_bytes(int64_t n, int64_t k, int format) {
   return s.bytes(s.padded_k(), s.padded_n());
 }
 
-// source: `count` matrices [n, k] of bf16, int8, or nibbles two to a byte (k is even then); target
+// source: `count` matrices [n, k] of floats, int8, or nibbles two to a byte (k is even then); target
 // starts zeroed.
 MODULM_API void modulm_pack_experts(const uint8_t* source, uint8_t* target, int64_t count, int64_t n,
                                     int64_t k, int format) {
@@ -86,18 +105,26 @@ MODULM_API void modulm_pack_experts(const uint8_t* source, uint8_t* target, int6
     uint8_t* to = target + i * to_bytes;
     if (format == kStackBF16)
       pack_pairs(reinterpret_cast<const uint16_t*>(from), s, reinterpret_cast<uint16_t*>(to));
+    else if (format == kStackFP32)
+      pack_plain(reinterpret_cast<const uint32_t*>(from), s, reinterpret_cast<uint32_t*>(to));
+    else if (format == kStackFP16)
+      pack_plain(reinterpret_cast<const uint16_t*>(from), s, reinterpret_cast<uint16_t*>(to));
     else if (format == kStackInt8) pack_pairs(from, s, to);
     else
       pack_nibbles(from, s, format == kStackInt4 ? 8 : 0, reinterpret_cast<uint32_t*>(to));
   });
 }
 
-// One matrix: target [n, k] of bf16, int8, or one code per byte.
+// One matrix: target [n, k] of floats, int8, or one code per byte.
 MODULM_API void modulm_unpack_expert(const uint8_t* source, uint8_t* target, int64_t n, int64_t k,
                                      int format) {
   Stack s = one(n, k, format);
   if (format == kStackBF16)
     unpack_pairs(reinterpret_cast<const uint16_t*>(source), s, reinterpret_cast<uint16_t*>(target));
+  else if (format == kStackFP32)
+    unpack_plain(reinterpret_cast<const uint32_t*>(source), s, reinterpret_cast<uint32_t*>(target));
+  else if (format == kStackFP16)
+    unpack_plain(reinterpret_cast<const uint16_t*>(source), s, reinterpret_cast<uint16_t*>(target));
   else if (format == kStackInt8) unpack_pairs(source, s, target);
   else unpack_nibbles(reinterpret_cast<const uint32_t*>(source), s, target);
 }

@@ -102,13 +102,32 @@ inline void decoded_sums(const PanelOf& p, const bf16* x, int64_t ldx, int64_t r
   if (p.s.format == kStackInt8) scale_channels(p, rows, sums);
 }
 
-// x: rows of padded K. `following` is what this thread will most likely read next, or null: at a
+template <class T>
+inline void float_sums(const PanelOf& p, const float* x, int64_t ldx, int64_t rows, float* sums) {
+  auto b = reinterpret_cast<const T*>(p.data);
+  for (int64_t k = 0; k < p.s.padded_k(); k += kExpandedK) {
+    int64_t left = p.s.padded_k() - k, ks = left < kExpandedK ? left : kExpandedK;
+    for (int64_t r = 0; r < rows; r += kFloatRows) {
+      int n = int(rows - r < kFloatRows ? rows - r : kFloatRows);
+      multiply_floats(n, x + r * ldx + k, ldx, b + k * p.width, p.width, ks, sums + r * kPanel,
+                      r == 0);
+    }
+  }
+}
+
+// x: rows of padded K, bf16 or for weights in fp32 and fp16 fp32. `following` is what this thread will most likely read next, or null: at a
 // panel's end the memory would otherwise have nothing to do until the next one is asked for.
-inline void panel_sums(const PanelOf& p, const bf16* x, int64_t ldx, int64_t rows, float* sums,
+inline void panel_sums(const PanelOf& p, const void* x, int64_t ldx, int64_t rows, float* sums,
                        const uint8_t* following) {
   clear_sums(sums, rows);
-  if (p.s.format == kStackBF16) plain_sums(p, x, ldx, rows, sums, following);
-  else decoded_sums(p, x, ldx, rows, sums, following);
+  auto narrow = static_cast<const bf16*>(x);
+  auto wide = static_cast<const float*>(x);
+  switch (p.s.format) {
+    case kStackFP32: return float_sums<float>(p, wide, ldx, rows, sums);
+    case kStackFP16: return float_sums<fp16>(p, wide, ldx, rows, sums);
+    case kStackBF16: return plain_sums(p, narrow, ldx, rows, sums, following);
+    default: return decoded_sums(p, narrow, ldx, rows, sums, following);
+  }
 }
 
 }  // namespace modulm

@@ -9,6 +9,7 @@
 //           and k = 2 (j - 4) + 1 for j >= 4; bf16 scales and zeros [panel][K / group][width]
 //   mxfp4   nibbles as in int4, holding e2m1 numbers; scales [panel][K / 32][width] are bytes, each
 //           an exponent of 2 plus 127 (OCP Microscaling Formats, version 1.0)
+//   fp32, fp16   [panel][K][width], as they are; activations are fp32 then
 //
 // A weight is scale * (code - zero); a nibble of int4 stands for the code nibble - 8.
 #pragma once
@@ -17,7 +18,14 @@
 
 namespace modulm {
 
-enum StackFormat : int { kStackBF16 = 0, kStackInt8 = 1, kStackInt4 = 2, kStackMXFP4 = 3 };
+enum StackFormat : int {
+  kStackBF16 = 0,
+  kStackInt8 = 1,
+  kStackInt4 = 2,
+  kStackMXFP4 = 3,
+  kStackFP32 = 4,
+  kStackFP16 = 5,
+};
 
 constexpr int64_t kMXBlock = 32;
 constexpr int64_t kStackPadK = 32;
@@ -40,10 +48,20 @@ struct Stack {
     int64_t left = padded_n() - panel * kPanel;
     return left < kPanel ? int(left) : kPanel;
   }
-  // Bytes of `ks` k of `columns` columns; ks is a multiple of 8.
-  int64_t bytes(int64_t ks, int64_t columns) const {
-    return ks * columns * (format == kStackBF16 ? 16 : format == kStackInt8 ? 8 : 4) / 8;
+  int bits() const {
+    switch (format) {
+      case kStackFP32: return 32;
+      case kStackBF16:
+      case kStackFP16: return 16;
+      case kStackInt8: return 8;
+      default: return 4;
+    }
   }
+  bool wide() const { return format == kStackFP32 || format == kStackFP16; }
+  // Bytes of an activation that these weights are multiplied by.
+  int64_t input_size() const { return wide() ? sizeof(float) : sizeof(bf16); }
+  // Bytes of `ks` k of `columns` columns; ks is a multiple of 8.
+  int64_t bytes(int64_t ks, int64_t columns) const { return ks * columns * bits() / 8; }
 };
 
 // One panel of one matrix.

@@ -159,7 +159,7 @@ class ModernBertHead(Module):
         super().__init__()
         hidden = c.hidden_size
         self.dense = b.linear("head.dense", hidden, hidden, bias=c.classifier_bias, split=False)
-        self.act = activation(c.classifier_activation)
+        self.act = activation(c.classifier_activation, b.ops)
         self.norm = b.layer_norm("head.norm", hidden, c.norm_eps, bias=c.norm_bias)
         self.out = b.linear("classifier", hidden, len(c.id2label), bias=True, split=False)
 

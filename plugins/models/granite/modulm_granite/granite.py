@@ -43,15 +43,16 @@ class ScaledLayer(PreNormLayer):
         self, attn_norm: Norm, attn: Module, mlp_norm: Norm, mlp: Module, multiplier: float
     ) -> None:
         super().__init__(attn_norm, attn, mlp_norm, mlp)
-        self.multiplier = multiplier
+        self.ops, self.multiplier = attn_norm.ops, multiplier
 
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch
     ) -> tuple[Tensor, Tensor | None]:
         """x, residual: [tokens, hidden]."""
         x, residual = self.attn_norm.add(x, residual)
-        x, residual = self.mlp_norm.add(self.attn(x, batch) * self.multiplier, residual)
-        return self.mlp(x) * self.multiplier, residual
+        attended = self.ops.scale(self.attn(x, batch), self.multiplier)
+        x, residual = self.mlp_norm.add(attended, residual)
+        return self.ops.scale(self.mlp(x), self.multiplier), residual
 
 
 class GraniteLayer(ScaledLayer):

@@ -82,7 +82,7 @@ class MambaMixer(Module):
         )
         self.select = b.linear("x_proj", inner, sum(self.parts))
         self.step = b.linear("dt_proj", c.rank, inner, bias=True)
-        self.act = activation(c.hidden_act)
+        self.act = activation(c.hidden_act, b.ops)
         b.parameter("A_log", self, "a_log", (inner, c.state_size), torch.float32)
         b.parameter("D", self, "skip", (inner,), torch.float32)
         self.out = b.row_linear("out_proj", inner, c.hidden_size, bias=c.use_bias)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
 from attrs import frozen
 from torch import Tensor
 from torch.nn import Module
@@ -84,7 +83,7 @@ class SharedExperts(Module):
 
     def __init__(self, c: Qwen2MoeConfig, b: Builder) -> None:
         super().__init__()
-        at = b.at("mlp")
+        at, self.ops = b.at("mlp"), b.ops
         inner = c.shared_expert_intermediate_size
         self.experts = _experts(c, b)
         self.shared = GatedMLP(at.at("shared_expert"), c.hidden_size, inner, c.hidden_act)
@@ -92,7 +91,7 @@ class SharedExperts(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
-        mixed: Tensor = self.experts(x) + torch.sigmoid(self.gate(x)) * self.shared(x)
+        mixed: Tensor = self.ops.add(self.experts(x), self.shared(x), self.gate(x))
         return mixed
 
 

@@ -135,3 +135,44 @@ def test_embedding_from_packed_weights(ops, dtype, shape):
     assert torch.equal(ops["embedding_packed"](ids, packed), table[ids])
     with pytest.raises(ValueError, match="ids must lie in"):
         ops["embedding_packed"](torch.tensor([0, shape[0]]), packed)
+
+
+ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid", "silu", "tanh")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_activations(ops, shape, dtype, act):
+    x = strided(*shape, dtype) * 4
+    assert_close(ops["activate"](x, act), twins.activate(x, act))
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_an_activation_does_not_depend_on_where_a_number_stands(ops, act):
+    x = torch.randn(40, 7)
+    whole = ops["activate"](x, act)
+    assert torch.equal(ops["activate"](x.view(1, 280), act).view(40, 7), whole)
+    assert torch.equal(ops["activate"](x[3:4, 2:5], act), whole[3:4, 2:5])
+
+
+def test_an_activation_that_is_not_known(ops):
+    with pytest.raises(ValueError, match="^act must be one of"):
+        ops["activate"](torch.ones(1, 2), "swoosh")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sums_and_multiples(ops, shape, dtype):
+    x, y, gate = strided(*shape, dtype), strided(*shape, dtype), strided(shape[0], 1, dtype)
+    assert_close(ops["add"](x, y), twins.add(x, y))
+    assert_close(ops["add"](x, y, gate), twins.add(x, y, gate))
+    assert_close(ops["scale"](x, 2.5), twins.scale(x, 2.5))
+
+
+def test_sums_of_what_does_not_fit(ops):
+    x = torch.ones(2, 4)
+    with pytest.raises(ValueError, match="^y must be"):
+        ops["add"](x, x.bfloat16())
+    with pytest.raises(ValueError, match="^gate must be"):
+        ops["add"](x, x, torch.ones(2, 4))

@@ -10,6 +10,11 @@ from modulm.ops import twins
 
 MXFP4 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
+FLOATS = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+
+#: Half a unit in the last place, and what sums in fp32 add.
+ROUNDING = {torch.float32: 1e-5, torch.float16: 6e-4, torch.bfloat16: 4e-3}
+
 #: experts, hidden, inner
 SIZES = ((4, 64, 64), (3, 40, 24), (5, 96, 70), (6, 200, 144))
 
@@ -17,8 +22,8 @@ SIZES = ((4, 64, 64), (3, 40, 24), (5, 96, 70), (6, 200, 144))
 def stack(ops, form, experts, parts, outputs, inputs):
     """A packed stack and the bf16 weights that it stands for."""
     front = (experts, parts * outputs)
-    if form == "bf16":
-        weight = torch.randn(*front, inputs).mul_(inputs**-0.5).bfloat16()
+    if form in FLOATS:
+        weight = torch.randn(*front, inputs).mul_(inputs**-0.5).to(FLOATS[form])
         return ops["pack_experts"](weight, parts), weight
     if form == "int8":
         codes = torch.randint(-128, 128, (*front, inputs), dtype=torch.int8)
@@ -65,6 +70,32 @@ def test_bf16(ops, size, tokens, dtype):
     close_to_bf16(out, expected(x, weights, ids, wide_gate_up, wide_down))
 
 
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("tokens", [0, 1, 2, 7, 70])
+@pytest.mark.parametrize("form", ["fp32", "fp16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_wide_floats(ops, size, tokens, form, dtype):
+    experts, hidden, inner = size
+    gate_up, wide_gate_up = stack(ops, form, experts, 2, inner, hidden)
+    down, wide_down = stack(ops, form, experts, 1, hidden, inner)
+    x = torch.randn(tokens, hidden + 5).to(dtype)[:, :hidden]
+    weights, ids = choices(tokens, experts, 2)
+    out = poisoned(tokens, hidden, dtype=dtype)
+    ops["fused_experts"](x, weights, ids, gate_up, down, out=out)
+    wanted = twins.fused_experts(
+        x.double(), weights, ids, wide_gate_up.double(), wide_down.double()
+    )
+    torch.testing.assert_close(out.double(), wanted, rtol=ROUNDING[dtype], atol=1e-5)
+
+
+def test_stacks_that_are_not_alike_are_refused(ops):
+    gate_up, _ = stack(ops, "fp32", 2, 2, 32, 64)
+    down, _ = stack(ops, "bf16", 2, 1, 64, 32)
+    weights, ids = choices(1, 2, 1)
+    with pytest.raises(ValueError, match="stacks must be alike"):
+        ops["fused_experts"](torch.randn(1, 64), weights, ids, gate_up, down)
+
+
 def close_to_bf16(got, wanted):
     """What the first product gives is rounded to bf16 whatever the dtype of the result."""
     assert got.dtype == wanted.dtype
@@ -104,13 +135,13 @@ def test_quantized(ops, form, size, tokens):
     close_to_bf16(got, expected(x, weights, ids, wide_gate_up, wide_down))
 
 
-@pytest.mark.parametrize("form", ["bf16", "int8", "int4", "mxfp4"])
+@pytest.mark.parametrize("form", [*FLOATS, "int8", "int4", "mxfp4"])
 @pytest.mark.parametrize(("parts", "outputs", "inputs"), [(2, 40, 64), (1, 130, 96), (2, 64, 32)])
 def test_one_expert_back(ops, form, parts, outputs, inputs):
     packed, weight = stack(ops, form, 3, parts, outputs, inputs)
     assert len(packed) == 3
     for expert in range(3):
-        assert torch.equal(packed[expert], weight[expert].bfloat16())
+        assert torch.equal(packed[expert], weight[expert].to(FLOATS.get(form, torch.bfloat16)))
 
 
 def test_mxfp4_is_the_bf16_model_it_stands_for(ops):
@@ -134,12 +165,13 @@ def test_mxfp4_scales_at_their_ends(ops, scale):
     assert torch.equal(packed[0][3].double(), wanted)
 
 
-@pytest.mark.parametrize("form", ["bf16", "int8", "int4", "mxfp4"])
+@pytest.mark.parametrize("form", [*FLOATS, "int8", "int4", "mxfp4"])
 def test_a_token_is_the_same_in_every_batch(ops, library, form):
     """Whatever its neighbours choose, and whatever the number of threads."""
     gate_up, _ = stack(ops, form, 6, 2, 96, 160)
     down, _ = stack(ops, form, 6, 1, 160, 96)
-    x, (weights, ids) = torch.randn(600, 160).bfloat16(), choices(600, 6, 2)
+    dtype = FLOATS.get(form, torch.bfloat16)
+    x, (weights, ids) = torch.randn(600, 160).to(dtype), choices(600, 6, 2)
     ids[:300] = ids[:1]  # 300 tokens for two experts
     whole = ops["fused_experts"](x, weights, ids, gate_up, down)
     for count in (1, 2, 3):
@@ -161,7 +193,6 @@ def test_all_tokens_one_expert(ops):
 
 def test_stacks_that_are_not_packed_go_to_the_twin(ops):
     gate_up, down = torch.randn(3, 16, 8), torch.randn(3, 8, 8)
-    assert ops["pack_experts"](gate_up, 2) is gate_up
     x, (weights, ids) = torch.randn(4, 8), choices(4, 3, 2)
     got = ops["fused_experts"](x, weights, ids, gate_up, down)
     assert torch.equal(got, twins.fused_experts(x, weights, ids, gate_up, down))

@@ -1,0 +1,53 @@
+// Sums and multiples of rows: what stands between kernels in some models.
+#include "base/math.h"
+#include "base/pool.h"
+#include "base/replay.h"
+
+namespace modulm {
+namespace {
+
+constexpr int64_t kElementsPerTask = 8192;
+
+}  // namespace
+}  // namespace modulm
+
+using namespace modulm;
+
+// out = x + y, or with a gate per row x + sigmoid(gate) * y. x, y: row strides ldx, ldy; gate: row
+// stride ldg, or null; out: [rows, size] contiguous.
+MODULM_API void modulm_add(const void* x, int64_t ldx, const void* y, int64_t ldy, const void* gate,
+                           int64_t ldg, void* out, int64_t rows, int64_t size, int dtype) {
+  with_float(dtype, [&](auto t) {
+    using T = decltype(t);
+    parallel_runs(rows, kElementsPerTask / size + 1, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; r++) {
+        const T *a = static_cast<const T*>(x) + r * ldx, *b = static_cast<const T*>(y) + r * ldy;
+        T* to = static_cast<T*>(out) + r * size;
+        vf factor = splat(1.0f);
+        if (gate) factor /= vexp(splat(-load_one(static_cast<const T*>(gate) + r * ldg))) + 1.0f;
+        for_lanes(size, [&](int64_t i, int n) {
+          store_n(to + i, load_n(a + i, n) + load_n(b + i, n) * factor, n);
+        });
+      }
+    });
+  });
+}
+
+MODULM_REPLAYABLE(add)
+
+// out = x * factor; x: row stride ldx, out: [rows, size] contiguous.
+MODULM_API void modulm_scale(const void* x, int64_t ldx, float factor, void* out, int64_t rows,
+                             int64_t size, int dtype) {
+  with_float(dtype, [&](auto t) {
+    using T = decltype(t);
+    parallel_runs(rows, kElementsPerTask / size + 1, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; r++) {
+        const T* from = static_cast<const T*>(x) + r * ldx;
+        T* to = static_cast<T*>(out) + r * size;
+        for_lanes(size, [&](int64_t i, int n) { store_n(to + i, load_n(from + i, n) * factor, n); });
+      }
+    });
+  });
+}
+
+MODULM_REPLAYABLE(scale)
