@@ -18,6 +18,7 @@ from modulm.plugins import defaults
 from modulm.plugins.explain import Decision, Verdict
 from modulm.plugins.kinds import KINDS
 from modulm.plugins.manager import PluginManager
+from modulm.plugins.selection import Selection
 
 __all__ = ["Resolved", "Use", "check_names", "check_plugin_config", "choose_platform", "resolve"]
 
@@ -114,6 +115,20 @@ def _check_name(spec: Flag, name: str, plugins: PluginManager) -> None:
 _SELF_CHECKED = frozenset({"attention", "hooks", "loaders", "quantization"})
 
 
+def _check_selection(config: EngineConfig, plugins: PluginManager) -> None:
+    """Raise ConfigError for `--plugins` that says something else than what this process uses.
+
+    Plugins are chosen for a whole process, so one engine in it cannot choose again.
+    """
+    terms = ",".join(config.device.plugins or ())
+    if terms and Selection.parse(terms) != plugins.selection:
+        raise ConfigError(
+            "plugins",
+            f"holds for a whole process, which uses {str(plugins.selection) or 'all'}; call "
+            f"modulm.plugins.configure({terms!r}) before, or set MODULM_PLUGINS",
+        )
+
+
 def check_plugin_config(config: EngineConfig, plugins: PluginManager) -> None:
     """Raise ConfigError for options in `--plugin-config` that no installed driver takes.
 
@@ -159,6 +174,7 @@ def resolve(
     their defaults. Raises ConfigError for a value that checkpoint or platform cannot carry out.
     """
     check_names(config, plugins)
+    _check_selection(config, plugins)
     check_plugin_config(config, plugins)
     state = _Open(config, frozenset(config.changed() if given is None else given))
     state = _proposals(state, plugins)

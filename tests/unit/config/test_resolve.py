@@ -14,6 +14,7 @@ from modulm.contracts.platform import Memory, Platform, Probe
 from modulm.errors import ConfigError, UnsupportedError
 from modulm.plugins import Choice, Proposal, hookimpl
 from modulm.plugins.manager import PluginManager
+from modulm.plugins.selection import Selection
 
 
 class Machine(Platform):
@@ -82,6 +83,15 @@ def run(plugins: PluginManager, config: dict[str, Any] = CONFIG, **flags: Any) -
         EngineConfig.from_keywords(**flags),
         platform=Machine(), hf_config=config, plugins=plugins, use=use,
     )  # fmt: skip
+
+
+def test_plugins_are_chosen_for_a_whole_process(plugins: PluginManager) -> None:
+    wanted = EngineConfig.from_keywords(plugins=("-machine", "-uni"))
+    given = {"platform": Machine(), "hf_config": CONFIG, "plugins": plugins, "use": "offline"}
+    with pytest.raises(ConfigError, match=r"^plugins: .* uses all; .*configure\('-machine,-uni'\)"):
+        resolve(wanted, **given)
+    plugins.selection = Selection.parse("-machine,-uni")
+    assert resolve(wanted, **given).config.device.plugins == ("-machine", "-uni")
 
 
 def reason(resolved: Resolved, subject: str) -> str:
