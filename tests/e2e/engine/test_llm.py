@@ -226,7 +226,7 @@ def test_a_scheduler_that_is_none_is_refused(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "memory", [{"num_gpu_blocks_override": 4}, {"kv_cache_memory_bytes": 1 << 15}]
+    "memory", [{"num_gpu_blocks_override": 4}, {"kv_cache_memory_bytes": 1 << 18}]
 )
 def test_a_length_that_was_asked_for_is_not_cut(checkpoint: Path, memory: dict[str, int]) -> None:
     flags = {"model": str(checkpoint), "cpu_threads": 1, "block_size": 32, **memory}
