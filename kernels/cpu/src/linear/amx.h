@@ -80,9 +80,9 @@ inline void amx_row(const bf16* a, int64_t lda, const uint32_t* b, int64_t ldb, 
   _tile_stored(3, sums + 48, stride);
 }
 
-// 17 to 32 rows, 32 columns.
+// 17 to 32 rows, 32 columns. `fetch`: memory to bring nearer, 2 KB with each step, or null.
 inline void amx_square(const bf16* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t pairs,
-                       float* sums, bool stream) {
+                       float* sums, const char* fetch) {
   constexpr int stride = kPanel * 4;
   float* below = sums + 16 * kPanel;
   _tile_loadd(0, sums, stride);
@@ -90,13 +90,14 @@ inline void amx_square(const bf16* a, int64_t lda, const uint32_t* b, int64_t ld
   _tile_loadd(2, below, stride);
   _tile_loadd(3, below + 16, stride);
   for (int64_t k = 0; k < pairs; k += 16, b += 16 * ldb) {
-    if (stream) prefetch_lines(reinterpret_cast<const char*>(b) + 8192, 64);
     _tile_loadd(6, b, ldb * 4);
     _tile_loadd(4, a + 2 * k, lda * 2);
     _tile_dpbf16ps(0, 4, 6);
+    if (fetch) prefetch_lines(fetch, 16);
     _tile_loadd(7, b + 16, ldb * 4);
     _tile_dpbf16ps(1, 4, 7);
     _tile_loadd(5, a + 16 * lda + 2 * k, lda * 2);
+    if (fetch) prefetch_lines(fetch + 1024, 16), fetch += 2048;
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
   }
@@ -131,11 +132,18 @@ inline void amx_multiply(int rows, const bf16* a, int64_t lda, const uint32_t* b
                          int64_t ldb, int64_t pairs, float* sums, bool stream) {
   tiles.shape(rows);
   if (rows <= 16 && width == kPanel) return amx_row(a, lda, b, ldb, pairs, sums, stream);
-  int c = 0;
-  if (rows > 16)
-    for (; c + 32 <= width; c += 32)
-      amx_square(a, lda, b + c, ldb, pairs, sums + c, stream && c == 0);
-  for (; c < width; c += 16) amx_column(rows, a, lda, b + c, ldb, pairs, sums + c);
+  const int64_t chunk = stream && rows > 16 ? 32 : pairs;
+  for (int64_t k = 0; k < pairs; k += chunk, a += 2 * chunk, b += chunk * ldb) {
+    int64_t some = pairs - k < chunk ? pairs - k : chunk;
+    int c = 0;
+    if (rows > 16)
+      for (; c + 32 <= width; c += 32) {
+        // What follows this chunk in memory is fetched evenly over both halves of it.
+        auto next = reinterpret_cast<const char*>(b + some * ldb) + c / 32 * (some / 16) * 2048;
+        amx_square(a, lda, b + c, ldb, some, sums + c, stream ? next : nullptr);
+      }
+    for (; c < width; c += 16) amx_column(rows, a, lda, b + c, ldb, some, sums + c);
+  }
 }
 
 // Signed bytes of a times bytes of b, `count` tiles of `depth` k deep.

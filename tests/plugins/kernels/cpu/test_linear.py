@@ -56,6 +56,15 @@ def test_floats(ops, shape, kind, dtype):
     check(ops, packed, weight, 0, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(256, 16, 64), (300, 200, 700), (530, 112, 1030)])
+def test_many_rows(ops, shape, dtype):
+    """Several blocks of rows and chunks of k, panels of every kind of width, edges on all sides."""
+    rows, outputs, inputs = shape
+    weight = torch.randn(outputs, inputs).bfloat16()
+    check(ops, ops["pack_linear"](weight), weight, rows, dtype)
+
+
 def codes_of(name, outputs, inputs):
     if name == "int4":
         return torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
@@ -141,12 +150,12 @@ def test_a_row_is_the_same_in_every_batch(ops, library, name, activations):
         scales = torch.rand(200) if name in ("int8", "fp8") else None
         packed = ops["pack_linear"](codes.to(kind), name, scales=scales, activations=activations)
     dtype = torch.float32 if name in ("fp32", "fp16") else torch.bfloat16
-    x = torch.randn(230, 768).to(dtype)
+    x = torch.randn(300, 768).to(dtype)
     whole = ops["linear"](x, packed)
     for count in (1, 2, 3):
         library.set_threads(count)
-        for rows in (1, 2, 3, 5, 6, 7, 13, 16, 17, 31, 33, 100):
-            start = 230 - rows
+        for rows in (1, 2, 3, 5, 6, 7, 13, 16, 17, 31, 33, 100, 257):
+            start = 300 - rows
             assert torch.equal(ops["linear"](x[start:], packed), whole[start:])
 
 
