@@ -244,6 +244,22 @@ def test_qkv_prepare(ops, dtype, neox, norm, turned):
         assert_close(fused, apart)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("first", [0, 16, 5])
+def test_neighbours_written_together_are_written_as_one_by_one(ops, dtype, first):
+    tokens, heads, size, block = 300, 2, 40, 64
+    k, v = torch.randn(2, tokens, heads, size).to(dtype)
+    slots = torch.arange(first, first + tokens)
+    slots[100:103] = -1
+    slots[200:] += 3 * block
+    together, single = (torch.zeros(cache_shape(12, heads, block, size, dtype=dtype)) for _ in "ab")
+    together, single = together.to(dtype), single.to(dtype)
+    ops["write_kv"](k, v, together, slots)
+    for i in range(tokens):
+        ops["write_kv"](k[i : i + 1], v[i : i + 1], single, slots[i : i + 1].clone())
+    assert torch.equal(together, single)
+
+
 def test_a_block_in_int8_is_smaller():
     sizes = {
         dtype: torch.zeros(cache_shape(4, 2, 32, 64, dtype=dtype), dtype=dtype).nbytes
