@@ -16,7 +16,7 @@ from attrs import define, field, frozen
 
 from modulm.contracts.sampling import OutputKind
 from modulm.engine.beam import BeamSearchParams
-from modulm.errors import EngineError
+from modulm.errors import EngineError, RequestError
 from modulm.server.errors import ApiError, model_error
 from modulm.server.journal import Journal
 from modulm.text.chat import encode_chat
@@ -147,8 +147,9 @@ class Desk:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        fields: Mapping[str, str] | None = None,
     ) -> Running:
-        """A running generation.
+        """A running generation. `fields`: what the API calls a field of the engine's, in errors.
 
         It returns when the engine has accepted the request, so that what is wrong with it is
         raised here, before an answer has begun.
@@ -164,7 +165,8 @@ class Desk:
         else:
             run, streamed = self.engine.generate, params.output_kind is OutputKind.DELTA
         source = run(given, params, name, priority=priority, cache_salt=cache_salt)
-        return await Running.start(self._watched(name, self._counted(source), streamed))
+        counted = _renaming(self._counted(source), fields or {})
+        return await Running.start(self._watched(name, counted, streamed))
 
     async def encode(self, prompt: Prompt, params: PoolingParams) -> Any:
         """The pooled output of a prompt (PoolingRequestOutput)."""
@@ -250,6 +252,21 @@ class Running:
         if not found:
             raise EngineError("the engine gave no answer")
         return found[-1]
+
+
+async def _renaming(
+    source: AsyncGenerator[Any, None], fields: Mapping[str, str]
+) -> AsyncGenerator[Any, None]:
+    """The outputs; an error about one of `fields` speaks of it as the client does."""
+    async with aclosing(source) as outputs:
+        try:
+            async for output in outputs:
+                yield output
+        except RequestError as error:
+            if own := fields.get(error.param or ""):
+                error.message = error.message.replace(error.param or "", own, 1)
+                error.args, error.param = (error.message,), own
+            raise
 
 
 def _check_ends(output: RequestOutput) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import field, frozen
 
 from modulm.contracts.parser import Content, ParseContext, Reasoning
-from modulm.errors import ConfigError, RequestError
+from modulm.errors import ConfigError
 from modulm.loading import open_checkpoint
 from modulm.parsing import ParsedMessage, assemble, message_parser
 from modulm.plugins import manager
@@ -197,13 +197,13 @@ class Turn:
 
     async def start(self) -> Started:
         """Hand the turn to the engine. Raises what the engine has against it."""
-        try:
-            running = await self.desk.generate(
-                self.prompt, self.tuned(), priority=self.priority, cache_salt=self.cache_salt
-            )
-        except RequestError as error:
-            error.param = self.fields.get(error.param or "", error.param)
-            raise
+        running = await self.desk.generate(
+            self.prompt,
+            self.tuned(),
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+            fields=self.fields,
+        )
         return Started(turn=self, running=running)
 
 

@@ -180,6 +180,18 @@ def test_structured_output(client: openai.OpenAI, temperature: float) -> None:
     assert isinstance(person["age"], int)
 
 
+def test_a_schema_that_cannot_be_used_is_blamed_as_it_was_given(client: openai.OpenAI) -> None:
+    schema: Any = {"name": "x", "schema": {"type": "nonsense"}}
+    asked: Any = {"response_format": {"type": "json_schema", "json_schema": schema}}
+    with pytest.raises(openai.BadRequestError) as in_chat:
+        client.chat.completions.create(model="demo", messages=CAPITAL, **asked)
+    with pytest.raises(openai.BadRequestError) as in_completion:
+        client.completions.create(model="demo", prompt="x", extra_body=asked)
+    for error in (in_chat.value, in_completion.value):
+        assert error.param == "response_format"
+        assert "response_format.json: " in error.message
+
+
 def test_completions(client: openai.OpenAI) -> None:
     options: Any = {"model": "demo", "prompt": "The capital of", "max_tokens": 6, "temperature": 0}
     whole = client.completions.create(**options, logprobs=2, echo=True)

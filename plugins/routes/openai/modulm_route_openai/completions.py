@@ -26,13 +26,13 @@ from modulm_route_openai.answers import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Mapping, Sequence
 
     from starlette.requests import Request
     from starlette.responses import Response
 
     from modulm.contracts.route import RouteContext
-    from modulm.contracts.sampling import SamplingParams
+    from modulm.contracts.sampling import SamplingParams, StructuredOutputs
     from modulm_route_openai.schema import CompletionRequest
 
 __all__ = ["Completions"]
@@ -43,7 +43,11 @@ _MAX_TOKENS = 16
 
 @frozen
 class _Job:
-    """One request, checked and tokenized. `nothing`: no token is wanted, only the prompt's echo."""
+    """One request, checked and tokenized.
+
+    `nothing`: no token is wanted, only the prompt's echo. `fields`: what the request calls a field
+    of the engine's.
+    """
 
     id: str
     created: int
@@ -52,6 +56,7 @@ class _Job:
     prompts: tuple[Prompt, ...]
     params: SamplingParams | BeamSearchParams
     nothing: bool
+    fields: Mapping[str, str]
 
     @property
     def n(self) -> int:
@@ -83,7 +88,8 @@ class Completions:
         nothing = body.max_tokens == 0
         if nothing and not body.echo:
             raise bad_field("max_tokens", "max_tokens: at least 1, or 0 with echo: true")
-        params = self._params(body, nothing)
+        found = only_one(**asked(body))
+        params = self._params(body, nothing, None if found is None else found[1])
         prompts = await self._prompts(body.prompt, body.add_special_tokens is not False)
         return _Job(
             id=answer_id("cmpl", request, body),
@@ -93,10 +99,12 @@ class Completions:
             prompts=prompts,
             params=params,
             nothing=nothing,
+            fields={} if found is None else {"structured_outputs": found[0]},
         )
 
-    def _params(self, body: CompletionRequest, nothing: bool) -> SamplingParams | BeamSearchParams:
-        found = only_one(**asked(body))
+    def _params(
+        self, body: CompletionRequest, nothing: bool, constraint: StructuredOutputs | None
+    ) -> SamplingParams | BeamSearchParams:
         defaults = self._context.engine.info.defaults
         limit = defaults.get("max_tokens", _MAX_TOKENS)
         params = sampling_params(
@@ -104,7 +112,7 @@ class Completions:
             defaults=defaults,
             max_tokens=1 if nothing else limit if body.max_tokens is None else body.max_tokens,
             logprobs=body.logprobs,
-            constraint=None if found is None else found[1],
+            constraint=constraint,
         )
         if isinstance(params, BeamSearchParams):
             if body.echo and body.logprobs is not None:
@@ -138,7 +146,11 @@ class Completions:
         started = await asyncio.gather(
             *(
                 self._desk.generate(
-                    prompt, job.params, priority=priority, cache_salt=job.body.cache_salt
+                    prompt,
+                    job.params,
+                    priority=priority,
+                    cache_salt=job.body.cache_salt,
+                    fields=job.fields,
                 )
                 for prompt in job.prompts
             ),
