@@ -11,6 +11,7 @@ from modulm import LLM, SamplingParams
 from modulm.contracts.model import Batch
 from modulm.testing.checkpoints import make_tiny
 from modulm_kernels_cpu import load, ops
+from modulm_kernels_cpu.provider import CpuKernels
 from modulm_kernels_cpu.replay import MAX_ROWS, Replay
 
 HIDDEN, HEADS, SIZE, BLOCK = 64, 4, 32, 32
@@ -137,8 +138,28 @@ def test_a_token_out_of_range_is_the_models_error():
         replay(good)
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "LlamaForCausalLM"])
-def test_text_with_and_without_recorded_steps(tmp_path, architecture):
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "GPT2LMHeadModel",
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+        "Glm4MoeForCausalLM",
+        "GptOssForCausalLM",
+        "GraniteMoeSharedForCausalLM",
+        "LlamaForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "Qwen3ForCausalLM",
+    ],
+)
+def test_text_with_and_without_recorded_steps(tmp_path, architecture, monkeypatch):
+    made = []
+
+    def recorded(self, forward):
+        made.append(Replay(load(), forward))
+        return made[-1]
+
+    monkeypatch.setattr(CpuKernels, "recorded", recorded)
     make_tiny(tmp_path, architecture=architecture)
     params = [
         SamplingParams(max_tokens=6 + 5 * i, temperature=0.7 * (i % 2), seed=i, logprobs=2)
@@ -151,3 +172,6 @@ def test_text_with_and_without_recorded_steps(tmp_path, architecture):
         outputs = llm.generate(prompts, params, use_tqdm=False)
         found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
     assert found[0] == found[1]
+    (replay,) = made
+    assert replay.reason is None
+    assert replay._programs
