@@ -14,7 +14,10 @@ __all__ = ["LayerNorm", "Norm", "RMSNorm"]
 
 
 class Norm(Module):
-    """A norm. Layers call it as `norm(x)` or, before a branch of the residual stream, as `add`."""
+    """A norm. Layers call it as `norm(x)` or, before a branch of the residual stream, as `add`.
+
+    One that takes `add` from here sets `ops`.
+    """
 
     ops: Ops
 

@@ -102,6 +102,8 @@ class UniExecutor(Executor):
         if level > 1:
             self._loaded = None
         gc.collect()
+        if self._platform is not None:
+            self._platform.empty_cache()
         return sizing
 
     def stop(self) -> None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from attrs import frozen
 from torch import Tensor
 
+from modulm.contracts.kernels import Ops
 from modulm.nn import (
     Builder,
     DecoderConfig,
@@ -33,6 +34,10 @@ class OlmoConfig(DecoderConfig):
 class PlainNorm(Norm):
     """A layer norm without weight or bias, computed in fp32."""
 
+    def __init__(self, ops: Ops) -> None:
+        super().__init__()
+        self.ops = ops
+
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., size] -> the same shape."""
         return F.layer_norm(x.float(), x.shape[-1:], eps=1e-5).to(x.dtype)
@@ -43,7 +48,7 @@ class OlmoLayer(PreNormLayer):
 
     def __init__(self, c: OlmoConfig, b: Builder, index: int) -> None:
         attention = standard_attention(c, b, index, clip=c.clip_qkv)
-        super().__init__(PlainNorm(), attention, PlainNorm(), standard_mlp(c, b))
+        super().__init__(PlainNorm(b.ops), attention, PlainNorm(b.ops), standard_mlp(c, b))
 
 
 class OlmoForCausalLM(DecoderForCausalLM):
@@ -54,7 +59,7 @@ class OlmoForCausalLM(DecoderForCausalLM):
     layer = OlmoLayer
 
     def make_norm(self, config: Any, b: Builder) -> Norm:
-        return PlainNorm()
+        return PlainNorm(b.ops)
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:

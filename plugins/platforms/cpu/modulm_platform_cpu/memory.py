@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import platform
 from pathlib import Path
 
+import torch
+
 from modulm.contracts.platform import Memory
 
-__all__ = ["keep_freed_memory", "read_memory"]
+__all__ = ["give_back", "keep_freed_memory", "lazy_zeros", "read_memory"]
 
 #: glibc's mallopt: parameters of malloc.h, and a size above any activation.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -22,8 +25,8 @@ def keep_freed_memory() -> bool:
 
     By default glibc takes blocks above 32 MiB from the system and returns what lies free at the
     heap's end, so each large output faults in its pages anew: measured, a third of the time of a
-    linear layer with a 16 MB output. The price is that a process keeps its largest use. Returns
-    whether it was set: False where the C library is another than glibc.
+    linear layer with a 16 MB output. The price is that a process keeps its largest use until
+    `give_back`. Returns whether it was set: False where the C library is another than glibc.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
@@ -31,6 +34,23 @@ def keep_freed_memory() -> bool:
     kept: int = mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
     mapped: int = mallopt(_MMAP_THRESHOLD, _KEPT_BYTES) or mallopt(_MMAP_THRESHOLD, _OLD_MOST)
     return bool(kept and mapped)
+
+
+def give_back() -> None:
+    """Free pages that malloc has kept go back to the system."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def lazy_zeros(size: int) -> torch.Tensor:
+    """[size] zeroed bytes whose pages the system gives when they are first touched.
+
+    Not from malloc, which may hand out memory that was in use and has to be cleared.
+    """
+    area = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        area.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(area, dtype=torch.uint8)[:size]
 
 
 def read_memory(root: Path = Path("/")) -> Memory:

@@ -9,11 +9,15 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from modulm.contracts.platform import Binding, Memory, Platform, Probe
-from modulm_platform_cpu.memory import keep_freed_memory, read_memory
+from modulm_platform_cpu.memory import (
+    give_back,
+    keep_freed_memory,
+    lazy_zeros,
+    read_memory,
+)
 from modulm_platform_cpu.nodes import bind, read_nodes, settle
 
 __all__ = ["CpuPlatform"]
@@ -21,8 +25,6 @@ __all__ = ["CpuPlatform"]
 #: Names under /proc/cpuinfo's "flags" (x86) and "Features" (Arm) of bf16 and fp16 arithmetic.
 _BF16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _FP16 = frozenset({"avx512_fp16", "amx_fp16", "asimdhp"})
-#: Bytes at which caches begin: a cache line.
-_ALIGNMENT = 64
 _SHOWN = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2", "bf16", "i8mm", "sve")
 
 
@@ -80,9 +82,10 @@ class CpuPlatform(Platform):
         of a cache, and what nobody uses is never taken.
         """
         size = math.prod(shape) * dtype.itemsize
-        area = np.zeros(size + _ALIGNMENT, dtype=np.uint8)
-        start = -area.ctypes.data % _ALIGNMENT
-        return torch.from_numpy(area[start : start + size]).view(dtype).view(tuple(shape))
+        return lazy_zeros(size).view(dtype).view(tuple(shape))
+
+    def empty_cache(self) -> None:
+        give_back()
 
     def describe(self) -> str:
         sets = [name for name in _SHOWN if name in self.features]
