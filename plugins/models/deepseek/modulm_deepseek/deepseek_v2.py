@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -34,7 +35,7 @@ __all__ = [
 
 
 @frozen(kw_only=True)
-class DeepseekConfig(DecoderConfig):
+class DeepseekConfig(DecoderConfig, ABC):
     """The keys that both versions have. Heads rotate `qk_rope_head_dim` dimensions only."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {
@@ -89,9 +90,9 @@ class DeepseekConfig(DecoderConfig):
         return index >= self.first_k_dense_replace and index % self.moe_layer_freq == 0
 
     @property
+    @abstractmethod
     def routing(self) -> Routing:
         """How a token chooses its experts."""
-        raise NotImplementedError
 
 
 @frozen(kw_only=True)

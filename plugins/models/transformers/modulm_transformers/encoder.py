@@ -8,7 +8,7 @@ positions, token types or distances between tokens needs no replacing.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.nn import Identity, Module
 
 from modulm.contracts.model import Batch, CacheSpec, Model
 from modulm.errors import UnsupportedError
-from modulm.nn import Builder, segments
+from modulm.nn import Builder, WeightNames, segments
 from modulm_transformers.config import TransformersConfig
 from modulm_transformers.load import replace_linears, whole_model
 
@@ -52,12 +52,21 @@ class TransformersForPooling(Module, Model):
         self._pooling = "CLS"
 
     @classmethod
-    def weights(cls, config: Any) -> Any:
-        raise NotImplementedError("transformers reads these weights")
+    def weights(cls, config: Any) -> WeightNames:
+        return WeightNames()
 
     @classmethod
-    def tiny(cls) -> Any:
-        raise NotImplementedError("the architecture is transformers'")
+    def tiny(cls) -> Mapping[str, Any]:
+        return {
+            "architectures": ["ElectraForSequenceClassification"],
+            "model_type": "electra",
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 256,
+            "vocab_size": 512,
+        }
 
     @property
     def caches(self) -> tuple[CacheSpec, ...]:

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-kernels = pytest.importorskip("modulm_kernels_cpu", reason="no compiled CPU kernels")
+kernels = pytest.importorskip(
+    "modulm_kernels_cpu", reason="no compiled CPU kernels: there was no C++ compiler"
+)
 
 
 @pytest.fixture(params=kernels.levels())

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from modulm.contracts.model import StatePlan
 from modulm.ops import recurrence
 
-kernels = pytest.importorskip("modulm_kernels_cpu")
+kernels = pytest.importorskip(
+    "modulm_kernels_cpu", reason="no compiled CPU kernels: there was no C++ compiler"
+)
 
 SLOTS = 9
 
