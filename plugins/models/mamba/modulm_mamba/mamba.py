@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from attrs import frozen
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, ModuleList
 
 from modulm.contracts.model import Batch, StateSpec
 from modulm.nn import (
@@ -20,12 +20,32 @@ from modulm.nn import (
     Embedding,
     Norm,
     WeightNames,
-    activation,
     single_rank,
     size,
 )
 
-__all__ = ["MambaConfig", "MambaForCausalLM", "MambaLayer", "RecurrentForCausalLM"]
+__all__ = [
+    "MambaConfig",
+    "MambaForCausalLM",
+    "MambaLayer",
+    "MambaMixer",
+    "MixerLayer",
+    "RecurrentForCausalLM",
+    "mamba_mixer",
+    "narrow_rank",
+]
+
+
+def narrow_rank(key: str, given: Any, hidden: int) -> int:
+    """The bottleneck of the step sizes that `key` gives; "auto" is a sixteenth of `hidden`.
+
+    Raises ValueError that names the key.
+    """
+    if given == "auto":
+        return -(-hidden // 16)
+    if type(given) is not int or given < 1:
+        raise ValueError(f'{key}: {given!r} is neither "auto" nor a count')
+    return given
 
 
 @frozen(kw_only=True)
@@ -51,9 +71,7 @@ class MambaConfig(DecoderConfig):
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
-        rank = self.time_step_rank
-        if rank != "auto" and (type(rank) is not int or rank < 1):
-            raise ValueError(f'time_step_rank: {rank!r} is neither "auto" nor a count')
+        narrow_rank("time_step_rank", self.time_step_rank, self.hidden_size)
 
     @property
     def inner_size(self) -> int:
@@ -61,33 +79,46 @@ class MambaConfig(DecoderConfig):
 
     @property
     def rank(self) -> int:
-        """The bottleneck of the step sizes; "auto" is a sixteenth of the hidden size."""
-        given: Any = self.time_step_rank
-        return -(-self.hidden_size // 16) if given == "auto" else int(given)
+        """The bottleneck of the step sizes."""
+        return narrow_rank("time_step_rank", self.time_step_rank, self.hidden_size)
 
 
 class MambaMixer(Module):
-    """A state of `state_size` numbers for each channel; step size, b and c follow the input."""
+    """A state of `state` numbers for each channel; step size, b and c follow the input.
+
+    `rank` is the bottleneck of the step sizes. `norms` are applied to step sizes before they are
+    widened, to b and to c, where a family has them.
+    """
 
     a_log: Tensor
     skip: Tensor
 
-    def __init__(self, c: MambaConfig, b: Builder) -> None:
+    def __init__(
+        self,
+        b: Builder,
+        *,
+        hidden: int,
+        inner: int,
+        state: int,
+        rank: int,
+        width: int,
+        act: str = "silu",
+        bias: bool = False,
+        conv_bias: bool = True,
+        norms: Sequence[Norm] = (),
+    ) -> None:
         super().__init__()
         single_rank(b)
-        inner, self.parts = c.inner_size, [c.rank, c.state_size, c.state_size]
-        self.project = b.linear("in_proj", c.hidden_size, 2 * inner, bias=c.use_bias)
-        self.conv = CausalConv(
-            b, "conv1d", inner, c.conv_kernel, bias=c.use_conv_bias, act=c.hidden_act
-        )
+        self.parts, self.norms = [rank, state, state], ModuleList(norms)
+        self.project = b.linear("in_proj", hidden, 2 * inner, bias=bias)
+        self.conv = CausalConv(b, "conv1d", inner, width, bias=conv_bias, act=act)
         self.select = b.linear("x_proj", inner, sum(self.parts))
-        self.step = b.linear("dt_proj", c.rank, inner, bias=True)
-        self.act = activation(c.hidden_act, b.ops)
-        b.parameter("A_log", self, "a_log", (inner, c.state_size), torch.float32)
+        self.step = b.linear("dt_proj", rank, inner, bias=True)
+        b.parameter("A_log", self, "a_log", (inner, state), torch.float32)
         b.parameter("D", self, "skip", (inner,), torch.float32)
-        self.out = b.row_linear("out_proj", inner, c.hidden_size, bias=c.use_bias)
-        state = ("state", (inner, 1, c.state_size), "float32")
-        self.cache = b.cache(StateSpec((("conv", self.conv.state, b.dtype), state)))
+        self.out = b.row_linear("out_proj", inner, hidden, bias=bias)
+        kept = ("state", (inner, 1, state), "float32")
+        self.cache = b.cache(StateSpec((("conv", self.conv.state, b.dtype), kept)))
         self.scan = b.ops.selective_scan
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
@@ -95,7 +126,7 @@ class MambaMixer(Module):
         cache, plan = batch.caches[self.cache], batch.plan(self.cache)
         inputs, gate = self.project(x).chunk(2, -1)
         inputs = self.conv(inputs, cache["conv"], plan)
-        dt, b, c = self.select(inputs).split(self.parts, -1)
+        dt, b, c = self._select(inputs)
         dt = F.softplus(self.step(dt).float())
         found = self.scan(
             inputs.unsqueeze(-1),
@@ -109,6 +140,29 @@ class MambaMixer(Module):
         y = (found.squeeze(-1) + self.skip * inputs.float()) * F.silu(gate.float())
         mixed: Tensor = self.out(y.to(x.dtype))
         return mixed
+
+    def _select(self, inputs: Tensor) -> Sequence[Tensor]:
+        """Narrow step sizes [tokens, rank], b and c [tokens, state]."""
+        parts = self.select(inputs).split(self.parts, -1)
+        if not self.norms:
+            return parts
+        return [norm(part.contiguous()) for norm, part in zip(self.norms, parts, strict=True)]
+
+
+def mamba_mixer(c: MambaConfig, b: Builder, norms: Sequence[Norm] = ()) -> MambaMixer:
+    """The mixer that Mamba's keys describe."""
+    return MambaMixer(
+        b,
+        hidden=c.hidden_size,
+        inner=c.inner_size,
+        state=c.state_size,
+        rank=c.rank,
+        width=c.conv_kernel,
+        act=c.hidden_act,
+        bias=c.use_bias,
+        conv_bias=c.use_conv_bias,
+        norms=norms,
+    )
 
 
 class MixerLayer(Module):
@@ -133,7 +187,7 @@ class MambaLayer(MixerLayer):
 
     def __init__(self, c: MambaConfig, b: Builder, index: int) -> None:
         norm = b.rms_norm("norm", c.hidden_size, c.rms_norm_eps)
-        super().__init__(norm, MambaMixer(c, b.at("mixer")), fp32=c.residual_in_fp32)
+        super().__init__(norm, mamba_mixer(c, b.at("mixer")), fp32=c.residual_in_fp32)
 
 
 class RecurrentForCausalLM(DecoderForCausalLM):

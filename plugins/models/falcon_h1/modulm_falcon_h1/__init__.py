@@ -1,0 +1,1 @@
+"""Falcon-H1 for modulm."""

@@ -1,0 +1,255 @@
+"""Falcon-H1 (TII, arXiv 2507.22448): a state space and attention side by side in every layer.
+
+Its many multipliers are put into the weights while these are loaded, so that they cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from attrs import field, frozen
+from torch import Tensor
+from torch.nn import Module
+
+from modulm.contracts.model import Batch, StateSpec
+from modulm.nn import (
+    Builder,
+    CausalConv,
+    DecoderConfig,
+    DecoderForCausalLM,
+    Embedding,
+    GatedMLP,
+    Head,
+    Norm,
+    PreNormLayer,
+    Rewrite,
+    WeightNames,
+    single_rank,
+    size,
+    standard_attention,
+    tiny_config,
+)
+
+__all__ = ["FalconH1Config", "FalconH1ForCausalLM", "FalconH1Layer", "FalconH1Mixer"]
+
+
+def _of_length(length: int) -> Any:
+    def check(_: object, attribute: Any, value: tuple[float, ...]) -> None:
+        if len(value) != length:
+            raise ValueError(f"{attribute.name}: {length} numbers are needed, got {len(value)}")
+
+    return field(default=(1.0,) * length, validator=check)
+
+
+@frozen(kw_only=True)
+class FalconH1Config(DecoderConfig):
+    """config.json of Falcon-H1.
+
+    `ssm_multipliers` are for the gate, the inputs, b, c and the step sizes of the state space;
+    `mlp_multipliers` for the gate and the output of the feed-forward part.
+    """
+
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = size(8192)
+    mamba_d_ssm: int | None = size(None)
+    mamba_n_heads: int = size(128)
+    mamba_n_groups: int = size(1)
+    mamba_d_state: int = size(256)
+    mamba_d_conv: int = size(4, least=2)
+    mamba_expand: int = size(2)
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    mamba_rms_norm: bool = False
+    mamba_norm_before_gate: bool = True
+    projectors_bias: bool = False
+    time_step_limit: tuple[float, float] = (0.0, float("inf"))
+    embedding_multiplier: float = 1.0
+    lm_head_multiplier: float = 1.0
+    attention_in_multiplier: float = 1.0
+    attention_out_multiplier: float = 1.0
+    key_multiplier: float = 1.0
+    ssm_in_multiplier: float = 1.0
+    ssm_out_multiplier: float = 1.0
+    ssm_multipliers: tuple[float, ...] = _of_length(5)
+    mlp_multipliers: tuple[float, ...] = _of_length(2)
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        if self.state_width % self.mamba_n_heads:
+            raise ValueError(f"mamba_n_heads: does not divide a width of {self.state_width}")
+        if self.mamba_n_heads % self.mamba_n_groups:
+            raise ValueError("mamba_n_groups: does not divide mamba_n_heads")
+
+    @property
+    def state_width(self) -> int:
+        """Channels of the state space."""
+        return self.mamba_d_ssm or self.mamba_expand * self.hidden_size
+
+    @property
+    def state_parts(self) -> list[int]:
+        """Outputs of its projection: gate, inputs, b, c, step sizes."""
+        each = self.mamba_n_groups * self.mamba_d_state
+        return [self.state_width, self.state_width, each, each, self.mamba_n_heads]
+
+
+class FalconH1Mixer(Module):
+    """Mamba 2's state space (Dao and Gu, arXiv 2405.21060), gated, with a norm in some models."""
+
+    a_log: Tensor
+    skip: Tensor
+    dt_bias: Tensor
+    norm_weight: Tensor | None
+
+    def __init__(self, c: FalconH1Config, b: Builder) -> None:
+        super().__init__()
+        single_rank(b)
+        width, each, heads = c.state_width, c.mamba_n_groups * c.mamba_d_state, c.mamba_n_heads
+        self.heads, self.groups, self.limit = heads, c.mamba_n_groups, c.time_step_limit
+        self.eps, self.norm_first = c.rms_norm_eps, c.mamba_norm_before_gate
+        self.parts, self.mixed = [width, width + 2 * each, heads], [width, each, each]
+        self.project = b.linear("in_proj", c.hidden_size, sum(self.parts), bias=c.mamba_proj_bias)
+        self.conv = CausalConv(
+            b, "conv1d", self.parts[1], c.mamba_d_conv, bias=c.mamba_conv_bias, act=c.hidden_act
+        )
+        for name, attribute in (("A_log", "a_log"), ("D", "skip"), ("dt_bias", "dt_bias")):
+            b.parameter(name, self, attribute, (heads,), torch.float32)
+        self.register_parameter("norm_weight", None)
+        if c.mamba_rms_norm:
+            b.parameter("norm.weight", self, "norm_weight", (width,))
+        self.out = b.row_linear("out_proj", width, c.hidden_size, bias=c.projectors_bias)
+        state = ("state", (heads, width // heads, c.mamba_d_state), "float32")
+        self.cache = b.cache(StateSpec((("conv", self.conv.state, b.dtype), state)))
+        self.scan = b.ops.selective_scan
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """x: [tokens, hidden] -> [tokens, hidden]."""
+        cache, plan, tokens = batch.caches[self.cache], batch.plan(self.cache), x.shape[0]
+        gate, mixed, dt = self.project(x).split(self.parts, -1)
+        inputs, b, c = self.conv(mixed, cache["conv"], plan).split(self.mixed, -1)
+        # In fp64, as torch's fp32 functions round otherwise where a row's numbers fill no register.
+        dt = F.softplus((dt.float() + self.dt_bias).double()).float().clamp(*self.limit)
+        inputs = inputs.reshape(tokens, self.heads, -1).float()
+        b, c = (part.reshape(tokens, self.groups, -1) for part in (b, c))
+        a = -self.a_log.exp().unsqueeze(-1)
+        y = self.scan(inputs, dt, a, b, c, cache["state"], plan)
+        y = (y + self.skip.unsqueeze(-1) * inputs).flatten(1)
+        mixed_out: Tensor = self.out(self._gated(y, F.silu(gate.float())).to(x.dtype))
+        return mixed_out
+
+    def _gated(self, y: Tensor, gate: Tensor) -> Tensor:
+        """y, gate: [tokens, width]; the norm, where there is one, is before the gate or after."""
+        if self.norm_weight is None:
+            return y * gate
+        if self.norm_first:
+            return self._normed(y, self.norm_weight) * gate
+        return self._normed(y * gate, self.norm_weight)
+
+    def _normed(self, y: Tensor, weight: Tensor) -> Tensor:
+        grouped = y.view(y.shape[0], self.groups, -1)
+        return F.rms_norm(grouped, grouped.shape[-1:], eps=self.eps).flatten(1) * weight
+
+
+class _SideBySide(Module):
+    """The sum of a state space and of attention."""
+
+    def __init__(self, c: FalconH1Config, b: Builder, index: int) -> None:
+        super().__init__()
+        self.ops = b.ops
+        self.mixer = FalconH1Mixer(c, b.at("mamba"))
+        self.attn = standard_attention(c, b, index)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """x: [tokens, hidden] -> [tokens, hidden]."""
+        both: Tensor = self.ops.add(self.mixer(x, batch), self.attn(x, batch))
+        return both
+
+
+class FalconH1Layer(PreNormLayer):
+    """Both mixers, then the feed-forward part."""
+
+    def __init__(self, c: FalconH1Config, b: Builder, index: int) -> None:
+        at, act = b.at("feed_forward"), c.hidden_act
+        super().__init__(
+            b.rms_norm("input_layernorm", c.hidden_size, c.rms_norm_eps),
+            _SideBySide(c, b, index),
+            b.rms_norm("pre_ff_layernorm", c.hidden_size, c.rms_norm_eps),
+            GatedMLP(at, c.hidden_size, c.inner_size, act, bias=c.mlp_bias),
+        )
+
+
+class FalconH1ForCausalLM(DecoderForCausalLM):
+    """Falcon-H1 with a language-model head."""
+
+    api = 1
+    config_type = FalconH1Config
+    layer = FalconH1Layer
+
+    @classmethod
+    def weights(cls, config: FalconH1Config) -> WeightNames:
+        c, attended = config, config.attention_in_multiplier
+        gate, down = c.mlp_multipliers
+        parts = [n for n, width in zip(c.ssm_multipliers, c.state_parts, strict=True)
+                 for _ in range(width)]  # fmt: skip
+        return WeightNames(
+            rewrite=(
+                _times("in_proj", c.ssm_in_multiplier, torch.tensor(parts)),
+                _times("out_proj", 1.0, c.ssm_out_multiplier),
+                _times("k_proj", attended, c.key_multiplier),
+                _times("[qv]_proj", attended, 1.0),
+                _times("o_proj", 1.0, c.attention_out_multiplier),
+                _times("gate_proj", 1.0, gate),
+                _times("down_proj", 1.0, down),
+            )
+        )
+
+    def make_embedding(self, config: Any, b: Builder) -> Embedding:
+        scale = config.embedding_multiplier
+        return b.embedding("embed_tokens", config.vocab_size, config.hidden_size, scale=scale)
+
+    def make_norm(self, config: Any, b: Builder) -> Norm:
+        return b.rms_norm("final_layernorm", config.hidden_size, config.rms_norm_eps)
+
+    def make_head(self, config: Any, b: Builder) -> Head:
+        tied = self.embed if config.tie_word_embeddings else None
+        scale = config.lm_head_multiplier
+        return b.head("lm_head", config.hidden_size, config.vocab_size, tied=tied, scale=scale)
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        return tiny_config(
+            "falcon_h1",
+            "FalconH1ForCausalLM",
+            mamba_d_ssm=96,
+            mamba_n_heads=6,
+            mamba_n_groups=2,
+            mamba_d_state=12,
+            mamba_d_head=16,
+            mamba_chunk_size=16,
+            embedding_multiplier=1.5,
+            lm_head_multiplier=0.8,
+            attention_in_multiplier=0.9,
+            attention_out_multiplier=1.2,
+            key_multiplier=0.7,
+            ssm_in_multiplier=1.3,
+            ssm_out_multiplier=0.6,
+            ssm_multipliers=[0.9, 1.2, 0.7, 1.4, 0.8],
+            mlp_multipliers=[1.3, 0.7],
+        )
+
+
+def _times(layer: str, inputs: float, outputs: float | Tensor) -> Rewrite:
+    """A linear layer whose input and output are multiplied, as the layer alone; in fp32.
+
+    outputs: one factor, or one for each output.
+    """
+
+    def change(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        factor = torch.as_tensor(outputs, device=tensor.device)
+        bias = name.endswith("bias")
+        shaped = factor if bias or not factor.dim() else factor.unsqueeze(-1)
+        yield name, tensor.float() * shaped * (1.0 if bias else inputs)
+
+    return Rewrite(rf"\.{layer}\.(weight|bias)$", change)
