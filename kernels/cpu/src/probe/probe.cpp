@@ -1,5 +1,6 @@
 // What the machine can do: read bandwidth and instruction rates, on all threads of the pool.
 #include <chrono>
+#include <utility>
 
 #include "base/pool.h"
 #include "base/vec.h"
@@ -16,36 +17,44 @@ double now() {
   return std::chrono::duration<double>(clock::now().time_since_epoch()).count();
 }
 
+// What the compiler must assume was read and written: neither folded nor moved out of a loop.
 template <class T>
-inline void keep(T& x) {  // the compiler must assume that x is read and written here
+inline T kept(T x) {
 #if defined(__AVX512F__)
   __asm__ volatile("" : "+v"(x));
 #else
   __asm__ volatile("" : "+x"(x));
 #endif
+  return x;
 }
 
-// Runs a step of `chains` independent instructions many times on every thread: 1e9 per second.
+// Runs step(count), `chains` independent instructions `count` times, on every thread: 1e9 per
+// second. Short runs before wake the helpers and let the cores reach their clock.
 template <class F>
-double rate(int chains, F&& step) {
-  constexpr int64_t kSteps = 2000000;
+double rate(int64_t count, int chains, F&& step) {
   int workers = threads();
-  double start = now();
-  parallel(workers, [&](int64_t, int) { step(kSteps); });
-  return double(kSteps) * chains * workers / (now() - start) / 1e9;
+  auto once = [&](int64_t steps) {
+    double start = now();
+    parallel(workers, [&](int64_t, int) { step(steps); }, true);
+    return now() - start;
+  };
+  for (int64_t short_run = count / 64; short_run < count; short_run *= 4) once(short_run);
+  return double(count) * chains * workers / once(count) / 1e9;
+}
+
+constexpr int kChains = 12;  // covers 4 to 6 cycles of latency at two instructions per cycle
+
+// Each chain is a name of its own, not an indexed element: all stay in registers.
+template <class V, class F, size_t... chain>
+void repeat(int64_t steps, V first, F&& op, std::index_sequence<chain...>) {
+  V x[] = {(void(chain), first)...};
+  for (int64_t i = 0; i < steps; i++) ((x[chain] = kept(op(x[chain]))), ...);
 }
 
 template <class V, class F>
 double chained(V first, F&& op) {
-  return rate(12, [&](int64_t steps) {
-    V x[12];
-    for (V& each : x) each = first;
-    for (int64_t i = 0; i < steps; i++)
-#pragma GCC unroll 12
-      for (int c = 0; c < 12; c++) {
-        x[c] = op(x[c]);
-        keep(x[c]);
-      }
+  return rate(4000000, kChains, [&](int64_t steps) {
+    repeat(steps, first, op, std::make_index_sequence<kChains>{});
   });
 }
 
@@ -86,7 +95,7 @@ double read_all(const char* data, int64_t bytes) {
         total[v] += load_raw<vu>(at);
       }
     vu sum = total[0] + total[1] + total[2] + total[3];
-    keep(sum);
+    kept(sum);
   });
   return double(bytes) / (now() - start) / 1e9;
 }
@@ -127,7 +136,7 @@ MODULM_API double modulm_probe_rate(int kind) {
 #endif
 #if defined(__AMX_BF16__)
   if (kind == 3 || kind == 4)
-    return (kind == 3 ? 16 * 16 * 32 : 16 * 16 * 64) * rate(4, [&](int64_t steps) {
+    return (kind == 3 ? 16 * 16 * 32 : 16 * 16 * 64) * rate(400000, 4, [&](int64_t steps) {
              configure(16, 16);
              zero_tiles();
              for (int64_t i = 0; i < steps; i++) kind == 3 ? bf16_step() : int8_step();
