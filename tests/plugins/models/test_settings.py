@@ -53,8 +53,8 @@ WRONG = {
     ),
     "nemotron-h-experts": (
         "NemotronHForCausalLM",
-        {"layers_block_type": ["moe", "mlp", "mlp", "mlp"]},
-        "layers_block_type",
+        {"num_experts_per_tok": 5},
+        "num_experts_per_tok",
     ),
     "nemotron-h-nothing": (
         "NemotronHForCausalLM",
@@ -81,7 +81,7 @@ def test_letters_name_layers_as_words_do():
         "NemotronHForCausalLM",
         layers_block_type=None,
         num_hidden_layers=None,
-        hybrid_override_pattern="M-*M",
+        hybrid_override_pattern="M-*E",
     )
     assert letters.layer_types == words.layer_types
     assert letters.num_hidden_layers == 4

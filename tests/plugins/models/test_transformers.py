@@ -148,7 +148,12 @@ REFUSED = {
     "NemotronForCausalLM": "drops the arguments meant for attention",
     "StableLmForCausalLM": "cannot be replaced by ours",
 }
-REFUSED_BUT_NATIVE = ("MptForCausalLM", "NemotronForCausalLM", "StableLmForCausalLM")
+REFUSED_BUT_NATIVE = (
+    "Llama4ForCausalLM",
+    "MptForCausalLM",
+    "NemotronForCausalLM",
+    "StableLmForCausalLM",
+)
 
 
 def write(path, architecture):

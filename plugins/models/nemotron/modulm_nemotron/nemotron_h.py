@@ -1,6 +1,7 @@
-"""Nemotron-H and Nemotron Nano 2 (arXiv 2504.03624, 2508.14444): one thing in each layer.
+"""Nemotron-H, Nemotron Nano 2 and 3 (arXiv 2504.03624, 2508.14444): one thing in each layer.
 
-A layer is a state space, attention without positions, or a feed-forward part.
+A layer is a state space, attention without positions, or a feed-forward part. Nemotron 3 Nano
+(arXiv 2512.20848) has experts in place of the latter.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from modulm.nn import (
     Embedding,
     Norm,
     PlainMLP,
+    Routing,
     StateSpaceMixer,
     WeightNames,
     size,
     standard_attention,
     tiny_config,
 )
+from modulm_nemotron.experts import PlainExperts
 
 __all__ = ["NemotronHConfig", "NemotronHForCausalLM", "NemotronHLayer"]
 
@@ -60,6 +63,7 @@ class NemotronHConfig(DecoderConfig):
         "mamba_d_conv": "conv_kernel",
         "mamba_conv_bias": "use_conv_bias",
         "mamba_dt_min": "time_step_min",
+        "num_local_experts": "n_routed_experts",
     }
 
     head_dim: int | None = size(128)
@@ -80,18 +84,52 @@ class NemotronHConfig(DecoderConfig):
     use_conv_bias: bool = True
     use_bias: bool = False
     time_step_min: float = 0.001
+    n_routed_experts: int = size(8)
+    num_experts_per_tok: int = size(2)
+    moe_intermediate_size: int = size(7688)
+    moe_shared_expert_intermediate_size: int = size(7688)
+    moe_latent_size: int | None = size(None)
+    n_group: int = size(1)
+    topk_group: int = size(1)
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         kinds = set(self.layer_types or ("none",))
-        if "moe" in kinds:
-            raise ValueError("layers_block_type: experts without a gate: not yet")
         if kinds - set(_LETTERS.values()):
             raise ValueError(f"layers_block_type: {sorted(kinds)} are not all known")
         if self.mamba_num_heads % self.n_groups:
             raise ValueError(
                 f"n_groups: {self.n_groups} do not divide {self.mamba_num_heads} heads"
             )
+        if "moe" in kinds:
+            self._check_experts()
+
+    def _check_experts(self) -> None:
+        each, rest = divmod(self.n_routed_experts, self.n_group)
+        if rest or (self.n_group > 1 and each < 2):
+            raise ValueError(f"n_group: {self.n_routed_experts} experts in {self.n_group} groups")
+        if self.topk_group > self.n_group:
+            raise ValueError(f"topk_group: {self.topk_group} of {self.n_group} groups")
+        if self.num_experts_per_tok > each * self.topk_group:
+            raise ValueError(
+                f"num_experts_per_tok: {self.num_experts_per_tok} of the {each * self.topk_group} "
+                f"experts in {self.topk_group} groups"
+            )
+
+    @property
+    def routing(self) -> Routing:
+        """How a token chooses its experts; a group is as good as its two best ones."""
+        return Routing(
+            self.num_experts_per_tok,
+            scoring="sigmoid",
+            renormalise=self.norm_topk_prob,
+            groups=self.n_group,
+            top_groups=self.topk_group,
+            group_score="top2",
+            scale=self.routed_scaling_factor,
+        )
 
 
 class _FeedForward(PlainMLP):
@@ -101,12 +139,45 @@ class _FeedForward(PlainMLP):
         return super().forward(x)
 
 
+class _Experts(Module):
+    """Experts in a space of `latent` dimensions, or in that of the stream if it is None, and
+    beside them one for every token."""
+
+    def __init__(self, c: NemotronHConfig, b: Builder) -> None:
+        super().__init__()
+        hidden, latent, act, bias = c.hidden_size, c.moe_latent_size, c.hidden_act, c.mlp_bias
+        self.ops, self.narrow, self.widen = b.ops, None, None
+        if latent is not None:
+            self.narrow = b.linear("fc1_latent_proj", hidden, latent, bias=bias, split=False)
+            self.widen = b.linear("fc2_latent_proj", latent, hidden, bias=bias, split=False)
+        self.experts = PlainExperts(
+            b,
+            hidden=hidden,
+            width=latent or hidden,
+            inner=c.moe_intermediate_size,
+            experts=c.n_routed_experts,
+            routing=c.routing,
+            act=act,
+        )
+        at, inner = b.at("shared_experts"), c.moe_shared_expert_intermediate_size
+        self.shared = PlainMLP(at, hidden, inner, act, bias=bias)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """x: [tokens, hidden] -> [tokens, hidden]."""
+        mixed = self.experts(x, x if self.narrow is None else self.narrow(x))
+        mixed = mixed if self.widen is None else self.widen(mixed)
+        both: Tensor = self.ops.add(mixed, self.shared(x))
+        return both
+
+
 def _mixer(c: NemotronHConfig, b: Builder, index: int) -> Module:
     kind = c.layer_type(index)
     if kind == "full_attention":
         bias = {"bias": False, "out_bias": False}
         return standard_attention(c, b, index, at="mixer", rope=None, window=None, **bias)
     at = b.at("mixer")
+    if kind == "moe":
+        return _Experts(c, at)
     if kind == "mlp":
         return _FeedForward(at, c.hidden_size, c.inner_size, c.hidden_act, bias=c.mlp_bias)
     return StateSpaceMixer(
@@ -160,8 +231,15 @@ class NemotronHForCausalLM(DecoderForCausalLM):
         return tiny_config(
             "nemotron_h",
             "NemotronHForCausalLM",
-            layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"],
+            layers_block_type=["linear_attention", "mlp", "full_attention", "moe"],
             num_hidden_layers=4,
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=32,
+            moe_shared_expert_intermediate_size=48,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=1.5,
             head_dim=16,
             ssm_state_size=12,
             mamba_num_heads=8,

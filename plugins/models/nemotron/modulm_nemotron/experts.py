@@ -1,0 +1,71 @@
+"""Experts without a gate: each is two maps with an activation between.
+
+The op `fused_experts` is for gated experts, so these are linear layers of their own, of which a
+step runs those that a token chose.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import Module, ModuleList
+
+from modulm.errors import UnsupportedError
+from modulm.nn import Builder, PlainMLP, Routing
+
+__all__ = ["PlainExperts"]
+
+
+class PlainExperts(Module):
+    """`experts` plain feed-forward blocks of `inner` over vectors of `width`.
+
+    The router sees vectors of `hidden`; a stored bias is added to its scores for choosing only.
+    """
+
+    choice_bias: Tensor
+
+    def __init__(
+        self,
+        b: Builder,
+        *,
+        hidden: int,
+        width: int,
+        inner: int,
+        experts: int,
+        routing: Routing,
+        act: str,
+    ) -> None:
+        super().__init__()
+        if b.ranks > 1:
+            raise UnsupportedError(f"{b.prefix}: experts on several ranks: not yet")
+        self.ops, self.routing = b.ops, routing
+        self.router = b.linear("gate", hidden, experts, split=False)
+        bias = "gate.e_score_correction_bias"
+        b.parameter(bias, self, "choice_bias", (experts,), torch.float32)
+        self.experts = ModuleList(
+            PlainMLP(b.at(f"experts.{i}"), width, inner, act, bias=False) for i in range(experts)
+        )
+
+    def forward(self, seen: Tensor, x: Tensor) -> Tensor:
+        """seen: [tokens, hidden], what the router reads; x: [tokens, width] -> the same shape.
+
+        A token's experts are added in the order of their index, in fp32.
+        """
+        r = self.routing
+        weights, ids = self.ops.moe_route(
+            self.router(seen),
+            r.top_k,
+            scoring=r.scoring,
+            renormalise=r.renormalise,
+            bias=self.choice_bias,
+            groups=r.groups,
+            top_groups=r.top_groups,
+            group_score=r.group_score,
+            scale=r.scale,
+        )
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert in ids.unique().tolist():
+            rows, choices = (ids == expert).nonzero(as_tuple=True)
+            found = self.experts[expert](x[rows]).float()
+            total.index_add_(0, rows, found * weights[rows, choices, None])
+        return total.to(x.dtype)
