@@ -1,0 +1,96 @@
+"""Gemma 4's attention: values are normed, and some layers use keys and values of an earlier one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from modulm.contracts.attention import AttentionBackend
+from modulm.contracts.model import Batch
+from modulm.nn import Attention, Builder, Norm
+from modulm_gemma4.config import Gemma4Config
+
+__all__ = ["BorrowingAttention", "Gemma4Attention", "Kept", "UnitNorm"]
+
+
+class Kept:
+    """Keys and values that the last layer of one kind made of a step's tokens, and where they go.
+
+    k, v: [tokens, kv_heads, head_dim].
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, cache: int, backend: AttentionBackend) -> None:
+        self.k, self.v, self.cache, self.backend = k, v, cache, backend
+
+    def attend(self, q: Tensor, batch: Batch) -> Tensor:
+        """q: [tokens, heads, head_dim] -> the same shape. Writes k and v, which may be there."""
+        out = q.new_empty(q.shape)
+        cache, plan = batch.caches[self.cache], batch.plan(self.cache)
+        self.backend.forward(q, self.k, self.v, cache, plan, out)
+        return out
+
+
+class UnitNorm(Norm):
+    """An RMS norm without a weight."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., size] -> the same shape."""
+        wide = x.float()
+        scale = (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return (wide * scale).to(x.dtype)
+
+
+class Gemma4Attention(Attention):
+    """Attention with norms of queries, keys and values, and a scale of 1."""
+
+    def __init__(self, c: Gemma4Config, b: Builder, index: int) -> None:
+        kv_heads, width = c.heads_of(index)
+        norms = tuple(b.rms_norm(name, width, c.rms_norm_eps) for name in ("q_norm", "k_norm"))
+        super().__init__(
+            b,
+            hidden=c.hidden_size,
+            heads=c.heads,
+            kv_heads=kv_heads,
+            head_dim=width,
+            rope=c.rotation(index),
+            bias=c.attention_bias,
+            out_bias=c.attention_bias,
+            scale=1.0,
+            window=c.window(index),
+            qk_norm=(norms[0], norms[1]),
+        )
+        self.kind, self.v_norm = c.layer_type(index), UnitNorm(c.rms_norm_eps)
+
+    def forward(self, x: Tensor, batch: Batch, kept: dict[str, Kept]) -> Tensor:  # type: ignore[override]
+        """x: [tokens, hidden] -> [tokens, hidden]; leaves keys and values in `kept`."""
+        q, k, v = self._project(self.qkv(x), batch.positions)
+        kept[self.kind] = Kept(k, self.v_norm(v), self.cache, self.backend)
+        attended: Tensor = self.out(kept[self.kind].attend(q, batch).flatten(1))
+        return attended
+
+
+class BorrowingAttention(Module):
+    """Attention whose keys and values are those of the last layer of its kind that has its own."""
+
+    def __init__(self, c: Gemma4Config, b: Builder, index: int) -> None:
+        super().__init__()
+        width, bias = c.heads_of(index)[1], c.attention_bias
+        self.heads = b.shared.mesh.tensor.part(c.heads, b.prefix)
+        self.kind, self.ops = c.layer_type(index), b.ops
+        self.q = b.linear("q_proj", c.hidden_size, c.heads * width, bias=bias)
+        self.q_norm = b.rms_norm("q_norm", width, c.rms_norm_eps)
+        self.out = b.row_linear("o_proj", c.heads * width, c.hidden_size, bias=bias)
+        self.rotation: Any = b.rope(c.rotation(index))
+
+    def forward(self, x: Tensor, batch: Batch, kept: dict[str, Kept]) -> Tensor:
+        """x: [tokens, hidden] -> [tokens, hidden]."""
+        q = self.q_norm(self.q(x).view(x.shape[0], self.heads, -1))
+        self.ops.rotary(q, q[:, :0], batch.positions, self.rotation.cos_sin, True)
+        attended: Tensor = self.out(kept[self.kind].attend(q, batch).flatten(1))
+        return attended
