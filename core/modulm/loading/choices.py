@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,6 +18,7 @@ from modulm.plugins.explain import Decision, Verdict
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
+    from modulm.contracts.kernels import KernelProvider
     from modulm.contracts.loader import WeightLoader
     from modulm.contracts.model import Model
     from modulm.contracts.platform import Platform
@@ -82,11 +83,19 @@ class Choices:
         if names is not None:
             names = tuple(takewhile(lambda name: name != PLAIN, names))
         chosen = defaults.choose_kernels(self.plugins, self.platform, names)
-        table = bind([provider() for provider in chosen.driver], dtype=dtype)
+        table = bind([self._provider(driver.name, driver) for driver in chosen.driver], dtype=dtype)
         bound = sum(provider != "torch" for provider in table.providers.values())
         reason = f"{bound} of {len(table.providers)} ops; {chosen.decision.reason}"
+        given = self.config.device.plugin_config.get("kernels")
+        reason += f"; with {dict(given)}" if given else ""
         self.decisions.append(evolve(chosen.decision, reason=reason))
         return table
+
+    def _provider(self, name: str, driver: Callable[..., KernelProvider]) -> KernelProvider:
+        """A provider that has options is made with them; the contract knows those without."""
+        table = self.config.device.options("kernels", name)
+        options = self.plugins.options("kernels", name, table)
+        return driver() if options is None else driver(options)
 
     def _keep(self, chosen: defaults.Chosen[T]) -> T:
         self.decisions.append(chosen.decision)

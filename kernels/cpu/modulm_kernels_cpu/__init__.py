@@ -18,7 +18,7 @@ from modulm_kernels_cpu.attention import (
     cache_shape,
 )
 from modulm_kernels_cpu.elementwise import elementwise_ops
-from modulm_kernels_cpu.library import LEVELS, Library, LibraryMissing, levels, load
+from modulm_kernels_cpu.library import LEVELS, Library, LibraryMissing, levels, load, use
 from modulm_kernels_cpu.linear import PackedLinear, linear_ops
 from modulm_kernels_cpu.moe import PackedExperts, moe_ops
 from modulm_kernels_cpu.recurrence import recurrence_ops
@@ -37,11 +37,12 @@ __all__ = [
     "load",
     "ops",
     "set_threads",
+    "use",
 ]
 
 
 def ops(level: str | None = None) -> Mapping[str, Callable[..., Any]]:
-    """Op name -> callable on tensors, for `level` or the best one; names as in the core's twins."""
+    """Op name -> callable on tensors, for `level` or the default; names as in the core's twins."""
     return _ops(load(level))
 
 
@@ -59,7 +60,7 @@ def _ops(library: Library) -> Mapping[str, Callable[..., Any]]:
 
 
 def set_threads(count: int) -> None:
-    """Use `count` threads in the best level's ops; 0 for one per core that this process may use."""
+    """Use `count` threads in the default level's ops; 0 for one per core of this process."""
     load().set_threads(count)
 
 

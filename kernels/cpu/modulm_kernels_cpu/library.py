@@ -10,12 +10,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = ["LEVELS", "Calls", "Library", "LibraryMissing", "levels", "load"]
+__all__ = ["LEVELS", "Calls", "Library", "LibraryMissing", "levels", "load", "use"]
 
 #: Instruction sets, weakest first; the position is the number that the library reports.
 LEVELS = ("scalar", "avx2", "avx512", "avx512_bf16", "amx")
 
 _PREFIX = "libmodulm_cpu_"
+
+#: What `load` takes where no level is named; None: the best one.
+_default: str | None = None
 
 
 class LibraryMissing(ImportError):
@@ -121,17 +124,26 @@ def levels() -> tuple[str, ...]:
 
 
 def load(level: str | None = None) -> Library:
-    """The library of `level`, by default the best one that runs here.
+    """The library of `level`, by default the best one that runs here or what `use` said.
 
     Raises LibraryMissing if it was not built, ValueError if the processor cannot run it.
     """
     if level is None:
-        return _load(levels()[-1])
+        return _load(_default or levels()[-1])
     if level not in LEVELS:
         raise ValueError(f"level must be one of {', '.join(LEVELS)}, not {level!r}")
     if level not in levels():
         raise ValueError(f"this processor runs {', '.join(levels())}, not {level}")
     return _load(level)
+
+
+def use(level: str | None) -> None:
+    """Make `level` the default of this process; None: the best one again.
+
+    Raises as `load` does.
+    """
+    global _default
+    _default = None if level is None else load(level).level
 
 
 @cache

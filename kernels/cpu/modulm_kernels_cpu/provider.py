@@ -6,30 +6,51 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from attrs import Attribute, field, frozen
 
 import modulm_kernels_cpu
 from modulm.contracts.kernels import Forward, KernelProvider, Op
 from modulm.contracts.platform import Platform, Probe
 from modulm_kernels_cpu.replay import Replay
 
-__all__ = ["CpuKernels"]
+__all__ = ["CpuKernels", "CpuOptions"]
 
 #: Ops on a cache in the kernels' own layout: the attention backend `cpu_paged` calls them itself.
 _PRIVATE = frozenset({"write_kv", "plan_attention", "paged_attention", "qkv_prepare"})
 _DTYPES = frozenset({"bfloat16", "float16", "float32"})
 
 
+def _known(options: CpuOptions, attribute: Attribute[Any], value: str | None) -> None:
+    if value is not None and value not in modulm_kernels_cpu.levels():
+        runs = ", ".join(modulm_kernels_cpu.levels())
+        raise ValueError(f"this machine runs {runs}, not {value!r}")
+
+
+@frozen
+class CpuOptions:
+    """`level`: the instruction set to compute with; None: the best one that this machine runs."""
+
+    level: str | None = field(default=None, validator=_known)
+
+
 class CpuKernels(KernelProvider):
-    """The best level that this processor runs."""
+    """The best level that this processor runs, or that of the options.
+
+    The level holds for the process: attention calls the kernels without this table.
+    """
 
     name = "cpu"
     api = 1
+    Config = CpuOptions
+
+    def __init__(self, options: CpuOptions | None = None) -> None:
+        modulm_kernels_cpu.use(None if options is None else options.level)
 
     @classmethod
     def probe(cls, platform: Platform) -> Probe:
         if platform.device.type != "cpu":
             return Probe(0, "these kernels run on CPUs")
-        return Probe(2, f"compiled kernels, level {modulm_kernels_cpu.load().level}")
+        return Probe(2, f"compiled kernels, level {modulm_kernels_cpu.levels()[-1]} at best")
 
     def ops(self) -> Mapping[str, Op]:
         """The table, with as many threads as torch was given."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 import modulm_kernels_cpu as kernels
+from modulm import LLM, SamplingParams
+from modulm.errors import ConfigError
 from modulm.ops.table import twin_ops
 from modulm_kernels_cpu import library as loading
 from modulm_kernels_cpu.probe import instruction_rates, read_bandwidth
@@ -22,6 +24,26 @@ def test_unknown_and_missing_levels(monkeypatch):
     monkeypatch.setattr(kernels, "__path__", [])
     with pytest.raises(ImportError, match=r"libmodulm_cpu_avx2\.so.*C\+\+ compiler"):
         loading._path("avx2")
+
+
+def test_a_model_runs_on_the_level_that_the_options_name(level):
+    options = {"kernels": {"cpu": {"level": level}}}
+    params = SamplingParams(max_tokens=8, temperature=0)
+    try:
+        with LLM("demo", max_model_len=64, plugin_config=options) as llm:
+            assert kernels.load().level == level
+            (output,) = llm.generate(["The capital of France"], params, use_tqdm=False)
+    finally:
+        kernels.use(None)
+    assert output.outputs[0].text == " is Paris."
+    assert kernels.load().level == kernels.levels()[-1]
+
+
+def test_a_level_that_does_not_run_here_is_refused():
+    with pytest.raises(ConfigError, match=r"kernels\.cpu.*this machine runs scalar.*'sse9'"):
+        LLM("demo", plugin_config={"kernels": {"cpu": {"level": "sse9"}}})
+    with pytest.raises(ValueError, match="this processor runs|level must be"):
+        kernels.use("sse9")
 
 
 def test_ops_have_the_names_of_twins():
