@@ -1,1 +1,1 @@
-"""Gemma 4 for modulm."""
+"""Gemma 3n and 4 for modulm."""

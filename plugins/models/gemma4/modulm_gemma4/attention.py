@@ -1,4 +1,4 @@
-"""Gemma 4's attention: values are normed, and some layers use keys and values of an earlier one."""
+"""Attention of Gemma 3n and 4: values are normed, some layers use the keys of an earlier one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch.nn import Module
 from modulm.contracts.attention import AttentionBackend
 from modulm.contracts.model import Batch
 from modulm.nn import Attention, Builder, Norm
-from modulm_gemma4.config import Gemma4Config
+from modulm_gemma4.config import SharingConfig
 
-__all__ = ["BorrowingAttention", "Gemma4Attention", "Kept", "UnitNorm"]
+__all__ = ["BorrowingAttention", "Kept", "OwnAttention", "UnitNorm", "attention", "shared_names"]
 
 
 class Kept:
@@ -46,10 +46,10 @@ class UnitNorm(Norm):
         return (wide * scale).to(x.dtype)
 
 
-class Gemma4Attention(Attention):
+class OwnAttention(Attention):
     """Attention with norms of queries, keys and values, and a scale of 1."""
 
-    def __init__(self, c: Gemma4Config, b: Builder, index: int) -> None:
+    def __init__(self, c: SharingConfig, b: Builder, index: int) -> None:
         kv_heads, width = c.heads_of(index)
         norms = tuple(b.rms_norm(name, width, c.rms_norm_eps) for name in ("q_norm", "k_norm"))
         super().__init__(
@@ -78,7 +78,7 @@ class Gemma4Attention(Attention):
 class BorrowingAttention(Module):
     """Attention whose keys and values are those of the last layer of its kind that has its own."""
 
-    def __init__(self, c: Gemma4Config, b: Builder, index: int) -> None:
+    def __init__(self, c: SharingConfig, b: Builder, index: int) -> None:
         super().__init__()
         width, bias = c.heads_of(index)[1], c.attention_bias
         self.heads = b.shared.mesh.tensor.part(c.heads, b.prefix)
@@ -94,3 +94,15 @@ class BorrowingAttention(Module):
         self.ops.rotary(q, q[:, :0], batch.positions, self.rotation.cos_sin, True)
         attended: Tensor = self.out(kept[self.kind].attend(q, batch).flatten(1))
         return attended
+
+
+def attention(c: SharingConfig, b: Builder, index: int) -> Module:
+    """The attention of layer `index`; `b` stands at the layer."""
+    kind = OwnAttention if index < c.first_shared else BorrowingAttention
+    return kind(c, b.at("self_attn"), index)
+
+
+def shared_names(c: SharingConfig) -> tuple[str, ...]:
+    """Weights of keys and values in layers that use none; files hold them nevertheless."""
+    listed = "|".join(map(str, range(c.first_shared, c.num_hidden_layers))) or "none"
+    return (rf"layers\.({listed})\.self_attn\.(k_proj|v_proj|k_norm)\.",)

@@ -1,39 +1,134 @@
-"""config.json of Gemma 4's text models."""
+"""config.json of the text models of Gemma 3n and Gemma 4."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from attrs import Factory, frozen
 
 from modulm.nn import DecoderConfig, Rope, size
 
-__all__ = ["Gemma4Config"]
+__all__ = ["Gemma3nConfig", "Gemma4Config", "SharingConfig"]
 
 
 @frozen(kw_only=True)
-class Gemma4Config(DecoderConfig):
-    """Full layers have heads of their own size and number, in either spelling of the keys:
-    `global_head_dim` and `num_global_key_value_heads`, or `per_layer_config` with a table for each
-    layer that differs. The last `num_kv_shared_layers` layers use the keys and values of the
-    last layer of their kind before them."""
+class SharingConfig(DecoderConfig):
+    """What Gemma 3n and 4 have in common. The last `num_kv_shared_layers` layers use the keys and
+    values of the last layer of their kind before them."""
+
+    PERIOD: ClassVar[int]
 
     head_dim: int | None = size(256)
     hidden_activation: str = "gelu_pytorch_tanh"
-    max_position_embeddings: int = size(131072)
     tie_word_embeddings: bool = True
     sliding_window: int | None = size(512)
-    final_logit_softcapping: float | None = None
-    use_bidirectional_attention: str | None = None
     vocab_size_per_layer_input: int = size(262144)
     hidden_size_per_layer_input: int = size(256, least=0)
+    num_kv_shared_layers: int = size(0, least=0)
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        kinds = {self.layer_type(i) for i in range(self.num_hidden_layers)}
+        own = {self.layer_type(i) for i in range(self.first_shared)}
+        if own != kinds:
+            raise ValueError(
+                f"num_kv_shared_layers: the {self.num_kv_shared_layers} last layers need one "
+                "before them of each kind"
+            )
+
+    @property
+    def first_shared(self) -> int:
+        """The first layer that uses another's keys and values."""
+        return self.num_hidden_layers - self.num_kv_shared_layers
+
+    def layer_type(self, index: int) -> str:
+        if self.layer_types is not None:
+            return self.layer_types[index]
+        return "sliding_attention" if (index + 1) % self.PERIOD else "full_attention"
+
+    def heads_of(self, index: int) -> tuple[int, int]:
+        """Key heads of layer `index`, and the dimensions of one head."""
+        return self.kv_heads, self.head_size
+
+    def rotation(self, index: int) -> Rope:
+        """The rotary positions of layer `index`."""
+        return self.rope(self.layer_type(index))
+
+
+@frozen(kw_only=True)
+class Gemma3nConfig(SharingConfig):
+    """config.json of Gemma 3n: `intermediate_size` may be a list, with a number for each layer.
+
+    `activation_sparsity_pattern` is the part of each layer's gates that is cut off. Older files
+    give the windows' rotation as `rope_local_base_freq`.
+    """
+
+    PERIOD = 5
+
+    intermediate_size: Any = 16384
+    max_position_embeddings: int = size(32768)
+    num_kv_shared_layers: int = size(15, least=0)
+    final_logit_softcapping: float | None = 30.0
+    rope_theta: float = 1_000_000.0
+    rope_local_base_freq: float = 10_000.0
+    altup_num_inputs: int = size(4)
+    altup_active_idx: int = size(0, least=0)
+    altup_correct_scale: bool = True
+    laurel_rank: int = size(64)
+    activation_sparsity_pattern: Any = None
+
+    def __attrs_post_init__(self) -> None:
+        for key, least in (("intermediate_size", 1), ("activation_sparsity_pattern", 0)):
+            found = self.per_layer(key)
+            if len(found) != self.num_hidden_layers or not all(
+                type(n) in (int, float) and n >= least for n in found
+            ):
+                raise ValueError(f"{key}: {found!r} is no number for each layer")
+        if self.altup_active_idx >= self.altup_num_inputs:
+            raise ValueError(
+                f"altup_active_idx: {self.altup_active_idx} of {self.altup_num_inputs}"
+            )
+        super().__attrs_post_init__()
+
+    def per_layer(self, key: str) -> list[Any]:
+        """A key that may hold a list, one number, or nothing, as a list with one for each layer."""
+        layers = self.num_hidden_layers
+        held = {
+            "intermediate_size": self.intermediate_size,
+            "activation_sparsity_pattern": self.activation_sparsity_pattern,
+        }[key]
+        if held is None:
+            sparse = 10 if layers > 10 else 0
+            return [0.95] * sparse + [0.0] * (layers - sparse)
+        return list(held) if isinstance(held, list | tuple) else [held] * layers
+
+    @property
+    def inner_size(self) -> int:
+        return int(max(self.per_layer("intermediate_size")))
+
+    def rope(self, layer_type: str = "") -> Rope:
+        if layer_type == "sliding_attention" and self.rope_parameters is None:
+            return Rope(size=self.head_size, theta=self.rope_local_base_freq)
+        return super().rope(layer_type)
+
+
+@frozen(kw_only=True)
+class Gemma4Config(SharingConfig):
+    """config.json of Gemma 4. Full layers have heads of their own size and number, in either
+    spelling of the keys: `global_head_dim` and `num_global_key_value_heads`, or
+    `per_layer_config` with a table for each layer that differs."""
+
+    PERIOD = 6
+
+    max_position_embeddings: int = size(131072)
+    final_logit_softcapping: float | None = None
+    use_bidirectional_attention: str | None = None
     attention_k_eq_v: bool = False
     global_head_dim: int = size(512)
     num_global_key_value_heads: int | None = size(None)
     per_layer_config: dict[str, dict[str, Any]] = Factory(dict)
-    num_kv_shared_layers: int = size(0, least=0)
     use_double_wide_mlp: bool = False
     enable_moe_block: bool = False
     num_experts: int | None = size(None)
@@ -44,31 +139,16 @@ class Gemma4Config(DecoderConfig):
         super().__attrs_post_init__()
         if self.use_bidirectional_attention == "all":
             raise ValueError("use_bidirectional_attention: every token sees all: not yet")
-        kinds = {self.layer_type(i) for i in range(self.num_hidden_layers)}
-        own = {self.layer_type(i) for i in range(self.first_shared)}
-        if own != kinds:
-            raise ValueError(
-                f"num_kv_shared_layers: the {self.num_kv_shared_layers} last layers need one "
-                "before them of each kind"
-            )
         if self.enable_moe_block and not 1 <= (self.top_k_experts or 0) <= (self.num_experts or 0):
             raise ValueError(f"top_k_experts: {self.top_k_experts} of {self.num_experts}")
         if self.enable_moe_block and self.moe_intermediate_size is None:
             raise ValueError("moe_intermediate_size: is required")
 
-    @property
-    def first_shared(self) -> int:
-        """The first layer that uses another's keys and values."""
-        return self.num_hidden_layers - self.num_kv_shared_layers
-
     def layer_type(self, index: int) -> str:
-        if self.layer_types is not None:
-            return self.layer_types[index]
-        full = (index + 1) % 6 == 0 or index == self.num_hidden_layers - 1
-        return "full_attention" if full else "sliding_attention"
+        last = self.layer_types is None and index == self.num_hidden_layers - 1
+        return "full_attention" if last else super().layer_type(index)
 
     def heads_of(self, index: int) -> tuple[int, int]:
-        """Key heads of layer `index`, and the dimensions of one head."""
         own = self.per_layer_config.get(str(index), {})
         kv_heads, width = self.kv_heads, self.head_size
         if self.layer_type(index) == "full_attention" and not self.per_layer_config:

@@ -28,31 +28,11 @@ from modulm.nn import (
     standard_mlp,
     tiny_config,
 )
-from modulm_gemma4.attention import BorrowingAttention, Gemma4Attention, Kept
+from modulm_gemma4.attention import Kept, attention, shared_names
 from modulm_gemma4.config import Gemma4Config
+from modulm_gemma4.inputs import LayerInputs
 
-__all__ = ["Gemma4Experts", "Gemma4ForCausalLM", "Gemma4Layer", "LayerInputs"]
-
-
-class LayerInputs(Module):
-    """A vector for each token and layer: looked up, and projected from the token's embedding."""
-
-    def __init__(self, c: Gemma4Config, b: Builder) -> None:
-        super().__init__()
-        self.layers, width, self.ops = c.num_hidden_layers, c.hidden_size_per_layer_input, b.ops
-        self.scale, total = c.hidden_size**-0.5, c.num_hidden_layers * width
-        self.table = b.embedding(
-            "embed_tokens_per_layer", c.vocab_size_per_layer_input, total, scale=width**0.5
-        )
-        self.project = b.linear("per_layer_model_projection", c.hidden_size, total, split=False)
-        self.norm = b.rms_norm("per_layer_projection_norm", width, c.rms_norm_eps)
-
-    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
-        """x: [tokens, hidden]; tokens: [tokens] int64 -> [tokens, layers, width]."""
-        shape = (x.shape[0], self.layers, -1)
-        seen = self.norm(self.ops.scale(self.project(x), self.scale).view(shape))
-        both: Tensor = (seen + self.table.lookup(tokens).view(shape)) * 2.0**-0.5
-        return both
+__all__ = ["Gemma4Experts", "Gemma4ForCausalLM", "Gemma4Layer"]
 
 
 class Gemma4Experts(MoE):
@@ -108,10 +88,9 @@ class Gemma4Layer(Module):
         super().__init__()
         hidden, eps, width = c.hidden_size, c.rms_norm_eps, c.hidden_size_per_layer_input
         borrows = index >= c.first_shared
-        kind = BorrowingAttention if borrows else Gemma4Attention
         self.ops = b.ops
         self.attn_norm = b.rms_norm("input_layernorm", hidden, eps)
-        self.attn = kind(c, b.at("self_attn"), index)
+        self.attn = attention(c, b, index)
         self.attn_post = b.rms_norm("post_attention_layernorm", hidden, eps)
         self.mlp_norm = b.rms_norm("pre_feedforward_layernorm", hidden, eps)
         inner = c.inner_size * (2 if borrows and c.use_double_wide_mlp else 1)
@@ -160,12 +139,10 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
     def weights(cls, config: Gemma4Config) -> WeightNames:
         kinds = range(config.num_hidden_layers)
         equal = [i for i in kinds if config.attention_k_eq_v and not config.window(i)]
-        borrowing = range(config.first_shared, config.num_hidden_layers)
-        listed = "|".join(map(str, borrowing)) or "none"
         both = "|".join(map(str, equal)) or "none"
         return WeightNames(
             rename=((r"\.router\.scale$", ".router.norm.weight"),),
-            ignore=(rf"layers\.({listed})\.self_attn\.(k_proj|v_proj|k_norm)\.",),
+            ignore=shared_names(config),
             rewrite=(Rewrite(rf"layers\.({both})\.self_attn\.k_proj\.", _key_and_value),),
         )
 
