@@ -21,7 +21,8 @@ MODEL = 300
 
 #: "path" or "path:function" -> lines, each with the reason beside it.
 ALLOWED: dict[str, int] = {
-    "core": 17_600,  # 260 flags with help texts, every field of the HTTP APIs, a server
+    # 260 flags with help texts, every field of the HTTP APIs, a server, pooling in all its modes
+    "core": 17_900,
 }
 
 _LAYOUT = {

@@ -118,8 +118,10 @@ class SamplingParams:
 class PoolingParams:
     """What a pooling request wants: `task` is embed, classify, score, token_embed, ...
 
-    second_text: the token at which the second of two texts begins, for models that are told the
-    texts apart by token types.
+    truncation_side: where `truncate_prompt_tokens` cuts, "right" (the end, the default) or "left".
+    prompt_name: which of the checkpoint's prompts goes before a text; "" for none. pool_from: the
+    first token that takes part in pooling. second_text: the token at which the second of two texts
+    begins, for models that are told the texts apart by token types.
     """
 
     task: str = "embed"
@@ -127,6 +129,9 @@ class PoolingParams:
     normalize: bool | None = None
     use_activation: bool | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    prompt_name: str | None = None
+    pool_from: int = 0
     second_text: int | None = None
     extra_args: Mapping[str, Any] | None = None
 

@@ -157,8 +157,13 @@ class AsyncLLM:
         priority: int = 0,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """One output, when it is there. Raises as `generate` does."""
-        work = await self._prepare(prompt, params, request_id, priority, None)
-        async for output in self._follow(work):
+        job = await _away(prompt, self._preparer.job, prompt, params)
+        found: list[PoolingRequestOutput] = []
+        for place, (ids, own) in enumerate(job.parts):
+            name = f"{request_id}.{place}" if place else request_id
+            work = await self._prepare(ids, own, name, priority, None)
+            found += [output async for output in self._follow(work)]
+        for output in job.join(found):
             yield output
 
     async def abort(self, request_id: str) -> None:
@@ -266,8 +271,8 @@ class AsyncLLM:
             priority=priority,
             cache_salt=cache_salt,
         )
-        long = isinstance(prompt, str) and len(prompt) > _INLINE
-        return await asyncio.to_thread(make) if long else make()
+        work: Work = await _away(prompt, make)
+        return work
 
     async def _follow(self, work: Work) -> AsyncGenerator[Any, None]:
         """Run the work and give its outputs; whatever ends this ends the work."""
@@ -361,6 +366,12 @@ class AsyncLLM:
         self.dead = error
         for answer in self._answers.fail_all(error):
             self._open_answers[answer.id][1].set()
+
+
+async def _away(prompt: PromptLike, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call here if the prompt is quickly read, else in a thread."""
+    long = isinstance(prompt, str) and len(prompt) > _INLINE
+    return await asyncio.to_thread(function, *arguments) if long else function(*arguments)
 
 
 def _processors(config: EngineConfig) -> tuple[type[LogitsProcessor], ...]:

@@ -28,13 +28,14 @@ from modulm.engine.loop import Engine, Listener
 from modulm.engine.requests import Request
 from modulm.engine.scheduler import BudgetScheduler, Limits
 from modulm.errors import ConfigError, ModulmError, QueueFull, RequestError, UnsupportedError
-from modulm.loading import Checkpoint, open_checkpoint
+from modulm.loading import Checkpoint, open_checkpoint, pooling_recipe
 from modulm.plugins import manager
 
 if TYPE_CHECKING:
     import numpy as np
 
     from modulm.config import EngineConfig
+    from modulm.contracts.pooling import PoolingRecipe
     from modulm.text.tokenizer import Tokenizer
 
 __all__ = ["Host", "limits_of"]
@@ -75,11 +76,12 @@ class Host:
         plugins = manager.current()
         plugins.load_hooks()
         checkpoint = open_checkpoint(config)
+        recipe = pooling_recipe(config, checkpoint, plugins)
         platform, _ = choose_platform(config, plugins)
         resolved = resolve(
             config,
             platform=platform,
-            hf_config=checkpoint.config,
+            hf_config=_stated(config, checkpoint, recipe),
             plugins=plugins,
             use=use,
             stored_dtype=checkpoint.info.dtype,
@@ -95,7 +97,8 @@ class Host:
         depth = 2 if self.config.scheduler.async_scheduling else 1
         self.engine = Engine(scheduler, self.executor, listener, plugins.notify, depth)
         notes = (*map(str, resolved.notices), *capacity.notes)
-        self.info = _info(self.config, checkpoint, capacity, scheduler, self.executor, notes)
+        info = _info(self.config, checkpoint, capacity, scheduler, self.executor, notes)
+        self.info = evolve(info, texts=recipe.texts)
         self._grammars = _Grammars(self._open_compiler)
         # While it sleeps: what the executor has to be told when it is woken.
         self._asleep: tuple[Any] | None = None
@@ -216,6 +219,15 @@ def _copy(done: Future[Grammar], answer: Future[Grammar]) -> None:
         answer.set_result(done.result())
     else:
         answer.set_exception(error)
+
+
+def _stated(
+    config: EngineConfig, checkpoint: Checkpoint, recipe: PoolingRecipe
+) -> Mapping[str, Any]:
+    """config.json, with the length that pooling was trained for where nobody gives one."""
+    if recipe.max_length is None or config.model.max_model_len is not None:
+        return checkpoint.config
+    return {**checkpoint.config, "max_seq_len": recipe.max_length}
 
 
 def _check_length(wanted: int | None, capacity: Capacity, most: int) -> None:

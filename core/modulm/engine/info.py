@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
+from modulm.contracts.pooling import TextRules
 from modulm.contracts.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class EngineInfo:
     config: resolved; models: served names; path: the checkpoint's folder; vocabulary: width of
     the logits; eos: ids that end an answer; defaults: sampling defaults of the checkpoint, by
     field of SamplingParams; tasks: what the model is for; notes: for people; description: of the
-    executor.
+    executor; texts: how they become prompts of a pooling model.
     """
 
     config: EngineConfig
@@ -39,6 +40,7 @@ class EngineInfo:
     tasks: tuple[str, ...] = ("generate",)
     notes: tuple[str, ...] = ()
     description: Mapping[str, Any] = field(factory=dict)
+    texts: TextRules = field(factory=TextRules)
 
     def default_params(self) -> SamplingParams:
         """What a caller gets who gives no parameters."""

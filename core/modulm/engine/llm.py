@@ -22,12 +22,11 @@ from modulm.engine.outputs import (
     EmbeddingOutput,
     PoolingRequestOutput,
     RequestOutput,
-    ScoringOutput,
 )
-from modulm.engine.pairs import cosine, pair, paired
 from modulm.engine.prepare import Preparer, PromptLike, Search, Work
 from modulm.engine.requests import Finish, StepEvents
 from modulm.engine.stats import Metrics
+from modulm.engine.texts import Job, Texts, paired
 from modulm.errors import EngineDead, ModulmError, RequestError, UnsupportedError
 from modulm.plugins import manager
 
@@ -187,15 +186,17 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_task: str | None = None,
     ) -> list[PoolingRequestOutput]:
-        """Pool every prompt; `outputs.data` is a numpy array."""
+        """Pool every prompt; `outputs.data` is a numpy array.
+
+        pooling_task: comes before the parameters' own; without either the model's first one.
+        """
         listed = _listed(prompts)
-        default = PoolingParams(task=pooling_task or "embed")
+        default = PoolingParams(task=self.info.tasks[0])
         params = _spread(pooling_params, len(listed), default)
-        works = [
-            self._preparer.work(prompt, given, str(next(self._numbers)))
-            for prompt, given in zip(listed, params, strict=True)
-        ]
-        return self._run(works, use_tqdm)
+        if pooling_task is not None:
+            params = [evolve(given, task=pooling_task) for given in params]
+        jobs = map(self._preparer.job, listed, params)
+        return self._pool(list(jobs), use_tqdm)
 
     def embed(
         self,
@@ -223,6 +224,16 @@ class LLM:
             output.outputs = ClassificationOutput(output.outputs.data.tolist())
         return found
 
+    def reward(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+    ) -> list[PoolingRequestOutput]:
+        """A reward model's rating of every token, or of every step: `outputs.data`."""
+        return self.encode(prompts, pooling_params, use_tqdm=use_tqdm, pooling_task="reward")
+
     def score(
         self,
         data_1: str | Sequence[str],
@@ -230,25 +241,24 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: PoolingParams | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput]:
         """How well texts go together: `outputs.score`, one per pair.
 
         One text in `data_1` goes with each of `data_2`. A model with one class is given each
-        pair; of an embedding model it is the cosine of two embeddings.
+        pair, made into a prompt by `chat_template` if there is one; of an embedding model it is
+        the similarity of two embeddings, the cosine if its files say nothing else.
         """
         left, right = paired(data_1, data_2)
-        given = pooling_params or PoolingParams()
-        if "score" not in self.info.tasks:
-            texts = list(dict.fromkeys([*left, *right]))
-            wanted = evolve(given, task="embed", normalize=True)
-            found = dict(zip(texts, self.encode(texts, wanted, use_tqdm=use_tqdm), strict=True))
-            return [cosine(found[a], found[b]) for a, b in zip(left, right, strict=True)]
-        pairs = [pair(self.get_tokenizer(), a, b) for a, b in zip(left, right, strict=True)]
-        params = [evolve(given, task="score", second_text=start) for _, start in pairs]
-        outputs = self.encode([ids for ids, _ in pairs], params, use_tqdm=use_tqdm)
-        for output in outputs:
-            output.outputs = ScoringOutput(float(output.outputs.data.ravel()[0]))
-        return outputs
+        job = Texts(self.info, self.tokenizer).pairs(
+            left,
+            right,
+            pooling_params or PoolingParams(),
+            template=chat_template,
+            variables=chat_template_kwargs,
+        )
+        return self._pool([job], use_tqdm)
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes."""
@@ -282,6 +292,16 @@ class LLM:
         self.shutdown()
 
     # How it is done.
+
+    def _pool(self, jobs: Sequence[Job], use_tqdm: bool | Callable[..., Any]) -> list[Any]:
+        """Run the parts of all jobs together; the jobs' answers in their order."""
+        works = [
+            self._preparer.work(ids, params, str(next(self._numbers)))
+            for job in jobs
+            for ids, params in job.parts
+        ]
+        found = iter(self._run(works, use_tqdm))
+        return [done for job in jobs for done in job.join([next(found) for _ in job.parts])]
 
     def _run(self, works: Sequence[Work], use_tqdm: bool | Callable[..., Any]) -> list[Any]:
         """Run the work to its end; outputs in its order."""

@@ -17,33 +17,110 @@ __all__ = ["Pooler", "PoolerConfig"]
 #: Tasks whose vectors go through the model's head (its `logits`) and an activation.
 _HEADED = frozenset({"classify", "score", "token_classify", "reward"})
 _PER_TOKEN = frozenset({"token_embed", "token_classify", "reward"})
+_MODES = ("CLS", "LAST", "MEAN", "MAX", "MEAN_SQRT_LEN", "WEIGHTED_MEAN", "ALL")
+#: Rows whose logits are held at once: a head may be as wide as the vocabulary.
+_SLICE = 64
+#: What vLLM calls, or called, our settings.
+_ALIASES = {"seq_pooling_type": "pooling_type", "logit_bias": "logit_mean"}
+#: Settings of the same table that others read: loading, and the front ends.
+_ELSEWHERE = ("enable_chunked_processing", "max_embed_len", "enable_flash_late_interaction")
 #: [n, inputs] -> [n, outputs].
 Layer = Callable[[torch.Tensor], torch.Tensor]
 
+_ACTIVATIONS: dict[str, Layer] = {
+    "softmax": lambda x: x.softmax(dim=-1),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "identity": lambda x: x,
+}
 
-def _upper(name: str) -> str:
-    return name.upper()
+
+def _modes(value: Any) -> tuple[str, ...]:
+    """One mode or several, which are put side by side."""
+    parts = value.split("+") if isinstance(value, str) else value
+    return tuple(part.upper() for part in parts)
+
+
+def _ids(value: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if value is None else tuple(value)
 
 
 @frozen
 class PoolerConfig:
     """How hidden states become one vector; the table of `--pooler-config`.
 
-    pooling_type: "LAST" token, "CLS" (the first), "MEAN" or "MAX" of all, or "ALL" of them.
-    normalize: embeddings get length 1. use_activation: scores go through softmax, or sigmoid if
-    there is one class or `multi_label` (each class for itself). A request's own parameters come
+    pooling_type: one or several ("CLS+MAX"): "LAST" token, "CLS" (the first), "MEAN" or "MAX" of
+    all, their sum over the root of their number ("MEAN_SQRT_LEN"), their mean weighted by position
+    from 1 ("WEIGHTED_MEAN"); or "ALL" of them. normalize: embeddings get length 1.
+
+    Logits of classes: `returned_token_ids` picks some of them, `contrast` takes the second minus
+    the first; then (logit - logit_mean) / logit_sigma, then, if `use_activation`, the function
+    `activation`: by default softmax, or sigmoid if there is one class or `multi_label` (each class
+    for itself). step_tag_id: of the tasks that rate tokens, only tokens with this id are rated
+    (tok_pooling_type "ALL": all of them). task: what the model is used for, where it has several;
+    the vectors of this task, else of "embed", pass the layers. A request's own parameters come
     first.
     """
 
-    pooling_type: str = field(
-        default="LAST",
-        converter=_upper,
-        validator=validators.in_(("LAST", "CLS", "MEAN", "MAX", "ALL")),
+    pooling_type: tuple[str, ...] = field(
+        default=("LAST",),
+        converter=_modes,
+        validator=[validators.min_len(1), validators.deep_iterable(validators.in_(_MODES))],
     )
     normalize: bool = True
-    use_activation: bool = True
-    dimensions: int | None = None
+    use_activation: bool | None = None
+    activation: str | None = field(
+        default=None, validator=validators.optional(validators.in_(_ACTIVATIONS))
+    )
+    dimensions: int | None = field(
+        default=None, validator=validators.optional(validators.instance_of(int))
+    )
     multi_label: bool = False
+    logit_mean: float = field(default=0.0, converter=float)
+    logit_sigma: float = field(default=1.0, converter=float)
+    step_tag_id: int | None = None
+    returned_token_ids: tuple[int, ...] | None = field(default=None, converter=_ids)
+    contrast: bool = False
+    tok_pooling_type: str | None = field(
+        default=None, validator=validators.optional(validators.in_(("ALL", "STEP")))
+    )
+    task: str = "embed"
+
+    def __attrs_post_init__(self) -> None:
+        if "ALL" in self.pooling_type and len(self.pooling_type) > 1:
+            raise ValueError("pooling_type: ALL stands alone")
+        if not self.logit_sigma:
+            raise ValueError("logit_sigma: must not be 0")
+        if self.tok_pooling_type == "STEP" and self.step_tag_id is None:
+            raise ValueError("tok_pooling_type: STEP needs step_tag_id")
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any]) -> PoolerConfig:
+        """Raises ConfigError naming the key."""
+        given = {_ALIASES.get(key, key): value for key, value in table.items()}
+        if (scale := given.pop("logit_scale", None)) is not None:
+            given["logit_sigma"] = 1 / scale if scale else 0.0
+        if given.get("pooling_type") == "STEP":
+            given["tok_pooling_type"] = given.pop("pooling_type")
+        known = {f.name for f in fields(cls)}
+        for key in given:
+            if key not in known and key not in _ELSEWHERE:
+                raise ConfigError("pooler_config", f"{key!r} is not one of {', '.join(known)}")
+        own = {key: value for key, value in given.items() if key in known and value is not None}
+        try:
+            return cls(**own)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ConfigError("pooler_config", str(error.args[0])) from error
+
+    def scores(self, logits: torch.Tensor, wanted: bool | None) -> torch.Tensor:
+        """logits: [n, outputs] -> [n, classes]; wanted: whether a request asks for activation."""
+        if self.contrast:
+            logits = logits[:, 1:] - logits[:, :1]
+        logits = (logits - self.logit_mean) / self.logit_sigma
+        used = self.use_activation if wanted is None else wanted
+        alone = self.multi_label or logits.shape[-1] == 1
+        name = self.activation or ("sigmoid" if alone else "softmax")
+        return logits if used is False else _ACTIVATIONS[name](logits)
 
 
 @define(eq=False)
@@ -51,42 +128,88 @@ class _Row:
     """What has been seen of a row whose prompt may come in several steps."""
 
     params: PoolingParams
-    parts: list[torch.Tensor] = field(factory=list)
+    prompt: np.ndarray
+    first: torch.Tensor | None = None
+    last: torch.Tensor | None = None
+    high: torch.Tensor | None = None
     total: torch.Tensor | None = None
-    tokens: int = 0
-    dtype: torch.dtype = torch.float32
+    weighted: torch.Tensor | None = None
+    parts: list[torch.Tensor] = field(factory=list)
+    seen: int = 0
+
+    def feed(self, hidden: torch.Tensor, modes: Sequence[str]) -> None:
+        """hidden: [tokens, hidden], the next tokens of the row."""
+        start, self.seen = self.seen, self.seen + len(hidden)
+        left_out = max(self.params.pool_from - start, 0)
+        start, hidden = start + left_out, hidden[left_out:]
+        if not len(hidden):
+            return
+        if self.first is None:
+            self.first = hidden[:1].clone()
+        self.last = hidden[-1:].clone()
+        if "ALL" in modes:
+            self.parts.append(hidden.clone())
+        if "MAX" in modes:
+            parts = [hidden] if self.high is None else [self.high, hidden]
+            self.high = torch.cat(parts).amax(0, keepdim=True)
+        if "MEAN" in modes or "MEAN_SQRT_LEN" in modes:
+            self.total = _sum(self.total, hidden.double())
+        if "WEIGHTED_MEAN" in modes:
+            ranks = torch.arange(start + 1, self.seen + 1, device=hidden.device)
+            self.weighted = _sum(self.weighted, hidden.double() * ranks[:, None])
+
+    def pooled(self, modes: Sequence[str]) -> torch.Tensor:
+        """[1, modes * hidden], or [tokens, hidden] of all."""
+        if self.first is None or self.last is None:
+            raise ValueError("no token is left to pool after the prompt")
+        if "ALL" in modes:
+            return torch.cat(self.parts)
+        return torch.cat([self._pooled(mode) for mode in modes], dim=-1).to(self.first.dtype)
+
+    def _pooled(self, mode: str) -> torch.Tensor:
+        start, end = min(self.params.pool_from, self.seen), self.seen
+        count = end - start
+        plain: dict[str, Any] = {"CLS": self.first, "LAST": self.last, "MAX": self.high}
+        sums: dict[str, tuple[Any, float]] = {
+            "MEAN": (self.total, count),
+            "MEAN_SQRT_LEN": (self.total, count**0.5),
+            "WEIGHTED_MEAN": (self.weighted, count * (start + 1 + end) / 2),
+        }
+        if mode in plain:
+            return plain[mode]  # type: ignore[no-any-return]
+        total, weight = sums[mode]
+        return total / weight  # type: ignore[no-any-return]
+
+
+def _sum(before: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
+    """Token by token, so that the result is the same for every way of cutting the prompt."""
+    start = torch.zeros_like(values[:1]) if before is None else before
+    return torch.cat([start, values]).cumsum(dim=0)[-1:]
 
 
 class Pooler:
     """Collects hidden states by row and makes the result at the row's last token.
 
-    head: the model's `logits`, [n, hidden] -> [n, classes]. dense: layers that a text's vector
-    passes before it is cut and normalised.
+    head: the model's `logits`, [n, hidden] -> [n, classes]. layers: those that a vector passes
+    before it is cut and normalised.
     """
 
-    def __init__(self, config: PoolerConfig, head: Layer, dense: Sequence[Layer] = ()) -> None:
+    def __init__(self, config: PoolerConfig, head: Layer, layers: Sequence[Layer] = ()) -> None:
         self.config = config
         self.head = head
-        self.dense = tuple(dense)
+        self.layers = tuple(layers)
         self._rows: dict[int, _Row] = {}
 
-    @classmethod
-    def from_table(
-        cls, table: Mapping[str, Any] | None, head: Layer, dense: Sequence[Layer] = ()
-    ) -> Pooler:
-        """A pooler from the table of `--pooler-config`. Raises ConfigError naming the key."""
-        known = {f.name for f in fields(PoolerConfig)}
-        for key in table or {}:
-            if key not in known:
-                raise ConfigError("pooler_config", f"{key!r} is not one of {', '.join(known)}")
-        try:
-            return cls(PoolerConfig(**(table or {})), head, dense)
-        except (ValueError, AttributeError) as error:
-            raise ConfigError("pooler_config", f"pooling_type: {error.args[0]}") from error
+    def width(self, hidden: torch.Tensor) -> int:
+        """How wide embeddings are, by the hidden state of one token: [1, hidden]."""
+        vector = hidden.repeat(1, len(self._modes(PoolingParams(task=self.config.task))))
+        for layer in self.layers:
+            vector = layer(vector)
+        return vector.shape[-1]
 
-    def admit(self, row: int, params: PoolingParams) -> None:
-        """A pooling row starts, from its first token."""
-        self._rows[row] = _Row(params)
+    def admit(self, row: int, params: PoolingParams, prompt: np.ndarray) -> None:
+        """A pooling row starts, from its first token. prompt: [tokens] int64."""
+        self._rows[row] = _Row(params, prompt)
 
     def release(self, row: int) -> None:
         """The row is gone; unknown rows are ignored."""
@@ -95,52 +218,57 @@ class Pooler:
     def feed(self, row: int, hidden: torch.Tensor) -> None:
         """hidden: [tokens, hidden], the next tokens of the row."""
         state = self._rows[row]
-        kind = self._kind(state.params)
-        if kind == "ALL":
-            state.parts.append(hidden.clone())
-        elif kind == "MEAN":
-            # A running sum keeps the result the same for every way of cutting the prompt.
-            state.dtype = hidden.dtype
-            start = torch.zeros_like(hidden[:1], dtype=torch.float64)
-            before = start if state.total is None else state.total
-            state.total = torch.cat([before, hidden.double()]).cumsum(dim=0)[-1:]
-        elif kind == "MAX":
-            state.parts = [torch.cat([*state.parts, hidden]).amax(0, keepdim=True)]
-        elif kind == "LAST":
-            state.parts = [hidden[-1:].clone()]
-        elif not state.parts:
-            state.parts = [hidden[:1].clone()]
-        state.tokens += len(hidden)
+        state.feed(hidden, self._modes(state.params))
 
-    def finish(self, row: int) -> np.ndarray:
-        """[vector] fp32, or [tokens, vector] for the tasks that give one per token."""
-        state = self._rows[row]
-        if state.total is None:
-            pooled = torch.cat(state.parts)
+    def finish(self, rows: Sequence[int]) -> dict[int, np.ndarray]:
+        """By row: [vector] fp32, or [tokens, vector] for the tasks that give one per token."""
+        pooled = {row: self._pooled(self._rows[row]) for row in rows}
+        single = [row for row in rows if self._task(row) in _HEADED - _PER_TOKEN]
+        if single:
+            sizes = [len(pooled[row]) for row in single]
+            logits = self._logits(torch.cat([pooled[row] for row in single]))
+            pooled |= zip(single, torch.split(logits, sizes), strict=True)
+        return {row: self._result(row, vectors) for row, vectors in pooled.items()}
+
+    def _result(self, row: int, pooled: torch.Tensor) -> np.ndarray:
+        params = self._rows[row].params
+        if params.task in _HEADED:
+            logits = self._logits(pooled) if params.task in _PER_TOKEN else pooled
+            pooled = self.config.scores(logits, params.use_activation)
         else:
-            pooled = (state.total / state.tokens).to(state.dtype)
-        headed = state.params.task in _HEADED
-        pooled = self._scores(pooled, state.params) if headed else self._embed(pooled, state.params)
+            pooled = self._embed(pooled, params)
         result = pooled.float().cpu().numpy()
-        vector: np.ndarray = result if self._kind(state.params) == "ALL" else result[0]
+        vector: np.ndarray = result if "ALL" in self._modes(params) else result[0]
         return vector
 
-    def _kind(self, params: PoolingParams) -> str:
-        return "ALL" if params.task in _PER_TOKEN else self.config.pooling_type
+    def _task(self, row: int) -> str:
+        return self._rows[row].params.task
+
+    def _modes(self, params: PoolingParams) -> tuple[str, ...]:
+        return ("ALL",) if params.task in _PER_TOKEN else self.config.pooling_type
+
+    def _pooled(self, state: _Row) -> torch.Tensor:
+        pooled = state.pooled(self._modes(state.params))
+        step, rated = self.config.step_tag_id, state.params.task in _HEADED & _PER_TOKEN
+        if step is None or not rated or self.config.tok_pooling_type == "ALL":
+            return pooled
+        places = np.flatnonzero(state.prompt == step)
+        return pooled[torch.from_numpy(places).to(pooled.device)]
+
+    def _logits(self, pooled: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] -> [n, outputs] fp32, of a wide head only what is wanted."""
+        columns = self.config.returned_token_ids
+        if columns is None:
+            return self.head(pooled).float()
+        wanted = list(columns)
+        parts = [self.head(part).float()[:, wanted] for part in torch.split(pooled, _SLICE)]
+        return torch.cat(parts)
 
     def _embed(self, pooled: torch.Tensor, params: PoolingParams) -> torch.Tensor:
         """Matryoshka embeddings (arXiv 2205.13147) are cut first and then normalised."""
-        dimensions = params.dimensions or self.config.dimensions
-        for layer in self.dense if params.task == "embed" else ():
+        for layer in self.layers if params.task == self.config.task else ():
             pooled = layer(pooled)
-        pooled = pooled.float()[:, :dimensions]
-        normalize = self.config.normalize if params.normalize is None else params.normalize
+        pooled = pooled.float()[:, : params.dimensions or self.config.dimensions]
+        wishes = (params.normalize, params.use_activation, self.config.use_activation)
+        normalize = next((wish for wish in wishes if wish is not None), self.config.normalize)
         return torch.nn.functional.normalize(pooled, dim=-1) if normalize else pooled
-
-    def _scores(self, pooled: torch.Tensor, params: PoolingParams) -> torch.Tensor:
-        scores = self.head(pooled).float()
-        wants = params.use_activation
-        if not (self.config.use_activation if wants is None else wants):
-            return scores
-        alone = self.config.multi_label or scores.shape[-1] == 1
-        return scores.sigmoid() if alone else scores.softmax(dim=-1)

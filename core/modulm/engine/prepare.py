@@ -15,6 +15,7 @@ from modulm.engine.beam import BeamSearch, BeamSearchParams
 from modulm.engine.info import EngineInfo
 from modulm.engine.outputs import Position, RequestOutput
 from modulm.engine.requests import Finish, Reason, Request
+from modulm.engine.texts import Job, Texts
 from modulm.engine.validate import bad_word_ids, check, check_pooling, check_prompt, truncated
 from modulm.errors import EngineError, RequestError
 
@@ -127,6 +128,7 @@ class Preparer:
         self.tokenizer = tokenizer
         ends = (*(tokenizer.stop_ids if tokenizer else ()), *info.eos)
         self.eos = tuple(dict.fromkeys(ends))
+        self.texts = Texts(info, tokenizer)
         self._processors = tuple(processors)
         self._random = np.random.default_rng([info.config.model.seed, stream])
 
@@ -191,6 +193,28 @@ class Preparer:
         self, prompt: PromptLike, truncate: int | None = None, room: int = 1
     ) -> tuple[str | None, list[int], str | None]:
         """(text, token ids, cache salt) of a prompt in any of its forms."""
+        text, ids, salt = self._given(prompt)
+        ids = self._encode(text) if ids is None else ids
+        most, vocabulary = self.info.max_model_len, self.info.vocabulary
+        kept = truncated(list(ids), truncate, most, room)
+        check_prompt(kept, vocabulary=vocabulary, max_model_len=most, room=room)
+        return text, [int(token) for token in kept], salt
+
+    def job(self, prompt: PromptLike, params: PoolingParams) -> Job:
+        """What to ask of the engine to pool a prompt. Raises RequestError."""
+        text, ids, _ = self._given(prompt)
+        if ids is None:
+            if not isinstance(text, str):
+                raise RequestError("prompt must be text, token ids, or a table of them", "prompt")
+            ids, params = self.texts.read(text, params)
+        limit = self.texts.limit(params)
+        if limit is not None and params.truncation_side == "left":
+            return self.texts.split(list(ids)[max(len(ids) - limit, 0) :], params)
+        return self.texts.split(list(ids)[:limit], params)
+
+    @staticmethod
+    def _given(prompt: PromptLike) -> tuple[Any, Any, str | None]:
+        """(text, token ids, cache salt) as they were given, ids or None."""
         salt = None
         text: Any = None
         ids: Any = None
@@ -202,14 +226,10 @@ class Preparer:
             text = prompt
         else:
             ids = prompt
-        if ids is None:
-            ids = self._encode(text)
-        if isinstance(ids, str | bytes) or not isinstance(ids, Sequence | np.ndarray):
+        listed = isinstance(ids, Sequence | np.ndarray) and not isinstance(ids, str | bytes)
+        if ids is not None and not listed:
             raise RequestError("prompt must be text, token ids, or a table of them", "prompt")
-        most, vocabulary = self.info.max_model_len, self.info.vocabulary
-        kept = truncated(list(ids), truncate, most, room)
-        check_prompt(kept, vocabulary=vocabulary, max_model_len=most, room=room)
-        return text, [int(token) for token in kept], salt
+        return text, ids, salt
 
     def _encode(self, text: Any) -> list[int]:
         if not isinstance(text, str):
@@ -273,7 +293,10 @@ class Preparer:
             tasks=self.info.tasks,
             hidden=self.info.hidden,
             max_model_len=self.info.max_model_len,
+            offered=self.info.texts.dimensions,
         )
+        if params.pool_from >= len(ids):
+            raise RequestError("no token of the text is left after its prompt", "prompt")
         answer = self._answer(text, ids, params, request_id, 1)
         request = Request(
             id=request_id, prompt=ids, params=params, arrival=answer.arrival, **common

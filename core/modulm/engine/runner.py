@@ -18,7 +18,7 @@ from modulm.contracts.sampling import PoolingParams
 from modulm.engine.batch import BatchBuilder, GroupPlanner, alone
 from modulm.engine.caches import Sizing, allocate, cache_budget, share_out
 from modulm.engine.logits import Processors, processor_classes
-from modulm.engine.pooling import Pooler
+from modulm.engine.pooling import Pooler, PoolerConfig
 from modulm.engine.sampler import Sampled, Sampler
 from modulm.errors import EngineError
 from modulm.plugins import manager
@@ -79,7 +79,8 @@ class Runner:
             mode=config.model.logprobs_mode,
             processors=build_processors(config, loaded.vocabulary, platform.device),
         )
-        self.pooler = Pooler.from_table(loaded.pooling, self._logits, loaded.dense)
+        pooling = PoolerConfig.from_table(loaded.pooling)
+        self.pooler = Pooler(pooling, self._logits, loaded.layers)
         self._invariant = config.model.batch_invariant
         # What looks both ways, or keeps nothing between steps, cannot go token by token.
         self._whole = not all(_forward_only(group) for group in loaded.groups or (None,))
@@ -135,8 +136,8 @@ class Runner:
         return torch.cat([self.model.logits(row) for row in rows])
 
     @torch.inference_mode()
-    def check(self) -> None:
-        """Run one token through the model, into the null block.
+    def check(self) -> int:
+        """Run one token through the model, into the null block; how wide embeddings are.
 
         Raises EngineError if its logits are not finite, so that broken weights end the start and
         not the first request.
@@ -158,6 +159,7 @@ class Runner:
                 "the model gives no finite logits: its weights are broken or the dtype is too "
                 "narrow for them (try --dtype float32)"
             )
+        return self.pooler.width(hidden)
 
     def _change_rows(self, plan: Plan) -> None:
         for row in plan.release:
@@ -179,7 +181,7 @@ class Runner:
         params = start.params
         if isinstance(params, PoolingParams):
             self._pooling[start.row] = params.second_text
-            self.pooler.admit(start.row, params)
+            self.pooler.admit(start.row, params, start.prompt)
             return
         if params.prompt_logprobs is not None:
             self._prompts[start.row] = (start.prompt, params.prompt_logprobs)
@@ -256,13 +258,12 @@ class Runner:
         return torch.from_numpy(types).to(self.device)
 
     def _pool(self, plan: Plan, ends: np.ndarray, hidden: torch.Tensor) -> dict[int, np.ndarray]:
-        pooled = {}
+        finished = []
         for i, row in enumerate(plan.rows.tolist()):
             if row in self._pooling:
                 self.pooler.feed(row, hidden[ends[i] - plan.counts[i] : ends[i]])
-                if plan.samples[i]:
-                    pooled[row] = self.pooler.finish(row)
-        return pooled
+                finished += [row] if plan.samples[i] else []
+        return self.pooler.finish(finished)
 
 
 def _forward_only(group: CacheGroup | None) -> bool:

@@ -134,11 +134,17 @@ def truncated(
 
 
 def check_pooling(
-    params: PoolingParams, *, tasks: Collection[str], hidden: int, max_model_len: int
+    params: PoolingParams,
+    *,
+    tasks: Collection[str],
+    hidden: int,
+    max_model_len: int,
+    offered: Collection[int] = (),
 ) -> None:
     """Raise RequestError for a pooling request that the model cannot serve.
 
-    tasks: what the model is for; hidden: width of its vectors.
+    tasks: what the model is for; hidden: width of its vectors; offered: widths they may be cut
+    to, if not all.
     """
     if params.task not in tasks:
         raise RequestError(
@@ -149,6 +155,11 @@ def check_pooling(
         words = _integer(params.dimensions, 1, hidden)
         if words:
             raise RequestError(f"dimensions {words}", "dimensions")
+        if offered and params.dimensions not in (*offered, hidden):
+            sizes = ", ".join(map(str, sorted(offered)))
+            raise RequestError(f"dimensions must be one of {sizes}, of this model", "dimensions")
+    if params.truncation_side not in (None, "left", "right"):
+        raise RequestError("truncation_side must be left or right", "truncation_side")
     for name in ("normalize", "use_activation"):
         if getattr(params, name) not in (None, True, False):
             raise RequestError(f"{name} must be true or false", name)

@@ -16,6 +16,7 @@ import numpy as np
 import modulm.errors
 from modulm.config import EngineConfig
 from modulm.contracts.executor import RowLogprobs
+from modulm.contracts.pooling import TextRules
 from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams, StructuredOutputs
 from modulm.engine.info import EngineInfo
 from modulm.engine.requests import Finish, Media, Request, Start, StepEvents, StepStats
@@ -222,7 +223,8 @@ def pack_info(info: EngineInfo) -> dict[str, Any]:
     table = attrs.asdict(info, recurse=False)
     description = dict(info.description)
     description["decisions"] = as_data(description.get("decisions", ()))
-    return table | {"config": pack_config(info.config), "description": description}
+    texts = attrs.asdict(info.texts)
+    return table | {"config": pack_config(info.config), "description": description, "texts": texts}
 
 
 def unpack_info(table: Mapping[str, Any]) -> EngineInfo:
@@ -233,7 +235,9 @@ def unpack_info(table: Mapping[str, Any]) -> EngineInfo:
         for found in described["decisions"]
     )
     config = unpack_config(table["config"])
-    return EngineInfo(**{**table, **lists, "config": config, "description": described})
+    texts = TextRules(**table["texts"])
+    made = {**lists, "config": config, "description": described, "texts": texts}
+    return EngineInfo(**{**table, **made})
 
 
 def pack_plugins(plugins: PluginSet) -> list[Any]:

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from modulm.loading.checkpoint import Checkpoint, open_checkpoint
+    from modulm.loading.checkpoint import Checkpoint, open_checkpoint, pooling_recipe
     from modulm.loading.groups import CacheGroup
     from modulm.loading.model import Loaded, explain_model, load_model
     from modulm.nn.names import Rewrite, WeightNames
@@ -23,6 +23,7 @@ __all__ = [
     "explain_model",
     "load_model",
     "open_checkpoint",
+    "pooling_recipe",
 ]
 
 _HOMES = {
@@ -34,6 +35,7 @@ _HOMES = {
     "explain_model": "modulm.loading.model",
     "load_model": "modulm.loading.model",
     "open_checkpoint": "modulm.loading.checkpoint",
+    "pooling_recipe": "modulm.loading.checkpoint",
 }
 
 

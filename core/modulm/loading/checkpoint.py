@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
+from modulm.contracts.pooling import PoolingRecipe
 from modulm.contracts.quantization import CheckpointInfo
 from modulm.errors import CheckpointError, PluginNotFound
 from modulm.loading.hub import download, is_hub_id
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from modulm.config import EngineConfig
     from modulm.plugins.manager import PluginManager
 
-__all__ = ["Checkpoint", "open_checkpoint"]
+__all__ = ["Checkpoint", "open_checkpoint", "pooling_recipe"]
 
 
 @frozen
@@ -67,6 +68,16 @@ def open_checkpoint(config: EngineConfig) -> Checkpoint:
         architecture=architectures[0],
         info=_info(path, table),
     )
+
+
+def pooling_recipe(
+    config: EngineConfig, checkpoint: Checkpoint, plugins: PluginManager
+) -> PoolingRecipe:
+    """What plugins read of pooling in its files; an empty recipe if nobody finds anything."""
+    if config.model.runner == "generate":
+        return PoolingRecipe()
+    found = plugins.hook.modulm_pooling(checkpoint=checkpoint, config=config)
+    return found if isinstance(found, PoolingRecipe) else PoolingRecipe()
 
 
 def _locate(config: EngineConfig, plugins: PluginManager) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,7 +12,8 @@ from attrs import evolve, field, frozen
 from modulm.contracts.attention import AttentionBackend, AttentionSpec
 from modulm.contracts.quantization import LinearSpec, QuantizationMethod
 from modulm.errors import UnsupportedError
-from modulm.loading.pooling import conversion, convert
+from modulm.loading.checkpoint import pooling_recipe
+from modulm.loading.pooling import conversion, convert, pooling_settings
 from modulm.ops import OpTable, bind
 from modulm.plugins import defaults
 from modulm.plugins.explain import Decision, Verdict
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from modulm.contracts.loader import WeightLoader
     from modulm.contracts.model import Model
     from modulm.contracts.platform import Platform
+    from modulm.contracts.pooling import PoolingRecipe
     from modulm.loading.checkpoint import Checkpoint
     from modulm.plugins.manager import PluginManager
 
@@ -36,7 +39,7 @@ PLAIN = "none"
 _OWN = ("auto", "modulm", "vllm")
 
 
-@frozen(eq=False)
+@frozen(eq=False, slots=False)
 class Choices:
     """Chooses drivers for one load and remembers why (`decisions`)."""
 
@@ -46,6 +49,11 @@ class Choices:
     plugins: PluginManager
     decisions: list[Decision] = field(factory=list)
     backends: dict[AttentionSpec, AttentionBackend] = field(factory=dict)
+
+    @cached_property
+    def recipe(self) -> PoolingRecipe:
+        """What the checkpoint's files say of pooling."""
+        return pooling_recipe(self.config, self.checkpoint, self.plugins)
 
     def model(self) -> type[Model]:
         """The driver class of the checkpoint's architecture.
@@ -68,13 +76,15 @@ class Choices:
                 self.decisions.append(Decision("model", (Verdict(name),), name, reason))
                 driver: type[Model] = self.plugins.load("models", name)
                 return driver
-        found = conversion(self.config, names, {d.name for d in self.plugins.names("models")})
+        installed = {d.name for d in self.plugins.names("models")}
+        found = conversion(self.config, names, installed, self.recipe)
         if found is not None:
             base, kind = found
             chosen = self._keep(
                 defaults.choose_model(self.plugins, (base,), self.checkpoint.config)
             )
-            return convert(chosen, kind, self.checkpoint.config)
+            settings = pooling_settings(self.config, self.recipe)
+            return convert(chosen, kind, self.checkpoint.config, settings)
         return self._keep(defaults.choose_model(self.plugins, names, self.checkpoint.config))
 
     def ops(self, dtype: str) -> OpTable:

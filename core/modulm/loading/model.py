@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +12,7 @@ from attrs import field, frozen
 from modulm.errors import CheckpointError, ConfigError, UnsupportedError
 from modulm.loading.choices import Choices
 from modulm.loading.groups import CacheGroup, group_caches
-from modulm.loading.pooling import pooling_table, pooling_tasks
-from modulm.loading.sentence import Dense, dense_layers
+from modulm.loading.pooling import pooling_settings, pooling_table, pooling_tasks
 from modulm.loading.weights import WeightPlan, fill, plan_weights, wanted, weight_bytes
 from modulm.nn.builder import Builder, Shared
 from modulm.nn.config import read_config
@@ -54,7 +53,7 @@ class Loaded:
 
     `vocabulary` is the width of the logits; `weight_bytes` what the weights took before
     repacking; `tasks` what requests may ask for; `pooling` how, by names of `--pooler-config`;
-    `dense` the layers that a pooled vector passes.
+    `layers` those that a pooled vector passes.
     """
 
     model: Model
@@ -67,7 +66,7 @@ class Loaded:
     weight_bytes: int
     tasks: tuple[str, ...] = ("generate",)
     pooling: Mapping[str, Any] = field(factory=dict)
-    dense: tuple[Dense, ...] = ()
+    layers: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
 
 
 def load_model(
@@ -91,6 +90,8 @@ def load_model(
     if plan is not None:
         fill(plan, built.loader, device=platform.device, progress=config.load.use_tqdm_on_load)
     plugins.hook.modulm_model_loaded(model=built.model, config=config)
+    recipe = built.choices.recipe
+    settings = pooling_settings(config, recipe)
     return Loaded(
         model=built.model,
         groups=groups,
@@ -100,9 +101,9 @@ def load_model(
         max_model_len=built.shared.max_length,
         ops=built.ops,
         weight_bytes=size,
-        tasks=pooling_tasks(config, checkpoint, built.model),
-        pooling=pooling_table(config, checkpoint, built.model),
-        dense=dense_layers(checkpoint.path, plugins, platform.device),
+        tasks=pooling_tasks(config, checkpoint, built.model, settings),
+        pooling=pooling_table(checkpoint, built.model, settings),
+        layers=recipe.layers(platform.device),
     )
 
 

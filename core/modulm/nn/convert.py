@@ -14,14 +14,19 @@ from modulm.errors import UnsupportedError
 from modulm.nn.decoder import DecoderForCausalLM
 from modulm.nn.names import WeightNames
 
-__all__ = ["as_classifier", "as_embedder", "as_reward"]
+__all__ = ["as_classifier", "as_embedder", "as_is", "as_reward"]
+
+
+def as_is(driver: type[Any], tasks: tuple[str, ...]) -> type[Model]:
+    """`driver` with its head, whose logits of some tokens are what is asked for."""
+    return type(driver.__name__, (driver,), {"tasks": tasks})
 
 
 def as_embedder(driver: type[Any]) -> type[Model]:
     """`driver` without its head. Its checkpoint may hold the bare decoder (`...Model`)."""
     tasks = ("embed", "token_embed")
     if not issubclass(driver, DecoderForCausalLM):
-        return type(driver.__name__, (driver,), {"tasks": tasks})
+        return as_is(driver, tasks)
 
     def make_head(self: Any, config: Any, b: Any) -> Module:
         return Identity()
@@ -43,7 +48,7 @@ def as_classifier(driver: type[Any], classes: int) -> type[Model]:
         head: Module = b.linear("score", config.hidden_size, classes, split=False)
         return head
 
-    return _scored(driver, ("classify",), make_head)
+    return _scored(driver, ("classify", "token_classify"), make_head)
 
 
 def as_reward(driver: type[Any], rewards: int, *, deep: bool) -> type[Model]:

@@ -18,6 +18,7 @@ from modulm.plugins.declaration import Check, Choice, Declaration, Proposal
 if TYPE_CHECKING:
     from modulm.contracts.attention import AttentionSpec
     from modulm.contracts.platform import Platform, Probe
+    from modulm.contracts.pooling import PoolingRecipe
     from modulm.contracts.quantization import CheckpointInfo
     from modulm.contracts.sampling import LogitsProcessor, PoolingParams, SamplingParams
 
@@ -43,6 +44,7 @@ __all__ = [
     "modulm_models",
     "modulm_parsers",
     "modulm_platforms",
+    "modulm_pooling",
     "modulm_quantization",
     "modulm_report_header",
     "modulm_request_admitted",
@@ -137,6 +139,16 @@ def modulm_choose_parser(kind: str, checkpoint: CheckpointInfo) -> Choice | None
     `kind` is "tool_parsers" or "reasoning_parsers", `checkpoint` the model's `CheckpointInfo`.
     First result. Asked once per served model and
     kind, when the flag is not given; with no answer there is no parser.
+    """
+
+
+@hookspec(firstresult=True)
+def modulm_pooling(checkpoint: Any, config: Any) -> PoolingRecipe | None:
+    """Read what a checkpoint's files say of pooling, in the format of one library or another.
+
+    `checkpoint` is the opened `modulm.loading.Checkpoint` (its folder in `path`, config.json in
+    `config`), `config` the EngineConfig. First result. Asked when an engine starts, unless
+    `--runner generate` is given; read no weights here. Raising stops the start.
     """
 
 

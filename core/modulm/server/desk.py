@@ -168,10 +168,11 @@ class Desk:
         counted = _renaming(self._counted(source), fields or {})
         return await Running.start(self._watched(name, counted, streamed))
 
-    async def encode(self, prompt: Prompt, params: PoolingParams) -> Any:
+    async def encode(self, prompt: Prompt, params: PoolingParams, priority: int = 0) -> Any:
         """The pooled output of a prompt (PoolingRequestOutput)."""
         self.check_open()
-        source = self.engine.encode({"prompt_token_ids": list(prompt.ids)}, params, uuid4().hex)
+        given = {"prompt_token_ids": list(prompt.ids)}
+        source = self.engine.encode(given, params, uuid4().hex, priority=priority)
         async with aclosing(self._counted(source)) as outputs:
             found = [output async for output in outputs]
         if not found:

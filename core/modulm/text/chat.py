@@ -64,7 +64,7 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 #: Stands inside of what would be a special token; private letters that nobody writes.
 _SEAM = "\ue002\ue003"
 #: Roles whose text comes from outside of the application that made the request.
-_STRANGERS = frozenset({"user", "tool", "function"})
+_STRANGERS = frozenset({"user", "tool", "function", "query", "document"})
 #: Stands at the end of the message that is to be continued. Whether its space survives tells
 #: whether the template trims messages.
 _MARK = "\ue000the-text-goes-on-here\ue001 "

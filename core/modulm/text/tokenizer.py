@@ -41,10 +41,9 @@ class _Codec(ABC):
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
 
     @abstractmethod
-    def encode_pair(self, first: str, second: str) -> list[int]: ...
-
-    @abstractmethod
-    def pair_types(self, first: str, second: str) -> list[int]: ...
+    def fit(
+        self, texts: Sequence[str], special: bool, limit: int | None, side: str
+    ) -> tuple[list[int], list[int]]: ...
 
     @abstractmethod
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
@@ -72,13 +71,20 @@ class _RustCodec(_Codec):
         ids: list[int] = self.core.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    def encode_pair(self, first: str, second: str) -> list[int]:
-        ids: list[int] = self.core.encode(first, second).ids
-        return ids
-
-    def pair_types(self, first: str, second: str) -> list[int]:
-        types: list[int] = self.core.encode(first, second).type_ids
-        return types
+    def fit(
+        self, texts: Sequence[str], special: bool, limit: int | None, side: str
+    ) -> tuple[list[int], list[int]]:
+        second = texts[1] if len(texts) > 1 else None
+        found = self.core.encode(texts[0], second, add_special_tokens=special)
+        if limit is not None and len(found.ids) > limit:
+            added = self.core.num_special_tokens_to_add(second is not None) if special else 0
+            parts = [self.core.encode(text, add_special_tokens=False) for text in texts]
+            shares = _shares([len(part.ids) for part in parts], limit - added)
+            for part, share in zip(parts, shares, strict=True):
+                part.truncate(share, direction=side)
+            cut = parts[1] if second is not None else None
+            found = self.core.post_process(parts[0], cut, special)
+        return found.ids, found.type_ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return self.core.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -107,11 +113,19 @@ class _PythonCodec(_Codec):
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
 
-    def encode_pair(self, first: str, second: str) -> list[int]:
-        return list(self._hf.encode(first, second))
-
-    def pair_types(self, first: str, second: str) -> list[int]:
-        return list(self._hf(first, second, return_token_type_ids=True)["token_type_ids"])
+    def fit(
+        self, texts: Sequence[str], special: bool, limit: int | None, side: str
+    ) -> tuple[list[int], list[int]]:
+        made = {"add_special_tokens": special, "return_token_type_ids": True}
+        found = self._hf(*texts, **made)
+        if limit is not None and len(found["input_ids"]) > limit:
+            added = self._hf.num_special_tokens_to_add(len(texts) > 1) if special else 0
+            parts = [self.encode(text, False) for text in texts]
+            shares = _shares([len(part) for part in parts], limit - added)
+            cuts = zip(parts, shares, strict=True)
+            kept = [p[:n] if side == "right" else p[max(len(p) - n, 0) :] for p, n in cuts]
+            found = self._hf.prepare_for_model(*kept, **made)
+        return list(found["input_ids"]), list(found["token_type_ids"])
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return str(
@@ -137,6 +151,16 @@ class _PythonCodec(_Codec):
 
     def special_ids(self) -> frozenset[int]:
         return frozenset(self._hf.all_special_ids)
+
+
+def _shares(lengths: Sequence[int], room: int) -> list[int]:
+    """How many tokens of each text are kept, so that the longer of two is cut first."""
+    room = max(room, 0)
+    if len(lengths) == 1 or sum(lengths) <= room:
+        return [min(length, room) for length in lengths]
+    short = min(*lengths, room // 2)
+    first = short if lengths[0] <= lengths[1] else room - short
+    return [first, room - first]
 
 
 @frozen(eq=False, slots=False)
@@ -193,14 +217,20 @@ class Tokenizer:
         """Ids of `text`; special tokens that are written out in it become their ids."""
         return self._codec.encode(text, add_special_tokens)
 
-    def encode_pair(self, first: str, second: str) -> list[int]:
-        """Ids of two texts that a model is to compare, with the special tokens between them."""
-        return self._codec.encode_pair(first, second)
+    def fit(
+        self,
+        *texts: str,
+        add_special_tokens: bool = True,
+        limit: int | None = None,
+        side: str = "right",
+    ) -> tuple[list[int], int | None]:
+        """Ids of a text, or of two that a model is to compare, in at most `limit` tokens.
 
-    def second_start(self, first: str, second: str) -> int | None:
-        """Where the second text begins in `encode_pair`'s ids, by token types; None without."""
-        types = self._codec.pair_types(first, second)
-        return types.index(1) if 1 in types else None
+        The texts are cut at their right or left `side`, the longer of two first, and special
+        tokens stay. With the ids comes where the second text begins, by token types; else None.
+        """
+        ids, types = self._codec.fit(texts, add_special_tokens, limit, side)
+        return ids, types.index(1) if 1 in types else None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; what is not UTF-8 becomes U+FFFD."""

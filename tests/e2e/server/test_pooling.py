@@ -72,7 +72,7 @@ def test_a_model_that_scores_pairs_gets_pairs(ranker: Live) -> None:
     with ranker.client() as client:
         answer = client.post("/score", json={"text_1": "a", "text_2": "b"})
     assert answer.status_code == 200
-    expected = ranker.engine.tokenizer.encode_pair("a", "b")
+    expected, _ = ranker.engine.tokenizer.fit("a", "b")
     assert answer.json()["usage"]["prompt_tokens"] == len(expected)
 
 

@@ -61,7 +61,7 @@ def test_pairs_are_scored_with_their_token_types(ranker: Path) -> None:
         outputs = llm.score("What is it?", ["It is a cat.", "No"], use_tqdm=False)
         raw = PoolingParams(use_activation=False)
         (plain,) = llm.score("What is it?", "No", pooling_params=raw, use_tqdm=False)
-        second = llm.get_tokenizer().second_start("What is it?", "No")
+        second = llm.get_tokenizer().fit("What is it?", "No")[1]
     name = "BertForSequenceClassification"
     ids = outputs[1].prompt_token_ids
     types = torch.tensor([[int(place >= (second or 99)) for place in range(len(ids))]])

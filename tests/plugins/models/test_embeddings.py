@@ -73,13 +73,47 @@ def test_score_is_the_cosine(llm: modulm.LLM, expected: np.ndarray) -> None:
     assert scores == pytest.approx((expected @ expected[0]).tolist(), abs=1e-5)
 
 
-def test_a_text_fills_the_whole_context_but_no_more(llm: modulm.LLM) -> None:
-    (output,) = llm.embed([[7] * 512], use_tqdm=False)
+def test_a_text_fills_what_the_model_was_trained_for_but_no_more(llm: modulm.LLM) -> None:
+    """sentence_bert_config.json says 256 of the 512 positions."""
+    (output,) = llm.embed([[7] * 256], use_tqdm=False)
     assert len(output.outputs.embedding) == 384
-    with pytest.raises(RequestError, match="513 tokens and the model takes 512 at once"):
-        llm.embed([[7] * 513], use_tqdm=False)
+    with pytest.raises(RequestError, match="257 tokens and the model takes 256 at once"):
+        llm.embed([[7] * 257], use_tqdm=False)
     (cut,) = llm.embed([[7] * 600], PoolingParams(truncate_prompt_tokens=-1), use_tqdm=False)
     assert cut.outputs.embedding == pytest.approx(output.outputs.embedding, abs=1e-6)
+
+
+def test_a_cut_text_keeps_its_special_tokens(llm: modulm.LLM, folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = "memory is divided into blocks " * 80
+    for limit in (256, 9):
+        params = PoolingParams(truncate_prompt_tokens=-1 if limit == 256 else limit)
+        (output,) = llm.embed(text, params, use_tqdm=False)
+        expected = tokenizer(text, truncation=True, max_length=limit)["input_ids"]
+        assert output.prompt_token_ids == expected
+    left = PoolingParams(truncate_prompt_tokens=5, truncation_side="left")
+    (output,) = llm.embed(text, left, use_tqdm=False)
+    assert output.prompt_token_ids == [101, *tokenizer.encode("divided into blocks")[1:]]
+
+
+def test_the_whole_context_and_long_texts_in_parts(folder: Path) -> None:
+    """The vector of a long text is the mean of its parts', weighted by their lengths."""
+    flags = {"device": "cpu", "dtype": "float32"}
+    chunked = {"enable_chunked_processing": True, "max_embed_len": 700}
+    with modulm.LLM(str(folder), max_model_len=512, pooler_config=chunked, **flags) as llm:
+        ids = [7, 99, 300] * 200
+        plain = PoolingParams(normalize=False)
+        (whole,) = llm.embed([ids], use_tqdm=False)
+        parts = llm.embed([ids[:512], ids[512:]], plain, use_tqdm=False)
+        with pytest.raises(RequestError, match="max_embed_len is 700"):
+            llm.embed([[7] * 701], use_tqdm=False)
+    first, second = (np.array(part.outputs.embedding) for part in parts)
+    expected = 512 * first + 88 * second
+    expected /= np.linalg.norm(expected)
+    assert whole.prompt_token_ids == ids
+    assert np.abs(np.array(whole.outputs.embedding) - expected).max() < 1e-6
 
 
 def test_an_encoder_does_not_generate(llm: modulm.LLM) -> None:

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from modulm.config import EngineConfig
 from modulm.contracts.executor import Plan, RowStart
 from modulm.contracts.sampling import PoolingParams, SamplingParams
+from modulm.engine.pooling import Pooler, PoolerConfig
 from modulm.engine.runner import Runner
 from modulm.errors import EngineError
 from modulm.loading import load_model, open_checkpoint
@@ -247,18 +248,36 @@ def test_broken_weights_are_seen_at_the_start(folder) -> None:
         runner.check()
 
 
-@pytest.mark.parametrize("kind", ["last", "cls", "mean", "all"])
-def test_pooling_gives_the_same_for_every_way_of_cutting(folder, oracle, kind) -> None:
+def pooled(hidden: torch.Tensor, kind: str) -> torch.Tensor:
+    """hidden: [tokens, hidden]; the definitions, on everything at once."""
+    return {
+        "last": hidden[-1],
+        "cls": hidden[0],
+        "mean": hidden.mean(0),
+        "max": hidden.amax(0),
+        "all": hidden,
+        "mean_sqrt_len": hidden.sum(0) / len(hidden) ** 0.5,
+    }[kind]
+
+
+@pytest.mark.parametrize(
+    "kind", ["last", "cls", "mean", "max", "all", "mean_sqrt_len", "weighted_mean", "cls+max"]
+)
+@pytest.mark.parametrize("skipped", [0, 12])
+def test_pooling_gives_the_same_for_every_way_of_cutting(folder, oracle, kind, skipped) -> None:
     runner = new_runner(folder)
-    runner.pooler = type(runner.pooler).from_table(
-        {"pooling_type": kind, "normalize": False}, runner.model.logits
-    )
+    config = PoolerConfig.from_table({"pooling_type": kind, "normalize": False})
+    runner.pooler = Pooler(config, runner.model.logits)
     with torch.no_grad():
         hidden = oracle.model(torch.tensor([PROMPTS[2]])).last_hidden_state[0]
-    expected = {"last": hidden[-1], "cls": hidden[0], "mean": hidden.mean(0), "all": hidden}[kind]
+    if kind == "weighted_mean":
+        ranks = torch.arange(1, len(hidden) + 1)[skipped:, None]
+        expected = (hidden[skipped:] * ranks).sum(0) / ranks.sum()
+    else:
+        expected = torch.cat([pooled(hidden[skipped:], part) for part in kind.split("+")])
     for chunks in ([40], [1, 30, 9]):
         rows = Rows(runner)
-        rows.admit(4, PROMPTS[2], PoolingParams())
+        rows.admit(4, PROMPTS[2], PoolingParams(pool_from=skipped))
         rows.admit(1, PROMPTS[1])
         for chunk in chunks:
             result = rows.step({4: chunk, **({1: 1} if chunk != 30 else {})})

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from modulm import LLM, EngineConfig, SamplingParams
+from modulm.contracts.pooling import PoolingRecipe, TextRules
 from modulm.contracts.sampling import LogitsProcessor
 from modulm.errors import ConfigError, EngineDead, EngineError
 from modulm.plugins import Check, Choice, Declaration, PluginManager, hookimpl
@@ -66,6 +67,18 @@ class Watcher:
     def modulm_choose_parser(self, kind: str, checkpoint: Any) -> Choice | None:
         self.note("choose_parser", kind=kind, checkpoint=checkpoint)
         return Choice("hermes", "watched") if kind == "tool_parsers" else None
+
+    @hookimpl
+    def modulm_pooling(self, checkpoint: Any, config: Any) -> PoolingRecipe:
+        self.note("pooling", checkpoint=checkpoint, config=config)
+        texts = TextRules(prompts={"query": "query: "}, default_prompt="query")
+        return PoolingRecipe(
+            kind="embed",
+            settings={"pooling_type": "MEAN", "normalize": False},
+            layers=lambda device: (lambda x: 2 * x[:, :3],),
+            max_length=16,
+            texts=texts,
+        )
 
     @hookimpl
     def modulm_config_final(self, config: Any) -> None:
@@ -139,7 +152,8 @@ def watcher() -> Iterator[Watcher]:
 
 
 def test_one_answer_from_end_to_end(watcher: Watcher, checkpoint: Path) -> None:
-    with LLM(str(checkpoint), device="cpu", disable_frontend_multiprocessing=True) as llm:
+    flags = {"device": "cpu", "disable_frontend_multiprocessing": True, "runner": "generate"}
+    with LLM(str(checkpoint), **flags) as llm:
         llm.generate(["Hello"], SamplingParams(max_tokens=3, ignore_eos=True))
     order = [name for name in dict.fromkeys(watcher.names()) if not name.startswith("choose_")]
     assert order == [
@@ -161,13 +175,36 @@ def test_one_answer_from_end_to_end(watcher: Watcher, checkpoint: Path) -> None:
     assert watcher.first("logits_steps")["vocabulary"] == 512
 
 
+def test_a_recipe_for_pooling(watcher: Watcher, checkpoint: Path) -> None:
+    flags = {"device": "cpu", "dtype": "float32"}
+    with LLM(str(checkpoint), **flags) as llm:
+        (doubled,) = llm.embed("Hello", use_tqdm=False)
+        ids = llm.get_tokenizer().encode("query: Hello")
+        assert llm.info.max_model_len == 16
+    with LLM(str(checkpoint), pooler_config={"task": "token_embed"}, **flags) as llm:
+        assert llm.info.tasks == ("token_embed",)
+        (tokens,) = llm.encode([ids], use_tqdm=False)
+    assert doubled.prompt_token_ids == ids
+    assert watcher.first("pooling")["checkpoint"].path == checkpoint
+    vectors = tokens.outputs.data
+    assert vectors.shape == (len(ids), 3)
+    assert doubled.outputs.embedding == pytest.approx(vectors.mean(0).tolist(), abs=1e-4)
+
+
+def test_who_asks_for_text_gets_no_recipe(watcher: Watcher, checkpoint: Path) -> None:
+    with LLM(str(checkpoint), device="cpu", runner="generate") as llm:
+        assert llm.info.tasks == ("generate",)
+    assert "pooling" not in watcher.names()
+
+
 def test_failure(watcher: Watcher, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from modulm.engine.runner import Runner
 
     def fail(self: Any, plan: Any) -> Any:
         raise EngineDead("the device is gone")
 
-    with LLM(str(checkpoint), device="cpu", disable_frontend_multiprocessing=True) as llm:
+    flags = {"device": "cpu", "disable_frontend_multiprocessing": True, "runner": "generate"}
+    with LLM(str(checkpoint), **flags) as llm:
         monkeypatch.setattr(Runner, "run", fail)
         with suppress(EngineError):
             llm.generate(["Hello"], SamplingParams(max_tokens=3))

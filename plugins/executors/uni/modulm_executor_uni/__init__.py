@@ -35,6 +35,7 @@ class UniExecutor(Executor):
         self._config: Any = None
         self._worker: ThreadPoolExecutor | None = None
         self._description: dict[str, Any] = {}
+        self._width = 0
 
     def start(self, config: Any) -> Capacity:
         from modulm.config.binding import binding_of
@@ -51,7 +52,8 @@ class UniExecutor(Executor):
         self._description = {
             "dtype": loaded.dtype,
             "tasks": loaded.tasks,
-            "width": loaded.dense[-1].weight.shape[0] if loaded.dense else None,
+            "width": self._width,
+            "pooling": dict(loaded.pooling),
             "platform": platform.name,
             "device": platform.describe(),
             "weight_bytes": loaded.weight_bytes,
@@ -70,7 +72,7 @@ class UniExecutor(Executor):
             checkpoint = open_checkpoint(self._config)
             loaded = load_model(self._config, checkpoint, platform, manager.current())
         runner = Runner(self._config, loaded, platform, sizing)
-        runner.check()
+        self._width = runner.check()
         self._loaded, self._runner = loaded, runner
         return loaded, runner
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -11,29 +10,35 @@ from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
-from attrs import evolve
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from modulm.contracts.route import RouteFamily
 from modulm.contracts.sampling import PoolingParams
-from modulm.engine.pairs import pair
+from modulm.engine.texts import Texts
 from modulm.errors import RequestError
-from modulm.server.desk import ChatOptions, Prompt
-from modulm.server.sampling import LIMITS
+from modulm.server.desk import Prompt
 from modulm.server.sse import until_gone
 from modulm.server.wire import bad_field, json_response, read, takes
+from modulm_route_pooling.cohere import answer, question, refuse_images
+from modulm_route_pooling.prompts import Part, pairs_of, prompts_of, text_of
 from modulm_route_pooling.schema import (
     ClassifyRequest,
+    CohereEmbedRequest,
     EmbedRequest,
     PoolRequest,
     RerankRequest,
     ScoreRequest,
 )
+from modulm_route_pooling.vectors import bytes_response, is_binary, shown
 
 __all__ = ["Pooling"]
+
+#: Tasks whose vectors are embeddings, or of which scores can be made.
+_PAIRS = ("score", "embed", "token_embed")
 
 
 class Pooling(RouteFamily):
@@ -44,120 +49,104 @@ class Pooling(RouteFamily):
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["Pooling"])
-        router.add_api_route(
-            "/v1/embeddings", self.embed, methods=["POST"], openapi_extra=takes(EmbedRequest)
+        routes = (
+            (self.embed, EmbedRequest, ("/v1/embeddings",)),
+            (self.cohere_embed, CohereEmbedRequest, ("/v2/embed",)),
+            (self.pool, PoolRequest, ("/pooling",)),
+            (self.classify, ClassifyRequest, ("/classify",)),
+            (self.score, ScoreRequest, ("/score", "/v1/score")),
+            (self.rerank, RerankRequest, ("/rerank", "/v1/rerank", "/v2/rerank")),
         )
-        router.add_api_route(
-            "/pooling", self.pool, methods=["POST"], openapi_extra=takes(PoolRequest)
-        )
-        router.add_api_route(
-            "/classify", self.classify, methods=["POST"], openapi_extra=takes(ClassifyRequest)
-        )
-        for path in ("/score", "/v1/score"):
-            router.add_api_route(
-                path, self.score, methods=["POST"], openapi_extra=takes(ScoreRequest)
-            )
-        for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
-            router.add_api_route(
-                path, self.rerank, methods=["POST"], openapi_extra=takes(RerankRequest)
-            )
+        for function, schema, paths in routes:
+            for path in paths:
+                extra = takes(schema)
+                router.add_api_route(path, function, methods=["POST"], openapi_extra=extra)
         return router
 
     async def embed(self, request: Request) -> Response:
         """One vector per text."""
         body = await read(request, EmbedRequest)
         model = self._model(body.model, ("embed",))
-        prompts = await self._prompts(body)
-        params = PoolingParams(
-            task="embed",
-            dimensions=body.dimensions,
-            normalize=body.normalize,
-            truncate_prompt_tokens=body.truncate_prompt_tokens,
-        )
-        outputs = await until_gone(self._run(prompts, params), request.receive)
-        data = [
-            {"object": "embedding", "index": index, "embedding": _shown(output, body)}
-            for index, output in enumerate(outputs)
-        ]
-        return json_response({**_head("embd", model), "data": data, "usage": _usage(outputs)})
+        outputs = await self._vectors(request, body, "embed")
+        return _vectors("embd", "embedding", "embedding", model, outputs, body)
+
+    async def cohere_embed(self, request: Request) -> Response:
+        """The same in Cohere's shape."""
+        body = await read(request, CohereEmbedRequest)
+        refuse_images(body)
+        self._model(body.model, ("embed",))
+        asked = question(body, self.context.engine.info.max_model_len)
+        outputs = await self._vectors(request, asked, "embed")
+        texts = [text_of("inputs", given) for given in asked.input]
+        vectors = [np.asarray(output.outputs.data) for output in outputs]
+        return json_response(answer(body, texts, vectors, _usage(outputs)["prompt_tokens"]))
 
     async def pool(self, request: Request) -> Response:
         """The model's vectors as they are."""
         body = await read(request, PoolRequest)
         tasks = [task for task in self.context.engine.info.tasks if task != "generate"]
         model = self._model(body.model, (body.task,) if body.task else tuple(tasks) or ("pool",))
-        params = PoolingParams(
-            task=body.task or tasks[0],
-            dimensions=body.dimensions,
-            normalize=body.normalize,
-            use_activation=body.use_activation,
-            truncate_prompt_tokens=body.truncate_prompt_tokens,
-        )
-        outputs = await until_gone(self._run(await self._prompts(body), params), request.receive)
-        data = [
-            {"object": "pooling", "index": index, "data": _shown(output, body)}
-            for index, output in enumerate(outputs)
-        ]
-        return json_response({**_head("pool", model), "data": data, "usage": _usage(outputs)})
+        outputs = await self._vectors(request, body, body.task or tasks[0])
+        return _vectors("pool", "pooling", "data", model, outputs, body)
 
     async def classify(self, request: Request) -> Response:
         """The probability of each class."""
         body = await read(request, ClassifyRequest)
         model = self._model(body.model, ("classify",))
-        params = PoolingParams(
-            task="classify",
-            use_activation=body.use_activation,
-            truncate_prompt_tokens=body.truncate_prompt_tokens,
-        )
-        outputs = await until_gone(self._run(await self._prompts(body), params), request.receive)
+        outputs = await self._pooled(request, body, _params(body, task="classify"))
         data = []
         for index, output in enumerate(outputs):
             probs = np.asarray(output.outputs.data).ravel()
             best = self._labels.get(str(int(probs.argmax())))
-            shown = {"probs": probs.tolist(), "num_classes": len(probs)}
-            data.append({"index": index, "label": best, **shown})
-        return json_response({**_head("classify", model), "data": data, "usage": _usage(outputs)})
+            numbers = {"probs": probs.tolist(), "num_classes": len(probs)}
+            data.append({"index": index, "label": best, **numbers})
+        return json_response(
+            {**_head("classify", model, body), "data": data, "usage": _usage(outputs)}
+        )
 
     async def score(self, request: Request) -> Response:
         """How well texts go together."""
         body = await read(request, ScoreRequest)
-        model = self._model(body.model, ("score", "embed"))
-        left, right = _pairs(body)
-        scores, outputs = await until_gone(self._scores(left, right, body), request.receive)
+        model = self._model(body.model, _PAIRS)
+        left, right = pairs_of(self._texts, body)
+        scores, usage = await until_gone(self._scores(left, right, body), request.receive)
         data = [
             {"index": index, "object": "score", "score": score}
             for index, score in enumerate(scores)
         ]
-        return json_response({**_head("score", model), "data": data, "usage": _usage(outputs)})
+        return json_response({**_head("score", model, body), "data": data, "usage": usage})
 
     async def rerank(self, request: Request) -> Response:
         """Documents, the best for a query first."""
         body = await read(request, RerankRequest)
-        model = self._model(body.model, ("score", "embed"))
-        documents = [_document(index, given) for index, given in enumerate(body.documents)]
-        scores, outputs = await until_gone(
-            self._scores([body.query] * len(documents), documents, body), request.receive
-        )
+        model = self._model(body.model, _PAIRS)
+        left, right = pairs_of(self._texts, body)
+        scores, usage = await until_gone(self._scores(left, right, body), request.receive)
         order = sorted(range(len(scores)), key=lambda place: -scores[place])
-        results = [
-            {"index": i, "relevance_score": scores[i], "document": {"text": documents[i]}}
-            for i in order[: body.top_n or len(order)]
+        results: list[dict[str, Any]] = [
+            {"index": i, "relevance_score": scores[i]} for i in order[: body.top_n or len(order)]
         ]
-        if body.return_documents is False:
+        if body.return_documents is not False:
             for result in results:
-                del result["document"]
-        head = _head("rerank", model)
-        return json_response({**head, "results": results, "usage": _usage(outputs)})
+                given = body.documents[result["index"]]
+                result["document"] = {"text": text_of("documents", given)}
+        return json_response({**_head("rerank", model, body), "results": results, "usage": usage})
 
     # How it is done.
 
     @cached_property
     def _labels(self) -> Mapping[str, str]:
-        """The names of the classes by their numbers, as config.json has them."""
-        file = Path(self.context.engine.info.path) / "config.json"
+        """The names of the classes by their numbers, as config.json or --hf-overrides has them."""
+        info = self.context.engine.info
+        file = Path(info.path) / "config.json"
         table = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        named: Mapping[str, str] = table.get("id2label") or {}
+        named: Mapping[str, str] = {**table, **info.config.model.hf_overrides}.get("id2label") or {}
         return named
+
+    @property
+    def _texts(self) -> Texts:
+        engine = self.context.engine
+        return Texts(engine.info, engine.tokenizer, self.context.desk.template)
 
     def _model(self, name: Any, tasks: Sequence[str]) -> str:
         """The served model, if it is for one of the tasks. Raises ApiError(400) naming `model`."""
@@ -173,34 +162,22 @@ class Pooling(RouteFamily):
             )
         return model
 
-    async def _prompts(self, body: EmbedRequest | ClassifyRequest) -> list[Prompt]:
-        special = body.add_special_tokens is not False
-        messages = body.messages if isinstance(body, EmbedRequest) else None
-        if messages is not None:
-            options = ChatOptions(add_generation_prompt=False)
-            return [await self.context.desk.from_messages(messages, options)]
-        given = body.input
-        many = given if isinstance(given, list) and not _is_ids(given) else [given]
-        if not 0 < len(many) <= LIMITS.prompts:
-            raise bad_field("input", f"input: 1 to {LIMITS.prompts} texts")
-        if not all(isinstance(one, str) or _is_ids(one) for one in many):
-            raise bad_field("input", "input: text, a list of token ids, or a list of either")
-        return [
-            await self.context.desk.tokenize(one, special)
-            if isinstance(one, str)
-            else Prompt(tuple(one))
-            for one in many
-        ]
+    async def _vectors(self, request: Request, body: EmbedRequest, task: str) -> list[Any]:
+        wishes = {"dimensions": body.dimensions, "normalize": body.normalize}
+        return await self._pooled(request, body, _params(body, task=task, **wishes))
 
-    async def _run(
-        self, prompts: Sequence[Prompt], params: PoolingParams | Sequence[PoolingParams]
+    async def _pooled(
+        self, request: Request, body: EmbedRequest | ClassifyRequest, params: PoolingParams
     ) -> list[Any]:
+        parts = await prompts_of(self.context.desk, self._texts, body, params)
+        outputs: list[Any] = await until_gone(self._run(parts, body.priority or 0), request.receive)
+        return outputs
+
+    async def _run(self, parts: Sequence[Part], priority: int = 0) -> list[Any]:
         """All prompts at once; the first failure ends the others."""
-        each = [params] * len(prompts) if isinstance(params, PoolingParams) else params
         encode = self.context.desk.encode
         tasks = [
-            asyncio.ensure_future(encode(prompt, own))
-            for prompt, own in zip(prompts, each, strict=True)
+            asyncio.ensure_future(encode(Prompt(tuple(ids)), own, priority)) for ids, own in parts
         ]
         try:
             return list(await asyncio.gather(*tasks))
@@ -216,79 +193,47 @@ class Pooling(RouteFamily):
 
     async def _scores(
         self, left: Sequence[str], right: Sequence[str], body: ScoreRequest | RerankRequest
-    ) -> tuple[list[float], list[Any]]:
-        """One score per pair: the model's own, else the cosine of two embeddings."""
-        desk = self.context.desk
-        if "score" in self.context.engine.info.tasks:
-            params = PoolingParams(
-                task="score",
-                use_activation=body.use_activation,
-                truncate_prompt_tokens=body.truncate_prompt_tokens,
-            )
-            pairs = [pair(desk.tokenizer, a, b) for a, b in zip(left, right, strict=True)]
-            outputs = await self._run(
-                [Prompt(tuple(ids)) for ids, _ in pairs],
-                [evolve(params, second_text=start) for _, start in pairs],
-            )
-            return [float(np.asarray(o.outputs.data).ravel()[0]) for o in outputs], outputs
-        params = PoolingParams(
-            task="embed", normalize=True, truncate_prompt_tokens=body.truncate_prompt_tokens
-        )
-        distinct = list(dict.fromkeys([*left, *right]))
-        outputs = await self._run([await desk.tokenize(text) for text in distinct], params)
-        vectors = {
-            text: _unit(output.outputs.data) for text, output in zip(distinct, outputs, strict=True)
-        }
-        pairs_of = zip(left, right, strict=True)
-        return [float(vectors[a] @ vectors[b]) for a, b in pairs_of], outputs
+    ) -> tuple[list[float], dict[str, int]]:
+        """One score per pair, and what was computed for them."""
+        wanted = {"variables": body.chat_template_kwargs}
+        pairs = self._texts.pairs
+        job = await asyncio.to_thread(pairs, left, right, _params(body), **wanted)
+        outputs = await self._run(job.parts, body.priority or 0)
+        usage = _usage(outputs)
+        return [output.outputs.score for output in job.join(outputs)], usage
 
 
-def _unit(vector: Any) -> Any:
-    flat = np.asarray(vector, dtype=np.float64).ravel()
-    return flat / max(float(np.linalg.norm(flat)), 1e-12)
+def _params(body: Any, **own: Any) -> PoolingParams:
+    """What every route takes of a body, and a route's own parameters."""
+    return PoolingParams(
+        use_activation=body.use_activation,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side,
+        prompt_name=body.prompt_name,
+        **own,
+    )
 
 
-def _pairs(body: ScoreRequest) -> tuple[list[str], list[str]]:
-    left = [body.text_1] if isinstance(body.text_1, str) else body.text_1
-    right = [body.text_2] if isinstance(body.text_2, str) else body.text_2
-    for name, texts in (("text_1", left), ("text_2", right)):
-        if not 0 < len(texts) <= LIMITS.prompts:
-            raise bad_field(name, f"{name}: 1 to {LIMITS.prompts} texts")
-    if len(left) == 1:
-        left = left * len(right)
-    if len(left) != len(right):
-        raise bad_field("text_2", f"text_2: {len(left)} texts are needed, one for each of text_1")
-    return left, right
+def _vectors(
+    prefix: str, noun: str, key: str, model: str, outputs: Sequence[Any], body: EmbedRequest
+) -> Response:
+    """Vectors in the form that was asked for; `key` names them in JSON."""
+    head, usage = _head(prefix, model, body), _usage(outputs)
+    vectors = [np.asarray(output.outputs.data, dtype=np.float32) for output in outputs]
+    if is_binary(body):
+        return bytes_response(vectors, body, {**head, "usage": usage})
+    data = [
+        {"object": noun, "index": index, key: shown(vector, body)}
+        for index, vector in enumerate(vectors)
+    ]
+    return json_response({**head, "data": data, "usage": usage})
 
 
-def _document(index: int, given: Any) -> str:
-    text = given.get("text") if isinstance(given, dict) else given
-    if not isinstance(text, str):
-        raise bad_field("documents", f"documents[{index}]: text, or an object with text")
-    return text
-
-
-def _shown(output: Any, body: EmbedRequest) -> Any:
-    """A vector as numbers, or as the base64 of its 32-bit floats."""
-    data = np.asarray(output.outputs.data, dtype="<f4")
-    if body.encoding_format == "base64":
-        return base64.b64encode(data.tobytes()).decode()
-    return data.tolist()
-
-
-def _head(prefix: str, model: str) -> dict[str, Any]:
-    created = int(time.time())
-    return {"id": f"{prefix}-{created}", "object": "list", "created": created, "model": model}
+def _head(prefix: str, model: str, body: Any) -> dict[str, Any]:
+    name = f"{prefix}-{body.request_id or uuid4().hex}"
+    return {"id": name, "object": "list", "created": int(time.time()), "model": model}
 
 
 def _usage(outputs: Sequence[Any]) -> dict[str, int]:
     tokens = sum(len(output.prompt_token_ids) for output in outputs)
     return {"prompt_tokens": tokens, "total_tokens": tokens}
-
-
-def _is_ids(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
-    )

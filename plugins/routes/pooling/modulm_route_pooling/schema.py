@@ -8,24 +8,47 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from modulm.server.sampling import LIMITS
 
-__all__ = ["ClassifyRequest", "EmbedRequest", "PoolRequest", "RerankRequest", "ScoreRequest"]
+__all__ = [
+    "ClassifyRequest",
+    "CohereEmbedRequest",
+    "EmbedRequest",
+    "PoolRequest",
+    "RerankRequest",
+    "ScoreRequest",
+]
+
+Count = Annotated[int, Meta(ge=0)]
 
 
 class _Common(Struct, kw_only=True):
     model: str | UnsetType = UNSET
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
-    add_special_tokens: bool | None = None
-    user: Annotated[str, Meta(max_length=LIMITS.metadata_value)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
     use_activation: bool | None = None
+    prompt_name: Annotated[str, Meta(max_length=LIMITS.name)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    request_id: Annotated[str, Meta(max_length=LIMITS.name)] | None = None
+    user: Annotated[str, Meta(max_length=LIMITS.metadata_value)] | None = None
 
 
-class EmbedRequest(_Common, kw_only=True):
-    """`POST /v1/embeddings`: `input` in any form that prompts have, or messages."""
+class _Texts(_Common, kw_only=True):
+    """Text, token ids, lists of either, or messages that make one prompt."""
 
     input: Any = None
     messages: Annotated[list[dict[str, Any]], Meta(max_length=LIMITS.messages)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class EmbedRequest(_Texts, kw_only=True):
+    """`POST /v1/embeddings`."""
+
     dimensions: Annotated[int, Meta(ge=1)] | None = None
-    encoding_format: Literal["float", "base64"] | None = None
+    encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = None
+    embed_dtype: Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"] = "float32"
+    endianness: Literal["native", "little", "big"] = "native"
     normalize: bool | None = None
 
 
@@ -35,23 +58,47 @@ class PoolRequest(EmbedRequest, kw_only=True):
     task: str | None = None
 
 
-class ClassifyRequest(_Common, kw_only=True):
+class ClassifyRequest(_Texts, kw_only=True):
     """`POST /classify`."""
 
-    input: Any = None
+
+class _Pairs(_Common, kw_only=True):
+    chat_template_kwargs: dict[str, Any] | None = None
+    max_tokens_per_query: Count = 0
+    max_tokens_per_doc: Count = 0
 
 
-class ScoreRequest(_Common, kw_only=True):
-    """`POST /score`: one text with each of several, or pairs."""
+class ScoreRequest(_Pairs, kw_only=True):
+    """`POST /score`: one text with each of several, or pairs, under any of the names in use."""
 
-    text_1: str | list[str]
-    text_2: str | list[str]
+    text_1: Any = None
+    text_2: Any = None
+    data_1: Any = None
+    data_2: Any = None
+    queries: Any = None
+    documents: Any = None
+    items: Any = None
 
 
-class RerankRequest(_Common, kw_only=True):
+class RerankRequest(_Pairs, kw_only=True):
     """`POST /rerank`."""
 
-    query: str
+    query: str | dict[str, Any]
     documents: Annotated[list[Any], Meta(min_length=1, max_length=LIMITS.prompts)]
-    top_n: Annotated[int, Meta(ge=0)] | None = None
+    top_n: Count | None = None
     return_documents: bool | None = None
+
+
+class CohereEmbedRequest(Struct, kw_only=True):
+    """`POST /v2/embed`, as Cohere has it."""
+
+    model: str | UnsetType = UNSET
+    texts: Annotated[list[str], Meta(max_length=LIMITS.prompts)] | None = None
+    inputs: Annotated[list[dict[str, Any]], Meta(max_length=LIMITS.prompts)] | None = None
+    images: list[str] | None = None
+    input_type: Annotated[str, Meta(max_length=LIMITS.name)] | None = None
+    embedding_types: list[Literal["float", "base64", "binary", "ubinary"]] | None = None
+    output_dimension: Annotated[int, Meta(ge=1)] | None = None
+    truncate: Literal["END", "START", "NONE"] = "END"
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0

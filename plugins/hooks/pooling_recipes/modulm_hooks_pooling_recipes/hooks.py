@@ -1,0 +1,50 @@
+"""The hook: what a checkpoint's files say of pooling, in the formats known here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attrs import evolve
+
+from modulm.contracts.pooling import PoolingRecipe
+from modulm.plugins import hookimpl
+from modulm_hooks_pooling_recipes.classifiers import Classifier, activation, read_classifier
+from modulm_hooks_pooling_recipes.sentence import read_modules, read_sentence
+
+if TYPE_CHECKING:
+    from modulm.config import EngineConfig
+    from modulm.loading import Checkpoint
+
+__all__ = ["modulm_pooling"]
+
+
+@hookimpl(trylast=True)
+def modulm_pooling(checkpoint: Checkpoint, config: EngineConfig) -> PoolingRecipe | None:
+    """A folder of sentence-transformers, or keys of config.json that say how to pool.
+
+    Raises CheckpointError, UnsupportedError naming the file.
+    """
+    modules = read_modules(checkpoint.path)
+    recipe = read_sentence(checkpoint.path, modules) if modules else PoolingRecipe()
+    found = read_classifier(checkpoint, config, modules)
+    recipe = recipe if found is None else _with(recipe, found)
+    settings = {**recipe.settings, **_activation(checkpoint)}
+    sizes = checkpoint.config.get("matryoshka_dimensions") or ()
+    prompts = {**(checkpoint.config.get("task_instructions") or {}), **recipe.texts.prompts}
+    texts = evolve(recipe.texts, dimensions=sizes, prompts=prompts)
+    recipe = evolve(recipe, settings=settings, texts=texts)
+    return None if recipe == PoolingRecipe() else recipe
+
+
+def _with(recipe: PoolingRecipe, found: Classifier) -> PoolingRecipe:
+    texts = evolve(recipe.texts, joined=found.joined, template=found.template)
+    settings = {**recipe.settings, **found.settings}
+    return evolve(recipe, kind=found.kind or recipe.kind, settings=settings, texts=texts)
+
+
+def _activation(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The activation that a cross-encoder of sentence-transformers names in config.json."""
+    table = checkpoint.config.get("sentence_transformers")
+    named = table.get("activation_fn") if isinstance(table, dict) else None
+    named = named or checkpoint.config.get("sbert_ce_default_activation_function")
+    return {} if named is None else {"activation": activation(checkpoint, str(named))}

@@ -1,0 +1,88 @@
+"""The layers that sentence-transformers puts after pooling, in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from attrs import frozen
+from torch import Tensor
+
+from modulm.errors import CheckpointError, UnsupportedError
+from modulm.plugins import current
+from modulm.plugins.defaults import choose_loader
+from modulm_hooks_pooling_recipes.sentence import read_object
+
+__all__ = ["Dense", "Layer", "LayerNorm", "read_dense", "read_norm", "read_normalize"]
+
+#: [n, inputs] -> [n, outputs].
+Layer: TypeAlias = Callable[[Tensor], Tensor]
+
+_ACTIVATIONS: dict[str, Layer] = {
+    "Identity": lambda x: x,
+    "Tanh": torch.tanh,
+    "ReLU": torch.relu,
+    "GELU": F.gelu,
+    "SiLU": F.silu,
+    "Sigmoid": torch.sigmoid,
+}
+
+
+@frozen(eq=False)
+class Dense:
+    """linear, activation. weight: [outputs, inputs]; bias: [outputs]."""
+
+    weight: Tensor
+    bias: Tensor | None
+    act: Layer
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.act(F.linear(x.float(), self.weight, self.bias))
+
+
+@frozen(eq=False)
+class LayerNorm:
+    """weight, bias: [inputs]."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x.float(), self.weight.shape, self.weight, self.bias)
+
+
+def read_dense(folder: Path, device: torch.device) -> Dense:
+    """Raises CheckpointError, UnsupportedError naming the file."""
+    file = folder / "config.json"
+    table = read_object(file)
+    name = str(table.get("activation_function", "Tanh")).rpartition(".")[2]
+    if name not in _ACTIVATIONS or table.get("use_residual"):
+        what = "use_residual" if table.get("use_residual") else f"activation_function {name}"
+        raise UnsupportedError(f"{file}: {what}: not yet")
+    tensors = _tensors(folder, device)
+    weight = tensors.get("linear.weight")
+    shape = (table.get("out_features"), table.get("in_features"))
+    if weight is None or tuple(weight.shape) != shape:
+        raise CheckpointError(f"{folder}: linear.weight of shape {list(shape)} is needed")
+    return Dense(weight, tensors.get("linear.bias"), _ACTIVATIONS[name])
+
+
+def read_norm(folder: Path, device: torch.device) -> LayerNorm:
+    """Raises CheckpointError naming the folder."""
+    tensors = _tensors(folder, device)
+    if not {"norm.weight", "norm.bias"} <= set(tensors):
+        raise CheckpointError(f"{folder}: norm.weight and norm.bias are needed")
+    return LayerNorm(tensors["norm.weight"], tensors["norm.bias"])
+
+
+def read_normalize(folder: Path, device: torch.device) -> Layer:
+    """Normalisation that other layers follow; it has no files to read."""
+    return lambda x: F.normalize(x.float(), dim=-1)
+
+
+def _tensors(folder: Path, device: torch.device) -> dict[str, Tensor]:
+    loader = choose_loader(current(), folder, None).driver(folder)
+    return {name: tensor.to(device, torch.float32) for name, tensor in loader.read()}

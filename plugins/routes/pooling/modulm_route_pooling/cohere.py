@@ -1,0 +1,61 @@
+"""Cohere's shape of embeddings (https://docs.cohere.com/reference/embed)."""
+
+from __future__ import annotations
+
+import base64
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from modulm.server.wire import bad_field
+from modulm_route_pooling.prompts import text_of
+from modulm_route_pooling.schema import CohereEmbedRequest, EmbedRequest
+from modulm_route_pooling.vectors import bits
+
+__all__ = ["answer", "question", "refuse_images"]
+
+_ENCODINGS: dict[str, Callable[[np.ndarray], Any]] = {
+    "float": lambda vector: vector.tolist(),
+    "base64": lambda vector: base64.b64encode(vector.astype("<f4").tobytes()).decode(),
+    "binary": lambda vector: bits(vector, signed=True),
+    "ubinary": lambda vector: bits(vector, signed=False),
+}
+
+
+def refuse_images(body: CohereEmbedRequest) -> None:
+    """Raise ApiError(400) for what only models of images could embed."""
+    if body.images:
+        raise bad_field("images", "images: not yet")
+
+
+def question(body: CohereEmbedRequest, longest: int) -> EmbedRequest:
+    """What is asked in OpenAI's shape; longest: of a text, in tokens. Raises ApiError(400)."""
+    if (body.texts is None) == (body.inputs is None):
+        raise bad_field("texts", "texts: exactly one of texts and inputs is needed")
+    given = body.texts if body.texts is not None else body.inputs
+    limit = None if body.truncate == "NONE" else min(body.max_tokens or longest, longest)
+    return EmbedRequest(
+        input=[text_of("inputs", one) for one in given or []],
+        dimensions=body.output_dimension,
+        truncate_prompt_tokens=limit,
+        truncation_side="left" if body.truncate == "START" else "right",
+        prompt_name=body.input_type,
+        priority=body.priority,
+    )
+
+
+def answer(
+    body: CohereEmbedRequest, texts: Sequence[str], vectors: Sequence[np.ndarray], tokens: int
+) -> dict[str, Any]:
+    """The vectors in every type that was asked for."""
+    wanted = body.embedding_types or ["float"]
+    embeddings = {kind: [_ENCODINGS[kind](vector) for vector in vectors] for kind in wanted}
+    return {
+        "id": f"embd-{uuid.uuid4().hex}",
+        "response_type": "embeddings_by_type",
+        "embeddings": embeddings,
+        "texts": list(texts),
+        "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": tokens}},
+    }

@@ -1,0 +1,90 @@
+"""Vectors in an answer: numbers in JSON, base64 in JSON, or bytes."""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from starlette.responses import Response
+
+from modulm.server.errors import ApiError
+from modulm.server.wire import bad_field
+from modulm_route_pooling.schema import EmbedRequest
+
+__all__ = ["bits", "bytes_response", "is_binary", "shown"]
+
+#: embed_dtype -> the name that torch has for it; the others are numpy's.
+_BY_TORCH = {"bfloat16": "bfloat16", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+
+
+def is_binary(body: EmbedRequest) -> bool:
+    """Whether the answer is bytes and not JSON."""
+    return body.encoding_format in ("bytes", "bytes_only")
+
+
+def shown(vector: np.ndarray, body: EmbedRequest) -> Any:
+    """A vector in JSON: as numbers, or as the base64 of its bytes."""
+    if body.encoding_format == "base64":
+        return base64.b64encode(_packed(vector, body)).decode()
+    return vector.tolist()
+
+
+def bytes_response(
+    vectors: Sequence[np.ndarray], body: EmbedRequest, head: Mapping[str, Any]
+) -> Response:
+    """The vectors end to end; where each lies is in the header `metadata`, for "bytes".
+
+    head: what the answer in JSON would begin with.
+    """
+    parts = [_packed(vector, body) for vector in vectors]
+    if body.encoding_format == "bytes_only":
+        return Response(b"".join(parts), media_type="application/octet-stream")
+    items, start = [], 0
+    for index, (part, vector) in enumerate(zip(parts, vectors, strict=True)):
+        item = {"index": index, "embed_dtype": body.embed_dtype, "endianness": body.endianness}
+        items.append({**item, "start": start, "end": start + len(part), "shape": vector.shape})
+        start += len(part)
+    metadata = json.dumps({**head, "data": items})
+    return Response(
+        b"".join(parts), media_type="application/octet-stream", headers={"metadata": metadata}
+    )
+
+
+def bits(vector: np.ndarray, signed: bool) -> list[int]:
+    """One bit per value, 1 if it is not negative, eight in an integer; `signed` takes 128 off.
+
+    Raises ApiError(400) if their number is no multiple of eight.
+    """
+    if len(vector) % 8:
+        raise bad_field(
+            "embedding_types", f"embedding_types: {len(vector)} values are no multiple of 8"
+        )
+    packed = np.packbits(vector >= 0).astype(np.int16)
+    listed: list[int] = (packed - 128 * signed).tolist()
+    return listed
+
+
+def _packed(vector: np.ndarray, body: EmbedRequest) -> bytes:
+    order = sys.byteorder if body.endianness == "native" else body.endianness
+    values = np.ascontiguousarray(vector, dtype=np.float32)
+    if body.embed_dtype in _BY_TORCH:
+        raw = _converted(values, _BY_TORCH[body.embed_dtype])
+    else:
+        raw = values.astype(body.embed_dtype)
+    return (raw if order == sys.byteorder else raw.byteswap()).tobytes()
+
+
+def _converted(values: np.ndarray, dtype: str) -> np.ndarray:
+    """The bits of the values in a format that numpy lacks, as integers."""
+    try:
+        import torch
+    except ImportError as error:
+        raise ApiError(400, f"embed_dtype: {dtype} needs torch", param="embed_dtype") from error
+    found = torch.from_numpy(values).to(getattr(torch, dtype))
+    bits = torch.int16 if found.element_size() == 2 else torch.uint8
+    converted: np.ndarray = found.view(bits).numpy()
+    return converted
