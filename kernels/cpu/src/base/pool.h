@@ -57,21 +57,37 @@ class Span {
   alignas(64) std::atomic<uint64_t> bounds_{0};
 };
 
+// Tasks [0, tasks) in one run for each of `count()` threads: who is done with its own takes the last
+// ones of others.
+class Spans {
+ public:
+  explicit Spans(int64_t tasks) : tasks_(tasks) {
+    count_ = threads() < kMost ? threads() : kMost;
+    if (count_ > tasks) count_ = tasks;
+    for (int64_t i = 0; i < count_; i++) span_[i].set(begin(i), begin(i + 1));
+  }
+  int64_t count() const { return count_; }
+  // The first task of a thread's run; the number of tasks for the thread past the last.
+  int64_t begin(int64_t own) const { return count_ ? own * tasks_ / count_ : 0; }
+
+  template <class F>
+  void work(int64_t own, F&& f) {
+    for (int64_t i = 0; i < count_; i++)
+      for (int64_t task; (task = span_[(own + i) % count_].take(i == 0)) >= 0;) f(task);
+  }
+
+ private:
+  static constexpr int kMost = 64;
+  int64_t tasks_, count_;
+  Span span_[kMost];
+};
+
 // Like parallel, but a thread gets tasks that follow each other: for tasks that read memory in
-// one run, so that what is fetched ahead at the end of one is the beginning of the next. Who is
-// done with its own takes the last ones of others. f(task).
+// one run, so that what is fetched ahead at the end of one is the beginning of the next. f(task).
 template <class F>
 inline void parallel_near(int64_t tasks, F&& f) {
-  constexpr int kMost = 64;
-  int64_t spans = threads() < kMost ? threads() : kMost;
-  if (spans > tasks) spans = tasks;
-  Span span[kMost];
-  for (int64_t i = 0; i < spans; i++) span[i].set(i * tasks / spans, (i + 1) * tasks / spans);
-  auto work = [&](int64_t own, int) {
-    for (int64_t i = 0; i < spans; i++)
-      for (int64_t task; (task = span[(own + i) % spans].take(i == 0)) >= 0;) f(task);
-  };
-  parallel(spans, work, true);
+  Spans spans(tasks);
+  parallel(spans.count(), [&](int64_t own, int) { spans.work(own, f); }, true);
 }
 
 // Scratch memory of one worker, kept between calls and grown when needed; 64-byte aligned.

@@ -6,6 +6,7 @@
 #include "base/pool.h"
 #include "base/replay.h"
 #include "linear/decode.h"
+#include "linear/few.h"
 #include "linear/integer.h"
 #include "linear/many.h"
 #include "linear/tile.h"
@@ -97,6 +98,30 @@ void bf16_panel(const Product& p, int64_t panel, int64_t row, int64_t rows) {
   }
   deliver(p, row, rows, panel, sums);
 }
+
+#if defined(__AVX512F__)
+// One row times the panels from `panel` to `end`, two of them side by side as long as there are two
+// of full width. Returns the first panel that is left.
+int64_t bf16_row(const Product& p, int64_t panel, int64_t end) {
+  auto x = static_cast<const bf16*>(p.x);
+  auto at = [&](int64_t i) { return reinterpret_cast<const uint32_t*>(p.w.panel(i)); };
+  for (; panel + 2 <= end && p.w.width(panel + 1) == kPanel; panel += 2) {
+    float* sums = sums_of(2, kSums);
+    bool more = panel + 4 <= p.w.panels();
+    Panels<2> panels{{at(panel), at(panel + 1)},
+                     {more ? p.w.panel(panel + 2) : nullptr, more ? p.w.panel(panel + 3) : nullptr}};
+    one_row(x, panels, p.w.padded_k() / 2, sums);
+    deliver(p, 0, 1, panel, sums);
+    deliver(p, 0, 1, panel + 1, sums + kPanel);
+  }
+  for (; panel < end && p.w.width(panel) == kPanel; panel++) {
+    float* sums = sums_of(1, kSums);
+    one_row<1>(x, {{at(panel)}, {nullptr}}, p.w.padded_k() / 2, sums);
+    deliver(p, 0, 1, panel, sums);
+  }
+  return panel;
+}
+#endif
 
 #if defined(__AMX_BF16__)
 constexpr int64_t kTiledRows = 256;           // from here x is copied into tiles
@@ -290,6 +315,7 @@ int64_t rows_per_block(const Product& p) {
 int64_t panels_per_task(const Product& p) {
   if (p.rows > kFewRows) return 1;
   int64_t run = kRunBytes / p.w.bytes(p.w.padded_k(), kPanel);
+  if (p.rows == 1 && run < 2) run = 2;  // which are read side by side
   int64_t share = p.w.panels() / (4 * threads());
   int64_t count = run < share ? run : share;
   return count < 1 ? 1 : count;
@@ -302,8 +328,11 @@ void run(const Product& p) {
   auto work = [&](int64_t task) {
     int64_t first = task % runs * run, row = task / runs * block;
     int64_t rows = p.rows - row < block ? p.rows - row : block;
-    for (int64_t panel = first; panel < first + run && panel < p.w.panels(); panel++)
-      panel_product(p, panel, row, rows);
+    int64_t panel = first, end = first + run < p.w.panels() ? first + run : p.w.panels();
+#if defined(__AVX512F__)
+    if (p.rows == 1 && p.w.format == kWeightBF16) panel = bf16_row(p, panel, end);
+#endif
+    for (; panel < end; panel++) panel_product(p, panel, row, rows);
 #if defined(__AMX_BF16__)
     tiles.release();
 #endif

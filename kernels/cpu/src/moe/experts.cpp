@@ -2,10 +2,13 @@
 //
 // Two passes over (token, expert) pairs sorted by expert. In the first a task is one panel of the
 // inner columns of one expert: gate and up of the same columns are multiplied, and what the gate
-// gives goes to memory as bf16, or as fp32 where weights are fp32 or fp16. In the second a task is some panels of the result: it goes through
-// all experts in order and adds what they give in fp32. Every weight that is needed is read once
-// by one thread, whatever the number of tokens (up to large prompts), and all pairs of a small
-// step share one claim loop.
+// gives goes to memory as bf16, or as fp32 where weights are fp32 or fp16. In the second a task is
+// some panels of the result: it goes through all experts in order and adds what they give in fp32.
+// Every weight that is needed is read once by one thread, whatever the number of tokens (up to
+// large prompts). Threads go from the first pass to the second on their own: only where an expert's
+// inner columns are needed are they waited for.
+#include <sched.h>
+
 #include <atomic>
 
 #include "base/math.h"
@@ -14,6 +17,12 @@
 
 namespace modulm {
 namespace {
+
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
 
 constexpr int64_t kBlockBytes = 512 << 10;  // of a block of rows: half of a second-level cache
 constexpr int64_t kBlockUnit = 96;          // a multiple of every kBlockRows
@@ -33,6 +42,7 @@ struct Bias {
 struct Run {
   int64_t expert, first, count;
   const void* x;
+  int64_t index;  // of the run that a block belongs to
 };
 
 struct Step {
@@ -47,6 +57,7 @@ struct Step {
   int64_t run_count;
   Run* blocks;  // the runs, cut into blocks of rows
   int64_t block_count;
+  std::atomic<int64_t>* unfinished;  // [runs]: tasks of the first pass
   int32_t* token;  // [pairs], sorted by expert, then by token
   float* weight;   // [pairs]
   int64_t ldx;
@@ -103,28 +114,31 @@ float* sums_of(int64_t rows, int64_t matrices) {
       scratch(kMoeSums, matrices * rows * kPanel * int64_t(sizeof(float))));
 }
 
-// The first panel that a task of a pass reads; null past the last task.
-const uint8_t* gate_head(const Step& s, int64_t task) {
-  int64_t panels = s.gate_up.panels();
-  if (task >= s.block_count * panels) return nullptr;
-  return PanelOf(s.gate_up, s.blocks[task / panels].expert, 0, task % panels).data;
+// What a task reads first: two panels side by side, or null.
+struct Heads {
+  const uint8_t *first = nullptr, *second = nullptr;
+};
+
+Heads gate_heads(const Step& s, int64_t task) {
+  int64_t panels = s.gate_up.panels(), expert = s.blocks[task / panels].expert;
+  return {PanelOf(s.gate_up, expert, 0, task % panels).data,
+          PanelOf(s.gate_up, expert, 1, task % panels).data};
 }
-const uint8_t* down_head(const Step& s, int64_t panel) {
-  return panel < s.down.panels() ? PanelOf(s.down, s.runs[0].expert, 0, panel).data : nullptr;
+Heads down_heads(const Step& s, int64_t expert, int64_t panel) {
+  int64_t second = panel + 1 < s.down.panels() ? panel + 1 : panel;
+  return {PanelOf(s.down, expert, 0, panel).data, PanelOf(s.down, expert, 0, second).data};
 }
 
-void gate_panel(const Step& s, const Run& block, int64_t panel, const uint8_t* following) {
+void gate_panel(const Step& s, const Run& block, int64_t panel, Heads following) {
   int64_t inner = s.gate_up.n, column = panel * kPanel, stride = s.down.padded_k();
   int64_t columns = inner - column < kPanel ? inner - column : kPanel;
   float* gate = sums_of(block.count, 2);
   float* up = gate + block.count * kPanel;
-  for (int part = 0; part < 2; part++) {
-    float* sums = part ? up : gate;
-    PanelOf weight(s.gate_up, block.expert, part, panel);
-    const uint8_t* next = part ? following : PanelOf(s.gate_up, block.expert, 1, panel).data;
-    panel_sums(weight, block.x, s.ldx, block.count, sums, next);
-    add_bias(s.gate_up_bias, block.expert, part * inner + column, columns, block.count, sums);
-  }
+  two_panel_sums(PanelOf(s.gate_up, block.expert, 0, panel),
+                 PanelOf(s.gate_up, block.expert, 1, panel), block.x, s.ldx, block.count, gate,
+                 following.first, following.second);
+  add_bias(s.gate_up_bias, block.expert, column, columns, block.count, gate);
+  add_bias(s.gate_up_bias, block.expert, inner + column, columns, block.count, up);
   int64_t written = panel + 1 == s.gate_up.panels() ? stride - column : kPanel;
   with_input(s.down, [&](auto t) {
     auto inner = static_cast<decltype(t)*>(s.inner);
@@ -137,36 +151,59 @@ void gate_panel(const Step& s, const Run& block, int64_t panel, const uint8_t* f
       }
     });
   });
+  s.unfinished[block.index].fetch_sub(1, std::memory_order_release);
 }
 
-// totals[token][panels * 64] += weight * what the run's expert gives for its pairs from `first` on.
-void add_expert(const Step& s, const Run& run, int64_t first, int64_t rows, int64_t panel,
-                int64_t panels, int64_t start, float* totals, const uint8_t* following) {
-  float* sums = sums_of(rows, 1);
-  int64_t stride = s.down.padded_k(), size = panels * kPanel;
-  for (int64_t i = 0; i < panels; i++) {
-    int64_t column = (panel + i) * kPanel;
-    int64_t columns = s.down.n - column < kPanel ? s.down.n - column : kPanel;
-    PanelOf weight(s.down, run.expert, 0, panel + i);
-    panel_sums(weight, offset(s.inner, first * stride, s.down), stride, rows, sums,
-               i + 1 < panels ? weight.end() : following);
-    add_bias(s.down_bias, run.expert, column, columns, rows, sums);
-    for (int64_t r = 0; r < rows; r++) {
-      float* to = totals + (s.token[first + r] - start) * size + i * kPanel;
-      float factor = s.weight[first + r];
-      for (int c = 0; c < weight.width; c += kLanes)
-        store(to + c, load(to + c) + load(sums + r * kPanel + c) * factor);
-    }
+// Pairs of a run whose totals are made: `rows` from `first` on.
+struct Part {
+  const Run& run;
+  int64_t first, rows;
+};
+
+// Panels of the result, and the tokens of whose totals a task is in charge.
+struct Area {
+  int64_t start, tokens;
+  int64_t panel, panels;
+};
+
+// totals[token][panels * 64] += weight * the panel's sums
+void add_weighted(const Step& s, const Part& part, const Area& area, int64_t panel, float* sums,
+                  float* totals) {
+  int64_t column = panel * kPanel, left = s.down.n - column;
+  add_bias(s.down_bias, part.run.expert, column, left < kPanel ? left : kPanel, part.rows, sums);
+  int64_t size = area.panels * kPanel, width = s.down.width(panel);
+  for (int64_t r = 0; r < part.rows; r++) {
+    float* to = totals + (s.token[part.first + r] - area.start) * size +
+                (panel - area.panel) * kPanel;
+    float factor = s.weight[part.first + r];
+    for (int64_t c = 0; c < width; c += kLanes)
+      store(to + c, load(to + c) + load(sums + r * kPanel + c) * factor);
   }
 }
 
-void deliver(const Step& s, int64_t start, int64_t tokens, int64_t panel, int64_t panels,
-             const float* totals) {
-  int64_t first = panel * kPanel, size = panels * kPanel;
+void add_expert(const Step& s, const Part& part, const Area& area, float* totals,
+                Heads following) {
+  float* sums = sums_of(part.rows, 2);
+  int64_t stride = s.down.padded_k(), end = area.panel + area.panels;
+  const void* x = offset(s.inner, part.first * stride, s.down);
+  for (int64_t i = area.panel; i < end; i += 2) {
+    PanelOf weight(s.down, part.run.expert, 0, i);
+    Heads next = i + 2 < end ? down_heads(s, part.run.expert, i + 2) : following;
+    if (i + 1 < end)
+      two_panel_sums(weight, PanelOf(s.down, part.run.expert, 0, i + 1), x, stride, part.rows,
+                     sums, next.first, next.second);
+    else panel_sums(weight, x, stride, part.rows, sums, next.first);
+    for (int64_t j = i; j < end && j < i + 2; j++)
+      add_weighted(s, part, area, j, sums + (j - i) * part.rows * kPanel, totals);
+  }
+}
+
+void deliver(const Step& s, const Area& area, const float* totals) {
+  int64_t first = area.panel * kPanel, size = area.panels * kPanel;
   int64_t columns = s.down.n - first < size ? s.down.n - first : size;
   with_float(s.dtype, [&](auto t) {
-    for (int64_t r = 0; r < tokens; r++) {
-      auto to = static_cast<decltype(t)*>(s.out) + (start + r) * s.ldo + first;
+    for (int64_t r = 0; r < area.tokens; r++) {
+      auto to = static_cast<decltype(t)*>(s.out) + (area.start + r) * s.ldo + first;
       for_lanes(columns, [&](int64_t c, int n) { store_n(to + c, load(totals + r * size + c), n); });
     }
   });
@@ -177,24 +214,32 @@ int64_t rows_at_once(const Stack& s) {
   return kBlockUnit * (units < 1 ? 1 : units > 4 ? 4 : units);
 }
 
-void down_panels(const Step& s, int64_t start, int64_t tokens, int64_t panel, int64_t panels,
-                 const uint8_t* following) {
-  int64_t bytes = tokens * panels * kPanel * int64_t(sizeof(float));
+// Until all of a run's inner columns are there. Whoever works on them waits for nobody.
+void await_inner(const Step& s, int64_t run) {
+  for (int tries = 0; s.unfinished[run].load(std::memory_order_acquire); tries++) {
+    if (tries < 10000) relax();
+    else sched_yield();
+  }
+}
+
+void down_panels(const Step& s, const Area& area, const Area& following) {
+  int64_t bytes = area.tokens * area.panels * kPanel * int64_t(sizeof(float));
   auto totals = static_cast<float*>(scratch(kMoeTotals, bytes));
   std::memset(totals, 0, bytes);
-  int64_t most = rows_at_once(s.down);
+  int64_t most = rows_at_once(s.down), last = area.start + area.tokens;
   for (int64_t i = 0; i < s.run_count; i++) {
     const Run& run = s.runs[i];
     int64_t first = run.first, end = run.first + run.count;
-    while (first < end && s.token[first] < start) first++;
-    while (end > first && s.token[end - 1] >= start + tokens) end--;
-    const uint8_t* next =
-        i + 1 < s.run_count ? PanelOf(s.down, s.runs[i + 1].expert, 0, panel).data : following;
+    while (first < end && s.token[first] < area.start) first++;
+    while (end > first && s.token[end - 1] >= last) end--;
+    bool more = i + 1 < s.run_count;
+    Heads next = more ? down_heads(s, s.runs[i + 1].expert, area.panel)
+                      : down_heads(s, s.runs[0].expert, following.panel);
+    await_inner(s, i);
     for (; first < end; first += most)
-      add_expert(s, run, first, end - first < most ? end - first : most, panel, panels, start,
-                 totals, next);
+      add_expert(s, {run, first, end - first < most ? end - first : most}, area, totals, next);
   }
-  deliver(s, start, tokens, panel, panels, totals);
+  deliver(s, area, totals);
 }
 
 void leave_tiles() {
@@ -203,34 +248,43 @@ void leave_tiles() {
 #endif
 }
 
-// f(task, claimed) for every task; `claimed` counts those claimed so far and so is the number of
-// the task that this thread will most likely do next.
-template <class F>
-void claim(int64_t tasks, F&& f) {
-  std::atomic<int64_t> claimed{0};
-  parallel(tasks < threads() ? tasks : threads(), [&](int64_t, int) {
-    for (int64_t mine; (mine = claimed.fetch_add(1, std::memory_order_relaxed)) < tasks;)
-      f(mine, claimed);
-    leave_tiles();
-  });
-}
+// The tasks of the second pass. Panels run fastest.
+struct DownTasks {
+  int64_t many, columns, all, tokens;
+
+  explicit DownTasks(const Step& s) : all(s.down.panels()), tokens(s.tokens) {
+    many = tokens >= kManyTokens ? kPanelsPerTask : all >= 2 * threads() ? 2 : 1;
+    columns = div_up(all, many);
+  }
+  int64_t count() const { return columns * div_up(tokens, kTokens); }
+  Area operator[](int64_t task) const {
+    int64_t panel = task % columns * many, start = task / columns * kTokens;
+    return {start, tokens - start < kTokens ? tokens - start : kTokens, panel,
+            all - panel < many ? all - panel : many};
+  }
+};
 
 void both_passes(const Step& s) {
-  int64_t panels = s.gate_up.panels(), gates = s.block_count * panels;
+  int64_t panels = s.gate_up.panels();
+  DownTasks downs(s);
   // Panels run fastest, so that a block of rows stays cached while weights stream past it.
-  claim(gates, [&](int64_t task, const std::atomic<int64_t>& claimed) {
-    int64_t next = claimed.load(std::memory_order_relaxed);
-    const uint8_t* head = next < gates ? gate_head(s, next) : down_head(s, next - gates);
-    gate_panel(s, s.blocks[task / panels], task % panels, head);
-  });
-  int64_t many = s.tokens >= kManyTokens ? kPanelsPerTask : 1, all = s.down.panels();
-  int64_t columns = div_up(all, many);
-  claim(columns * div_up(s.tokens, kTokens), [&](int64_t task, const std::atomic<int64_t>& claimed) {
-    int64_t panel = task % columns * many, start = task / columns * kTokens;
-    int64_t tokens = s.tokens - start < kTokens ? s.tokens - start : kTokens;
-    const uint8_t* head = down_head(s, claimed.load(std::memory_order_relaxed) % columns * many);
-    down_panels(s, start, tokens, panel, all - panel < many ? all - panel : many, head);
-  });
+  Spans first(s.block_count * panels), second(downs.count());
+  int64_t workers = first.count() > second.count() ? first.count() : second.count();
+  auto work = [&](int64_t own, int) {
+    int64_t end = first.begin(own + 1), begin = second.begin(own);
+    first.work(own, [&](int64_t task) {
+      Heads next = task + 1 < end      ? gate_heads(s, task + 1)
+                   : begin < downs.count() ? down_heads(s, s.runs[0].expert, downs[begin].panel)
+                                           : Heads{};
+      gate_panel(s, s.blocks[task / panels], task % panels, next);
+    });
+    second.work(own, [&](int64_t task) {
+      int64_t next = task + 1 < downs.count() ? task + 1 : task;
+      down_panels(s, downs[task], downs[next]);
+    });
+    leave_tiles();
+  };
+  parallel(workers, work, true);
 }
 
 // Sorts pairs by expert, keeping tokens in order; false if an id is no expert's.
@@ -245,7 +299,7 @@ bool sort_pairs(Step& s, const int64_t* ids, const float* weights, int64_t top_k
   int64_t start = 0;
   s.run_count = 0;
   for (int64_t e = 0; e < experts; e++) {
-    if (counts[e]) s.runs[s.run_count++] = {e, start, counts[e], nullptr};
+    if (counts[e]) s.runs[s.run_count++] = {e, start, counts[e], nullptr, 0};
     start += counts[e];
     counts[e] = start - counts[e];
   }
@@ -296,12 +350,15 @@ void gather(Step& s, const void* x, int64_t ldx, bool direct) {
 void cut_runs(Step& s) {
   int64_t most = rows_at_once(s.gate_up);
   s.block_count = 0;
-  for (int64_t i = 0; i < s.run_count; i++)
-    for (int64_t done = 0; done < s.runs[i].count; done += most) {
-      int64_t left = s.runs[i].count - done;
-      s.blocks[s.block_count++] = {s.runs[i].expert, s.runs[i].first + done,
-                                   left < most ? left : most, offset(s.runs[i].x, done * s.ldx, s.gate_up)};
+  for (int64_t i = 0; i < s.run_count; i++) {
+    const Run& run = s.runs[i];
+    s.unfinished[i].store(div_up(run.count, most) * s.gate_up.panels(), std::memory_order_relaxed);
+    for (int64_t done = 0; done < run.count; done += most) {
+      int64_t left = run.count - done;
+      s.blocks[s.block_count++] = {run.expert, run.first + done, left < most ? left : most,
+                                   offset(run.x, done * s.ldx, s.gate_up), i};
     }
+  }
 }
 
 }  // namespace
@@ -327,14 +384,16 @@ MODULM_API int modulm_fused_experts(
                hidden,    inner,       down_group, down_format};
   int64_t pairs = tokens * top_k, most_runs = experts < pairs ? experts : pairs;
   int64_t most_blocks = most_runs + pairs / kBlockUnit;
-  int64_t bytes = (most_runs + most_blocks) * int64_t(sizeof(Run)) + pairs * 8 + experts * 8;
+  int64_t bytes = (most_runs + most_blocks) * int64_t(sizeof(Run)) + pairs * 8 +
+                  (experts + most_runs) * 8;
   auto runs = static_cast<Run*>(scratch(kPlan, bytes));
   auto counts = reinterpret_cast<int64_t*>(runs + most_runs + most_blocks);
-  auto token = reinterpret_cast<int32_t*>(counts + experts);
+  auto unfinished = reinterpret_cast<std::atomic<int64_t>*>(counts + experts);
+  auto token = reinterpret_cast<int32_t*>(unfinished + most_runs);
   auto weight = reinterpret_cast<float*>(token + pairs);
   void* inners = scratch(kInner, pairs * second.padded_k() * second.input_size());
   Step step{first, second, {gate_up_bias, 2 * inner, bias_dtype}, {down_bias, hidden, bias_dtype},
-            gate,  alpha,  limit, tokens, pairs, runs, 0, runs + most_runs, 0, token, weight,
+            gate,  alpha,  limit, tokens, pairs, runs, 0, runs + most_runs, 0, unfinished, token, weight,
             first.padded_k(), inners, out, ldo, dtype};
   if (!sort_pairs(step, ids, weights, top_k, counts)) return 1;
   gather(step, x, ldx, dtype == (first.wide() ? kF32 : kBF16) && first.padded_k() == hidden);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "base/pool.h"
+#include "linear/few.h"
 #include "linear/tile.h"
 #include "moe/decode.h"
 
@@ -60,6 +61,10 @@ inline void scale_channels(const PanelOf& p, int64_t rows, float* sums) {
 inline void streamed_sums(const PanelOf& p, const bf16* x, int64_t ldx, int rows, float* sums,
                           const uint8_t* following) {
   auto b = reinterpret_cast<const uint32_t*>(p.data);
+#if defined(__AVX512F__)
+  if (rows == 1 && p.width == kPanel)
+    return one_row<1>(x, {{b}, {following}}, p.s.padded_k() / 2, sums);
+#endif
   int64_t pairs = p.s.padded_k() / 2, start = following ? pairs - kPairsAhead : pairs;
   if (start > 0) multiply(rows, x, ldx, b, p.width, p.width, start, sums, true);
   for (int64_t k = start > 0 ? start : 0; k < pairs; k += 16) {
@@ -128,6 +133,24 @@ inline void panel_sums(const PanelOf& p, const void* x, int64_t ldx, int64_t row
     case kStackBF16: return plain_sums(p, narrow, ldx, rows, sums, following);
     default: return decoded_sums(p, narrow, ldx, rows, sums, following);
   }
+}
+
+// The same of two panels: sums[2][rows][64]. One row reads them side by side.
+inline void two_panel_sums(const PanelOf& first, const PanelOf& second, const void* x, int64_t ldx,
+                           int64_t rows, float* sums, const uint8_t* after_first,
+                           [[maybe_unused]] const uint8_t* after_second) {
+#if defined(__AVX512F__)
+  if (rows == 1 && first.s.format == kStackBF16 && first.width == kPanel &&
+      second.width == kPanel) {
+    clear_sums(sums, 2);
+    Panels<2> panels{{reinterpret_cast<const uint32_t*>(first.data),
+                      reinterpret_cast<const uint32_t*>(second.data)},
+                     {after_first, after_second}};
+    return one_row(static_cast<const bf16*>(x), panels, first.s.padded_k() / 2, sums);
+  }
+#endif
+  panel_sums(first, x, ldx, rows, sums, second.data);
+  panel_sums(second, x, ldx, rows, sums + rows * kPanel, after_first);
 }
 
 }  // namespace modulm
