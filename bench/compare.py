@@ -10,12 +10,20 @@ CHECKPOINT is a folder in bf16 (llama.cpp's conversion here knows the Qwen3 shap
     pip install llama-cpp-python gguf numpy     # llama
 
 The probe's peaks are measured before and after; what they bound is printed as a fraction.
+
+`--without-amx` holds every engine and the probe to AVX512 with bf16, as on processors without AMX:
+modulm by its kernels' level, torch and vLLM by oneDNN's own limit. llama.cpp decides when it is
+compiled, so it needs an environment of its own:
+
+    CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_VNNI=ON -DGGML_AVX512_VBMI=ON \\
+        -DGGML_AVX512_BF16=ON" pip install llama-cpp-python gguf numpy
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +40,11 @@ UNITS = {
 }
 #: How llama.cpp and a plain checkpoint at load compare; other peers have bf16 only.
 PLAIN = "bf16"
+#: The environment of every engine with --without-amx.
+WITHOUT_AMX = {
+    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
+    "MODULM_PLUGIN_CONFIG": json.dumps({"kernels": {"cpu": {"level": "avx512_bf16"}}}),
+}
 
 
 def shape(checkpoint: Path) -> dict[str, int]:
@@ -90,8 +103,11 @@ def main() -> None:
     parser.add_argument("--peer", action="append", default=[])
     parser.add_argument("--case", action="append", choices=sorted(UNITS))
     parser.add_argument("--weights", action="append")
+    parser.add_argument("--without-amx", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.without_amx:
+        os.environ.update(WITHOUT_AMX)  # before oneDNN starts here, and for the peers
     cases = options.case or list(UNITS)
     engines = {"modulm": sys.executable}
     for peer in options.peer:

@@ -115,7 +115,15 @@ def argmax(values: object, size: int) -> int:
     return int(numpy.ctypeslib.as_array(values, shape=(size,)).argmax())
 
 
+def check_amx() -> None:
+    """Raise SystemExit if AMX is ruled out and this build has it."""
+    limited = not os.environ.get("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_AMX").endswith("AMX")
+    if limited and b"AMX_INT8 = 1" in llama_cpp.llama_print_system_info():
+        raise SystemExit("this llama.cpp was built with AMX; see bench/compare.py")
+
+
 def load(checkpoint: str, weights: str) -> Engine:
+    check_amx()
     path = model_file(checkpoint, weights)
     llama_cpp.llama_log_set(_silent, ctypes.c_void_p(0))
     params = llama_cpp.llama_model_default_params()

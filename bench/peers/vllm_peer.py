@@ -1,6 +1,9 @@
 """vLLM on a CPU in a comparison (see cases.py).
 
 For its best figures no core is kept for the scheduler (`VLLM_CPU_NUM_OF_RESERVED_CPU=0`).
+
+oneDNN's own limit keeps AMX from its linears. Its attention and small products go by what torch
+says of the processor, so torch says no as well. The process that vLLM spawns runs this file, too.
 """
 
 import os
@@ -9,7 +12,11 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
 os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+import torch
 from cases import LONGEST, MOST, Engine, main
+
+if not os.environ.get("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_AMX").endswith("AMX"):
+    torch.cpu._is_amx_tile_supported = lambda: False
 
 
 def load(checkpoint: str, weights: str) -> Engine:

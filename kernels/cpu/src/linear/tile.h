@@ -4,6 +4,9 @@
 // For one (row, column) the sum runs over k in order in one fp32 accumulator, whatever the number
 // of rows, so that a row's result does not depend on the rows beside it. The sums pass through
 // memory between calls, exactly.
+//
+// Loops over rows and vectors are unrolled by pragma: GCC 12 unrolls them anyway, but too late to
+// keep the sums in registers, and would store all of them at every k.
 #pragma once
 
 #include "base/vec.h"
@@ -44,31 +47,42 @@ template <int Rows, int Vectors>
 inline void tile(const bf16* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t pairs,
                  float* sums, bool stream) {
   vf c[Rows][Vectors];
+#pragma GCC unroll 8
   for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 8
     for (int v = 0; v < Vectors; v++) c[r][v] = load(sums + r * kPanel + v * kLanes);
   for (int64_t k = 0; k < pairs; k++, b += ldb) {
     vu line[Vectors];
+#pragma GCC unroll 8
     for (int v = 0; v < Vectors; v++) {
       line[v] = load_raw<vu>(b + v * kLanes);
       if (stream) __builtin_prefetch(b + v * kLanes + kStreamAhead, 0, 2);
     }
 #if defined(__AVX512BF16__)
+#pragma GCC unroll 8
     for (int r = 0; r < Rows; r++) {
       uint32_t pair = load_raw<uint32_t>(a + r * lda + 2 * k);
+#pragma GCC unroll 8
       for (int v = 0; v < Vectors; v++) c[r][v] = pair_dot(c[r][v], line[v], pair);
     }
 #else
     vf low[Vectors], high[Vectors];
+#pragma GCC unroll 8
     for (int v = 0; v < Vectors; v++) low[v] = low_half(line[v]), high[v] = high_half(line[v]);
+#pragma GCC unroll 8
     for (int r = 0; r < Rows; r++) {
       uint32_t pair = load_raw<uint32_t>(a + r * lda + 2 * k);
       float first = low_of(pair), second = high_of(pair);
+#pragma GCC unroll 8
       for (int v = 0; v < Vectors; v++) c[r][v] += low[v] * first;
+#pragma GCC unroll 8
       for (int v = 0; v < Vectors; v++) c[r][v] += high[v] * second;
     }
 #endif
   }
+#pragma GCC unroll 8
   for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 8
     for (int v = 0; v < Vectors; v++) store(sums + r * kPanel + v * kLanes, c[r][v]);
 }
 
@@ -116,18 +130,25 @@ inline void float_tile(const float* a, int64_t lda, const T* b, int64_t ldb, int
                        float* sums, bool stream) {
   constexpr int ahead = 4096 / int(sizeof(T));
   vf c[Rows][Vectors];
+#pragma GCC unroll 8
   for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 8
     for (int v = 0; v < Vectors; v++) c[r][v] = load(sums + r * kPanel + v * kLanes);
   for (int64_t k = 0; k < ks; k++, b += ldb) {
     vf line[Vectors];
+#pragma GCC unroll 8
     for (int v = 0; v < Vectors; v++) {
       line[v] = load(b + v * kLanes);
       if (stream) __builtin_prefetch(b + v * kLanes + ahead);
     }
+#pragma GCC unroll 8
     for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 8
       for (int v = 0; v < Vectors; v++) c[r][v] = fused(line[v], a[r * lda + k], c[r][v]);
   }
+#pragma GCC unroll 8
   for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 8
     for (int v = 0; v < Vectors; v++) store(sums + r * kPanel + v * kLanes, c[r][v]);
 }
 
