@@ -1,0 +1,1 @@
+"""Text models inside checkpoints for images and sound, for modulm."""
