@@ -170,7 +170,7 @@ class Texts:
             messages,
             tokenizer=self.tokenizer,
             template=template,
-            add_generation_prompt=True,
+            add_generation_prompt=False,
             content="string",
             kwargs=variables,
         )

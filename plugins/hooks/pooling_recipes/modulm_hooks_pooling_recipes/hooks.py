@@ -9,7 +9,11 @@ from attrs import evolve
 from modulm.contracts.pooling import PoolingRecipe
 from modulm.plugins import hookimpl
 from modulm_hooks_pooling_recipes.classifiers import Classifier, activation, read_classifier
-from modulm_hooks_pooling_recipes.sentence import read_modules, read_sentence
+from modulm_hooks_pooling_recipes.sentence import (
+    read_modules,
+    read_sentence,
+    read_settings,
+)
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
@@ -43,8 +47,9 @@ def _with(recipe: PoolingRecipe, found: Classifier) -> PoolingRecipe:
 
 
 def _activation(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The activation that a cross-encoder of sentence-transformers names in config.json."""
+    """The activation that a cross-encoder of sentence-transformers names, in one of its files."""
     table = checkpoint.config.get("sentence_transformers")
     named = table.get("activation_fn") if isinstance(table, dict) else None
     named = named or checkpoint.config.get("sbert_ce_default_activation_function")
+    named = named or read_settings(checkpoint.path).get("activation_fn")
     return {} if named is None else {"activation": activation(checkpoint, str(named))}

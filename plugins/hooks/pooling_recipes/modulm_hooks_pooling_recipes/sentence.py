@@ -18,7 +18,7 @@ from modulm.errors import CheckpointError, UnsupportedError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SentenceModule", "read_modules", "read_object", "read_sentence"]
+__all__ = ["SentenceModule", "read_modules", "read_object", "read_sentence", "read_settings"]
 
 _FILE = "modules.json"
 _SETTINGS = "config_sentence_transformers.json"
@@ -36,6 +36,7 @@ _MODES = {
     "weightedmean": ("pooling_mode_weightedmean_tokens", "WEIGHTED_MEAN"),
     "lasttoken": ("pooling_mode_lasttoken", "LAST"),
 }
+_ABSURD = 10**9
 _SIMILARITIES = {
     "cosine": "cosine",
     "dot": "dot",
@@ -82,7 +83,7 @@ def read_sentence(folder: Path, modules: tuple[SentenceModule, ...]) -> PoolingR
     settings, pools_prompt = _pooling(modules, after)
     if after and after[-1].kind == "Normalize":
         after.pop()
-    own = _settings(folder)
+    own = read_settings(folder)
     if own.get("truncate_dim") is not None:
         settings["dimensions"] = own["truncate_dim"]
     limits = _limits(modules[0].folder)
@@ -90,7 +91,7 @@ def read_sentence(folder: Path, modules: tuple[SentenceModule, ...]) -> PoolingR
         kind="embed" if "Pooling" in kinds or after else None,
         settings=settings,
         layers=lambda device: tuple(_layers(after, device)),
-        max_length=limits.get("max_seq_length"),
+        max_length=limits.get("max_seq_length") or _tokenizer_limit(modules[0].folder),
         texts=_texts(folder / _SETTINGS, own, bool(limits.get("do_lower_case")), pools_prompt),
     )
 
@@ -121,7 +122,8 @@ def _modes(folder: Path, table: dict[str, Any]) -> tuple[str, ...]:
     return tuple(_MODES[name][1] for name in names)
 
 
-def _settings(folder: Path) -> dict[str, Any]:
+def read_settings(folder: Path) -> dict[str, Any]:
+    """config_sentence_transformers.json, empty where it is missing. Raises CheckpointError."""
     file = folder / _SETTINGS
     return read_object(file) if file.exists() else {}
 
@@ -130,6 +132,13 @@ def _limits(folder: Path) -> dict[str, Any]:
     """sentence_bert_config.json, which older folders name after other models."""
     files = sorted(folder.glob("sentence_*_config.json"))
     return read_object(files[0]) if files else {}
+
+
+def _tokenizer_limit(folder: Path) -> int | None:
+    """Where newer folders keep it; tokenizers without a limit state an absurd one."""
+    file = folder / "tokenizer_config.json"
+    stated = read_object(file).get("model_max_length") if file.exists() else None
+    return stated if isinstance(stated, int) and 0 < stated < _ABSURD else None
 
 
 def _texts(file: Path, table: dict[str, Any], lower: bool, pools_prompt: bool) -> TextRules:
