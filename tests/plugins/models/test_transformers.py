@@ -83,6 +83,7 @@ NATIVE = (
     "HunYuanMoEV1ForCausalLM",
     "LlamaForCausalLM",
     "MiniMaxM2ForCausalLM",
+    "Ministral3ForCausalLM",
     "MinistralForCausalLM",
     "MistralForCausalLM",
     "MixtralForCausalLM",
@@ -93,6 +94,7 @@ NATIVE = (
     "PersimmonForCausalLM",
     "Phi3ForCausalLM",
     "PhiForCausalLM",
+    "PhimoeForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM",
@@ -121,7 +123,6 @@ WITH_SIZES = (
     "MellumForCausalLM",
     "MiMoV2FlashForCausalLM",
     "MiniMaxM3VLForCausalLM",
-    "Ministral3ForCausalLM",
     "ModernBertDecoderForCausalLM",
     "NanoChatForCausalLM",
     "SolarOpenForCausalLM",
@@ -137,7 +138,7 @@ WITH_LATENT = (
     "YoutuForCausalLM",
 )
 #: Take none of them.
-PLAIN = ("PhimoeForCausalLM",)
+PLAIN: tuple[str, ...] = ()
 
 REFUSED = {
     "BertLMHeadModel": "attends in both directions",
