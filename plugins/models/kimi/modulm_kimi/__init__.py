@@ -1,0 +1,1 @@
+"""Kimi Linear for modulm."""
