@@ -3,6 +3,7 @@
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -202,6 +203,8 @@ void run_tasks(int64_t tasks, Task task, void* context, bool large) {
 }
 
 namespace {
+constexpr int64_t kHugePage = 2 << 20;
+
 struct Buffer {
   void* data = nullptr;
   int64_t bytes = 0;
@@ -214,9 +217,11 @@ void* scratch(int slot, int64_t bytes) {
   Buffer& buffer = buffers[slot];
   if (buffer.bytes < bytes) {
     std::free(buffer.data);
-    buffer.bytes = (bytes + 4095) & ~int64_t{4095};
-    buffer.data = std::aligned_alloc(4096, buffer.bytes);
+    const int64_t page = bytes < kHugePage ? 4096 : kHugePage;
+    buffer.bytes = div_up(bytes, page) * page;
+    buffer.data = std::aligned_alloc(page, buffer.bytes);
     if (!buffer.data) std::abort();
+    if (page == kHugePage) madvise(buffer.data, buffer.bytes, MADV_HUGEPAGE);
   }
   return buffer.data;
 }

@@ -47,6 +47,13 @@ struct Tiles {
 };
 inline thread_local Tiles tiles;
 
+// A tile store costs a thousand cycles more where no vector multiplied for two thousand (measured on
+// a Granite Rapids): a multiplication with each step of tiles keeps that unit awake.
+inline void stay_awake(__m512& x) {
+  x = _mm512_fmadd_ps(x, x, x);
+  __asm__ volatile("" : "+v"(x));
+}
+
 inline void prefetch_lines(const char* p, int lines) {
   for (int i = 0; i < lines; i++) _mm_prefetch(p + 64 * i, _MM_HINT_T0);
 }

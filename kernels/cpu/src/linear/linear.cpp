@@ -9,6 +9,7 @@
 #include "linear/few.h"
 #include "linear/integer.h"
 #include "linear/many.h"
+#include "linear/product.h"
 #include "linear/tile.h"
 
 namespace modulm {
@@ -26,46 +27,6 @@ constexpr int64_t kRowBlockUnit = 96;          // a multiple of every kernel's r
 constexpr int64_t kRunBytes = 128 << 10;       // of weights that one thread reads in a row
 constexpr int kManyRows = 64;
 constexpr int kFewRows = 32;                   // up to here memory is what a product waits for
-
-// Scratch slots: the caller's and, in the same thread, those of its tasks (5 to 7: activations.h).
-enum Scratch { kInput, kSums, kGroupSums, kDecoded };
-
-struct Product {
-  const Weight& w;
-  const void* x;  // bf16; fp32 for weights in fp32 and fp16; unused for integers
-  int64_t ldx;
-  const Activations& integers;
-  const float* bias;
-  void* out;
-  int64_t ldo;
-  int out_dtype;
-  int64_t rows;
-
-  int digits() const { return w.integer() ? w.digits : 1; }
-};
-
-// sums: [rows * digits][64].
-template <class T>
-void deliver(const Product& p, int64_t row, int64_t rows, int64_t panel, const float* sums) {
-  int64_t column = panel * kPanel, left = p.w.n - column;
-  int64_t columns = left < kPanel ? left : kPanel;
-  bool scaled = p.w.scales && !p.w.grouped();
-  auto scales = static_cast<const float*>(p.w.scales) + column;
-  for (int64_t r = 0; r < rows; r++) {
-    T* to = static_cast<T*>(p.out) + (row + r) * p.ldo + column;
-    const float* from = sums + r * p.digits() * kPanel;
-    for_lanes(columns, [&](int64_t c, int n) {
-      vf y = load(from + c);
-      if (p.digits() == 2) y += load(from + kPanel + c);
-      vf base = p.bias ? load_n(p.bias + column + c, n) : vf{};
-      store_n(to + c, scaled ? fused(y, load(scales + c), base) : y + base, n);
-    });
-  }
-}
-
-void deliver(const Product& p, int64_t row, int64_t rows, int64_t panel, const float* sums) {
-  with_float(p.out_dtype, [&](auto t) { deliver<decltype(t)>(p, row, rows, panel, sums); });
-}
 
 void zero(float* sums, int64_t rows) { std::memset(sums, 0, rows * kPanel * sizeof(float)); }
 
@@ -120,93 +81,6 @@ int64_t bf16_row(const Product& p, int64_t panel, int64_t end) {
     deliver(p, 0, 1, panel, sums);
   }
   return panel;
-}
-#endif
-
-#if defined(__AMX_BF16__)
-constexpr int64_t kTiledRows = 256;           // from here x is copied into tiles
-constexpr int64_t kManyBlockBytes = 3 << 19;  // of x: most of a second-level cache
-constexpr int64_t kManyBlockRows = 512;
-constexpr int64_t kManyRun = 8;               // panels of a task at most
-
-// sums[2][2][16][16]: the square of rows and columns that begins there, without what lies outside.
-template <class T>
-void deliver_square(const Product& p, int64_t row, int64_t column, const float* sums) {
-  int64_t rows = p.rows - row < kSquareRows ? p.rows - row : kSquareRows;
-  int64_t columns = p.w.n - column < kSquareColumns ? p.w.n - column : kSquareColumns;
-  for (int64_t r = 0; r < rows; r++) {
-    T* to = static_cast<T*>(p.out) + (row + r) * p.ldo + column;
-    const float* from = sums + r / 16 * 512 + r % 16 * 16;
-    for_lanes(columns, [&](int64_t c, int n) {
-      vf base = p.bias ? load_n(p.bias + column + c, n) : vf{};
-      store_n(to + c, load(from + c * 16) + base, n);
-    });
-  }
-}
-
-// A block of rows, from `row` on, times `ks` k of a panel from `k` on. What follows these in memory
-// is fetched meanwhile, evenly.
-void many_chunk(const Product& p, int64_t panel, int64_t row, int64_t rows, int64_t k, int64_t ks,
-                float* sums) {
-  const Weight& w = p.w;
-  const int64_t padded = w.padded_k(), width = w.width(panel), steps = ks / kTileK;
-  int64_t halves = div_up(width, kSquareColumns), squares = div_up(rows, kSquareRows);
-  auto x = static_cast<const bf16*>(p.x) + row * padded + k * kSquareRows;
-  auto b = w.panel(panel) + w.bytes(k, int(width));
-  auto fetch = reinterpret_cast<const char*>(b + w.bytes(ks, int(width)));
-  int lines = int(div_up(w.bytes(kManyChunk, kPanel) / 64, halves * squares * steps));
-  for (int64_t i = 0; i < halves * squares; i++, sums += kSquare, fetch += 64 * lines * steps) {
-    int64_t column = i / squares * kSquareColumns, at = i % squares * kSquareRows;
-    int64_t following = (i + 1) % squares * kSquareRows;
-    Square square{x + at * padded, reinterpret_cast<const uint32_t*>(b) + column, width,
-                  width - column > 16 ? 16 : 0, steps, k == 0, x + following * padded, fetch,
-                  lines};
-    amx_add_square(square, sums);
-    if (k + ks == padded)
-      with_float(p.out_dtype, [&](auto t) {
-        deliver_square<decltype(t)>(p, row + at, panel * kPanel + column, sums);
-      });
-  }
-}
-
-// Sums wait in memory between chunks, exactly. `row` is a multiple of 32.
-void many_panel(const Product& p, int64_t panel, int64_t row, int64_t rows) {
-  int64_t padded = p.w.padded_k(), squares = div_up(rows, kSquareRows) * 2;
-  auto sums = static_cast<float*>(scratch(kSums, squares * kSquare * int64_t(sizeof(float))));
-  tiles.shape(kSquareRows);
-  for (int64_t k = 0; k < padded; k += kManyChunk)
-    many_chunk(p, panel, row, rows, k, padded - k < kManyChunk ? padded - k : kManyChunk, sums);
-}
-
-void prepare_tiles(Product& p, int dtype) {
-  int64_t padded = p.w.padded_k(), squares = div_up(p.rows, kSquareRows);
-  int64_t size = squares * kSquareRows * padded * int64_t(sizeof(bf16));
-  auto to = static_cast<bf16*>(scratch(kInput, size));
-  with_float(dtype, [&](auto t) {
-    auto x = static_cast<const decltype(t)*>(p.x);
-    parallel(squares, [&](int64_t i, int) {
-      int64_t row = i * kSquareRows, left = p.rows - row;
-      copy_row_tiles(x + row * p.ldx, p.ldx, left < kSquareRows ? left : kSquareRows, p.w.k,
-                     padded, to + row * padded);
-    });
-  });
-  p.x = to;
-}
-
-// A task is a run of panels times one block of rows, which stays in the second-level cache.
-void run_many(const Product& p) {
-  int64_t fit = kManyBlockBytes / (p.w.padded_k() * int64_t(sizeof(bf16)));
-  int64_t most = fit < kSquareRows ? kSquareRows : fit < kManyBlockRows ? fit : kManyBlockRows;
-  int64_t block = div_up(div_up(p.rows, div_up(p.rows, most)), kSquareRows) * kSquareRows;
-  int64_t panels = p.w.panels(), share = panels / (4 * threads());
-  int64_t run = share < 1 ? 1 : share < kManyRun ? share : kManyRun, runs = div_up(panels, run);
-  parallel(runs * div_up(p.rows, block), [&](int64_t task, int) {
-    int64_t first = task % runs * run, row = task / runs * block;
-    int64_t rows = p.rows - row < block ? p.rows - row : block;
-    for (int64_t panel = first; panel < first + run && panel < panels; panel++)
-      many_panel(p, panel, row, rows);
-    tiles.release();
-  });
 }
 #endif
 
@@ -389,8 +263,7 @@ MODULM_API void modulm_linear(const void* x, int64_t ldx, int64_t rows, int dtyp
   Product p{w, x, ldx, integers, bias, out, ldo, out_dtype, rows};
 #if defined(__AMX_BF16__)
   if (w.format == kWeightBF16 && rows >= kTiledRows) {
-    prepare_tiles(p, dtype);
-    return run_many(p);
+    return run_many(p, dtype);
   }
 #endif
   if (w.format == kWeightFP32 || w.format == kWeightFP16) prepare_input<float>(p, dtype, kF32, k);
