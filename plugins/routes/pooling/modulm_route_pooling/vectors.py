@@ -70,7 +70,7 @@ def bits(vector: np.ndarray, signed: bool) -> list[int]:
 
 def _packed(vector: np.ndarray, body: EmbedRequest) -> bytes:
     order = sys.byteorder if body.endianness == "native" else body.endianness
-    values = np.ascontiguousarray(vector, dtype=np.float32)
+    values = np.array(vector, dtype=np.float32)
     if body.embed_dtype in _BY_TORCH:
         raw = _converted(values, _BY_TORCH[body.embed_dtype])
     else:
