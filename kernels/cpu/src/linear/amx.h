@@ -49,10 +49,16 @@ inline thread_local Tiles tiles;
 
 // A tile store costs a thousand cycles more where no vector multiplied for two thousand (measured on
 // a Granite Rapids): a multiplication with each step of tiles keeps that unit awake.
-inline void stay_awake(__m512& x) {
-  x = _mm512_fmadd_ps(x, x, x);
-  __asm__ volatile("" : "+v"(x));
-}
+class Awake {
+ public:
+  void stay() {
+    x_ = _mm512_fmadd_ps(x_, x_, x_);
+    __asm__ volatile("" : "+v"(x_));
+  }
+
+ private:
+  __m512 x_ = _mm512_setzero_ps();
+};
 
 inline void prefetch_lines(const char* p, int lines) {
   for (int i = 0; i < lines; i++) _mm_prefetch(p + 64 * i, _MM_HINT_T0);
@@ -67,6 +73,7 @@ inline void amx_row(const bf16* a, int64_t lda, const uint32_t* b, int64_t ldb, 
   _tile_loadd(1, sums + 16, stride);
   _tile_loadd(2, sums + 32, stride);
   _tile_loadd(3, sums + 48, stride);
+  Awake awake;
   for (int64_t k = 0; k < pairs; k += 16, b += 16 * ldb) {
     const char* next = reinterpret_cast<const char*>(b) + 8192;
     if (stream) prefetch_lines(next, 32);
@@ -80,6 +87,7 @@ inline void amx_row(const bf16* a, int64_t lda, const uint32_t* b, int64_t ldb, 
     _tile_dpbf16ps(2, 4, 6);
     _tile_loadd(7, b + 48, step);
     _tile_dpbf16ps(3, 4, 7);
+    awake.stay();
   }
   _tile_stored(0, sums, stride);
   _tile_stored(1, sums + 16, stride);
@@ -96,6 +104,7 @@ inline void amx_square(const bf16* a, int64_t lda, const uint32_t* b, int64_t ld
   _tile_loadd(1, sums + 16, stride);
   _tile_loadd(2, below, stride);
   _tile_loadd(3, below + 16, stride);
+  Awake awake;
   for (int64_t k = 0; k < pairs; k += 16, b += 16 * ldb) {
     _tile_loadd(6, b, ldb * 4);
     _tile_loadd(4, a + 2 * k, lda * 2);
@@ -107,6 +116,7 @@ inline void amx_square(const bf16* a, int64_t lda, const uint32_t* b, int64_t ld
     if (fetch) prefetch_lines(fetch + 1024, 16), fetch += 2048;
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
+    awake.stay();
   }
   _tile_stored(0, sums, stride);
   _tile_stored(1, sums + 16, stride);
@@ -122,6 +132,7 @@ inline void amx_column(int rows, const bf16* a, int64_t lda, const uint32_t* b, 
   bool two = rows > 16;
   _tile_loadd(0, sums, stride);
   if (two) _tile_loadd(2, below, stride);
+  Awake awake;
   for (int64_t k = 0; k < pairs; k += 16, b += 16 * ldb) {
     _tile_loadd(6, b, ldb * 4);
     _tile_loadd(4, a + 2 * k, lda * 2);
@@ -130,6 +141,7 @@ inline void amx_column(int rows, const bf16* a, int64_t lda, const uint32_t* b, 
       _tile_loadd(5, a + 16 * lda + 2 * k, lda * 2);
       _tile_dpbf16ps(2, 5, 6);
     }
+    awake.stay();
   }
   _tile_stored(0, sums, stride);
   if (two) _tile_stored(2, below, stride);
@@ -181,6 +193,7 @@ inline void amx_quad_row(const QuadTiles& q, int32_t* dots) {
   _tile_zero(2);
   _tile_zero(3);
   const uint32_t* b = q.b;
+  Awake awake;
   for (int64_t i = 0; i < q.count; i++, b += q.depth / 4 * q.ldb) {
     const char* next = reinterpret_cast<const char*>(b) + 8192;
     if (q.stream) prefetch_lines(next, 32);
@@ -194,6 +207,7 @@ inline void amx_quad_row(const QuadTiles& q, int32_t* dots) {
     MODULM_QUAD_PRODUCT(2, 4, 6)
     _tile_loadd(7, b + 48, q.ldb * 4);
     MODULM_QUAD_PRODUCT(3, 4, 7)
+    awake.stay();
   }
   _tile_stored(0, dots, 256);
   _tile_stored(1, dots + 16, 256);
@@ -209,6 +223,7 @@ inline void amx_quad_square(const QuadTiles& q, int32_t* dots) {
   _tile_zero(2);
   _tile_zero(3);
   const uint32_t* b = q.b;
+  Awake awake;
   for (int64_t i = 0; i < q.count; i++, b += q.depth / 4 * q.ldb) {
     const int8_t* a = q.a + i * q.next_k;
     if (q.stream) prefetch_lines(reinterpret_cast<const char*>(b) + 8192, 64);
@@ -220,6 +235,7 @@ inline void amx_quad_square(const QuadTiles& q, int32_t* dots) {
     _tile_loadd(5, a + q.next_rows, 64);
     MODULM_QUAD_PRODUCT(2, 5, 6)
     MODULM_QUAD_PRODUCT(3, 5, 7)
+    awake.stay();
   }
   _tile_stored(0, dots, 128);
   _tile_stored(1, dots + 16, 128);
@@ -233,6 +249,7 @@ inline void amx_quad_column(const QuadTiles& q, bool two, int32_t* dots) {
   _tile_zero(0);
   _tile_zero(2);
   const uint32_t* b = q.b;
+  Awake awake;
   for (int64_t i = 0; i < q.count; i++, b += q.depth / 4 * q.ldb) {
     const int8_t* a = q.a + i * q.next_k;
     _tile_loadd(6, b, q.ldb * 4);
@@ -242,6 +259,7 @@ inline void amx_quad_column(const QuadTiles& q, bool two, int32_t* dots) {
       _tile_loadd(5, a + q.next_rows, 64);
       MODULM_QUAD_PRODUCT(2, 5, 6)
     }
+    awake.stay();
   }
   _tile_stored(0, dots, 64);
   if (two) _tile_stored(2, dots + 16 * 16, 64);

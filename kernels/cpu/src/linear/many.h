@@ -65,7 +65,7 @@ struct Square {
 // `Near`: rows are asked for again soon. What is not passes the first-level cache by.
 template <bool Near, class F>
 inline void amx_steps(Square& s, int64_t begin, int64_t end, F&& meanwhile) {
-  __m512 awake = _mm512_setzero_ps();
+  Awake awake;
   for (int64_t i = begin; i < end; i++, s.a += 1024, s.b += 512) {
     _tile_stream_loadd(6, s.b, 64);
     MODULM_LOAD_TILE(Near, 4, s.a);
@@ -75,7 +75,7 @@ inline void amx_steps(Square& s, int64_t begin, int64_t end, F&& meanwhile) {
     MODULM_LOAD_TILE(Near, 5, s.a + 512);
     _tile_dpbf16ps(2, 5, 6);
     for (int l = 0; l < s.lines; l++, s.fetch += 64) _mm_prefetch(s.fetch, _MM_HINT_T1);
-    stay_awake(awake);
+    awake.stay();
     meanwhile(i);
     _tile_dpbf16ps(3, 5, 7);
   }
