@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import modulm
 from modulm import PoolingParams
@@ -49,8 +49,6 @@ def add_modules(folder: Path, kinds: Sequence[str], pooling: Mapping[str, Any]) 
 
 
 def layer(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
     return load_file(folder / LAYERS[name] / "model.safetensors")
 
 
@@ -245,6 +243,23 @@ def test_late_interaction(folder: Path) -> None:
     assert first.outputs.data == pytest.approx(vectors[0].numpy(), abs=1e-4)
     expected = (vectors[0] @ vectors[1].T).amax(-1).sum()
     assert score.outputs.score == pytest.approx(float(expected), abs=1e-4)
+
+
+def test_colbert_of_its_authors(folder: Path) -> None:
+    """BERT under `bert.`, and a linear layer for its tokens at the top."""
+    file = folder / "model.safetensors"
+    weight = torch.randn(12, 64, generator=torch.Generator().manual_seed(5))
+    hidden = states(folder, [20, 21, 22])
+    inner = {f"bert.{name}": tensor for name, tensor in load_file(file).items()}
+    save_file({**inner, "linear.weight": weight}, file, {"format": "pt"})
+    table = json.loads((folder / "config.json").read_text())
+    write(folder / "config.json", {**table, "architectures": ["HF_ColBERT"]})
+    with open_llm(folder) as llm:
+        (output,) = llm.encode([[20, 21, 22]], use_tqdm=False)
+        (score,) = llm.score(TEXT, TEXT, use_tqdm=False)
+    expected = torch.nn.functional.normalize(hidden @ weight.T, dim=-1)
+    assert output.outputs.data == pytest.approx(expected.numpy(), abs=1e-4)
+    assert score.outputs.score == pytest.approx(len(score.prompt_token_ids) / 2, abs=1e-3)
 
 
 def test_dimensions_that_were_trained(tmp_path: Path) -> None:

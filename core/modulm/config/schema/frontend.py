@@ -152,7 +152,7 @@ class ServerConfig:
     enable_scale_out: bool = flag(False, "Let replicas come and go.", state=_DP)
     enable_flash_late_interaction: bool = flag(
         True, "Score late interaction on the device.",
-        state=later("late interaction"),
+        state=no_effect("scores of pairs are made where their vectors arrive"),
     )  # fmt: skip
     cohere_is_reasoning_model: bool = flag(True, "Cohere's reasoning.", state=_COHERE)
     cohere_format: str = flag("cmd4", "Cohere's prompt format.", state=_COHERE)

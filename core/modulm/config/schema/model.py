@@ -165,7 +165,9 @@ class ModelConfig:
     model_class_overrides: Mapping[str, Any] = flag(
         {}, "Another class for an architecture: {name: pkg.mod:Class}."
     )
-    pooler_config: Mapping[str, Any] | None = flag(None, "How a pooling model pools.")
+    pooler_config: Mapping[str, Any] | None = flag(
+        None, "How a pooling model pools; its keys are in embeddings.md."
+    )
     override_pooler_config: Mapping[str, Any] | None = flag(
         None, "How a pooling model pools.", deprecated="use --pooler-config"
     )

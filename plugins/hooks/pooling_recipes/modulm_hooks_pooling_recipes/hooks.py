@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
 
 from modulm.contracts.pooling import PoolingRecipe
-from modulm.plugins import hookimpl
+from modulm.plugins import Choice, hookimpl
 from modulm_hooks_pooling_recipes.classifiers import Classifier, activation, read_classifier
+from modulm_hooks_pooling_recipes.colbert import ENCODER, is_colbert, read_colbert
 from modulm_hooks_pooling_recipes.sentence import (
     read_modules,
     read_sentence,
@@ -19,7 +21,13 @@ if TYPE_CHECKING:
     from modulm.config import EngineConfig
     from modulm.loading import Checkpoint
 
-__all__ = ["modulm_pooling"]
+__all__ = ["modulm_choose_model", "modulm_pooling"]
+
+
+@hookimpl
+def modulm_choose_model(architectures: Sequence[str], config: Mapping[str, Any]) -> Choice | None:
+    """ColBERT runs on the encoder that it is made of."""
+    return Choice(ENCODER, "the encoder of ColBERT") if is_colbert(architectures) else None
 
 
 @hookimpl(trylast=True)
@@ -28,6 +36,8 @@ def modulm_pooling(checkpoint: Checkpoint, config: EngineConfig) -> PoolingRecip
 
     Raises CheckpointError, UnsupportedError naming the file.
     """
+    if is_colbert(checkpoint.architectures):
+        return read_colbert(checkpoint.path)
     modules = read_modules(checkpoint.path)
     recipe = read_sentence(checkpoint.path, modules) if modules else PoolingRecipe()
     found = read_classifier(checkpoint, config, modules)

@@ -16,7 +16,15 @@ from modulm.plugins import current
 from modulm.plugins.defaults import choose_loader
 from modulm_hooks_pooling_recipes.sentence import read_object
 
-__all__ = ["Dense", "Layer", "LayerNorm", "read_dense", "read_norm", "read_normalize"]
+__all__ = [
+    "Dense",
+    "Layer",
+    "LayerNorm",
+    "read_dense",
+    "read_norm",
+    "read_normalize",
+    "read_projection",
+]
 
 #: [n, inputs] -> [n, outputs].
 Layer: TypeAlias = Callable[[Tensor], Tensor]
@@ -81,6 +89,15 @@ def read_norm(folder: Path, device: torch.device) -> LayerNorm:
 def read_normalize(folder: Path, device: torch.device) -> Layer:
     """Normalisation that other layers follow; it has no files to read."""
     return lambda x: F.normalize(x.float(), dim=-1)
+
+
+def read_projection(folder: Path, name: str, device: torch.device) -> Dense:
+    """A weight among those of the model, without bias. Raises CheckpointError naming the folder."""
+    loader = choose_loader(current(), folder, None).driver(folder)
+    weight = next((tensor for found, tensor in loader.read() if found == name), None)
+    if weight is None:
+        raise CheckpointError(f"{folder}: {name} is needed")
+    return Dense(weight.to(device, torch.float32), None, _ACTIVATIONS["Identity"])
 
 
 def _tensors(folder: Path, device: torch.device) -> dict[str, Tensor]:

@@ -161,11 +161,13 @@ def tiny_encoder(model_type: str, architecture: str, **changes: Any) -> Mapping[
 
 
 class BertModel(Encoder):
-    """The encoder alone, for embeddings. The pooler that some files hold is for classifiers."""
+    """The encoder alone, for embeddings. The pooler that some files hold is for classifiers, a
+    linear layer at the top for what pools the tokens.
+    """
 
     api = 1
     config_type: ClassVar[type] = BertConfig
-    names = WeightNames(rename=WEIGHTS.rename, ignore=(*WEIGHTS.ignore, r"^pooler\."))
+    names = WeightNames(rename=WEIGHTS.rename, ignore=(*WEIGHTS.ignore, r"^(pooler|linear)\."))
     model_type: ClassVar[str] = "bert"
 
     def __init__(self, config: Any, build: Builder) -> None:
