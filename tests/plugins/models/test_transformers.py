@@ -73,6 +73,7 @@ NATIVE = (
     "GemmaForCausalLM",
     "Glm4ForCausalLM",
     "Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM",
     "GlmForCausalLM",
     "GptOssForCausalLM",
     "GraniteForCausalLM",
@@ -102,6 +103,7 @@ NATIVE = (
     "SeedOssForCausalLM",
     "SmolLM3ForCausalLM",
     "Starcoder2ForCausalLM",
+    "YoutuForCausalLM",
 )
 #: Take the sizes above.
 WITH_SIZES = (
@@ -132,10 +134,8 @@ WITH_SIZES = (
 WITH_LATENT = (
     "AXK1ForCausalLM",
     "AfmoeForCausalLM",
-    "Glm4MoeLiteForCausalLM",
     "LongcatFlashForCausalLM",
     "MiniCPM3ForCausalLM",
-    "YoutuForCausalLM",
 )
 #: Take none of them.
 PLAIN: tuple[str, ...] = ()

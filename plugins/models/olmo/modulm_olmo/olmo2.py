@@ -64,20 +64,23 @@ class Olmo3Config(Olmo2Config):
         return super().rope(layer_type)
 
 
-def normed_attention(c: DecoderConfig, b: Builder, index: int) -> Attention:
+def normed_attention(c: DecoderConfig, b: Builder, index: int, **changes: Any) -> Attention:
     """Attention with queries and keys normed over all heads at once."""
     at = b.at("self_attn")
     q_norm = at.rms_norm("q_norm", c.heads * c.head_size, c.rms_norm_eps)
     k_norm = at.rms_norm("k_norm", c.kv_heads * c.head_size, c.rms_norm_eps)
-    return standard_attention(c, b, index, qk_norm=(q_norm, k_norm), norm_whole=True)
+    return standard_attention(c, b, index, qk_norm=(q_norm, k_norm), norm_whole=True, **changes)
 
 
 class Olmo2Layer(Module):
-    """x + norm(attention(x)), then x + norm(feed-forward(x)); `mlp` may be another one."""
+    """x + norm(attention(x)), then x + norm(feed-forward(x)); `mlp` may be another one, and
+    `changes` are to the attention layer."""
 
-    def __init__(self, c: DecoderConfig, b: Builder, index: int, mlp: Module | None = None) -> None:
+    def __init__(
+        self, c: DecoderConfig, b: Builder, index: int, mlp: Module | None = None, **changes: Any
+    ) -> None:
         super().__init__()
-        self.attn = normed_attention(c, b, index)
+        self.attn = normed_attention(c, b, index, **changes)
         self.attn_norm = b.rms_norm("post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
         self.mlp = mlp or standard_mlp(c, b)
         self.mlp_norm = b.rms_norm("post_feedforward_layernorm", c.hidden_size, c.rms_norm_eps)

@@ -1,0 +1,177 @@
+"""OLMo Hybrid (Ai2, 2026): gated delta rules, and OLMo 2's block in every fourth layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from attrs import frozen
+from torch import Tensor
+from torch.nn import Module, ModuleList
+
+from modulm.contracts.model import Batch, StateSpec
+from modulm.nn import (
+    Builder,
+    CausalConv,
+    DecoderForCausalLM,
+    PreNormLayer,
+    WeightNames,
+    single_rank,
+    size,
+    standard_mlp,
+    tiny_config,
+)
+from modulm_olmo.olmo2 import Olmo2Config, Olmo2Layer
+
+__all__ = ["DeltaNet", "OlmoHybridConfig", "OlmoHybridForCausalLM", "olmo_hybrid_layer"]
+
+_KINDS = {"full_attention", "linear_attention"}
+#: The norm of what a delta rule gives has an epsilon of its own.
+_EPS = 1e-5
+
+
+@frozen(kw_only=True)
+class OlmoHybridConfig(Olmo2Config):
+    """config.json of OLMo Hybrid; `linear_` keys describe the layers with a delta rule. Without a
+    rotary base its attention knows no positions."""
+
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = size(65536)
+    linear_num_key_heads: int | None = size(None)
+    linear_num_value_heads: int | None = size(None)
+    linear_key_head_dim: int | None = size(None)
+    linear_value_head_dim: int | None = size(None)
+    linear_conv_kernel_dim: int = size(4, least=2)
+    linear_allow_neg_eigval: bool = True
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        unknown = {self.layer_type(i) for i in range(self.num_hidden_layers)} - _KINDS
+        if unknown:
+            raise ValueError(f"layer_types: kinds are {sorted(_KINDS)}, got {sorted(unknown)}")
+        keys, values, _, _ = self.delta
+        if values % keys:
+            raise ValueError("linear_num_key_heads: does not divide linear_num_value_heads")
+
+    @property
+    def delta(self) -> tuple[int, int, int, int]:
+        """Key heads, value heads, and the dimensions of one of each."""
+        keys = self.linear_num_key_heads or self.heads
+        width = self.linear_key_head_dim or int(0.75 * self.hidden_size / keys)
+        values = self.linear_num_value_heads or self.heads
+        return keys, values, width, self.linear_value_head_dim or 2 * width
+
+    @property
+    def rotates(self) -> bool:
+        """Whether attention knows positions."""
+        return (self.rope_parameters or {}).get("rope_theta") is not None
+
+    def layer_type(self, index: int) -> str:
+        if self.layer_types is not None:
+            return self.layer_types[index]
+        last = self.num_hidden_layers < 4 and index == self.num_hidden_layers - 1
+        return "full_attention" if index % 4 == 3 or last else "linear_attention"
+
+
+class DeltaNet(Module):
+    """Linear attention with the gated delta rule (Yang et al., arXiv 2412.06464).
+
+    Where eigenvalues may be negative a token moves the state up to twice as far.
+    """
+
+    a_log: Tensor
+    dt_bias: Tensor
+
+    def __init__(self, c: OlmoHybridConfig, b: Builder) -> None:
+        super().__init__()
+        single_rank(b)
+        self.key_heads, self.heads, self.key_dim, self.value_dim = c.delta
+        self.reach = 2.0 if c.linear_allow_neg_eigval else 1.0
+        keys, values = self.key_heads * self.key_dim, self.heads * self.value_dim
+        sizes = {"q_proj": keys, "k_proj": keys, "v_proj": values, "g_proj": values}
+        self.widths = list(sizes.values())
+        self.project = b.linear("qkvg_proj", c.hidden_size, sizes)
+        rates = {"b_proj": self.heads, "a_proj": self.heads}
+        self.rates = b.linear("ba_proj", c.hidden_size, rates)
+        width, act = c.linear_conv_kernel_dim, c.hidden_act
+        self.convs = ModuleList(
+            CausalConv(b, f"{n}_conv1d", inner, width, bias=False, act=act)
+            for n, inner in zip("qkv", self.widths, strict=False)
+        )
+        b.parameter("A_log", self, "a_log", (self.heads,), torch.float32)
+        b.parameter("dt_bias", self, "dt_bias", (self.heads,), torch.float32)
+        self.norm = b.rms_norm("o_norm", self.value_dim, _EPS)
+        self.out = b.row_linear("o_proj", values, c.hidden_size)
+        kept = [
+            (f"conv_{n}", conv.state, b.dtype) for n, conv in zip("qkv", self.convs, strict=True)
+        ]
+        state = ("state", (self.heads, self.key_dim, self.value_dim), "float32")
+        self.cache = b.cache(StateSpec((*kept, state)))
+        self.rule = b.ops.delta_rule
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """x: [tokens, hidden] -> [tokens, hidden]."""
+        cache, plan, tokens = batch.caches[self.cache], batch.plan(self.cache), x.shape[0]
+        *parts, gate = self.project(x).split(self.widths, -1)
+        q, k, v = (
+            conv(part, cache[f"conv_{n}"], plan).view(tokens, -1, conv.state[1] // heads)
+            for n, conv, part, heads in zip("qkv", self.convs, parts, self._heads, strict=True)
+        )
+        beta, step = self.rates(x).float().chunk(2, -1)
+        decay = -self.a_log.exp() * F.softplus(step + self.dt_bias)
+        q, k = _unit(q) * self.key_dim**-0.5, _unit(k)
+        y = self.rule(q, k, v, self.reach * beta.sigmoid(), decay, cache["state"], plan)
+        gated = self.norm(y.to(x.dtype)) * F.silu(gate.float()).view(tokens, self.heads, -1)
+        mixed: Tensor = self.out(gated.to(x.dtype).flatten(1))
+        return mixed
+
+    @property
+    def _heads(self) -> tuple[int, int, int]:
+        return self.key_heads, self.key_heads, self.heads
+
+
+def olmo_hybrid_layer(c: OlmoHybridConfig, b: Builder, index: int) -> Module:
+    """OLMo 2's block, or a delta rule in a block that norms before its branches."""
+    if c.layer_type(index) == "full_attention":
+        return Olmo2Layer(c, b, index, **({} if c.rotates else {"rope": None}))
+    return PreNormLayer(
+        b.rms_norm("input_layernorm", c.hidden_size, c.rms_norm_eps),
+        DeltaNet(c, b.at("linear_attn")),
+        b.rms_norm("post_attention_layernorm", c.hidden_size, c.rms_norm_eps),
+        standard_mlp(c, b),
+    )
+
+
+class OlmoHybridForCausalLM(DecoderForCausalLM):
+    """OLMo Hybrid with a language-model head."""
+
+    api = 1
+    config_type = OlmoHybridConfig
+    layer = staticmethod(olmo_hybrid_layer)
+    names = WeightNames(
+        rename=(
+            (r"\.attention_layer_norm\.", ".input_layernorm."),
+            (r"\.feedforward_layer_norm\.", ".post_attention_layernorm."),
+        )
+    )
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        # As many keys as values: transformers stores the three convolutions as thirds of one.
+        return tiny_config(
+            "olmo_hybrid",
+            "OlmoHybridForCausalLM",
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=24,
+            linear_value_head_dim=12,
+        )
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Vectors of length 1, in fp32."""
+    x = x.float()
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
