@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,31 +23,52 @@ if TYPE_CHECKING:
 __all__ = ["BidirectionalAttention", "Encoder", "Segment", "segments"]
 
 
+#: Rows attend in lengths that are multiples of this, so that a step of short texts has few calls.
+_MULTIPLE = 16
+
+
 @frozen(eq=False)
 class Segment:
-    """Rows of a step that have the same length; places: [rows * length] int64 of their tokens."""
+    """Rows of a step that attend together: of one length, or filled up to it.
+
+    places: [rows * length] int64 of their tokens; a filled place repeats the row's last. mask:
+    [rows, 1, 1, length] bool, which places are tokens, and chosen: [tokens] int64, those among
+    places; None for both if all are.
+    """
 
     rows: int
     length: int
     places: Tensor
+    mask: Tensor | None = None
+    chosen: Tensor | None = None
 
 
-def segments(batch: Batch) -> tuple[Segment, ...]:
-    """The step's rows by length. Computed once, then used by all layers.
+def segments(batch: Batch, multiple: int = 1) -> tuple[Segment, ...]:
+    """The step's rows by length, rounded up to a `multiple`. Computed once, used by all layers.
 
-    Rows of one length attend together without padding, so a row's numbers do not depend on how
-    long its neighbours are.
+    How far a row is filled depends on its own length alone, so that its numbers do not depend on
+    how long its neighbours are.
     """
     starts = batch.query_starts.tolist()
-    by_length: dict[int, list[int]] = {}
+    by_length: dict[int, list[tuple[int, int]]] = {}
     for first, end in pairwise(starts):
-        by_length.setdefault(end - first, []).append(first)
+        length = -(-(end - first) // multiple) * multiple
+        by_length.setdefault(length, []).append((first, end - first))
     device = batch.tokens.device
-    found = []
-    for length, firsts in by_length.items():
-        places = torch.tensor(firsts)[:, None] + torch.arange(length)
-        found.append(Segment(len(firsts), length, places.flatten().to(device)))
-    return tuple(found)
+    return tuple(_segment(length, spans, device) for length, spans in by_length.items())
+
+
+def _segment(length: int, spans: Sequence[tuple[int, int]], device: torch.device) -> Segment:
+    """spans: (first token, tokens) of each row."""
+    firsts, counts = torch.tensor(spans).T[..., None]
+    steps = torch.arange(length)
+    places = (firsts + torch.minimum(steps, counts - 1)).flatten().to(device)
+    kept = steps < counts
+    if bool(kept.all()):
+        return Segment(len(spans), length, places)
+    chosen = kept.flatten().nonzero().flatten()
+    mask = kept[:, None, None].to(device)
+    return Segment(len(spans), length, places, mask, chosen.to(device))
 
 
 class BidirectionalAttention(Module):
@@ -80,7 +102,10 @@ class BidirectionalAttention(Module):
             self.ops.rotary(q, k, batch.positions, self.rotation.cos_sin, True)
         out = q.new_empty(q.shape)
         for segment in rows:
-            out[segment.places] = self._attend(q, k, v, segment).flatten(0, 1)
+            found, places = self._attend(q, k, v, segment).flatten(0, 1), segment.places
+            if segment.chosen is not None:
+                found, places = found[segment.chosen], places[segment.chosen]
+            out[places] = found
         attended: Tensor = self.out(out.flatten(1))
         return attended
 
@@ -88,10 +113,11 @@ class BidirectionalAttention(Module):
         """[rows, length, heads, head_dim] of one segment."""
         shape = (segment.rows, segment.length, self.heads, self.size)
         q, k, v = (t[segment.places].view(shape).transpose(1, 2) for t in (q, k, v))
-        mask = None
+        mask = segment.mask
         if self.window is not None and segment.length > self.window + 1:
             at = torch.arange(segment.length, device=q.device)
-            mask = (at[:, None] - at[None, :]).abs() <= self.window
+            near = (at[:, None] - at[None, :]).abs() <= self.window
+            mask = near if mask is None else mask & near
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
 
 
@@ -128,7 +154,7 @@ class Encoder(Module, Model):
 
     def forward(self, batch: Batch) -> Tensor:
         """Hidden states of the last layer: [tokens, hidden]."""
-        rows = segments(batch)
+        rows = segments(batch, _MULTIPLE)
         x: Tensor = self.embed(batch)
         for layer in self.layers:
             x = layer(x, batch, rows)
