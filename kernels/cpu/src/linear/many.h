@@ -23,7 +23,7 @@ constexpr int kSquare = kSquareRows * kSquareColumns;
 constexpr int64_t kTileK = 32;                 // k of a tile
 constexpr int64_t kStepBytes = 2048;           // of either side: two tiles
 constexpr int64_t kNearSteps = 16;             // of a side that stays in the first-level cache
-constexpr int64_t kColumnBytes = 1 << 20;      // that a thread keeps: half of a second-level cache
+constexpr int64_t kColumnBytes = 3 << 18;      // that a thread keeps: under half of a second-level cache
 
 // Rows of x as [padded k / 32][32 rows][32 k]; rows past the last are whatever was there.
 template <class T>

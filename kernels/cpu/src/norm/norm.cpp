@@ -20,6 +20,8 @@ void rms_rows(const T* x, int64_t stride, T* residual, const W* weight, float ep
       if (residual) {
         T* kept = residual + r * size;
         for_lanes(size, [&](int64_t i, int n) {
+          __builtin_prefetch(row + stride + i);
+          __builtin_prefetch(kept + size + i);
           store_n(kept + i, load_n(row + i, n) + load_n(kept + i, n), n);
         });
         row = kept;
