@@ -105,27 +105,36 @@ def get_torch() -> bool:
     return run(PYTHON, "-m", "pip", "install", "--quiet", "--prefer-binary", TORCH)
 
 
-def get_packages() -> bool:
-    """Install everything else, editable, in one call; without kernels if they cannot be built."""
+#: Ends of the sentence that says what is lost.
+NO_COMPILER = (
+    "without the CPU kernels: there is no C++ compiler (Debian: apt install g++; macOS: "
+    "xcode-select --install), so plain torch computes, several times slower"
+)
+NOT_BUILT = (
+    "WITHOUT THE CPU KERNELS: building them failed, so plain torch computes, several times slower; "
+    "make clean, then again, shows why"
+)
+
+
+def get_packages() -> str | None:
+    """Install everything else, editable, in one call; without kernels if they cannot be built.
+
+    Returns what is lost, "" if nothing; None if even the rest cannot be installed.
+    """
     if not installed("uv") and not run(PYTHON, "-m", "pip", "install", "--quiet", UV):
-        return False
+        return None
     install = [BIN / "uv", "pip", "install", "--quiet", "--python", PYTHON]
     install += ["--constraints", "constraints.txt", "--group", "dev"]
     pure = [part for folder in packages() for part in ("-e", folder)]
     compiled = [part for folder in kernels() for part in ("-e", folder)]
-    if compiled and compiler() is None:
-        say("no C++ compiler found: the CPU kernels are left out and plain torch is used")
-        say(
-            "for the fast path install one (Debian: apt install g++; macOS: xcode-select --install)"
-        )
-        compiled = []
-    say(f"installing {(len(pure) + len(compiled)) // 2} packages of this repository")
-    if run(*install, *pure, *compiled):
-        return True
-    if compiled:
-        say("the above failed; trying again without the CPU kernels, on plain torch")
-        return run(*install, *pure)
-    return False
+    possible = compiled if compiler() else []
+    say(f"installing {(len(pure) + len(possible)) // 2} packages of this repository")
+    if run(*install, *pure, *possible):
+        return "" if possible or not compiled else NO_COMPILER
+    if not possible:
+        return None
+    say("the above failed; trying again without the CPU kernels")
+    return NOT_BUILT if run(*install, *pure) else None
 
 
 def main() -> int:
@@ -135,15 +144,17 @@ def main() -> int:
         say("name another one: make PYTHON=python3.12 ...")
         return 1
     wanted = fingerprint()
-    if STAMP.exists() and STAMP.read_text() == wanted and PYTHON.exists():
-        say("up to date")
+    found, _, lost = STAMP.read_text().partition("\n") if STAMP.exists() else ("", "", "")
+    if found == wanted and PYTHON.exists():
+        say(f"up to date {lost}".rstrip())
         return 0
     make_venv()
-    if not get_torch() or not get_packages():
+    outcome = get_packages() if get_torch() else None
+    if outcome is None:
         say("failed; see the messages above")
         return 1
-    STAMP.write_text(wanted)
-    say("done")
+    STAMP.write_text(f"{wanted}\n{outcome}")
+    say(f"done {outcome}".rstrip())
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from modulm.plugins.manager import PluginManager
 
 __all__ = ["Choices", "Methods"]
+
+log = logging.getLogger("modulm.loading")
 
 T = TypeVar("T")
 
@@ -93,6 +96,9 @@ class Choices:
         if names is not None:
             names = tuple(takewhile(lambda name: name != PLAIN, names))
         chosen = defaults.choose_kernels(self.plugins, self.platform, names)
+        for verdict in chosen.decision.candidates:
+            if names is None and verdict.reason and verdict.name in self.platform.kernels[:1]:
+                log.warning("slow: no %s kernels (%s)", verdict.name, verdict.reason)
         table = bind([self._provider(driver.name, driver) for driver in chosen.driver], dtype=dtype)
         bound = sum(provider != "torch" for provider in table.providers.values())
         reason = f"{bound} of {len(table.providers)} ops; {chosen.decision.reason}"
