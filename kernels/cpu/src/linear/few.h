@@ -15,18 +15,9 @@
 namespace modulm {
 
 // Bytes that are fetched ahead into the second and the first-level cache.
-constexpr int kFarAhead = 3072, kNearAhead = 512;
+constexpr int64_t kFarAhead = 3072, kNearAhead = 512;
 constexpr int kPanelVectors = kPanel / kLanes;
-constexpr int kLineBytes = kPanel * 4;  // of one pair
-constexpr int kFewPairs = 16;           // multiplied between two looks at what follows
-
-// Panels of 64 columns, read at the same time, and what is read after each of them; null: what
-// lies behind it.
-template <int Streams>
-struct Panels {
-  const uint32_t* at[Streams];
-  const uint8_t* following[Streams];
-};
+constexpr int kFewK = 32;  // k between two looks at the sums
 
 #if defined(__AMX_BF16__)
 class FlushDenormals {
@@ -43,73 +34,122 @@ class FlushDenormals {
 struct FlushDenormals {};
 #endif
 
-// Sums of one vector of columns over kFewPairs pairs.
+// Two successive k of 16 columns, or of one number in all lanes, as the level multiplies them.
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+struct Pair {
+  vu both;
+};
+inline Pair pair_of(vu both) { return {both}; }
+#else
+struct Pair {
+  vf low, high;
+};
+inline Pair pair_of(vu both) { return {low_half(both), high_half(both)}; }
+#endif
+
+// The sums of 16 columns over kFewK.
 struct Dot {
 #if defined(__AMX_BF16__)
   vf even{}, odd{};
   explicit Dot(const float*) {}
-  void add(vu line, vu pair) {
-    even += low_half(line) * low_half(pair);
-    odd += high_half(line) * high_half(pair);
+  void add(Pair a, Pair b) {
+    even += a.low * b.low;
+    odd += a.high * b.high;
   }
-  void finish(float* sum) const { store(sum, load(sum) + (even + odd)); }
+  vf sum() const { return even + odd; }
+  void finish(float* to) const { store(to, load(to) + sum()); }
 #else
   vf all;
-  explicit Dot(const float* sum) : all(load(sum)) {}
-  void add(vu line, vu pair) {
+  explicit Dot(const float* from) : all(load(from)) {}
+  void add(Pair a, Pair b) {
 #if defined(__AVX512BF16__)
-    all = (vf)_mm512_dpbf16_ps((__m512)all, (__m512bh)line, (__m512bh)pair);
+    all = (vf)_mm512_dpbf16_ps((__m512)all, (__m512bh)a.both, (__m512bh)b.both);
 #else
-    all += low_half(line) * low_half(pair);
-    all += high_half(line) * high_half(pair);
+    all += a.low * b.low;
+    all += a.high * b.high;
 #endif
   }
-  void finish(float* sum) const { store(sum, all); }
+  void finish(float* to) const { store(to, all); }
 #endif
 };
 
+// bf16 pairs as they lie in a panel. Other forms of codes have the same members: kBytes hold kPairs
+// pairs of 16 columns; `vector` counts these over all panels.
+struct PlainCodes {
+  static constexpr int kPairs = 1, kBytes = 64;
+  void add(Dot& dot, int, const char* at, const Pair* x) const {
+    dot.add(pair_of(load_raw<vu>(at)), x[0]);
+  }
+  void finish(const Dot& dot, int, float* sum) const { dot.finish(sum); }
+};
+
+// Where each of some panels of 64 columns is read and fetched ahead; after its end what follows is
+// fetched, if that is known.
 template <int Streams>
-struct FewStep {
-  const bf16* x;
-  const char* at[Streams];
-  const char* far[Streams];
+struct Feed {
+  const char *at[Streams], *far[Streams], *following[Streams];
+  int64_t until;  // bytes until `far` is at the panels' ends
+
+  Feed(const uint8_t* const (&panels)[Streams], const uint8_t* const (&after)[Streams],
+       int64_t bytes) {
+    for (int s = 0; s < Streams; s++) {
+      at[s] = reinterpret_cast<const char*>(panels[s]);
+      far[s] = at[s] + kFarAhead;
+      following[s] = reinterpret_cast<const char*>(after[s]);
+    }
+    until = bytes - kFarAhead;
+    if (until <= 0) turn();
+  }
+  void turn() {
+    for (int s = 0; s < Streams; s++)
+      if (following[s]) far[s] = following[s];
+  }
+  void advance(int64_t bytes) {
+    for (int s = 0; s < Streams; s++) at[s] += bytes, far[s] += bytes;
+    until -= bytes;
+    if (until == 0) turn();
+  }
 };
 
-// The next kFewPairs pairs of all panels; in the last ones `far` turns to what follows. Not inlined,
-// so that nothing is computed before denormals are flushed.
-template <int Streams, size_t... i>
-[[gnu::noinline]] void few_pairs(FewStep<Streams>& s, const Panels<Streams>* last, float* sums,
-                      std::index_sequence<i...>) {
-  constexpr int turn = kFewPairs - kFarAhead / kLineBytes;
+// sums[Streams][64] += the next kFewK of x times the panels. Not inlined, so that nothing is
+// computed before denormals are flushed.
+template <class Codes, int Streams, size_t... i>
+[[gnu::noinline]] void few_block(const Codes& codes, Feed<Streams>& given, const bf16* x,
+                                 float* sums, std::index_sequence<i...>) {
+  constexpr int lines = kFewK / 2 / Codes::kPairs;
+  Feed<Streams> feed = given;
   Dot dots[] = {Dot(sums + i * kLanes)...};
-  for (int k = 0; k < kFewPairs; k++, s.x += 2) {
-    if (k == turn && last)
-      for (int t = 0; t < Streams; t++)
-        if (last->following[t]) s.far[t] = reinterpret_cast<const char*>(last->following[t]);
-    vu pair = vu{} + load_raw<uint32_t>(s.x);
-    auto one = [&](Dot& dot, int stream, int byte) {
-      _mm_prefetch(s.far[stream] + byte, _MM_HINT_T1);
-      _mm_prefetch(s.at[stream] + byte + kNearAhead, _MM_HINT_T0);
-      dot.add(load_raw<vu>(s.at[stream] + byte), pair);
+  for (int line = 0; line < lines; line++, x += 2 * Codes::kPairs) {
+    Pair pairs[Codes::kPairs];
+    for (int p = 0; p < Codes::kPairs; p++)
+      pairs[p] = pair_of(vu{} + load_raw<uint32_t>(x + 2 * p));
+    auto one = [&](Dot& dot, int vector) {
+      int stream = vector / kPanelVectors, byte = vector % kPanelVectors * Codes::kBytes;
+      if (byte % 64 == 0) {
+        _mm_prefetch(feed.far[stream] + byte, _MM_HINT_T1);
+        _mm_prefetch(feed.at[stream] + byte + kNearAhead, _MM_HINT_T0);
+      }
+      codes.add(dot, vector, feed.at[stream] + byte, pairs);
     };
-    (one(dots[i], int(i) / kPanelVectors, int(i) % kPanelVectors * 64), ...);
-    for (int t = 0; t < Streams; t++) s.at[t] += kLineBytes, s.far[t] += kLineBytes;
+    (one(dots[i], int(i)), ...);
+    feed.advance(kPanelVectors * Codes::kBytes);
   }
-  (dots[i].finish(sums + i * kLanes), ...);
+  (codes.finish(dots[i], int(i), sums + i * kLanes), ...);
+  given = feed;
 }
 
-// sums[Streams][64] += x[2 pairs] * panels; pairs: a multiple of kFewPairs.
+template <class Codes, int Streams>
+inline void few_block(const Codes& codes, Feed<Streams>& feed, const bf16* x, float* sums) {
+  few_block(codes, feed, x, sums, std::make_index_sequence<Streams * kPanelVectors>{});
+}
+
+// sums[Streams][64] += x[k] * panels of bf16, and then `after` is read; k: a multiple of kFewK.
 template <int Streams>
-inline void one_row(const bf16* x, const Panels<Streams>& p, int64_t pairs, float* sums) {
+inline void one_row(const bf16* x, int64_t k, const uint8_t* const (&panels)[Streams],
+                    const uint8_t* const (&after)[Streams], float* sums) {
   [[maybe_unused]] FlushDenormals flush;
-  FewStep<Streams> step{x, {}, {}};
-  for (int t = 0; t < Streams; t++) {
-    step.at[t] = reinterpret_cast<const char*>(p.at[t]);
-    step.far[t] = step.at[t] + kFarAhead;
-  }
-  for (int64_t k = 0; k < pairs; k += kFewPairs)
-    few_pairs(step, k + kFewPairs < pairs ? nullptr : &p, sums,
-              std::make_index_sequence<Streams * kPanelVectors>{});
+  Feed<Streams> feed(panels, after, k * kPanel * int64_t(sizeof(bf16)));
+  for (int64_t i = 0; i < k; i += kFewK) few_block(PlainCodes{}, feed, x + i, sums);
 }
 
 }  // namespace modulm

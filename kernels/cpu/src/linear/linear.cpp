@@ -65,19 +65,16 @@ void bf16_panel(const Product& p, int64_t panel, int64_t row, int64_t rows) {
 // of full width. Returns the first panel that is left.
 int64_t bf16_row(const Product& p, int64_t panel, int64_t end) {
   auto x = static_cast<const bf16*>(p.x);
-  auto at = [&](int64_t i) { return reinterpret_cast<const uint32_t*>(p.w.panel(i)); };
+  auto at = [&](int64_t i) { return i < p.w.panels() ? p.w.panel(i) : nullptr; };
   for (; panel + 2 <= end && p.w.width(panel + 1) == kPanel; panel += 2) {
     float* sums = sums_of(2, kSums);
-    bool more = panel + 4 <= p.w.panels();
-    Panels<2> panels{{at(panel), at(panel + 1)},
-                     {more ? p.w.panel(panel + 2) : nullptr, more ? p.w.panel(panel + 3) : nullptr}};
-    one_row(x, panels, p.w.padded_k() / 2, sums);
+    one_row<2>(x, p.w.padded_k(), {at(panel), at(panel + 1)}, {at(panel + 2), at(panel + 3)}, sums);
     deliver(p, 0, 1, panel, sums);
     deliver(p, 0, 1, panel + 1, sums + kPanel);
   }
   for (; panel < end && p.w.width(panel) == kPanel; panel++) {
     float* sums = sums_of(1, kSums);
-    one_row<1>(x, {{at(panel)}, {nullptr}}, p.w.padded_k() / 2, sums);
+    one_row<1>(x, p.w.padded_k(), {at(panel)}, {at(panel + 1)}, sums);
     deliver(p, 0, 1, panel, sums);
   }
   return panel;

@@ -11,6 +11,15 @@ namespace modulm {
 // The upper halves of two fp32 values whose lower halves are zero, side by side in a lane.
 inline vu pack_halves(vf low, vf high) { return ((vu)low >> 16) | ((vu)high & 0xffff0000u); }
 
+// Unsigned bytes to lanes. GCC 12 takes vectors of bytes apart where it is asked to convert them.
+inline vu widen_bytes(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (vu)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  return __builtin_convertvector(load_raw<vb>(p), vu);
+#endif
+}
+
 // Codes are fetched this far ahead: the hardware's own prefetch stops at 4 KB pages.
 constexpr int kCodesAhead = 4096;  // bytes
 
@@ -97,7 +106,7 @@ inline void expand_mxfp4(const uint8_t* from, const uint8_t* scales, uint32_t* t
 #endif
   for (int64_t block = 0; block < ks / kMXBlock; block++)
     for (int c = 0; c < width; c += kLanes) {
-      vi biased = (vi)__builtin_convertvector(load_raw<vb>(scales + block * width + c), vu);
+      vi biased = (vi)widen_bytes(scales + block * width + c);
       vi exponent = (biased < 2 ? splat_int(2) : biased) - 127;
 #if defined(__AVX512BW__)
       vi both = (exponent << 7 & 0xffff) | exponent << 23;

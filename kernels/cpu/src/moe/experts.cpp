@@ -119,14 +119,21 @@ struct Heads {
   const uint8_t *first = nullptr, *second = nullptr;
 };
 
+// Two panels that are read next; their scales are fetched at once.
+Heads upcoming(const PanelOf& first, const PanelOf& second) {
+  fetch_scales(first);
+  fetch_scales(second);
+  return {first.data, second.data};
+}
+
 Heads gate_heads(const Step& s, int64_t task) {
   int64_t panels = s.gate_up.panels(), expert = s.blocks[task / panels].expert;
-  return {PanelOf(s.gate_up, expert, 0, task % panels).data,
-          PanelOf(s.gate_up, expert, 1, task % panels).data};
+  return upcoming(PanelOf(s.gate_up, expert, 0, task % panels),
+                  PanelOf(s.gate_up, expert, 1, task % panels));
 }
 Heads down_heads(const Step& s, int64_t expert, int64_t panel) {
   int64_t second = panel + 1 < s.down.panels() ? panel + 1 : panel;
-  return {PanelOf(s.down, expert, 0, panel).data, PanelOf(s.down, expert, 0, second).data};
+  return upcoming(PanelOf(s.down, expert, 0, panel), PanelOf(s.down, expert, 0, second));
 }
 
 void gate_panel(const Step& s, const Run& block, int64_t panel, Heads following) {
@@ -204,7 +211,8 @@ void deliver(const Step& s, const Area& area, const float* totals) {
   with_float(s.dtype, [&](auto t) {
     for (int64_t r = 0; r < area.tokens; r++) {
       auto to = static_cast<decltype(t)*>(s.out) + (area.start + r) * s.ldo + first;
-      for_lanes(columns, [&](int64_t c, int n) { store_n(to + c, load(totals + r * size + c), n); });
+      const float* from = totals + r * size;
+      for_lanes(columns, [&](int64_t c, int n) { store_n(to + c, load(from + c), n); });
     }
   });
 }
@@ -392,9 +400,27 @@ MODULM_API int modulm_fused_experts(
   auto token = reinterpret_cast<int32_t*>(unfinished + most_runs);
   auto weight = reinterpret_cast<float*>(token + pairs);
   void* inners = scratch(kInner, pairs * second.padded_k() * second.input_size());
-  Step step{first, second, {gate_up_bias, 2 * inner, bias_dtype}, {down_bias, hidden, bias_dtype},
-            gate,  alpha,  limit, tokens, pairs, runs, 0, runs + most_runs, 0, unfinished, token, weight,
-            first.padded_k(), inners, out, ldo, dtype};
+  Step step{first,
+            second,
+            {gate_up_bias, 2 * inner, bias_dtype},
+            {down_bias, hidden, bias_dtype},
+            gate,
+            alpha,
+            limit,
+            tokens,
+            pairs,
+            runs,
+            0,
+            runs + most_runs,
+            0,
+            unfinished,
+            token,
+            weight,
+            first.padded_k(),
+            inners,
+            out,
+            ldo,
+            dtype};
   if (!sort_pairs(step, ids, weights, top_k, counts)) return 1;
   gather(step, x, ldx, dtype == (first.wide() ? kF32 : kBF16) && first.padded_k() == hidden);
   cut_runs(step);

@@ -2,9 +2,10 @@
 #pragma once
 
 #include "base/pool.h"
-#include "linear/few.h"
 #include "linear/tile.h"
 #include "moe/decode.h"
+#include "moe/row.h"
+#include "moe/scale.h"
 
 namespace modulm {
 
@@ -30,41 +31,10 @@ inline void clear_sums(float* sums, int64_t rows) {
   std::memset(sums, 0, rows * kPanel * sizeof(float));
 }
 
-inline float sum_of(const bf16* x, int64_t n) {
-  vf total{};
-  for (int64_t i = 0; i < n; i += kLanes) total += load(x + i);
-  return sum(total);
-}
-
-// sums += scale * (part - zero * sum of x over the group)
-inline void add_scaled_group(const PanelOf& p, int64_t group, const bf16* x, int64_t ldx,
-                             int64_t rows, const float* part, float* sums) {
-  const bf16* scales = p.group_scales() + group * p.width;
-  const bf16* zeros = p.group_zeros() + group * p.width;
-  int64_t first = group * p.s.group;
-  for (int64_t r = 0; r < rows; r++) {
-    float total = sum_of(x + r * ldx + first, p.s.group);
-    for (int c = 0; c < p.width; c += kLanes) {
-      vf dot = load(part + r * kPanel + c) - load(zeros + c) * total;
-      store(sums + r * kPanel + c, load(sums + r * kPanel + c) + dot * load(scales + c));
-    }
-  }
-}
-
-inline void scale_channels(const PanelOf& p, int64_t rows, float* sums) {
-  for (int64_t r = 0; r < rows; r++)
-    for (int c = 0; c < p.width; c += kLanes)
-      store(sums + r * kPanel + c, load(sums + r * kPanel + c) * load(p.channel_scales() + c));
-}
-
 // A panel that comes from memory in one run; in its last pairs, what is read next is fetched.
 inline void streamed_sums(const PanelOf& p, const bf16* x, int64_t ldx, int rows, float* sums,
                           const uint8_t* following) {
   auto b = reinterpret_cast<const uint32_t*>(p.data);
-#if defined(__AVX512F__)
-  if (rows == 1 && p.width == kPanel)
-    return one_row<1>(x, {{b}, {following}}, p.s.padded_k() / 2, sums);
-#endif
   int64_t pairs = p.s.padded_k() / 2, start = following ? pairs - kPairsAhead : pairs;
   if (start > 0) multiply(rows, x, ldx, b, p.width, p.width, start, sums, true);
   for (int64_t k = start > 0 ? start : 0; k < pairs; k += 16) {
@@ -102,7 +72,9 @@ inline void decoded_sums(const PanelOf& p, const bf16* x, int64_t ldx, int64_t r
         multiply(n, x + r * ldx + k, ldx, pairs, p.width, p.width, ks / 2, part + r * kPanel);
       });
     }
-    if (grouped) add_scaled_group(p, first / group, x, ldx, rows, part, sums);
+    for (int64_t r = 0; grouped && r < rows; r++)
+      add_scaled(p, first / group, sum_of(x + r * ldx + first, group), part + r * kPanel,
+                 sums + r * kPanel);
   }
   if (p.s.format == kStackInt8) scale_channels(p, rows, sums);
 }
@@ -120,13 +92,18 @@ inline void float_sums(const PanelOf& p, const float* x, int64_t ldx, int64_t ro
   }
 }
 
-// x: rows of padded K, bf16 or for weights in fp32 and fp16 fp32. `following` is what this thread will most likely read next, or null: at a
-// panel's end the memory would otherwise have nothing to do until the next one is asked for.
+// x: rows of padded K in bf16, or in fp32 for weights in fp32 and fp16. `following` is what this
+// thread will most likely read next, or null: at a panel's end the memory would otherwise have
+// nothing to do until the next one is asked for.
 inline void panel_sums(const PanelOf& p, const void* x, int64_t ldx, int64_t rows, float* sums,
                        const uint8_t* following) {
   clear_sums(sums, rows);
   auto narrow = static_cast<const bf16*>(x);
   auto wide = static_cast<const float*>(x);
+#if defined(__AVX512F__)
+  if (rows == 1 && p.width == kPanel && !p.s.wide())
+    return row_sums<1>({{&p}, {following}, narrow}, sums);
+#endif
   switch (p.s.format) {
     case kStackFP32: return float_sums<float>(p, wide, ldx, rows, sums);
     case kStackFP16: return float_sums<fp16>(p, wide, ldx, rows, sums);
@@ -140,13 +117,10 @@ inline void two_panel_sums(const PanelOf& first, const PanelOf& second, const vo
                            int64_t rows, float* sums, const uint8_t* after_first,
                            [[maybe_unused]] const uint8_t* after_second) {
 #if defined(__AVX512F__)
-  if (rows == 1 && first.s.format == kStackBF16 && first.width == kPanel &&
-      second.width == kPanel) {
+  if (rows == 1 && first.width == kPanel && second.width == kPanel && !first.s.wide()) {
     clear_sums(sums, 2);
-    Panels<2> panels{{reinterpret_cast<const uint32_t*>(first.data),
-                      reinterpret_cast<const uint32_t*>(second.data)},
-                     {after_first, after_second}};
-    return one_row(static_cast<const bf16*>(x), panels, first.s.padded_k() / 2, sums);
+    auto row = static_cast<const bf16*>(x);
+    return row_sums<2>({{&first, &second}, {after_first, after_second}, row}, sums);
   }
 #endif
   panel_sums(first, x, ldx, rows, sums, second.data);

@@ -83,17 +83,21 @@ void int8_step() {
 }
 #endif
 
+// Two places at a time and fetched ahead into both caches, which is how weights are read
+// (linear/few.h): faster than one after the other.
 double read_all(const char* data, int64_t bytes) {
-  constexpr int64_t kRun = 1 << 20;
+  constexpr int64_t kHalf = 128 << 10, kLine = sizeof(vu), kLines = 4;
   double start = now();
-  parallel_runs(bytes, kRun, [&](int64_t begin, int64_t end) {
-    vu total[4] = {};
-    for (int64_t i = begin; i + 4 * int64_t(sizeof(vu)) <= end; i += 4 * sizeof(vu))
-      for (int v = 0; v < 4; v++) {
-        const char* at = data + i + v * sizeof(vu);
-        __builtin_prefetch(at + 4096);
-        total[v] += load_raw<vu>(at);
-      }
+  parallel_near(bytes / (2 * kHalf), [&](int64_t task) {
+    const char* from = data + task * 2 * kHalf;
+    vu total[kLines] = {};
+    for (int64_t i = 0; i < kHalf; i += kLines * kLine)
+      for (const char* at : {from + i, from + kHalf + i})
+        for (int v = 0; v < kLines; v++) {
+          __builtin_prefetch(at + v * kLine + 3072, 0, 2);
+          __builtin_prefetch(at + v * kLine + 512);
+          total[v] += load_raw<vu>(at + v * kLine);
+        }
     vu sum = total[0] + total[1] + total[2] + total[3];
     kept(sum);
   });
