@@ -37,7 +37,7 @@ def decisions_for(draft: Draft) -> list[Decision]:
     Raises what serving would raise before it reads weights.
     """
     from modulm.config.resolve import choose_platform, resolve
-    from modulm.loading import explain_model, open_checkpoint
+    from modulm.loading import explain_model, open_checkpoint, pooling_recipe
     from modulm.plugins import manager
     from modulm.server.talk import parser_decisions
 
@@ -52,6 +52,7 @@ def decisions_for(draft: Draft) -> list[Decision]:
         use="server",
         given=draft.given,
         stored_dtype=checkpoint.info.dtype,
+        trained_length=pooling_recipe(draft.config, checkpoint, plugins).max_length,
     )
     model = explain_model(resolved.config, checkpoint, platform, plugins)
     flags = [decision for decision in resolved.decisions if decision.subject != device.subject]

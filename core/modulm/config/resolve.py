@@ -166,12 +166,14 @@ def resolve(
     use: Use = "offline",
     given: Iterable[str] | None = None,
     stored_dtype: str | None = None,
+    trained_length: int | None = None,
 ) -> Resolved:
     """Decide everything that the user left open.
 
     `hf_config` is the checkpoint's config.json, `stored_dtype` the format of its tensors where
-    config.json does not say; `given` the flags that the user set, else those that differ from
-    their defaults. Raises ConfigError for a value that checkpoint or platform cannot carry out.
+    config.json does not say, `trained_length` what other files say of texts to pool; `given` the
+    flags that the user set, else those that differ from their defaults. Raises ConfigError for a
+    value that checkpoint or platform cannot carry out.
     """
     check_names(config, plugins)
     _check_selection(config, plugins)
@@ -179,7 +181,7 @@ def resolve(
     state = _Open(config, frozenset(config.changed() if given is None else given))
     state = _proposals(state, plugins)
     state = _dtype(state, platform, hf_config, stored_dtype)
-    state = _length(state, hf_config)
+    state = _length(state, hf_config, trained_length)
     state = _steps(state, platform, use)
     state = _rest(state, platform, plugins)
     return Resolved(state.config, state.decisions, _platform_notices(state.config, platform))
@@ -230,13 +232,16 @@ def _dtype(
     return state.decide("dtype", chosen, reason)
 
 
-def _length(state: _Open, hf_config: Mapping[str, Any]) -> _Open:
+def _length(state: _Open, hf_config: Mapping[str, Any], trained: int | None) -> _Open:
     longest, reason = _longest(_text_config(hf_config))
     if state.config.model.disable_sliding_window:
         window = _text_config(hf_config).get("sliding_window")
         if isinstance(window, int) and 0 < window < longest:
             longest, reason = window, "the sliding window's length (--disable-sliding-window)"
     wanted = state.config.model.max_model_len
+    if wanted is None and trained is not None and trained < longest:
+        reason = "the checkpoint's files name it for pooling; more with --max-model-len"
+        return state.decide("max_model_len", trained, reason)
     if wanted is None:
         return state.decide("max_model_len", longest, reason)
     if wanted > longest:

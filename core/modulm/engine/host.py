@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from modulm.config import EngineConfig
-    from modulm.contracts.pooling import PoolingRecipe
     from modulm.text.tokenizer import Tokenizer
 
 __all__ = ["Host", "limits_of"]
@@ -81,10 +80,11 @@ class Host:
         resolved = resolve(
             config,
             platform=platform,
-            hf_config=_stated(config, checkpoint, recipe),
+            hf_config=checkpoint.config,
             plugins=plugins,
             use=use,
             stored_dtype=checkpoint.info.dtype,
+            trained_length=recipe.max_length,
         )
         self.config = resolved.config
         plugins.config_final(self.config)
@@ -219,15 +219,6 @@ def _copy(done: Future[Grammar], answer: Future[Grammar]) -> None:
         answer.set_result(done.result())
     else:
         answer.set_exception(error)
-
-
-def _stated(
-    config: EngineConfig, checkpoint: Checkpoint, recipe: PoolingRecipe
-) -> Mapping[str, Any]:
-    """config.json, with the length that pooling was trained for where nobody gives one."""
-    if recipe.max_length is None or config.model.max_model_len is not None:
-        return checkpoint.config
-    return {**checkpoint.config, "max_seq_len": recipe.max_length}
 
 
 def _check_length(wanted: int | None, capacity: Capacity, most: int) -> None:

@@ -86,6 +86,8 @@ class Choices:
             chosen = self._keep(
                 defaults.choose_model(self.plugins, (base,), self.checkpoint.config)
             )
+            reason = "what the decoder is for, by flags, files or architecture"
+            self.decisions.append(Decision("pooling", (Verdict(kind),), kind, reason))
             settings = pooling_settings(self.config, self.recipe)
             return convert(chosen, kind, self.checkpoint.config, settings)
         return self._keep(defaults.choose_model(self.plugins, names, self.checkpoint.config))

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import modulm
 from modulm import PoolingParams
+from modulm.cli.explain import command
 from modulm.errors import CheckpointError, RequestError, UnsupportedError
 from modulm.testing.checkpoints import make_tiny
 
@@ -201,6 +203,13 @@ def test_length_and_case(folder: Path) -> None:
     assert output.prompt_token_ids == encode("paris is " * 30)[:24]
     with open_llm(folder, max_model_len=40) as llm:
         assert llm.info.max_model_len == 40
+
+
+def test_explain_says_where_the_length_comes_from(folder: Path) -> None:
+    add_modules(folder, ["Transformer", "Pooling"], {})
+    write(folder / "sentence_bert_config.json", {"max_seq_length": 24})
+    shown = CliRunner().invoke(command, [str(folder)]).output
+    assert "max_model_len: 24 (the checkpoint's files name it for pooling" in shown
 
 
 def test_the_length_of_newer_folders(folder: Path) -> None:
