@@ -23,6 +23,7 @@ from probe import probe
 
 import modulm_kernels_cpu as kernels
 from modulm.ops import sampling_twins, twins
+from modulm.testing.attention import qkv_prepare
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD, VOCABULARY = 1024, 3072, 16, 8, 128, 151936
 COPIES = 40  # weights of a product that are cycled through
@@ -200,9 +201,9 @@ def small(ops) -> Iterator[Case]:
         )
         wide = torch.randn(rows, 2 * INNER).bfloat16()
         yield Case(
-            f"silu_and_mul T={rows}",
-            lambda x=wide: ops["silu_and_mul"](x),
-            lambda x=wide: twins.silu_and_mul(x),
+            f"act_and_mul T={rows}",
+            lambda x=wide: ops["act_and_mul"](x, "silu"),
+            lambda x=wide: twins.act_and_mul(x, "silu"),
         )
         qkv = torch.randn(rows, (HEADS + 2 * KV_HEADS) * HEAD).bfloat16()
         norm, table = torch.ones(HEAD).bfloat16(), torch.randn(64, HEAD)
@@ -213,7 +214,7 @@ def small(ops) -> Iterator[Case]:
         yield Case(
             f"qkv_prepare T={rows}",
             lambda a=shared, c=mine: ops["qkv_prepare"](*a, c, HEADS, KV_HEADS),
-            lambda a=shared, c=theirs: twins.qkv_prepare(*a, c, HEADS, KV_HEADS),
+            lambda a=shared, c=theirs: qkv_prepare(*a, c, HEADS, KV_HEADS),
         )
 
 

@@ -48,7 +48,8 @@ class StatePlan:
     slots: [rows] int64, where the state goes that the row's last token leaves; sources: [rows]
     int64, where the state before its first token lies (None: in `slots`); fresh: [rows] bool, the
     row starts from zeros (its source holds garbage); query_starts: [rows + 1] int32. On the host:
-    counts, the rows' tokens; starts, their first positions (empty: all 0); kept: states on the way
+    counts, the rows' tokens; starts, their first positions (empty: all 0, or no row has
+    several tokens, so that they do not matter); kept: states on the way
     that are wanted as well, as (row's place in the step, its tokens up to there, slot).
     """
 

@@ -47,7 +47,8 @@ class LinearSpec:
     """One linear map y = x W^T + b, possibly several stored side by side (q, k and v).
 
     `name` is the module's path ("model.layers.0.self_attn.qkv_proj"), `parts` the output sizes
-    of the fused pieces on this rank, `kind` is "linear", "lm_head", "embedding" or "expert".
+    of the fused pieces on this rank, `kind` is "linear", "lm_head", "embedding", "router" or
+    "expert".
     `experts` > 0 means that many maps of this shape stacked in front.
     """
 

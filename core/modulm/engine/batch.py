@@ -156,7 +156,7 @@ class BatchBuilder:
             fresh=self._tensor(plan.starts == 0),
             query_starts=self._tensor(query_starts),
             counts=tuple(plan.counts.tolist()),
-            starts=tuple(plan.starts.tolist()),
+            starts=tuple(plan.starts.tolist()) if plan.counts.max() > 1 else (),
             sources=self._tensor(table[rows, before].astype(np.int64)),
             kept=tuple(kept),
         )

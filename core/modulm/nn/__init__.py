@@ -5,7 +5,7 @@ device, ranks, quantization, attention backend and the names of the weights.
 """
 
 from modulm.nn.activation import activation, gated
-from modulm.nn.attention import Attention, AttentionNames, alibi_slopes
+from modulm.nn.attention import Attention, AttentionNames
 from modulm.nn.builder import Builder, Parts, Shared
 from modulm.nn.config import DecoderConfig, read_config, size
 from modulm.nn.decoder import (
@@ -16,7 +16,7 @@ from modulm.nn.decoder import (
     standard_mlp,
     tiny_config,
 )
-from modulm.nn.embedding import Embedding, Head, LearnedPositions, softcap
+from modulm.nn.embedding import Embedding, Head, LearnedPositions
 from modulm.nn.encoder import BidirectionalAttention, Encoder, Segment, segments
 from modulm.nn.latent import LatentAttention
 from modulm.nn.linear import Linear
@@ -24,8 +24,8 @@ from modulm.nn.mlp import GatedMLP, PlainMLP
 from modulm.nn.moe import ExpertNames, Gate, MoE, Routing
 from modulm.nn.names import Rewrite, WeightNames, split_heads, transpose
 from modulm.nn.norm import LayerNorm, Norm, RMSNorm
-from modulm.nn.rope import Rope, RopeTable, cos_sin, parse_rope
-from modulm.nn.ssm import CausalConv, StateSpaceMixer, recur, selective_scan, single_rank
+from modulm.nn.rope import Rope, cos_sin, parse_rope
+from modulm.nn.ssm import CausalConv, StateSpaceMixer, recur, single_rank
 
 __all__ = [
     "Attention",
@@ -54,24 +54,20 @@ __all__ = [
     "RMSNorm",
     "Rewrite",
     "Rope",
-    "RopeTable",
     "Routing",
     "Segment",
     "Shared",
     "StateSpaceMixer",
     "WeightNames",
     "activation",
-    "alibi_slopes",
     "cos_sin",
     "gated",
     "parse_rope",
     "read_config",
     "recur",
     "segments",
-    "selective_scan",
     "single_rank",
     "size",
-    "softcap",
     "split_heads",
     "standard_attention",
     "standard_mlp",

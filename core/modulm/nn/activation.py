@@ -32,7 +32,6 @@ _NAMES: Mapping[str, str] = {
     "swish": "silu",
     "tanh": "tanh",
 }
-_GELUS = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
 def activation(name: str, ops: Ops) -> Function:
@@ -42,23 +41,13 @@ def activation(name: str, ops: Ops) -> Function:
 
 def gated(name: str, ops: Ops) -> Function:
     """[tokens, 2 I] -> [tokens, I]: the activation of the first half times the second half."""
-    act = _name(name)
-    if act == "silu":
-        return ops.silu_and_mul
-    if act in _GELUS:
-        return partial(ops.gelu_and_mul, approximate=_GELUS[act])
-
-    def apply(x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return ops.activate(gate, act) * up  # type: ignore[no-any-return]
-
-    return apply
+    return partial(ops.act_and_mul, act=_name(name))
 
 
 def gate_name(name: str) -> str:
     """What the op `fused_experts` calls an activation. Raises UnsupportedError if it has none."""
     act = _name(name)
-    if act not in ("silu", *_GELUS):
+    if act not in ("silu", "gelu", "gelu_tanh"):
         raise UnsupportedError(f"experts with the activation {name!r}: not yet")
     return act
 

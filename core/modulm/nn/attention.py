@@ -123,7 +123,7 @@ class Attention(Module):
             self.backend.forward(q, k, v, cache, plan, out, sinks=self.sinks, alibi=self.alibi)
         seen = out.flatten(1)
         if self.gate is not None:
-            seen = seen * torch.sigmoid(self.gate(x))
+            seen = self.ops.multiply(seen, self.gate(x), "sigmoid")
         attended: Tensor = self.out(seen)
         return attended
 
@@ -143,7 +143,7 @@ class Attention(Module):
     def _project(self, qkv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [tokens, heads, head_dim], normed and rotated."""
         if self.clip is not None:
-            qkv = qkv.clamp(-self.clip, self.clip)
+            qkv = self.ops.clamp(qkv, self.clip)
         sizes = [self.heads * self.head_dim] + 2 * [self.kv_heads * self.head_dim]
         q, k, v = torch.split(qkv, sizes, dim=-1)
         shape = (qkv.shape[0], -1, self.head_dim)
@@ -180,6 +180,6 @@ def _fusable(norms: tuple[Norm, Norm] | None) -> bool:
     if norms is None:
         return True
     q, k = norms
-    return (
-        isinstance(q, RMSNorm) and isinstance(k, RMSNorm) and (q.eps, q.offset) == (k.eps, k.offset)
-    )
+    if not (isinstance(q, RMSNorm) and isinstance(k, RMSNorm)) or q.weight is None:
+        return False
+    return (q.eps, q.offset) == (k.eps, k.offset)

@@ -13,7 +13,7 @@ from torch.nn import Module
 from modulm.contracts.model import CacheSpec
 from modulm.contracts.quantization import LinearSpec, ParamSpec
 from modulm.nn.embedding import Embedding, Head
-from modulm.nn.linear import Linear
+from modulm.nn.linear import Linear, Router
 from modulm.nn.norm import LayerNorm, RMSNorm
 from modulm.nn.rope import Rope, RopeTable
 from modulm.nn.slots import Part, Slot, Unit
@@ -114,6 +114,16 @@ class Builder:
         reduce = group if group.size > 1 else None
         layer = Linear(spec, self.shared.choose_method(spec), reduce)
         self._weights(name, layer, spec, {name: outputs}, cut_inputs=group.size)
+        return layer
+
+    def router(
+        self, name: str, inputs: int, experts: int, *, bias: bool = False, wide: bool = False
+    ) -> Router:
+        """What rates experts, on every rank; computed in fp32 if `wide`, whatever the model is."""
+        spec = evolve(self._spec(name, inputs, (experts,), bias), kind="router")
+        spec = evolve(spec, dtype="float32") if wide else spec
+        layer = Router(spec, self.shared.choose_method(spec), None)
+        self._weights(name, layer, spec, {name: experts})
         return layer
 
     def experts(

@@ -124,7 +124,7 @@ class ParallelLayer(Module):
         """x, residual: [tokens, hidden]."""
         x, stream = self.norm.add(x, residual)
         inner = x if self.mlp_norm is None else self.mlp_norm(stream)
-        return self.attn(x, batch) + self.mlp(inner), stream
+        return self.norm.ops.add(self.attn(x, batch), self.mlp(inner)), stream
 
 
 def standard_attention(

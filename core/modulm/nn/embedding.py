@@ -66,17 +66,16 @@ class Head(Linear):
 
 
 class LearnedPositions(Module):
-    """Token vectors plus a learned vector for each position, stored from row `offset` on."""
+    """Token vectors plus a learned vector for each position."""
 
-    def __init__(self, tokens: Embedding, positions: Embedding, offset: int = 0) -> None:
+    def __init__(self, tokens: Embedding, positions: Embedding) -> None:
         super().__init__()
-        self.tokens, self.positions, self.offset = tokens, positions, offset
+        self.tokens, self.positions = tokens, positions
 
     def forward(self, batch: Batch) -> Tensor:
         """[tokens, hidden] for the batch's tokens."""
         x: Tensor = self.tokens(batch)
-        places = batch.positions + self.offset if self.offset else batch.positions
-        both: Tensor = self.tokens.method.ops.add(x, self.positions.lookup(places))
+        both: Tensor = self.tokens.method.ops.add(x, self.positions.lookup(batch.positions))
         return both
 
 

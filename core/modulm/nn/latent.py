@@ -50,9 +50,9 @@ class LatentAttention(Module):
     ) -> None:
         super().__init__()
         self.heads = b.shared.mesh.tensor.part(heads, b.prefix)
-        self.rank, self.nope, self.rope_size, self.q_rank = rank, nope, rope.size, q_rank
+        self.rank, self.nope, self.q_rank = rank, nope, q_rank
         self.ops, self.rotation = b.ops, b.rope(rope)
-        self._make_inputs(b, hidden, heads * (nope + rope.size), bias, eps)
+        self._make_inputs(b, hidden, rank + rope.size, heads * (nope + rope.size), bias, eps)
         self.kv_norm = b.rms_norm("kv_a_layernorm", rank, eps)
         up = b.linear("kv_b_proj", rank, heads * (nope + value))
         b.after(up, partial(self._absorb, up))
@@ -70,14 +70,15 @@ class LatentAttention(Module):
         )
         self.cache, self.backend = b.attention_cache(spec)
 
-    def _make_inputs(self, b: Builder, hidden: int, queries: int, bias: bool, eps: float) -> None:
+    def _make_inputs(
+        self, b: Builder, hidden: int, kept: int, queries: int, bias: bool, eps: float
+    ) -> None:
         """The layers that read the stream; where queries are compressed both are one."""
-        kept = {"kv_a_proj_with_mqa": self.rank + self.rope_size}
         if self.q_rank is None:
             self.q = b.linear("q_proj", hidden, queries)
             self.down = b.linear("kv_a_proj_with_mqa", hidden, kept, bias=bias, split=False)
             return
-        parts = {"q_a_proj": self.q_rank, **kept}
+        parts = {"q_a_proj": self.q_rank, "kv_a_proj_with_mqa": kept}
         self.down = b.linear("qkv_a_proj", hidden, parts, bias=bias, split=False)
         self.q_norm = b.rms_norm("q_a_layernorm", self.q_rank, eps)
         self.q = b.linear("q_b_proj", self.q_rank, queries)
@@ -93,33 +94,17 @@ class LatentAttention(Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
-        q, latent, k_rope = self._project(x)
-        q_nope, q_rope = torch.split(q, [self.nope, self.rope_size], dim=-1)
-        q_rope = q_rope.contiguous()
-        self.ops.rotary(
-            q_rope, k_rope, batch.positions, self.rotation.cos_sin, self.rotation.rope.neox
-        )
-        q = torch.cat([_each_head(q_nope, self.up_k), q_rope], dim=-1)
-        k = torch.cat([latent.unsqueeze(1), k_rope], dim=-1)
-        out = q.new_empty(x.shape[0], self.heads, self.rank)
-        cache, plan = batch.caches[self.cache], batch.plan(self.cache)
-        self.backend.forward(q, k, k[..., : self.rank], cache, plan, out)
-        attended: Tensor = self.out(_each_head(out, self.up_v).flatten(1))
-        return attended
-
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [tokens, heads, nope + rope], what is kept [tokens, rank], k_rope [tokens, 1, rope]."""
         down = self.down(x)
         if self.q_rank is None:
             q = self.q(x)
         else:
-            q = self.q(self.q_norm(down[:, : self.q_rank].contiguous()))
+            q = self.q(self.q_norm(down[:, : self.q_rank]))
             down = down[:, self.q_rank :]
-        latent, k_rope = torch.split(down, [self.rank, self.rope_size], dim=-1)
-        kept = self.kv_norm(latent.contiguous())
-        return torch.unflatten(q, -1, (self.heads, -1)), kept, k_rope.unsqueeze(1).contiguous()
-
-
-def _each_head(x: Tensor, weight: Tensor) -> Tensor:
-    """x: [tokens, heads, n], weight: [heads, n, m] -> [tokens, heads, m]."""
-    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+        q, norm = torch.unflatten(q, -1, (self.heads, -1)), (self.kv_norm.weight, self.kv_norm.eps)
+        turn = (self.rotation.cos_sin, batch.positions, self.rotation.rope.neox)
+        q, k = self.ops.latent_prepare(q, down, self.up_k, *norm, *turn)
+        out = q.new_empty(x.shape[0], self.heads, self.rank)
+        cache, plan = batch.caches[self.cache], batch.plan(self.cache)
+        self.backend.forward(q, k, k[..., : self.rank], cache, plan, out)
+        attended: Tensor = self.out(self.ops.each_head(out, self.up_v).flatten(1))
+        return attended

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from modulm.contracts.quantization import LinearSpec, QuantizationMethod
     from modulm.parallel import Group
 
-__all__ = ["Linear"]
+__all__ = ["Linear", "Router"]
 
 
 class Linear(Module):
@@ -41,3 +42,11 @@ class Linear(Module):
         otherwise than by `forward`. Raises UnsupportedError if the method cannot give it back.
         """
         return self.method.dequantize(self, self.spec)
+
+
+class Router(Linear):
+    """Logits of experts: [tokens, hidden] -> [tokens, experts], in its own dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = getattr(torch, self.spec.dtype)
+        return super().forward(x if x.dtype == dtype else self.method.ops.cast(x, dtype))

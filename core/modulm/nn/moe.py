@@ -62,6 +62,7 @@ _NAMES = ExpertNames()
 class MoE(Module):
     """Sparse gated feed-forward experts (Shazeer et al., arXiv 1701.06538).
 
+    `wide_router` computes the router in fp32, as models do whose experts lie close together.
     `choice_bias` adds a stored bias to the scores for choosing only. `act` is an activation's
     name in config.json, or a gate. `shared` is a block that every token takes besides (Dai et
     al., arXiv 2401.06066), added as it is.
@@ -79,6 +80,7 @@ class MoE(Module):
         routing: Routing,
         act: str | Gate = "silu",
         router_bias: bool = False,
+        wide_router: bool = False,
         choice_bias: bool = False,
         shared: Module | None = None,
         names: ExpertNames = _NAMES,
@@ -86,8 +88,8 @@ class MoE(Module):
         super().__init__()
         if b.ranks > 1:
             raise UnsupportedError(f"{b.prefix}: experts on several ranks: not yet")
-        self.ops, self.routing = b.ops, routing
-        self.router = b.linear(names.router, hidden, experts, bias=router_bias, split=False)
+        self.ops, self.routing = b.ops, asdict(routing)
+        self.router = b.router(names.router, hidden, experts, bias=router_bias, wide=wide_router)
         sizes = {names.gate: inner, names.up: inner}
         self.gate_up = b.experts(
             names.gate_up_stack, experts, hidden, sizes, names.one, bias=names.gate_up_bias
@@ -124,16 +126,5 @@ class MoE(Module):
 
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """logits: [tokens, experts] -> weights [tokens, top_k] fp32 and expert ids."""
-        r = self.routing
-        chosen: Any = self.ops.moe_route(
-            logits,
-            r.top_k,
-            scoring=r.scoring,
-            renormalise=r.renormalise,
-            bias=self.choice_bias,
-            groups=r.groups,
-            top_groups=r.top_groups,
-            group_score=r.group_score,
-            scale=r.scale,
-        )
+        chosen: Any = self.ops.moe_route(logits, bias=self.choice_bias, **self.routing)
         return chosen  # type: ignore[no-any-return]

@@ -24,7 +24,8 @@ class Norm(Module):
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(norm(residual + x), residual + x), both [tokens, hidden].
 
-        `residual` is None at the first layer and may be overwritten afterwards.
+        `residual` is None at the first layer and may be overwritten afterwards. It may be fp32
+        where the norm is an RMS norm.
         """
         if residual is None:
             return self(x), x
@@ -33,13 +34,17 @@ class Norm(Module):
 
 
 class RMSNorm(Norm):
-    """Zhang and Sennrich, arXiv 1910.07467. The weight is stored less `offset`."""
+    """Zhang and Sennrich, arXiv 1910.07467. The weight is stored less `offset`.
 
-    weight: Tensor
+    `Builder.rms_norm` makes one with a weight; made by itself it has none.
+    """
+
+    weight: Tensor | None
 
     def __init__(self, ops: Ops, eps: float, offset: float = 0.0) -> None:
         super().__init__()
         self.ops, self.eps, self.offset = ops, eps, offset
+        self.register_parameter("weight", None)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., size] -> the same shape."""

@@ -1,4 +1,4 @@
-"""Recurrent layers: what they keep per row, stepped over rows of any mix of lengths."""
+"""Recurrent layers: what they keep per row, and the ops that step it."""
 
 from __future__ import annotations
 
@@ -6,21 +6,18 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
 
 from modulm.contracts.model import StateSpec
 from modulm.errors import UnsupportedError
-from modulm.nn.activation import activation
-from modulm.ops.recurrence import selective_scan
-from modulm.ops.walk import begin, walk
+from modulm.ops.walk import walk
 
 if TYPE_CHECKING:
     from modulm.contracts.model import Batch, StatePlan
     from modulm.nn.builder import Builder
 
-__all__ = ["CausalConv", "StateSpaceMixer", "recur", "selective_scan", "single_rank"]
+__all__ = ["CausalConv", "StateSpaceMixer", "recur", "single_rank"]
 
 Step = Callable[[Tensor, Tensor], Tensor]
 
@@ -65,7 +62,9 @@ class CausalConv(Module):
         self, b: Builder, name: str, channels: int, width: int, *, bias: bool, act: str | None
     ) -> None:
         super().__init__()
-        self.act = None if act is None else activation(act, b.ops)
+        if act not in (None, "silu", "swish"):
+            raise UnsupportedError(f"{b.name(name)}: a convolution with {act!r}: not yet")
+        self.convolve, self.silu = b.ops.causal_conv, act is not None
         self.state = (width - 1, channels)
         self.register_parameter("bias", None)
         shapes = {"weight": (channels, 1, width), **({"bias": (channels,)} if bias else {})}
@@ -73,25 +72,8 @@ class CausalConv(Module):
 
     def forward(self, x: Tensor, states: Tensor, plan: StatePlan) -> Tensor:
         """x: [tokens, channels] -> the same shape."""
-        past = begin(states, plan)
-        if max(plan.counts) == 1:
-            seen = torch.cat([past, x.unsqueeze(1)], 1)
-            states[plan.slots] = seen[:, 1:]
-            return self._convolve(seen).squeeze(1)
-        rows = [torch.cat(row) for row in zip(past, torch.split(x, list(plan.counts)), strict=True)]
-        states[plan.slots] = torch.stack([row[row.shape[0] - self.state[0] :] for row in rows])
-        for row, tokens, slot in plan.kept:
-            states[slot] = rows[row][tokens : tokens + self.state[0]]
-        return torch.cat([self._convolve(row) for row in rows])
-
-    def _convolve(self, seen: Tensor) -> Tensor:
-        """seen: [..., width - 1 + n, channels] -> [..., n, channels]."""
-        places = seen.shape[-2] - self.state[0]
-        weight = self.weight.squeeze(1).float()
-        lags = range(weight.shape[1])
-        total = sum(seen[..., lag : lag + places, :].float() * weight[:, lag] for lag in lags)
-        y = torch.as_tensor(total) if self.bias is None else total + self.bias.float()
-        return (y if self.act is None else self.act(y)).to(seen.dtype)
+        y: Tensor = self.convolve(x, self.weight, self.bias, self.silu, states, plan)
+        return y
 
 
 class StateSpaceMixer(Module):
@@ -126,7 +108,8 @@ class StateSpaceMixer(Module):
         super().__init__()
         single_rank(b)
         inner = heads * head_dim
-        self.heads, self.groups, self.eps, self.dt_limit = heads, groups, eps, dt_limit
+        self.ops, self.heads, self.groups = b.ops, heads, groups
+        self.eps, self.dt_limit = eps, dt_limit
         self.parts = [inner, inner + 2 * groups * size, heads]
         self.mixed = [inner, groups * size, groups * size]
         self.project = b.linear("in_proj", hidden, sum(self.parts), bias=bias)
@@ -138,24 +121,18 @@ class StateSpaceMixer(Module):
         self.out = b.row_linear("out_proj", inner, hidden, bias=bias)
         state = ("state", (heads, head_dim, size), "float32")
         self.cache = b.cache(StateSpec((("conv", self.conv.state, b.dtype), state)))
-        self.scan, self.silu = b.ops.selective_scan, activation("silu", b.ops)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
         cache, plan, tokens = batch.caches[self.cache], batch.plan(self.cache), x.shape[0]
-        gate, mixed, dt = self.project(x).split(self.parts, -1)
+        gate, mixed, step = self.project(x).split(self.parts, -1)
         inputs, b, c = self.conv(mixed, cache["conv"], plan).split(self.mixed, -1)
-        # In fp64, as torch's fp32 functions round otherwise where a row's numbers fill no register.
-        dt = F.softplus((dt.float() + self.dt_bias).double()).float().clamp(*self.dt_limit)
-        inputs = inputs.reshape(tokens, self.heads, -1).float()
-        b, c = (part.reshape(tokens, self.groups, -1) for part in (b, c))
-        a = -self.a_log.exp().unsqueeze(-1)
-        y = self.scan(inputs, dt, a, b, c, cache["state"], plan)
-        y = y + self.skip.unsqueeze(-1) * inputs
-        mixed_out: Tensor = self.out(self._normed(y.flatten(1), gate).to(x.dtype))
+        inputs = inputs.view(tokens, self.heads, -1)
+        b, c = (part.view(tokens, self.groups, -1) for part in (b, c))
+        parts = (inputs, step, self.a_log.unsqueeze(-1), b, c, self.skip)
+        y = self.ops.selective_scan(*parts, cache["state"], plan, self.dt_bias, self.dt_limit)
+        normed = self.ops.gated_rms_norm(
+            y.flatten(1), gate, self.norm_weight, self.eps, self.groups, norm_first=False
+        )
+        mixed_out: Tensor = self.out(normed)
         return mixed_out
-
-    def _normed(self, y: Tensor, gate: Tensor) -> Tensor:
-        """y, gate: [tokens, inner]."""
-        gated = (y * self.silu(gate.float())).view(y.shape[0], self.groups, -1)
-        return F.rms_norm(gated, gated.shape[-1:], eps=self.eps).flatten(1) * self.norm_weight

@@ -1,60 +1,111 @@
-"""Recurrences in plain torch: a row's segments in matrix products, single tokens one by one."""
+"""Recurrences in plain torch: a row's segments in matrix products, single tokens one by one.
+
+Step sizes and rates are made in fp64, as torch's fp32 functions round otherwise where a row's
+numbers fill no register.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from attrs import frozen
 from torch import Tensor
 
-from modulm.ops.walk import Walk, walk
+from modulm.ops.walk import Walk, begin, walk
 
 if TYPE_CHECKING:
     from modulm.contracts.model import StatePlan
 
-__all__ = ["delta_rule", "selective_scan"]
+__all__ = ["causal_conv", "delta_rule", "selective_scan"]
 
-#: Tokens of a parallel scan: as many as stay in a cache.
-_FEW = 8
+
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, states: Tensor, plan: StatePlan
+) -> Tensor:
+    """A convolution along each row, channel by channel, over the last `width` tokens: like x.
+
+    x: [T, channels]; weight: [channels, 1, width]; bias: [channels]; states: [slots, width - 1,
+    channels], the inputs before a row's first token. `silu` is applied to the result.
+    """
+    past, width = begin(states, plan), states.shape[1]
+    rows = [torch.cat(row) for row in zip(past, torch.split(x, list(plan.counts)), strict=True)]
+    states[plan.slots] = torch.stack([row[row.shape[0] - width :] for row in rows])
+    for row, tokens, slot in plan.kept:
+        states[slot] = rows[row][tokens : tokens + width]
+    if max(plan.counts) == 1:
+        found = _convolve(torch.stack(rows), weight, bias).squeeze(1)
+    else:
+        found = torch.cat([_convolve(row, weight, bias) for row in rows])
+    return (F.silu(found) if silu else found).to(x.dtype)
+
+
+def _convolve(seen: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """seen: [..., width - 1 + n, channels] -> [..., n, channels] fp32."""
+    lags = weight.squeeze(1).float().unbind(1)
+    places = seen.shape[-2] - len(lags) + 1
+    total = sum(seen[..., i : i + places, :].float() * lag for i, lag in enumerate(lags))
+    return torch.as_tensor(total) if bias is None else total + bias.float()
 
 
 def selective_scan(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, states: Tensor, plan: StatePlan
+    x: Tensor,
+    step: Tensor,
+    a_log: Tensor,
+    b: Tensor,
+    c: Tensor,
+    skip: Tensor,
+    states: Tensor,
+    plan: StatePlan,
+    bias: Tensor | None = None,
+    limit: tuple[float, float] = (0.0, math.inf),
 ) -> Tensor:
-    """state = exp(dt a) state + dt b x and y = c state, in fp32: [T, heads, dim] like x.
+    """state = exp(dt a) state + dt b x and y = c state + skip x: [T, heads, dim] fp32.
 
-    x: [T, heads, dim]; dt: [T, heads], positive; a: [heads, 1] or [heads, size], negative; b, c:
-    [T, groups, size], each for heads / groups neighbouring heads; states: [slots, heads, dim,
-    size] fp32. Where a head has one decay, a segment is three matrix products (Dao and Gu, arXiv
-    2405.21060, section 6); where each of `size` numbers has its own (arXiv 2312.00752), a parallel
-    scan.
+    dt is softplus(step + bias) within `limit` and a = -exp(a_log). x: [T, heads, dim]; step: [T,
+    heads]; b, c: [T, groups, size], each for heads / groups neighbouring heads; skip, bias:
+    [heads] and a_log: [heads, 1] or [heads, size], fp32; states: [slots, heads, dim, size] fp32.
+    arXiv 2312.00752; where a head has one decay, a segment is three matrix products (2405.21060,
+    section 6).
     """
-    x, dt, b, c = x.float(), dt.float(), b.float(), c.float()
-    rows = _Inputs(x * dt.unsqueeze(-1), dt, b, c)
+    x, dt, a = x.float(), _softplus(step, bias).clamp(*limit), -a_log.exp()
+    rows = _Inputs(x * dt.unsqueeze(-1), dt, b.float(), c.float())
 
-    def step(state: Tensor, at: Tensor) -> Tensor:
+    def token(state: Tensor, at: Tensor) -> Tensor:
         return _scan_token(state, rows.at(at), a)
 
-    y = x.new_empty(x.shape)
-    segment = _ssd if a.shape[1] == 1 else _doubling
-    return walk(states, plan, step, segment(rows, a), y)
+    segment = _ssd if a.shape[1] == 1 else _one_by_one
+    y = walk(states, plan, token, segment(rows, a), x.new_empty(x.shape))
+    return y + skip.unsqueeze(-1) * x
 
 
 def delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, states: Tensor, plan: StatePlan
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    step: Tensor,
+    a_log: Tensor,
+    bias: Tensor,
+    states: Tensor,
+    plan: StatePlan,
+    reach: float = 1.0,
 ) -> Tensor:
-    """state = exp(decay) state, then moved by beta towards v at k; y = q state; fp32 like v.
+    """A state that fades and is then moved towards v at k, read at q: fp32 like v.
 
-    q, k: [T, key heads, key dim], k of length 1; v: [T, heads, value dim], heads / key heads
-    neighbouring ones for each key head; beta, decay: [T, heads], decay negative; states: [slots,
-    heads, key dim, value dim] fp32. The gated delta rule and its form by segments: Yang et al.,
-    arXiv 2412.06464, section 3.3.
+    q, k: [T, key heads, key dim], brought to length 1, q then divided by sqrt(key dim); v: [T,
+    heads, value dim], heads / key heads neighbouring ones for each key head; beta, step: [T,
+    heads]; a_log, bias: [heads] fp32; states: [slots, heads, key dim, value dim] fp32. The state
+    is multiplied by exp(-exp(a_log) softplus(step + bias)) and moved by reach sigmoid(beta). The
+    gated delta rule and its form by segments: Yang et al., arXiv 2412.06464, section 3.3.
     """
     each = v.shape[1] // k.shape[1]
-    q, k, v, beta, decay = q.float(), k.float(), v.float(), beta.float(), decay.float()
+    q, k, v = _unit(q) * q.shape[-1] ** -0.5, _unit(k), v.float()
+    beta, decay = (reach * beta.double().sigmoid()).float(), -a_log.exp() * _softplus(step, bias)
 
-    def step(state: Tensor, at: Tensor) -> Tensor:
+    def token(state: Tensor, at: Tensor) -> Tensor:
         key, query = (part[at].repeat_interleave(each, 1).unsqueeze(2) for part in (k, q))
         state.mul_(decay[at].exp()[..., None, None])
         change = (v[at].unsqueeze(2) - key @ state) * beta[at][..., None, None]
@@ -68,7 +119,18 @@ def delta_rule(
         query, key = (part.repeat_interleave(each, 1) for part in (query, key))
         return _delta_segment(state, query, key, value, moved.unsqueeze(-1), fade)
 
-    return walk(states, plan, step, segment, v.new_empty(v.shape))
+    return walk(states, plan, token, segment, v.new_empty(v.shape))
+
+
+def _softplus(step: Tensor, bias: Tensor | None) -> Tensor:
+    """softplus(step + bias): fp32."""
+    return F.softplus((step.float() + (0.0 if bias is None else bias)).double()).float()
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Vectors of length 1: fp32."""
+    wide = x.float()
+    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def _delta_segment(
@@ -143,40 +205,14 @@ def _ssd(inputs: _Inputs, a: Tensor) -> Walk:
     return segment
 
 
-def _doubling(inputs: _Inputs, a: Tensor) -> Walk:
-    """Segments of a scan whose numbers each fade at their own pace: a parallel scan of few tokens
-    at a time, as many as stay in a cache.
-    """
+def _one_by_one(inputs: _Inputs, a: Tensor) -> Walk:
+    """Segments of a scan whose numbers each fade at their own pace."""
     padded = inputs.padded()
 
     def segment(state: Tensor, at: Tensor) -> Tensor:
-        return torch.cat(
-            [_parallel_scan(state, padded.at(few), a) for few in torch.split(at, _FEW, 1)], 1
-        )
+        return torch.stack([_scan_token(state, padded.at(t), a) for t in at.unbind(1)], 1)
 
     return segment
-
-
-def _parallel_scan(state: Tensor, part: _Inputs, a: Tensor) -> Tensor:
-    """Spans of 1, 2, 4, ... tokens are joined to spans of twice the length.
-
-    Hillis and Steele, CACM 29 (1986). part: [n, tokens, ...] -> [n, tokens, heads, dim].
-    """
-    n, length, heads, dim = part.drive.shape
-    groups, size = part.b.shape[2:]
-    fade = (part.dt.unsqueeze(-1) * a).exp().unsqueeze(3)
-    drive = part.drive.view(n, length, groups, -1, 1) * part.b.unsqueeze(3)
-    found = drive.view(n, length, heads, dim, size)
-    span = 1
-    while span < length:
-        joined = torch.addcmul(found[:, span:], fade[:, span:], found[:, :-span])
-        found = torch.cat([found[:, :span], joined], 1)
-        fade = torch.cat([fade[:, :span], fade[:, span:] * fade[:, :-span]], 1)
-        span *= 2
-    found = torch.addcmul(found, fade, state.unsqueeze(1))
-    state.copy_(found[:, -1])
-    y = found.view(n, length, groups, -1, size) @ part.c.unsqueeze(-1)
-    return y.view(n, length, heads, dim)
 
 
 def _decays(total: Tensor) -> Tensor:

@@ -20,29 +20,33 @@ import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = [
+    "act_and_mul",
     "activate",
     "add",
     "add_rms_norm",
+    "cast",
+    "clamp",
+    "each_head",
     "embedding",
     "fused_experts",
-    "gelu_and_mul",
+    "gated_rms_norm",
+    "latent_prepare",
     "layer_norm",
     "linear",
     "moe_route",
+    "multiply",
     "pack_experts",
     "pack_linear",
     "paged_attention",
-    "qkv_prepare",
     "rms_norm",
     "rotary",
     "scale",
-    "silu_and_mul",
     "unpack_linear",
     "write_kv",
 ]
 
 
-_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+_ACTIVATIONS: Mapping[str, Callable[..., Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
@@ -51,16 +55,23 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "silu": F.silu,
     "tanh": torch.tanh,
+    "xielu": lambda x, up, down: _xielu(x.float(), up, down).to(x.dtype),
 }
 
 
-def activate(x: Tensor, act: str) -> Tensor:
+def activate(x: Tensor, act: str, constants: tuple[float, ...] = ()) -> Tensor:
     """act(x) of the same shape, a new tensor.
 
     `act`: "gelu", "gelu_tanh", "quick_gelu" (x sigmoid(1.702 x)), "relu", "relu2" (its square),
-    "sigmoid", "silu" or "tanh".
+    "sigmoid", "silu", "tanh", or, with two constants, "xielu" (Huang and Schlag, arXiv
+    2411.13010): x / 2, and up x^2 above zero, down (e^x - 1 - x) below.
     """
-    return _ACTIVATIONS[act](x)
+    return _ACTIVATIONS[act](x, *constants)
+
+
+def _xielu(x: Tensor, up: float, down: float) -> Tensor:
+    below = torch.expm1(x.clamp(max=0)) - x
+    return torch.where(x > 0, up * x * x, down * below) + 0.5 * x
 
 
 def add(x: Tensor, y: Tensor, gate: Tensor | None = None) -> Tensor:
@@ -68,22 +79,39 @@ def add(x: Tensor, y: Tensor, gate: Tensor | None = None) -> Tensor:
     return x + y if gate is None else x + torch.sigmoid(gate) * y
 
 
+def multiply(x: Tensor, y: Tensor, act: str = "") -> Tensor:
+    """x * act(y), both [T, H], in y's dtype; x may be fp32 where y is not."""
+    factor = y.to(x.dtype)
+    return (x * (activate(factor, act) if act else factor)).to(y.dtype)
+
+
 def scale(x: Tensor, factor: float) -> Tensor:
     """x times a number, a new tensor of x's shape."""
     return x * factor
 
 
+def clamp(x: Tensor, limit: float) -> Tensor:
+    """x within [-limit, limit], a new tensor of x's shape."""
+    return x.clamp(-limit, limit)
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in another dtype, a new tensor of x's shape."""
+    return x.to(dtype)
+
+
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, offset: float = 0.0
+    x: Tensor, weight: Tensor | None, eps: float, out: Tensor | None = None, offset: float = 0.0
 ) -> Tensor:
-    """x / rms(x) * (weight + offset) over the last dimension; x: [T, H], weight: [H].
+    """x / rms(x) * (weight + offset) over the last dimension; x: [T, H], weight: [H] or None.
 
     Zhang and Sennrich, arXiv 1910.07467. `offset` is 1 for models that store weight - 1.
     """
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    scale = weight.float() + offset if offset else weight.float()
-    return _deliver((wide * scale).to(x.dtype), out)
+    if weight is not None:
+        wide = wide * (weight.float() + offset if offset else weight.float())
+    return _deliver(wide.to(x.dtype), out)
 
 
 def add_rms_norm(
@@ -94,31 +122,48 @@ def add_rms_norm(
     out: Tensor | None = None,
     offset: float = 0.0,
 ) -> Tensor:
-    """residual += x, in place, then the norm of residual. Shapes as in `rms_norm`."""
+    """residual += x, in place, then the norm of residual in x's dtype. Shapes as in `rms_norm`.
+
+    The residual may be kept in fp32.
+    """
     residual += x
-    return rms_norm(residual, weight, eps, out, offset)
+    return _deliver(rms_norm(residual, weight, eps, None, offset).to(x.dtype), out)
+
+
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int, *, norm_first: bool
+) -> Tensor:
+    """The norm of x * silu(gate), or that of x and then * silu(gate), over each of `groups` parts.
+
+    x: [T, H] fp32; gate: [T, H]; weight: [H] or, for all parts alike, [H / groups] -> [T, H] in
+    the gate's dtype.
+    """
+    factor = F.silu(gate.float())
+    parts = torch.unflatten(x if norm_first else x * factor, -1, (groups, -1))
+    normed = F.rms_norm(parts, parts.shape[-1:], eps=eps)
+    scaled = (normed * weight.float().view(-1, parts.shape[-1])).flatten(1)
+    return (scaled * factor if norm_first else scaled).to(gate.dtype)
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = None
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out: Tensor | None = None
 ) -> Tensor:
-    """Ba et al., arXiv 1607.06450; x: [T, H], weight, bias: [H]."""
-    wide = F.layer_norm(
-        x.float(), weight.shape, weight.float(), None if bias is None else bias.float(), eps
-    )
+    """Ba et al., arXiv 1607.06450, over the last dimension.
+
+    x: [T, H]; weight: [H], or [n, H] for x [T, n, H], or None; bias: [H].
+    """
+    wide = F.layer_norm(x.float(), x.shape[-1:], eps=eps)
+    if weight is not None:
+        wide = wide * weight.float()
+    if bias is not None:
+        wide = wide + bias.float()
     return _deliver(wide.to(x.dtype), out)
 
 
-def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """silu(x[:, :I]) * x[:, I:]; x: [T, 2 I] -> [T, I]."""
+def act_and_mul(x: Tensor, act: str, out: Tensor | None = None) -> Tensor:
+    """act(x[:, :I]) * x[:, I:], with `activate`'s names; x: [T, 2 I] -> [T, I]."""
     gate, up = x.chunk(2, dim=-1)
-    return _deliver(F.silu(gate) * up, out)
-
-
-def gelu_and_mul(x: Tensor, approximate: str = "none", out: Tensor | None = None) -> Tensor:
-    """gelu(x[:, :I]) * x[:, I:]; approximate: "none" or "tanh"; x: [T, 2 I] -> [T, I]."""
-    gate, up = x.chunk(2, dim=-1)
-    return _deliver(F.gelu(gate, approximate=approximate) * up, out)
+    return _deliver(activate(gate, act) * up, out)
 
 
 def pack_linear(weight: Tensor) -> Any:
@@ -230,33 +275,34 @@ def paged_attention(
     return out
 
 
-def qkv_prepare(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
+def latent_prepare(
+    q: Tensor,
+    kept: Tensor,
+    up: Tensor,
+    weight: Tensor,
     eps: float,
-    cos_sin: Tensor | None,
+    cos_sin: Tensor,
     positions: Tensor,
-    slots: Tensor,
-    cache: Tensor,
-    heads: int,
-    kv_heads: int,
     neox: bool = True,
-    q_out: Tensor | None = None,
-    norm_offset: float = 0.0,
-) -> Tensor:
-    """Split, norm per head, rotate, and write keys and values to the cache; returns the queries.
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys of latent attention: ([T, Hq, rank + R], [T, 1, rank + R]).
 
-    qkv: [T, (Hq + 2 Hk) D]; q_norm, k_norm: [D]; cos_sin: None for no rotation -> q_out [T, Hq, D].
+    q: [T, Hq, nope + R], of which the first part goes through up [Hq, nope, rank] and the second
+    is rotated; kept: [T, rank + R], of which the first part is normed with weight [rank] and the
+    second rotated.
     """
-    size = qkv.shape[-1] // (heads + 2 * kv_heads)
-    q, k, v = torch.split(torch.unflatten(qkv, -1, (-1, size)), [heads, kv_heads, kv_heads], dim=1)
-    q = q.clone() if q_norm is None else rms_norm(q, q_norm, eps, offset=norm_offset)
-    k = k.clone() if k_norm is None else rms_norm(k, k_norm, eps, offset=norm_offset)
-    if cos_sin is not None:
-        rotary(q, k, positions, cos_sin, neox)
-    write_kv(k, v, cache, slots)
-    return _deliver(q, q_out)
+    rank, turned = up.shape[2], cos_sin.shape[-1]
+    q_nope, q_rope = torch.split(q, [up.shape[1], turned], dim=-1)
+    latent, k_rope = torch.split(kept.unsqueeze(1), [rank, turned], dim=-1)
+    q_rope, k_rope = q_rope.clone(), k_rope.clone()
+    rotary(q_rope, k_rope, positions, cos_sin, neox)
+    queries = torch.cat([each_head(q_nope, up), q_rope], dim=-1)
+    return queries, torch.cat([rms_norm(latent, weight, eps), k_rope], dim=-1)
+
+
+def each_head(x: Tensor, weight: Tensor) -> Tensor:
+    """A linear map for each head; x: [T, Hq, n], weight: [Hq, n, m] -> [T, Hq, m]."""
+    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1).contiguous()
 
 
 def moe_route(

@@ -25,7 +25,7 @@ from modulm.contracts.platform import Platform
 from modulm.ops import OpTable, bind, twins
 from modulm.plugins import defaults, manager
 
-__all__ = ["SPECS", "check_attention"]
+__all__ = ["SPECS", "check_attention", "qkv_prepare"]
 
 _BASE = AttentionSpec(
     heads=4, kv_heads=2, head_dim=64, scale=0.125, dtype="float32", kv_dtype="float32"
@@ -341,3 +341,33 @@ def _find_platform(backend: type[AttentionBackend]) -> Platform | None:
             made: Platform = driver()
             return made
     return None
+
+
+def qkv_prepare(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    cos_sin: Tensor | None,
+    positions: Tensor,
+    slots: Tensor,
+    cache: Tensor,
+    heads: int,
+    kv_heads: int,
+    neox: bool = True,
+    norm_offset: float = 0.0,
+) -> Tensor:
+    """What `AttentionBackend.forward_qkv` does before it attends, in plain torch.
+
+    Split, norm per head, rotate, and write keys and values to the cache; returns the queries.
+
+    qkv: [T, (Hq + 2 Hk) D]; q_norm, k_norm: [D]; cos_sin: None for no rotation -> [T, Hq, D].
+    """
+    size = qkv.shape[-1] // (heads + 2 * kv_heads)
+    q, k, v = torch.split(torch.unflatten(qkv, -1, (-1, size)), [heads, kv_heads, kv_heads], dim=1)
+    q = q.clone() if q_norm is None else twins.rms_norm(q, q_norm, eps, offset=norm_offset)
+    k = k.clone() if k_norm is None else twins.rms_norm(k, k_norm, eps, offset=norm_offset)
+    if cos_sin is not None:
+        twins.rotary(q, k, positions, cos_sin, neox)
+    twins.write_kv(k, v, cache, slots)
+    return q

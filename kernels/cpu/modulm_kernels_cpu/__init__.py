@@ -18,6 +18,7 @@ from modulm_kernels_cpu.attention import (
     cache_shape,
 )
 from modulm_kernels_cpu.elementwise import elementwise_ops
+from modulm_kernels_cpu.latent import latent_ops
 from modulm_kernels_cpu.library import LEVELS, Library, LibraryMissing, levels, load, use
 from modulm_kernels_cpu.linear import PackedLinear, linear_ops
 from modulm_kernels_cpu.moe import PackedExperts, moe_ops
@@ -52,6 +53,7 @@ def _ops(library: Library) -> Mapping[str, Callable[..., Any]]:
         elementwise_ops,
         linear_ops,
         attention_ops,
+        latent_ops,
         moe_ops,
         sampling_ops,
         recurrence_ops,

@@ -1,4 +1,4 @@
-"""Norms, activations, sums, rotation and lookup. Shapes and meaning are those of the twins."""
+"""Norms, activations, arithmetic, rotation, lookup. Shapes and meaning are those of the twins."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ _ACTIVATIONS = {
     "relu2": 5,
     "sigmoid": 6,
     "tanh": 7,
+    "xielu": 8,
 }
-_GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
+_IDENTITY = 9
 
 
 def elementwise_ops(library: Library) -> dict[str, Callable[..., Any]]:
@@ -41,11 +42,13 @@ def elementwise_ops(library: Library) -> dict[str, Callable[..., Any]]:
         "rms_norm": _rms_norm(library),
         "add_rms_norm": _add_rms_norm(library),
         "layer_norm": _layer_norm(library),
+        "act_and_mul": _act_and_mul(library),
         "activate": _activate(library),
         "add": _add(library),
+        "cast": _cast(library),
+        "clamp": _clamp(library),
+        "multiply": _multiply(library),
         "scale": _scale(library),
-        "silu_and_mul": _silu_and_mul(library),
-        "gelu_and_mul": _gelu_and_mul(library),
         "rotary": _rotary(library),
         "embedding": _embedding(library),
         "embedding_packed": _embedding_packed(library),
@@ -60,6 +63,15 @@ def _output(x: Tensor, out: Tensor | None, *sizes: int) -> Tensor:
     return out
 
 
+def _grouped(name: str, x: Tensor) -> tuple[int, int, int]:
+    """Rows in a group of x, [rows, size] or [groups, rows, size], the groups' stride, the rows'."""
+    need(x.stride(-1) == 1 or x.shape[-1] == 1, f"{name} must be [rows, size] with dense rows")
+    if x.dim() == 2:
+        return 1, x.stride(0), 0
+    need(x.dim() == 3, f"{name} must be [rows, size] or [groups, rows, size]")
+    return x.shape[1], x.stride(0), x.stride(1)
+
+
 def _weight_code(name: str, weight: Tensor, x: Tensor, size: int) -> int:
     """Code of a per-channel weight: [size], of x's dtype or fp32."""
     shape(name, weight, size)
@@ -72,20 +84,22 @@ def _weight_code(name: str, weight: Tensor, x: Tensor, size: int) -> int:
 
 
 def _rms_norm(library: Library) -> Callable[..., Tensor]:
-    call = library.call("rms_norm", "pnppffpnnii")
+    call = library.call("rms_norm", "pnnnppffpnniii")
 
     def rms_norm(
-        x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, offset: float = 0.0
+        x: Tensor,
+        weight: Tensor | None,
+        eps: float,
+        out: Tensor | None = None,
+        offset: float = 0.0,
     ) -> Tensor:
-        code = dtype_code("x", x)
-        size = x.shape[-1]
-        rows = x if x.dim() == 2 else x.reshape(-1, size)
-        stride = dense_rows("x", rows)
-        weight_code = _weight_code("weight", weight, x, size)
+        code, size = dtype_code("x", x), x.shape[-1]
+        count, *strides = _grouped("x", x)
+        weight_code = code if weight is None else _weight_code("weight", weight, x, size)
         out = _output(x, out, *x.shape)
         call(
-            rows.data_ptr(), stride, None, weight.data_ptr(), eps, offset, out.data_ptr(),
-            rows.shape[0], size, code, weight_code,
+            x.data_ptr(), count, *strides, None, None if weight is None else weight.data_ptr(),
+            eps, offset, out.data_ptr(), x.numel() // size, size, code, weight_code, code,
         )  # fmt: skip
         return out
 
@@ -93,7 +107,7 @@ def _rms_norm(library: Library) -> Callable[..., Tensor]:
 
 
 def _add_rms_norm(library: Library) -> Callable[..., Tensor]:
-    call = library.call("rms_norm", "pnppffpnnii")
+    call = library.call("rms_norm", "pnnnppffpnniii")
 
     def add_rms_norm(
         x: Tensor,
@@ -107,12 +121,16 @@ def _add_rms_norm(library: Library) -> Callable[..., Tensor]:
         stride = dense_rows("x", x)
         tokens, size = x.shape
         shape("residual", residual, tokens, size)
-        contiguous("residual", residual, x.dtype)
+        contiguous("residual", residual)
+        need(
+            residual.dtype in (x.dtype, torch.float32),
+            f"residual must be {x.dtype} or float32, not {residual.dtype}",
+        )
         weight_code = _weight_code("weight", weight, x, size)
         out = _output(x, out, tokens, size)
         call(
-            x.data_ptr(), stride, residual.data_ptr(), weight.data_ptr(), eps, offset,
-            out.data_ptr(), tokens, size, code, weight_code,
+            x.data_ptr(), 1, stride, 0, residual.data_ptr(), weight.data_ptr(), eps, offset,
+            out.data_ptr(), tokens, size, code, weight_code, CODES[residual.dtype],
         )  # fmt: skip
         return out
 
@@ -120,62 +138,58 @@ def _add_rms_norm(library: Library) -> Callable[..., Tensor]:
 
 
 def _layer_norm(library: Library) -> Callable[..., Tensor]:
-    call = library.call("layer_norm", "pnppfpnnii")
+    call = library.call("layer_norm", "pnnnpnpfpnnii")
 
     def layer_norm(
-        x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = None
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        out: Tensor | None = None,
     ) -> Tensor:
-        code = dtype_code("x", x)
-        size = x.shape[-1]
-        rows = x if x.dim() == 2 else x.reshape(-1, size)
-        stride = dense_rows("x", rows)
-        weight_code = _weight_code("weight", weight, x, size)
+        code, size = dtype_code("x", x), x.shape[-1]
+        count, *strides = _grouped("x", x)
+        weight_code, weights = code, 1
+        if weight is not None:
+            weights = weight.numel() // size
+            need(
+                weight.shape in {(size,), x.shape[1:]}, f"weight must be [{size}] or as x's tokens"
+            )
+            weight_code = _weight_code("weight", weight.view(-1), x, weight.numel())
         if bias is not None:
             shape("bias", bias, size)
-            contiguous("bias", bias, weight.dtype)
+            contiguous("bias", bias, x.dtype if weight is None else weight.dtype)
         out = _output(x, out, *x.shape)
         call(
-            rows.data_ptr(), stride, weight.data_ptr(), None if bias is None else bias.data_ptr(),
-            eps, out.data_ptr(), rows.shape[0], size, code, weight_code,
+            x.data_ptr(), count, *strides, None if weight is None else weight.data_ptr(), weights,
+            None if bias is None else bias.data_ptr(), eps, out.data_ptr(), x.numel() // size,
+            size, code, weight_code,
         )  # fmt: skip
         return out
 
     return layer_norm
 
 
-def _gated(library: Library) -> Callable[[Tensor, Tensor | None, int], Tensor]:
+def _act_and_mul(library: Library) -> Callable[..., Tensor]:
     call = library.call("gated", "pnpnnii")
 
-    def gated(x: Tensor, out: Tensor | None, kind: int) -> Tensor:
-        code = dtype_code("x", x)
+    def act_and_mul(x: Tensor, act: str, out: Tensor | None = None) -> Tensor:
+        code, kind = dtype_code("x", x), _kind(act)
         need(x.shape[-1] % 2 == 0, f"x must have an even last dimension, not {list(x.shape)}")
-        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        stride = dense_rows("x", rows)
+        rows, stride = _rows("x", x)
         size = x.shape[-1] // 2
         out = _output(x, out, *x.shape[:-1], size)
         call(rows.data_ptr(), stride, out.data_ptr(), rows.shape[0], size, kind, code)
         return out
 
-    return gated
+    return act_and_mul
 
 
-def _silu_and_mul(library: Library) -> Callable[..., Tensor]:
-    gated = _gated(library)
-
-    def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
-        return gated(x, out, _ACTIVATIONS["silu"])
-
-    return silu_and_mul
-
-
-def _gelu_and_mul(library: Library) -> Callable[..., Tensor]:
-    gated = _gated(library)
-
-    def gelu_and_mul(x: Tensor, approximate: str = "none", out: Tensor | None = None) -> Tensor:
-        need(approximate in _GELUS, f"approximate must be none or tanh: {approximate!r}")
-        return gated(x, out, _ACTIVATIONS[_GELUS[approximate]])
-
-    return gelu_and_mul
+def _kind(act: str) -> int:
+    """The code of an activation without constants."""
+    known = [name for name in _ACTIVATIONS if name != "xielu"]
+    need(act in known, f"act must be one of {', '.join(known)}, not {act!r}")
+    return _ACTIVATIONS[act]
 
 
 def _rows(name: str, x: Tensor) -> tuple[Tensor, int]:
@@ -185,15 +199,17 @@ def _rows(name: str, x: Tensor) -> tuple[Tensor, int]:
 
 
 def _activate(library: Library) -> Callable[..., Tensor]:
-    call = library.call("activate", "pnpnnii")
+    call = library.call("activate", "pnpnniffi")
 
-    def activate(x: Tensor, act: str) -> Tensor:
+    def activate(x: Tensor, act: str, constants: tuple[float, ...] = ()) -> Tensor:
         need(act in _ACTIVATIONS, f"act must be one of {', '.join(_ACTIVATIONS)}, not {act!r}")
+        need(len(constants) == (2 if act == "xielu" else 0), f"{act} got constants {constants}")
         rows, stride = _rows("x", x)
         out = x.new_empty(x.shape)
-        count, size = rows.shape
-        code = dtype_code("x", x)
-        call(rows.data_ptr(), stride, out.data_ptr(), count, size, _ACTIVATIONS[act], code)
+        call(
+            rows.data_ptr(), stride, out.data_ptr(), *rows.shape, _ACTIVATIONS[act],
+            *(constants or (0.0, 0.0)), dtype_code("x", x),
+        )  # fmt: skip
         return out
 
     return activate
@@ -230,6 +246,48 @@ def _scale(library: Library) -> Callable[..., Tensor]:
         return out
 
     return scale
+
+
+def _clamp(library: Library) -> Callable[..., Tensor]:
+    call = library.call("clamp", "pnfpnni")
+
+    def clamp(x: Tensor, limit: float) -> Tensor:
+        rows, stride = _rows("x", x)
+        out = x.new_empty(x.shape)
+        call(rows.data_ptr(), stride, limit, out.data_ptr(), *rows.shape, dtype_code("x", x))
+        return out
+
+    return clamp
+
+
+def _cast(library: Library) -> Callable[..., Tensor]:
+    call = library.call("cast", "pnpnnii")
+
+    def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+        need(dtype in CODES, f"dtype must be float32, bfloat16 or float16, not {dtype}")
+        rows, stride = _rows("x", x)
+        out = x.new_empty(x.shape, dtype=dtype)
+        call(rows.data_ptr(), stride, out.data_ptr(), *rows.shape, dtype_code("x", x), CODES[dtype])
+        return out
+
+    return cast
+
+
+def _multiply(library: Library) -> Callable[..., Tensor]:
+    call = library.call("multiply", "pnipnpnnii")
+
+    def multiply(x: Tensor, y: Tensor, act: str = "") -> Tensor:
+        count, size = x.shape
+        shape("y", y, count, size)
+        need(x.dtype in (y.dtype, torch.float32), f"x must be {y.dtype} or float32, not {x.dtype}")
+        out = y.new_empty(count, size)
+        call(
+            x.data_ptr(), dense_rows("x", x), CODES[x.dtype], y.data_ptr(), dense_rows("y", y),
+            out.data_ptr(), count, size, _kind(act) if act else _IDENTITY, dtype_code("y", y),
+        )  # fmt: skip
+        return out
+
+    return multiply
 
 
 def _rotary(library: Library) -> Callable[..., None]:

@@ -1,65 +1,11 @@
-"""Rows of any mix of lengths, side by side: each as if it were alone and whole."""
+"""Recurrences without an op of their own."""
 
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from modulm.contracts.model import StatePlan
-from modulm.nn import recur, selective_scan
-
-HEADS, DIM, SIZE, GROUPS, SLOTS = 4, 3, 5, 2, 6
-
-
-def plan_of(counts, slots, fresh):
-    starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return StatePlan(torch.tensor(slots), torch.tensor(fresh), starts, tuple(counts))
-
-
-def numbers(*shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
-def scan_of_one(x, dt, a, b, c):
-    """The recurrence as the paper writes it, head by head."""
-    y = torch.zeros_like(x)
-    for head in range(HEADS):
-        group = head // (HEADS // GROUPS)
-        state = torch.zeros(DIM, SIZE)
-        for place in range(x.shape[0]):
-            decay = torch.exp(dt[place, head] * a[head])
-            new = dt[place, head] * torch.outer(x[place, head], b[place, group])
-            state = decay * state + new
-            y[place, head] = state @ c[place, group]
-    return y
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.lists(st.integers(1, 7), min_size=1, max_size=4), st.integers(0, 100))
-def test_rows_are_scanned_as_if_alone_however_they_are_cut(lengths, seed):
-    total = sum(lengths)
-    x, b, c = numbers(total, HEADS, DIM), numbers(total, GROUPS, SIZE), numbers(total, GROUPS, SIZE)
-    dt, a = numbers(total, HEADS).exp(), -numbers(HEADS, 1).exp()
-    states = torch.full((SLOTS, HEADS, DIM, SIZE), torch.nan)
-    slots = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(seed)).tolist()
-    starts = [sum(lengths[:row]) for row in range(len(lengths))]
-    done, found = [0] * len(lengths), torch.empty_like(x)
-    while any(at < length for at, length in zip(done, lengths, strict=True)):
-        rows = [row for row, length in enumerate(lengths) if done[row] < length]
-        counts = [min(1 + (seed + row) % 3, lengths[row] - done[row]) for row in rows]
-        ids = torch.cat(
-            [torch.arange(n) + starts[r] + done[r] for r, n in zip(rows, counts, strict=True)]
-        )
-        plan = plan_of(counts, [slots[row] for row in rows], [done[row] == 0 for row in rows])
-        found[ids] = selective_scan(x[ids], dt[ids], a, b[ids], c[ids], states, plan)
-        for row, count in zip(rows, counts, strict=True):
-            done[row] += count
-    for start, length in zip(starts, lengths, strict=True):
-        own = slice(start, start + length)
-        torch.testing.assert_close(found[own], scan_of_one(x[own], dt[own], a, b[own], c[own]))
-    unused = slots[len(lengths) :]
-    assert states[unused].isnan().all()
+from modulm.nn import recur
 
 
 def test_one_call_when_every_row_has_one_token():
@@ -71,6 +17,18 @@ def test_one_call_when_every_row_has_one_token():
         return state
 
     states, out = torch.zeros(3, 2), torch.empty(2, 2)
-    recur(states, plan_of([1, 1], [2, 0], [False, False]), step, out)
+    starts = torch.tensor([0, 1, 2], dtype=torch.int32)
+    plan = StatePlan(torch.tensor([2, 0]), torch.tensor([False, False]), starts, (1, 1))
+    recur(states, plan, step, out)
     assert calls == [[0, 1]]
     assert states.tolist() == [[1, 1], [0, 0], [1, 1]]
+
+
+def test_rows_of_other_lengths_go_as_far_as_they_have_tokens():
+    states, out = torch.zeros(3, 1), torch.empty(6, 1)
+    x = torch.arange(1.0, 7.0).unsqueeze(1)
+    starts = torch.tensor([0, 1, 6], dtype=torch.int32)
+    plan = StatePlan(torch.tensor([1, 2]), torch.tensor([True, True]), starts, (1, 5))
+    recur(states, plan, lambda state, at: state.mul_(2).add_(x[at]), out)
+    assert out.flatten().tolist() == [1, 2, 7, 18, 41, 88]
+    assert states.flatten().tolist() == [0, 1, 88]

@@ -24,23 +24,25 @@ class Scan:
     state = (HEADS, DIM, SIZE)
 
     def __init__(self, tokens, paces):
-        self.x, self.dt = draw(tokens, HEADS, DIM), draw(tokens, HEADS).exp()
+        self.x, self.step = draw(tokens, HEADS, DIM), draw(tokens, HEADS)
         self.b, self.c = draw(tokens, GROUPS, SIZE), draw(tokens, GROUPS, SIZE, 1).squeeze(-1)
-        self.a = -draw(HEADS, paces).exp()
+        self.a_log, self.skip, self.bias = draw(HEADS, paces), draw(HEADS), draw(HEADS) / 2
 
     def run(self, ids, states, plan):
-        parts = self.x[ids], self.dt[ids], self.a, self.b[ids], self.c[ids]
-        return selective_scan(*parts, states, plan)
+        parts = self.x[ids], self.step[ids], self.a_log, self.b[ids], self.c[ids], self.skip
+        return selective_scan(*parts, states, plan, bias=self.bias, limit=(0.01, 3.0))
 
     def expected(self, ids):
         """[n, heads, dim] and the last state, written as in the paper, in fp64."""
         state, y = torch.zeros(self.state, dtype=torch.float64), []
         b, c = (t.double().repeat_interleave(HEADS // GROUPS, 1) for t in (self.b, self.c))
+        a, skip = -self.a_log.double().exp(), self.skip.double()[:, None]
         for t in ids.tolist():
-            dt = self.dt[t].double()
-            state = state * (dt[:, None] * self.a.double()).exp()[:, None]
-            state = state + (dt[:, None] * self.x[t].double())[..., None] * b[t][:, None]
-            y.append((state * c[t][:, None]).sum(-1))
+            dt, x = (self.step[t] + self.bias).double(), self.x[t].double()
+            dt = (1 + dt.exp()).log().clamp(0.01, 3.0)
+            state = state * (dt[:, None] * a).exp()[:, None]
+            state = state + (dt[:, None] * x)[..., None] * b[t][:, None]
+            y.append((state * c[t][:, None]).sum(-1) + skip * x)
         return torch.stack(y), state
 
 
@@ -51,27 +53,27 @@ class Delta:
 
     def __init__(self, tokens, paces):
         del paces
-        unit = torch.nn.functional.normalize
-        self.q, self.k = (
-            draw(tokens, GROUPS, SIZE),
-            unit(draw(tokens, GROUPS, SIZE, 1)[..., 0], dim=-1),
-        )
-        self.v, self.beta = draw(tokens, HEADS, DIM), draw(tokens, HEADS).sigmoid()
-        self.decay = -draw(tokens, HEADS).exp()
+        self.q, self.k = draw(tokens, GROUPS, SIZE), draw(tokens, GROUPS, SIZE, 1)[..., 0]
+        self.v, self.beta = draw(tokens, HEADS, DIM), draw(tokens, HEADS)
+        self.step, self.a_log, self.bias = draw(tokens, HEADS, 1)[..., 0], draw(HEADS), draw(HEADS)
 
     def run(self, ids, states, plan):
-        parts = (part[ids] for part in (self.q, self.k, self.v, self.beta, self.decay))
-        return delta_rule(*parts, states, plan)
+        parts = (part[ids] for part in (self.q, self.k, self.v, self.beta, self.step))
+        return delta_rule(*parts, self.a_log, self.bias, states, plan)
 
     def expected(self, ids):
         state, y = torch.zeros(self.state, dtype=torch.float64), []
-        q, k = (t.double().repeat_interleave(HEADS // GROUPS, 1) for t in (self.q, self.k))
+        unit = torch.nn.functional.normalize
+        q, k = (
+            unit(t.double(), dim=-1).repeat_interleave(HEADS // GROUPS, 1) for t in (self.q, self.k)
+        )
         for t in ids.tolist():
-            state = state * self.decay[t].double().exp()[:, None, None]
+            dt = (1 + (self.step[t] + self.bias).double().exp()).log()
+            state = state * (-self.a_log.double().exp() * dt).exp()[:, None, None]
             miss = self.v[t].double() - torch.einsum("hkv,hk->hv", state, k[t])
-            change = miss * self.beta[t].double()[:, None]
+            change = miss * self.beta[t].double().sigmoid()[:, None]
             state = state + torch.einsum("hk,hv->hkv", k[t], change)
-            y.append(torch.einsum("hkv,hk->hv", state, q[t]))
+            y.append(torch.einsum("hkv,hk->hv", state, q[t]) / SIZE**0.5)
         return torch.stack(y), state
 
 

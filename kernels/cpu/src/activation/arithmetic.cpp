@@ -1,4 +1,4 @@
-// Sums and multiples of rows: what stands between kernels in some models.
+// Sums, multiples, bounds and conversions of rows: what stands between kernels in some models.
 #include "base/math.h"
 #include "base/pool.h"
 #include "base/replay.h"
@@ -7,6 +7,18 @@ namespace modulm {
 namespace {
 
 constexpr int64_t kElementsPerTask = 8192;
+
+// out = f(x), a vector at a time; x: row stride ldx, out: [rows, size] contiguous.
+template <class T, class O, class F>
+void map_rows(const void* x, int64_t ldx, void* out, int64_t rows, int64_t size, F f) {
+  parallel_runs(rows, kElementsPerTask / size + 1, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; r++) {
+      const T* from = static_cast<const T*>(x) + r * ldx;
+      O* to = static_cast<O*>(out) + r * size;
+      for_lanes(size, [&](int64_t i, int n) { store_n(to + i, f(load_n(from + i, n)), n); });
+    }
+  });
+}
 
 }  // namespace
 }  // namespace modulm
@@ -35,19 +47,41 @@ MODULM_API void modulm_add(const void* x, int64_t ldx, const void* y, int64_t ld
 
 MODULM_REPLAYABLE(add)
 
-// out = x * factor; x: row stride ldx, out: [rows, size] contiguous.
+// The following take x: row stride ldx, and give out: [rows, size] contiguous.
+
+// out = x * factor
 MODULM_API void modulm_scale(const void* x, int64_t ldx, float factor, void* out, int64_t rows,
                              int64_t size, int dtype) {
   with_float(dtype, [&](auto t) {
     using T = decltype(t);
-    parallel_runs(rows, kElementsPerTask / size + 1, [&](int64_t begin, int64_t end) {
-      for (int64_t r = begin; r < end; r++) {
-        const T* from = static_cast<const T*>(x) + r * ldx;
-        T* to = static_cast<T*>(out) + r * size;
-        for_lanes(size, [&](int64_t i, int n) { store_n(to + i, load_n(from + i, n) * factor, n); });
-      }
-    });
+    map_rows<T, T>(x, ldx, out, rows, size, [=](vf v) { return v * factor; });
   });
 }
 
 MODULM_REPLAYABLE(scale)
+
+// out = x, but within [-limit, limit]
+MODULM_API void modulm_clamp(const void* x, int64_t ldx, float limit, void* out, int64_t rows,
+                             int64_t size, int dtype) {
+  with_float(dtype, [&](auto t) {
+    using T = decltype(t);
+    map_rows<T, T>(x, ldx, out, rows, size, [=](vf v) {
+      v = choose(v > limit, splat(limit), v);
+      return choose(v < -limit, splat(-limit), v);
+    });
+  });
+}
+
+MODULM_REPLAYABLE(clamp)
+
+// out = x in another dtype
+MODULM_API void modulm_cast(const void* x, int64_t ldx, void* out, int64_t rows, int64_t size,
+                            int dtype, int out_dtype) {
+  with_float(dtype, [&](auto t) {
+    with_float(out_dtype, [&](auto o) {
+      map_rows<decltype(t), decltype(o)>(x, ldx, out, rows, size, [](vf v) { return v; });
+    });
+  });
+}
+
+MODULM_REPLAYABLE(cast)

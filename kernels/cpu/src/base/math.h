@@ -1,4 +1,4 @@
-// exp, tanh, erf on vectors, to a few units in the last place of fp32.
+// exp, tanh, erf, softplus on vectors, to a few units in the last place of fp32.
 #pragma once
 
 #include "base/vec.h"
@@ -50,6 +50,22 @@ inline vf verf(vf x) {
   return choose(x < 0.0f, -y, y);
 }
 
+// log(1 + e^x): what is left of it beside max(x, 0) is 2 artanh(u / (2 + u)) with u = e^-|x|, whose
+// series converges fast there.
+inline vf softplus(vf x) {
+  vf u = vexp(choose(x < 0.0f, x, -x));
+  vf s = u / (u + 2.0f), square = s * s;
+  vf p = square * (1.0f / 13) + (1.0f / 11);
+  p = p * square + (1.0f / 9);
+  p = p * square + (1.0f / 7);
+  p = p * square + (1.0f / 5);
+  p = p * square + (1.0f / 3);
+  p = p * square + 1.0f;
+  vf y = s * 2.0f * p;
+  return choose(x > 0.0f, x + y, y);
+}
+
+inline vf sigmoid(vf x) { return 1.0f / (vexp(-x) + 1.0f); }
 inline vf silu(vf x) { return x / (vexp(-x) + 1.0f); }
 inline vf gelu_erf(vf x) { return x * 0.5f * (verf(x * 0.707106781f) + 1.0f); }
 inline vf gelu_tanh(vf x) {

@@ -11,32 +11,43 @@ namespace {
 
 constexpr int64_t kElementsPerTask = 16384;
 
-template <class T, class W>
-void rms_rows(const T* x, int64_t stride, T* residual, const W* weight, float eps, float offset,
+// Rows in groups of `count`, as the heads of tokens lie.
+template <class T>
+struct Grouped {
+  const T* data;
+  int64_t count, group_stride, stride;
+  const T* at(int64_t r) const { return data + r / count * group_stride + r % count * stride; }
+};
+
+template <class T, class R, class W>
+void rms_rows(const Grouped<T>& x, R* residual, const W* weight, float eps, float offset,
               T* out, int64_t rows, int64_t size) {
   parallel_runs(rows, kElementsPerTask / size, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; r++) {
-      const T* row = x + r * stride;
-      if (residual) {
-        T* kept = residual + r * size;
-        for_lanes(size, [&](int64_t i, int n) {
-          __builtin_prefetch(row + stride + i);
-          __builtin_prefetch(kept + size + i);
-          store_n(kept + i, load_n(row + i, n) + load_n(kept + i, n), n);
-        });
-        row = kept;
+      const T* row = x.at(r);
+      if (!residual) {
+        rms_row(row, weight, eps, offset, out + r * size, size);
+        continue;
       }
-      rms_row(row, weight, eps, offset, out + r * size, size);
+      R* kept = residual + r * size;
+      for_lanes(size, [&](int64_t i, int n) {
+        __builtin_prefetch(row + x.group_stride + i);
+        __builtin_prefetch(kept + size + i);
+        store_n(kept + i, load_n(row + i, n) + load_n(kept + i, n), n);
+      });
+      rms_row(kept, weight, eps, offset, out + r * size, size);
     }
   });
 }
 
+// Row r has the weight r modulo `weights`; there may be none.
 template <class T, class W>
-void layer_rows(const T* x, int64_t stride, const W* weight, const W* bias, float eps, T* out,
-                int64_t rows, int64_t size) {
+void layer_rows(const Grouped<T>& x, const W* weights, int64_t count, const W* bias, float eps,
+                T* out, int64_t rows, int64_t size) {
   parallel_runs(rows, kElementsPerTask / size, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; r++) {
-      const T* row = x + r * stride;
+      const T* row = x.at(r);
+      const W* weight = weights ? weights + r % count * size : nullptr;
       vf total{};
       for_lanes(size, [&](int64_t i, int n) { total += load_n(row + i, n); });
       float mean = sum(total) / float(size);
@@ -49,7 +60,8 @@ void layer_rows(const T* x, int64_t stride, const W* weight, const W* bias, floa
       });
       float factor = 1.0f / std::sqrt(sum(squares) / float(size) + eps);
       for_lanes(size, [&](int64_t i, int n) {
-        vf y = (load_n(row + i, n) - mean) * factor * load_n(weight + i, n);
+        vf y = (load_n(row + i, n) - mean) * factor;
+        if (weight) y *= load_n(weight + i, n);
         if (bias) y += load_n(bias + i, n);
         store_n(out + r * size + i, y, n);
       });
@@ -71,26 +83,35 @@ void with_pair(int dtype, int weight_dtype, F&& f) {
 
 using namespace modulm;
 
-// x: [rows, size] with row stride `stride`; residual (may be null) and out: contiguous.
-MODULM_API void modulm_rms_norm(const void* x, int64_t stride, void* residual, const void* weight,
-                                float eps, float offset, void* out, int64_t rows, int64_t size,
-                                int dtype, int weight_dtype) {
+// x: [rows, size], groups of `count` rows with strides; residual (may be null; of x's dtype or fp32)
+// and out: contiguous.
+MODULM_API void modulm_rms_norm(const void* x, int64_t count, int64_t group_stride, int64_t stride,
+                                void* residual, const void* weight, float eps, float offset,
+                                void* out, int64_t rows, int64_t size, int dtype, int weight_dtype,
+                                int residual_dtype) {
   with_pair(dtype, weight_dtype, [&](auto t, auto w) {
     using T = decltype(t);
     using W = decltype(w);
-    rms_rows(static_cast<const T*>(x), stride, static_cast<T*>(residual),
-             static_cast<const W*>(weight), eps, offset, static_cast<T*>(out), rows, size);
+    auto run = [&](auto* kept) {
+      rms_rows<T>({static_cast<const T*>(x), count, group_stride, stride}, kept, static_cast<const W*>(weight), eps, offset,
+               static_cast<T*>(out), rows, size);
+    };
+    if (residual_dtype == kF32) run(static_cast<float*>(residual));
+    else run(static_cast<T*>(residual));
   });
 }
 
-MODULM_API void modulm_layer_norm(const void* x, int64_t stride, const void* weight,
+// x, out: as above. weights: [weight_count, size] or null; bias: [size] or null.
+MODULM_API void modulm_layer_norm(const void* x, int64_t count, int64_t group_stride,
+                                  int64_t stride, const void* weights, int64_t weight_count,
                                   const void* bias, float eps, void* out, int64_t rows,
                                   int64_t size, int dtype, int weight_dtype) {
   with_pair(dtype, weight_dtype, [&](auto t, auto w) {
     using T = decltype(t);
     using W = decltype(w);
-    layer_rows(static_cast<const T*>(x), stride, static_cast<const W*>(weight),
-               static_cast<const W*>(bias), eps, static_cast<T*>(out), rows, size);
+    layer_rows<T>({static_cast<const T*>(x), count, group_stride, stride},
+                  static_cast<const W*>(weights), weight_count, static_cast<const W*>(bias), eps,
+                  static_cast<T*>(out), rows, size);
   });
 }
 

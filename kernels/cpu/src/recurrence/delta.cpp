@@ -3,8 +3,11 @@
 // A head's state is a matrix from keys to values whose columns do not see each other: a task takes
 // some columns of one head through all tokens of a row, out of a copy that stays in the first-level
 // cache. Every token is computed alike, whether it comes alone or in a prompt.
+#include <cmath>
+
 #include "base/math.h"
 #include "base/pool.h"
+#include "base/replay.h"
 #include "base/types.h"
 #include "base/vec.h"
 #include "recurrence/rows.h"
@@ -14,22 +17,42 @@ namespace {
 
 constexpr int kMostVectors = 4;
 
+template <class T>
 struct Delta {
-  const float *q, *k, *v, *beta, *decay;
+  Rows<T> q, k, v, beta, step;
+  const float *a_log, *bias;
+  float reach;
   float *states, *y;
   int64_t key_heads, heads, key_dim, value_dim;
   StateRows rows;
 };
 
+// x / |x| * scale, in fp32.
+template <class T>
+void unit(const T* x, int64_t size, float scale, float* out) {
+  vf squares{};
+  for_lanes(size, [&](int64_t i, int n) {
+    vf v = load_n(x + i, n);
+    squares += v * v;
+  });
+  float factor = scale / std::sqrt(sum(squares) + 1e-6f);
+  for_lanes(size, [&](int64_t i, int n) { store_n(out + i, load_n(x + i, n) * factor, n); });
+}
+
 // W vectors of columns that begin at `column`; the last has `lanes` of them. One token.
-// state: [key_dim, W * kLanes].
-template <int W>
-void token(const Delta& d, int64_t t, int64_t head, int64_t column, int lanes, float* state) {
-  int64_t place = t * d.heads + head, key_head = head / (d.heads / d.key_heads);
-  const float* k = d.k + (t * d.key_heads + key_head) * d.key_dim;
-  const float* q = d.q + (t * d.key_heads + key_head) * d.key_dim;
-  const float* v = d.v + place * d.value_dim + column;
-  vf fade = vexp(splat(d.decay[place]));
+// state: [key_dim, W * kLanes]; room: [2, key_dim].
+template <int W, class T>
+void token(const Delta<T>& d, int64_t t, int64_t head, int64_t column, int lanes, float* state,
+           float* room) {
+  int64_t key_head = head / (d.heads / d.key_heads);
+  float *q = room, *k = room + d.key_dim;
+  unit(d.q.at(t) + key_head * d.key_dim, d.key_dim, 1.0f / std::sqrt(float(d.key_dim)), q);
+  unit(d.k.at(t) + key_head * d.key_dim, d.key_dim, 1.0f, k);
+  const T* v = d.v.at(t) + head * d.value_dim + column;
+  float* y = d.y + (t * d.heads + head) * d.value_dim + column;
+  vf step = softplus(splat(load_one(d.step.at(t) + head) + d.bias[head]));
+  vf fade = vexp(-vexp(splat(d.a_log[head])) * step);
+  vf beta = sigmoid(splat(load_one(d.beta.at(t) + head))) * d.reach;
   // Two running sums each, so that additions do not wait for each other.
   vf seen[2][W] = {};
   for (int64_t i = 0; i < d.key_dim; i++)
@@ -37,7 +60,7 @@ void token(const Delta& d, int64_t t, int64_t head, int64_t column, int lanes, f
   vf change[W];
   for (int w = 0; w < W; w++) {
     vf value = load_n(v + w * kLanes, w == W - 1 ? lanes : kLanes);
-    change[w] = (value - (seen[0][w] + seen[1][w]) * fade) * d.beta[place];
+    change[w] = (value - (seen[0][w] + seen[1][w]) * fade) * beta;
   }
   vf out[2][W] = {};
   for (int64_t i = 0; i < d.key_dim; i++)
@@ -48,15 +71,14 @@ void token(const Delta& d, int64_t t, int64_t head, int64_t column, int lanes, f
       out[i & 1][w] += moved * q[i];
     }
   for (int w = 0; w < W; w++)
-    store_n(d.y + place * d.value_dim + column + w * kLanes, out[0][w] + out[1][w],
-            w == W - 1 ? lanes : kLanes);
+    store_n(y + w * kLanes, out[0][w] + out[1][w], w == W - 1 ? lanes : kLanes);
 }
 
-template <int W>
-void columns(const Delta& d, int64_t row, int64_t head, int64_t column, int lanes) {
+template <int W, class T>
+void columns(const Delta<T>& d, int64_t row, int64_t head, int64_t column, int lanes) {
   constexpr int64_t width = W * kLanes;
   int64_t count = (W - 1) * kLanes + lanes, matrix = d.key_dim * d.value_dim;
-  auto* state = static_cast<float*>(scratch(0, d.key_dim * width * sizeof(float)));
+  auto* state = static_cast<float*>(scratch(0, d.key_dim * (width + 2) * sizeof(float)));
   auto place = [&](int64_t slot) {
     return d.states + (slot * d.heads + head) * matrix + column;
   };
@@ -66,7 +88,7 @@ void columns(const Delta& d, int64_t row, int64_t head, int64_t column, int lane
       std::memcpy(state + i * width, place(d.rows.sources[row]) + i * d.value_dim, count * 4);
   d.rows.stretches(row, [&](int64_t begin, int64_t end, int64_t slot) {
     for (int64_t t = begin; t < end; t++)
-      token<W>(d, d.rows.starts[row] + t, head, column, lanes, state);
+      token<W>(d, d.rows.starts[row] + t, head, column, lanes, state, state + d.key_dim * width);
     for (int64_t i = 0; i < d.key_dim; i++)
       std::memcpy(place(slot) + i * d.value_dim, state + i * width, count * 4);
   });
@@ -77,28 +99,39 @@ void columns(const Delta& d, int64_t row, int64_t head, int64_t column, int lane
 
 using namespace modulm;
 
-// q, k: [tokens, key_heads, key_dim]; v, y: [tokens, heads, value_dim]; beta, decay: [tokens,
-// heads]; states: [slots, heads, key_dim, value_dim]; kept as for the scan. All fp32.
-MODULM_API void modulm_delta_rule(const float* q, const float* k, const float* v,
-                                  const float* beta, const float* decay, float* states, float* y,
-                                  const int32_t* starts, const int64_t* sources,
-                                  const int64_t* slots, const uint8_t* fresh, const int64_t* kept,
-                                  int64_t kept_count, int64_t rows, int64_t key_heads,
-                                  int64_t heads, int64_t key_dim, int64_t value_dim) {
-  Delta d{q, k, v, beta, decay, states, y, key_heads, heads, key_dim, value_dim,
-          {starts, sources, slots, fresh, reinterpret_cast<const Kept*>(kept), kept_count}};
+// q, k: [tokens, key_heads, key_dim]; v: [tokens, heads, value_dim]; beta, step: [tokens, heads], all
+// of one dtype and with row strides. a_log, bias: [heads]; y: [tokens, heads, value_dim]; states:
+// [slots, heads, key_dim, value_dim]; kept as for the scan: fp32.
+MODULM_API void modulm_delta_rule(
+    const void* q, int64_t ldq, const void* k, int64_t ldk, const void* v, int64_t ldv,
+    const void* beta, int64_t ldb, const void* step, int64_t lds, const float* a_log,
+    const float* bias, float reach, float* states, float* y, const int32_t* starts, const int64_t* sources,
+    const int64_t* slots, const uint8_t* fresh, const int64_t* kept, int64_t kept_count,
+    int64_t rows, int64_t key_heads, int64_t heads, int64_t key_dim, int64_t value_dim,
+    int dtype) {
   constexpr int64_t width = kMostVectors * kLanes;
   int64_t parts = (value_dim + width - 1) / width;
-  parallel(rows * heads * parts, [&](int64_t task, int) {
-    int64_t row = task / (heads * parts), head = task / parts % heads;
-    int64_t column = task % parts * width, left = value_dim - column;
-    int vectors = left >= width ? kMostVectors : int((left + kLanes - 1) / kLanes);
-    int lanes = left >= vectors * kLanes ? kLanes : int(left - (vectors - 1) * kLanes);
-    switch (vectors) {
-      case 1: columns<1>(d, row, head, column, lanes); break;
-      case 2: columns<2>(d, row, head, column, lanes); break;
-      case 3: columns<3>(d, row, head, column, lanes); break;
-      default: columns<4>(d, row, head, column, lanes);
-    }
+  with_float(dtype, [&](auto type) {
+    using T = decltype(type);
+    auto as = [](const void* data, int64_t stride) {
+      return Rows<T>{static_cast<const T*>(data), stride};
+    };
+    Delta<T> d{as(q, ldq), as(k, ldk), as(v, ldv), as(beta, ldb), as(step, lds), a_log, bias, reach,
+               states, y, key_heads, heads, key_dim, value_dim,
+               {starts, sources, slots, fresh, reinterpret_cast<const Kept*>(kept), kept_count}};
+    parallel(rows * heads * parts, [&](int64_t task, int) {
+      int64_t row = task / (heads * parts), head = task / parts % heads;
+      int64_t column = task % parts * width, left = value_dim - column;
+      int vectors = left >= width ? kMostVectors : int((left + kLanes - 1) / kLanes);
+      int lanes = left >= vectors * kLanes ? kLanes : int(left - (vectors - 1) * kLanes);
+      switch (vectors) {
+        case 1: columns<1>(d, row, head, column, lanes); break;
+        case 2: columns<2>(d, row, head, column, lanes); break;
+        case 3: columns<3>(d, row, head, column, lanes); break;
+        default: columns<4>(d, row, head, column, lanes);
+      }
+    });
   });
 }
+
+MODULM_REPLAYABLE(delta_rule)

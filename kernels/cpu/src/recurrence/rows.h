@@ -6,6 +6,14 @@
 
 namespace modulm {
 
+// [tokens, ...] with a stride.
+template <class T>
+struct Rows {
+  const T* data;
+  int64_t stride;
+  const T* at(int64_t token) const { return data + token * stride; }
+};
+
 struct Kept {
   int64_t row, tokens, slot;
 };

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from attrs import field, frozen, validators
 from torch import Tensor
@@ -23,10 +22,9 @@ from modulm.nn import (
     tiny_config,
 )
 
-__all__ = ["ApertusConfig", "ApertusForCausalLM", "ApertusLayer", "ApertusMLP", "xielu"]
+__all__ = ["ApertusConfig", "ApertusForCausalLM", "ApertusLayer", "ApertusMLP"]
 
 _BETA = 0.5
-_EPS = -1e-6
 
 
 @frozen(kw_only=True)
@@ -39,34 +37,27 @@ class ApertusConfig(DecoderConfig):
     rope_theta: float = 12000000.0
 
 
-def xielu(x: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-    """xIELU (Huang and Schlag, arXiv 2411.13010), in fp32; curvatures are stored before softplus.
-
-    x: [..., size]; positive, negative: [1].
-    """
-    x = x.float()
-    up, down = F.softplus(positive), _BETA + F.softplus(negative)
-    below = (torch.expm1(x.clamp(max=_EPS)) - x) * down
-    return torch.where(x > 0, up * x * x, below) + _BETA * x
-
-
 class ApertusMLP(Module):
-    """down(xielu(up(x)))."""
+    """down(xielu(up(x))); the activation's two curvatures are stored before softplus."""
 
     alpha_p: Tensor
     alpha_n: Tensor
 
     def __init__(self, c: ApertusConfig, b: Builder) -> None:
         super().__init__()
+        self.ops, self.constants = b.ops, (0.0, 0.0)
         self.up = b.linear("up_proj", c.hidden_size, c.inner_size)
         self.down = b.row_linear("down_proj", c.inner_size, c.hidden_size)
-        for name in ("alpha_p", "alpha_n"):
-            b.parameter(f"act_fn.{name}", self, name, (1,), torch.float32)
+        b.parameters("act_fn", self, alpha_p=(1,), alpha_n=(1,))
+        b.after(self, self._take_constants)
+
+    def _take_constants(self) -> None:
+        up, down = (F.softplus(x.double()).item() for x in (self.alpha_p, self.alpha_n))
+        self.constants = (up, _BETA + down)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
-        inner = xielu(self.up(x), self.alpha_p, self.alpha_n)
-        out: Tensor = self.down(inner.to(x.dtype))
+        out: Tensor = self.down(self.ops.activate(self.up(x), "xielu", self.constants))
         return out
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from attrs import frozen
+from torch import Tensor
 
 from modulm.nn import (
     AttentionNames,
@@ -18,6 +19,8 @@ from modulm.nn import (
     Norm,
     PlainMLP,
     PreNormLayer,
+    Rewrite,
+    WeightNames,
     size,
     standard_attention,
     tiny_config,
@@ -54,6 +57,11 @@ class BioGptLayer(PreNormLayer):
         )
 
 
+def _from_first(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The table of positions without the rows before the first one's."""
+    yield name, tensor[_OFFSET:]
+
+
 class BioGptForCausalLM(DecoderForCausalLM):
     """BioGPT with a language-model head."""
 
@@ -61,13 +69,14 @@ class BioGptForCausalLM(DecoderForCausalLM):
     config_type = BioGptConfig
     layer = BioGptLayer
     root = "biogpt"
+    names = WeightNames(rewrite=(Rewrite(r"embed_positions\.weight$", _from_first),))
 
     def make_embedding(self, config: Any, b: Builder) -> LearnedPositions:
         width = config.hidden_size
         scale = math.sqrt(width) if config.scale_embedding else 1.0
         tokens = b.embedding("embed_tokens", config.vocab_size, width, scale=scale)
-        rows = config.max_position_embeddings + _OFFSET
-        return LearnedPositions(tokens, b.embedding("embed_positions", rows, width), _OFFSET)
+        rows = config.max_position_embeddings
+        return LearnedPositions(tokens, b.embedding("embed_positions", rows, width))
 
     def make_norm(self, config: Any, b: Builder) -> Norm:
         return b.layer_norm("layer_norm", config.hidden_size, _EPS)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch.nn.functional as F
 from attrs import frozen
 from torch import Tensor
 
@@ -63,13 +62,13 @@ class HeadNorm(Norm):
 
     def __init__(self, b: Builder, name: str, heads: int, width: int, eps: float) -> None:
         super().__init__()
-        self.eps = eps
+        self.ops, self.eps = b.ops, eps
         b.parameters(name, self, weight=(heads, width))
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [tokens, heads, head_dim]."""
-        normed = F.layer_norm(x.float(), x.shape[-1:], eps=self.eps)
-        return (normed * self.weight.float()).to(x.dtype)
+        normed: Tensor = self.ops.layer_norm(x, self.weight, None, self.eps)
+        return normed
 
 
 def _attention(c: CohereConfig, b: Builder, index: int) -> Attention:

@@ -144,6 +144,7 @@ def _experts(c: DeepseekConfig, b: Builder) -> MoE:
         experts=c.n_routed_experts,
         routing=c.routing,
         act=c.hidden_act,
+        wide_router=True,
         choice_bias=c.CHOICE_BIAS,
         shared=shared,
     )

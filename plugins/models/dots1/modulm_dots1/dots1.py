@@ -89,6 +89,7 @@ def _experts(c: Dots1Config, b: Builder) -> MoE:
         experts=c.n_routed_experts,
         routing=c.routing,
         act=c.hidden_act,
+        wide_router=True,
         choice_bias=True,
         shared=GatedMLP(b.at("shared_experts"), c.hidden_size, inner, c.hidden_act),
     )

@@ -72,6 +72,7 @@ def _experts(c: Ernie45MoeConfig, b: Builder) -> MoE:
         experts=c.moe_num_experts,
         routing=Routing(c.moe_k),
         act=c.hidden_act,
+        wide_router=True,
         choice_bias=True,
         shared=shared,
         names=_NAMES,

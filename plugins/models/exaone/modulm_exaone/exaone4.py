@@ -70,7 +70,7 @@ class Exaone4Layer(Module):
 
     def __init__(self, c: Exaone4Config, b: Builder, index: int) -> None:
         super().__init__()
-        self.attn = _attention(c, b, index)
+        self.ops, self.attn = b.ops, _attention(c, b, index)
         self.attn_norm = b.rms_norm("post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
         self.mlp = standard_mlp(c, b)
         self.mlp_norm = b.rms_norm("post_feedforward_layernorm", c.hidden_size, c.rms_norm_eps)
@@ -79,8 +79,8 @@ class Exaone4Layer(Module):
         self, x: Tensor, residual: Tensor | None, batch: Batch
     ) -> tuple[Tensor, Tensor | None]:
         """x, residual: [tokens, hidden]."""
-        x = x if residual is None else residual + x
-        x = x + self.attn_norm(self.attn(x, batch))
+        x = x if residual is None else self.ops.add(residual, x)
+        x = self.ops.add(x, self.attn_norm(self.attn(x, batch)))
         return self.mlp_norm(self.mlp(x)), x
 
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from attrs import field, frozen
 from torch import Tensor
 from torch.nn import Module
@@ -122,34 +121,36 @@ class FalconH1Mixer(Module):
         self.out = b.row_linear("out_proj", width, c.hidden_size, bias=c.projectors_bias)
         state = ("state", (heads, width // heads, c.mamba_d_state), "float32")
         self.cache = b.cache(StateSpec((("conv", self.conv.state, b.dtype), state)))
-        self.scan = b.ops.selective_scan
+        self.ops = b.ops
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
         cache, plan, tokens = batch.caches[self.cache], batch.plan(self.cache), x.shape[0]
-        gate, mixed, dt = self.project(x).split(self.parts, -1)
+        gate, mixed, step = self.project(x).split(self.parts, -1)
         inputs, b, c = self.conv(mixed, cache["conv"], plan).split(self.mixed, -1)
-        # In fp64, as torch's fp32 functions round otherwise where a row's numbers fill no register.
-        dt = F.softplus((dt.float() + self.dt_bias).double()).float().clamp(*self.limit)
-        inputs = inputs.reshape(tokens, self.heads, -1).float()
-        b, c = (part.reshape(tokens, self.groups, -1) for part in (b, c))
-        a = -self.a_log.exp().unsqueeze(-1)
-        y = self.scan(inputs, dt, a, b, c, cache["state"], plan)
-        y = (y + self.skip.unsqueeze(-1) * inputs).flatten(1)
-        mixed_out: Tensor = self.out(self._gated(y, F.silu(gate.float())).to(x.dtype))
+        y = self.ops.selective_scan(
+            inputs.view(tokens, self.heads, -1),
+            step,
+            self.a_log.unsqueeze(-1),
+            b.view(tokens, self.groups, -1),
+            c.view(tokens, self.groups, -1),
+            self.skip,
+            cache["state"],
+            plan,
+            bias=self.dt_bias,
+            limit=self.limit,
+        )
+        mixed_out: Tensor = self.out(self._gated(y.flatten(1), gate))
         return mixed_out
 
     def _gated(self, y: Tensor, gate: Tensor) -> Tensor:
         """y, gate: [tokens, width]; the norm, where there is one, is before the gate or after."""
         if self.norm_weight is None:
-            return y * gate
-        if self.norm_first:
-            return self._normed(y, self.norm_weight) * gate
-        return self._normed(y * gate, self.norm_weight)
-
-    def _normed(self, y: Tensor, weight: Tensor) -> Tensor:
-        grouped = y.view(y.shape[0], self.groups, -1)
-        return F.rms_norm(grouped, grouped.shape[-1:], eps=self.eps).flatten(1) * weight
+            return self.ops.multiply(y, gate, "silu")  # type: ignore[no-any-return]
+        normed: Tensor = self.ops.gated_rms_norm(
+            y, gate, self.norm_weight, self.eps, self.groups, norm_first=self.norm_first
+        )
+        return normed
 
 
 class _SideBySide(Module):

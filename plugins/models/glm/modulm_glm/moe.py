@@ -95,6 +95,7 @@ def _experts(c: Glm4MoeConfig, b: Builder) -> MoE:
         experts=c.n_routed_experts,
         routing=c.routing,
         act=c.hidden_act,
+        wide_router=True,
         choice_bias=True,
         shared=GatedMLP(b.at("shared_experts"), c.hidden_size, inner, c.hidden_act),
     )

@@ -66,6 +66,7 @@ class HunYuanMoELayer(PreNormLayer):
             experts=c.num_experts,
             routing=Routing(c.top_k(index)),
             act=c.hidden_act,
+            wide_router=True,
             shared=GatedMLP(at.at("shared_mlp"), c.hidden_size, c.inner_size, c.hidden_act),
             names=_NAMES,
         )

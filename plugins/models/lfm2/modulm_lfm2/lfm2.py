@@ -89,7 +89,7 @@ class ShortConv(Module):
     def __init__(self, c: Lfm2BaseConfig, b: Builder) -> None:
         super().__init__()
         single_rank(b)
-        width, bias = c.hidden_size, c.conv_bias
+        self.ops, width, bias = b.ops, c.hidden_size, c.conv_bias
         self.project = b.linear("in_proj", width, 3 * width, bias=bias)
         self.conv = CausalConv(b, "conv", width, c.conv_L_cache, bias=bias, act=None)
         self.out = b.row_linear("out_proj", width, width, bias=bias)
@@ -99,7 +99,8 @@ class ShortConv(Module):
         """x: [tokens, hidden] -> [tokens, hidden]."""
         before, after, inputs = self.project(x).chunk(3, -1)
         states, plan = batch.caches[self.cache]["conv"], batch.plan(self.cache)
-        mixed: Tensor = self.out(after * self.conv(before * inputs, states, plan))
+        convolved = self.conv(self.ops.multiply(before, inputs), states, plan)
+        mixed: Tensor = self.out(self.ops.multiply(after, convolved))
         return mixed
 
 

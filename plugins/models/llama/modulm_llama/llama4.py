@@ -26,9 +26,9 @@ from modulm.nn import (
     ExpertNames,
     GatedMLP,
     MoE,
-    Norm,
     PreNormLayer,
     Rewrite,
+    RMSNorm,
     Routing,
     WeightNames,
     size,
@@ -109,20 +109,6 @@ class Llama4Config(DecoderConfig):
         return (index + 1) % self.interleave_moe_layer_step == 0
 
 
-class _UnitNorm(Norm):
-    """An RMS norm without a weight."""
-
-    def __init__(self, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., size] -> the same shape."""
-        wide = x.float()
-        scale = (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        return (wide * scale).to(x.dtype)
-
-
 @frozen(eq=False)
 class _Widened(Builder):
     """A builder whose attention layers keep two dimensions more of each key, within `window`."""
@@ -147,7 +133,7 @@ class Llama4Attention(Attention):
         rotates, chunk = c.rotates(index), c.chunk(index)
         if chunk is not None and chunk >= b.shared.max_length:
             chunk = None
-        norms = (_UnitNorm(c.rms_norm_eps),) * 2 if rotates and c.use_qk_norm else None
+        norms = (RMSNorm(b.ops, c.rms_norm_eps),) * 2 if rotates and c.use_qk_norm else None
         super().__init__(
             b if chunk is None else _Widened(b.shared, b.prefix, chunk),
             hidden=c.hidden_size,

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from attrs import frozen
-from torch import Tensor
 
-from modulm.nn import Builder, Norm
+from modulm.nn import Builder, RMSNorm
 from modulm_mamba.mamba import MambaConfig, MambaForCausalLM, MixerLayer, mamba_mixer
 
 __all__ = ["FalconMambaConfig", "FalconMambaForCausalLM", "FalconMambaLayer"]
@@ -21,26 +20,12 @@ class FalconMambaConfig(MambaConfig):
     mixer_rms_eps: float = 1e-6
 
 
-class PlainRMSNorm(Norm):
-    """An RMS norm without a weight, in fp32."""
-
-    def __init__(self, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., size] -> the same shape."""
-        wide = x.float()
-        scale = (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        return (wide * scale).to(x.dtype)
-
-
 class FalconMambaLayer(MixerLayer):
     """One layer of Falcon Mamba."""
 
     def __init__(self, c: FalconMambaConfig, b: Builder, index: int) -> None:
         norm = b.rms_norm("norm", c.hidden_size, c.rms_norm_eps)
-        norms = [PlainRMSNorm(c.mixer_rms_eps) for _ in range(3)]
+        norms = [RMSNorm(b.ops, c.mixer_rms_eps) for _ in range(3)]
         super().__init__(norm, mamba_mixer(c, b.at("mixer"), norms), fp32=c.residual_in_fp32)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from attrs import frozen
 from torch import Tensor
 from torch.nn import Module, ModuleList
@@ -119,26 +118,25 @@ class MambaMixer(Module):
         self.out = b.row_linear("out_proj", inner, hidden, bias=bias)
         kept = ("state", (inner, 1, state), "float32")
         self.cache = b.cache(StateSpec((("conv", self.conv.state, b.dtype), kept)))
-        self.scan = b.ops.selective_scan
+        self.ops = b.ops
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
         cache, plan = batch.caches[self.cache], batch.plan(self.cache)
         inputs, gate = self.project(x).chunk(2, -1)
         inputs = self.conv(inputs, cache["conv"], plan)
-        dt, b, c = self._select(inputs)
-        dt = F.softplus(self.step(dt).float())
-        found = self.scan(
+        step, b, c = self._select(inputs)
+        y = self.ops.selective_scan(
             inputs.unsqueeze(-1),
-            dt,
-            -self.a_log.exp(),
+            self.step(step),
+            self.a_log,
             b.unsqueeze(1),
             c.unsqueeze(1),
+            self.skip,
             cache["state"],
             plan,
         )
-        y = (found.squeeze(-1) + self.skip * inputs.float()) * F.silu(gate.float())
-        mixed: Tensor = self.out(y.to(x.dtype))
+        mixed: Tensor = self.out(self.ops.multiply(y.squeeze(-1), gate, "silu"))
         return mixed
 
     def _select(self, inputs: Tensor) -> Sequence[Tensor]:
@@ -146,7 +144,7 @@ class MambaMixer(Module):
         parts = self.select(inputs).split(self.parts, -1)
         if not self.norms:
             return parts
-        return [norm(part.contiguous()) for norm, part in zip(self.norms, parts, strict=True)]
+        return [norm(part) for norm, part in zip(self.norms, parts, strict=True)]
 
 
 def mamba_mixer(c: MambaConfig, b: Builder, norms: Sequence[Norm] = ()) -> MambaMixer:
@@ -170,16 +168,16 @@ class MixerLayer(Module):
 
     def __init__(self, norm: Norm, mixer: Module, *, fp32: bool) -> None:
         super().__init__()
-        self.norm, self.mixer, self.fp32 = norm, mixer, fp32
+        self.norm, self.mixer, self.ops, self.fp32 = norm, mixer, norm.ops, fp32
 
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch
     ) -> tuple[Tensor, Tensor | None]:
         """x, residual: [tokens, hidden]."""
-        stream = x if residual is None else residual + x
-        if self.fp32:
-            stream = stream.float()
-        return self.mixer(self.norm(stream.to(x.dtype)), batch), stream
+        if residual is None and self.fp32 and x.dtype != torch.float32:
+            return self.mixer(self.norm(x), batch), self.ops.cast(x, torch.float32)
+        x, residual = self.norm.add(x, residual)
+        return self.mixer(x, batch), residual
 
 
 class MambaLayer(MixerLayer):
@@ -191,7 +189,7 @@ class MambaLayer(MixerLayer):
 
 
 class RecurrentForCausalLM(DecoderForCausalLM):
-    """The frame that both versions share: names, and a stream in fp32 up to the final norm."""
+    """The frame that both versions share."""
 
     api = 1
     root = "backbone"
@@ -202,15 +200,6 @@ class RecurrentForCausalLM(DecoderForCausalLM):
 
     def make_norm(self, config: Any, b: Builder) -> Norm:
         return b.rms_norm("norm_f", config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, batch: Batch) -> Tensor:
-        x: Tensor = self.embed(batch)
-        residual: Tensor | None = None
-        for layer in self.layers:
-            x, residual = layer(x, residual, batch)
-        stream = x if residual is None else residual + x
-        normed: Tensor = self.norm(stream.to(x.dtype))
-        return normed
 
 
 class MambaForCausalLM(RecurrentForCausalLM):

@@ -39,7 +39,7 @@ class PlainExperts(Module):
         if b.ranks > 1:
             raise UnsupportedError(f"{b.prefix}: experts on several ranks: not yet")
         self.ops, self.routing = b.ops, routing
-        self.router = b.linear("gate", hidden, experts, split=False)
+        self.router = b.router("gate", hidden, experts, wide=True)
         bias = "gate.e_score_correction_bias"
         b.parameter(bias, self, "choice_bias", (experts,), torch.float32)
         self.experts = ModuleList(

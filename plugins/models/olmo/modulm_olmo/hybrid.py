@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from attrs import frozen
 from torch import Tensor
 from torch.nn import Module, ModuleList
@@ -109,22 +108,24 @@ class DeltaNet(Module):
         ]
         state = ("state", (self.heads, self.key_dim, self.value_dim), "float32")
         self.cache = b.cache(StateSpec((*kept, state)))
-        self.rule = b.ops.delta_rule
+        self.ops = b.ops
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
         cache, plan, tokens = batch.caches[self.cache], batch.plan(self.cache), x.shape[0]
         *parts, gate = self.project(x).split(self.widths, -1)
         q, k, v = (
-            conv(part, cache[f"conv_{n}"], plan).view(tokens, -1, conv.state[1] // heads)
+            conv(part, cache[f"conv_{n}"], plan).view(tokens, heads, -1)
             for n, conv, part, heads in zip("qkv", self.convs, parts, self._heads, strict=True)
         )
-        beta, step = self.rates(x).float().chunk(2, -1)
-        decay = -self.a_log.exp() * F.softplus(step + self.dt_bias)
-        q, k = _unit(q) * self.key_dim**-0.5, _unit(k)
-        y = self.rule(q, k, v, self.reach * beta.sigmoid(), decay, cache["state"], plan)
-        gated = self.norm(y.to(x.dtype)) * F.silu(gate.float()).view(tokens, self.heads, -1)
-        mixed: Tensor = self.out(gated.to(x.dtype).flatten(1))
+        beta, step = self.rates(x).chunk(2, -1)
+        rates = (beta, step, self.a_log, self.dt_bias)
+        y = self.ops.delta_rule(q, k, v, *rates, cache["state"], plan, self.reach)
+        norm = self.norm
+        gated = self.ops.gated_rms_norm(
+            y.flatten(1), gate, norm.weight, norm.eps, self.heads, norm_first=True
+        )
+        mixed: Tensor = self.out(gated)
         return mixed
 
     @property
@@ -169,9 +170,3 @@ class OlmoHybridForCausalLM(DecoderForCausalLM):
             linear_key_head_dim=24,
             linear_value_head_dim=12,
         )
-
-
-def _unit(x: Tensor) -> Tensor:
-    """Vectors of length 1, in fp32."""
-    x = x.float()
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

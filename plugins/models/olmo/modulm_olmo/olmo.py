@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch.nn.functional as F
 from attrs import frozen
 from torch import Tensor
 
@@ -32,7 +31,7 @@ class OlmoConfig(DecoderConfig):
 
 
 class PlainNorm(Norm):
-    """A layer norm without weight or bias, computed in fp32."""
+    """A layer norm without weight or bias."""
 
     def __init__(self, ops: Ops) -> None:
         super().__init__()
@@ -40,7 +39,8 @@ class PlainNorm(Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., size] -> the same shape."""
-        return F.layer_norm(x.float(), x.shape[-1:], eps=1e-5).to(x.dtype)
+        normed: Tensor = self.ops.layer_norm(x, None, None, 1e-5)
+        return normed
 
 
 class OlmoLayer(PreNormLayer):

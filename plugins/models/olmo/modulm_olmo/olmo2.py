@@ -80,7 +80,7 @@ class Olmo2Layer(Module):
         self, c: DecoderConfig, b: Builder, index: int, mlp: Module | None = None, **changes: Any
     ) -> None:
         super().__init__()
-        self.attn = normed_attention(c, b, index, **changes)
+        self.ops, self.attn = b.ops, normed_attention(c, b, index, **changes)
         self.attn_norm = b.rms_norm("post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
         self.mlp = mlp or standard_mlp(c, b)
         self.mlp_norm = b.rms_norm("post_feedforward_layernorm", c.hidden_size, c.rms_norm_eps)
@@ -89,8 +89,8 @@ class Olmo2Layer(Module):
         self, x: Tensor, residual: Tensor | None, batch: Batch
     ) -> tuple[Tensor, Tensor | None]:
         """x, residual: [tokens, hidden]."""
-        x = x if residual is None else residual + x
-        x = x + self.attn_norm(self.attn(x, batch))
+        x = x if residual is None else self.ops.add(residual, x)
+        x = self.ops.add(x, self.attn_norm(self.attn(x, batch)))
         return self.mlp_norm(self.mlp(x)), x
 
 

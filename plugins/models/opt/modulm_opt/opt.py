@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from attrs import frozen
@@ -19,6 +19,7 @@ from modulm.nn import (
     Head,
     Norm,
     PlainMLP,
+    Rewrite,
     WeightNames,
     size,
     standard_attention,
@@ -58,7 +59,7 @@ class OPTLayer(Module):
     def __init__(self, c: OPTConfig, b: Builder, index: int) -> None:
         super().__init__()
         bias = c.enable_bias
-        self.before = c.do_layer_norm_before
+        self.ops, self.before = b.ops, c.do_layer_norm_before
         self.attn = standard_attention(
             c,
             b,
@@ -78,8 +79,8 @@ class OPTLayer(Module):
     ) -> tuple[Tensor, Tensor | None]:
         """x, residual: [tokens, hidden]."""
         if not self.before:
-            x = self.attn_norm(x + self.attn(x, batch))
-            return self.mlp_norm(x + self.mlp(x)), None
+            x = self.attn_norm(self.ops.add(x, self.attn(x, batch)))
+            return self.mlp_norm(self.ops.add(x, self.mlp(x))), None
         x, residual = self.attn_norm.add(x, residual)
         x, residual = self.mlp_norm.add(self.attn(x, batch), residual)
         return self.mlp(x), residual
@@ -90,8 +91,9 @@ class OPTEmbedding(Module):
 
     def __init__(self, c: OPTConfig, b: Builder) -> None:
         super().__init__()
+        self.ops = b.ops
         self.tokens: Embedding = b.embedding("embed_tokens", c.vocab_size, c.embedding_size)
-        rows = c.max_position_embeddings + _OFFSET
+        rows = c.max_position_embeddings
         self.positions = b.embedding("embed_positions", rows, c.hidden_size)
         self.widen = None
         if c.embedding_size != c.hidden_size:
@@ -102,7 +104,8 @@ class OPTEmbedding(Module):
         x: Tensor = self.tokens(batch)
         if self.widen is not None:
             x = self.widen(x)
-        return x + self.positions.lookup(batch.positions + _OFFSET)
+        both: Tensor = self.ops.add(x, self.positions.lookup(batch.positions))
+        return both
 
 
 class _NoNorm(Norm):
@@ -112,6 +115,11 @@ class _NoNorm(Norm):
         return x
 
 
+def _from_first(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The table of positions without the rows before the first one's."""
+    yield name, tensor[_OFFSET:]
+
+
 class OPTForCausalLM(DecoderForCausalLM):
     """OPT with a language-model head."""
 
@@ -119,7 +127,10 @@ class OPTForCausalLM(DecoderForCausalLM):
     config_type = OPTConfig
     layer = OPTLayer
     root = "model.decoder"
-    names = WeightNames(rename=((r"^decoder\.", "model.decoder."),))
+    names = WeightNames(
+        rename=((r"^decoder\.", "model.decoder."),),
+        rewrite=(Rewrite(r"embed_positions\.weight$", _from_first),),
+    )
 
     def make_embedding(self, config: Any, b: Builder) -> OPTEmbedding:
         return OPTEmbedding(config, b)

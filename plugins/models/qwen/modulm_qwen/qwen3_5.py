@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from attrs import frozen
-from torch import Tensor
 from torch.nn import Module
 
 from modulm.nn import (
@@ -56,30 +55,11 @@ class Qwen35MoeConfig(DeltaKeys, Qwen2MoeConfig):
     norm_topk_prob: bool = True
 
 
-class _DeltaNet(GatedDeltaNet):
-    """A gated delta rule whose inputs are stored one after the other."""
-
-    def _make_inputs(self, b: Builder, hidden: int, keys: int, values: int) -> None:
-        parts = {"in_proj_qkv": 2 * keys + values, "in_proj_z": values}
-        self.inputs = list(parts.values())
-        self.project = b.linear("in_proj_qkvz", hidden, parts)
-        heads = {"in_proj_b": self.heads, "in_proj_a": self.heads}
-        self.rates = b.linear("in_proj_ba", hidden, heads)
-
-    def _inputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        qkv, gate = self.project(x).split(self.inputs, -1)
-        return qkv, gate
-
-    def _steps(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        beta, step = self.rates(x).chunk(2, -1)
-        return beta, step
-
-
 class _Layer(PreNormLayer):
     def __init__(self, c: DeltaKeys, b: Builder, index: int, mlp: Module) -> None:
         super().__init__(
             offset_norm(c, b, "input_layernorm"),
-            _DeltaNet(c, b.at("linear_attn"))
+            GatedDeltaNet(c, b.at("linear_attn"))
             if c.recurrent(index)
             else gated_attention(c, b, index),
             offset_norm(c, b, "post_attention_layernorm"),

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from attrs import frozen
 from torch import Tensor
 from torch.nn import Module
 
 from modulm.contracts.model import Batch, StateSpec
+from modulm.errors import UnsupportedError
 from modulm.nn import (
     Attention,
     Builder,
@@ -94,11 +94,12 @@ class GatedDeltaNet(Module):
         single_rank(b)
         self.key_heads, self.heads = c.linear_num_key_heads, c.linear_num_value_heads
         key_dim, value_dim = c.linear_key_head_dim, c.linear_value_head_dim
-        each = self.heads // self.key_heads
-        self.per_head = [key_dim, key_dim, each * value_dim, each * value_dim]
         keys, values = self.key_heads * key_dim, self.heads * value_dim
-        self.widths = [keys, keys, values]
-        self._make_inputs(b, c.hidden_size, keys, values)
+        self.widths, self.inputs = [keys, keys, values], [2 * keys + values, values]
+        parts = dict(zip(("in_proj_qkv", "in_proj_z"), self.inputs, strict=True))
+        self.project = b.linear("in_proj_qkvz", c.hidden_size, parts)
+        rates = {"in_proj_b": self.heads, "in_proj_a": self.heads}
+        self.rates = b.linear("in_proj_ba", c.hidden_size, rates)
         width = c.linear_conv_kernel_dim
         self.conv = CausalConv(b, "conv1d", sum(self.widths), width, bias=False, act=c.hidden_act)
         b.parameter("A_log", self, "a_log", (self.heads,), torch.float32)
@@ -107,45 +108,31 @@ class GatedDeltaNet(Module):
         self.out = b.row_linear("out_proj", values, c.hidden_size)
         state = ("state", (self.heads, key_dim, value_dim), "float32")
         self.cache = b.cache(StateSpec((("conv", self.conv.state, b.dtype), state)))
-        self.rule = b.ops.delta_rule
-
-    def _make_inputs(self, b: Builder, hidden: int, keys: int, values: int) -> None:
-        """The layers that read the stream."""
-        self.project = b.linear("in_proj_qkvz", hidden, 2 * (keys + values))
-        self.rates = b.linear("in_proj_ba", hidden, 2 * self.heads)
-
-    def _inputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries, keys and values side by side, and the gate [tokens, heads * value dim]."""
-        parts = self.project(x).view(x.shape[0], self.key_heads, -1).split(self.per_head, -1)
-        return torch.cat([part.flatten(1) for part in parts[:3]], -1), parts[3].flatten(1)
-
-    def _steps(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What says how far a token moves the state, and how far that fades: [tokens, heads]."""
-        rates = self.rates(x).view(x.shape[0], self.key_heads, 2, -1)
-        return rates[:, :, 0].flatten(1), rates[:, :, 1].flatten(1)
+        self.ops = b.ops
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
         cache, plan, tokens = batch.caches[self.cache], batch.plan(self.cache), x.shape[0]
-        qkv, gate = self._inputs(x)
-        gate = gate.reshape(tokens, self.heads, -1)
+        qkv, gate = self.project(x).split(self.inputs, -1)
         q, k, v = self.conv(qkv, cache["conv"], plan).split(self.widths, -1)
-        beta, decay = self._rates(x)
-        q, k = (_unit(part.reshape(tokens, self.key_heads, -1)) for part in (q, k))
-        q, v = q * q.shape[-1] ** -0.5, v.reshape(tokens, self.heads, -1)
-        y = self.rule(q, k, v, beta, decay, cache["state"], plan).to(x.dtype)
-        y = self.norm(y) * F.silu(gate.float())
-        mixed: Tensor = self.out(y.to(x.dtype).flatten(1))
+        beta, step = self.rates(x).chunk(2, -1)
+        y = self.ops.delta_rule(
+            q.view(tokens, self.key_heads, -1),
+            k.view(tokens, self.key_heads, -1),
+            v.view(tokens, self.heads, -1),
+            beta,
+            step,
+            self.a_log,
+            self.dt_bias,
+            cache["state"],
+            plan,
+        )
+        norm = self.norm
+        normed = self.ops.gated_rms_norm(
+            y.flatten(1), gate, norm.weight, norm.eps, self.heads, norm_first=True
+        )
+        mixed: Tensor = self.out(normed)
         return mixed
-
-    def _rates(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """How far a token moves the state, and the log of how far that fades before: fp32.
-
-        Both are [tokens, heads].
-        """
-        beta, step = self._steps(x)
-        fade = -self.a_log.exp() * F.softplus(step.float() + self.dt_bias)
-        return beta.float().sigmoid(), fade
 
 
 class Qwen3NextLayer(PreNormLayer):
@@ -171,7 +158,9 @@ class Qwen3NextForCausalLM(DecoderForCausalLM):
 
     @classmethod
     def weights(cls, config: Qwen3NextConfig) -> WeightNames:
-        return WeightNames(ignore=(r"^mtp\.",), rewrite=(split_gate(config.heads),))
+        return WeightNames(
+            ignore=(r"^mtp\.",), rewrite=(split_gate(config.heads), *_split_inputs(config))
+        )
 
     def make_norm(self, config: Any, b: Builder) -> Norm:
         return offset_norm(config, b, "norm")
@@ -207,15 +196,45 @@ def tiny_delta(model_type: str, architecture: str, **changes: Any) -> Mapping[st
     )
 
 
+def _by_outputs(name: str) -> None:
+    """Refuse what cannot be cut by outputs: tensors that a quantization packs otherwise."""
+    if not name.endswith((".weight", ".bias", ".weight_scale", ".weight_scale_inv")):
+        raise UnsupportedError(f"{name}: this layer in such a quantization: not yet")
+
+
 def split_gate(heads: int) -> Rewrite:
     """Queries and the gate of what they attend to, which are stored together, head by head."""
 
     def change(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        _by_outputs(name)
         halves = tensor.unflatten(0, (heads, 2, -1))
         yield name, halves[:, 0].flatten(0, 1)
         yield name.replace("q_proj", "q_gate"), halves[:, 1].flatten(0, 1)
 
     return Rewrite(r"\.q_proj\.", change)
+
+
+def _split_inputs(c: Qwen3NextConfig) -> tuple[Rewrite, ...]:
+    """What Qwen3-Next stores by key heads, stored one after the other."""
+    key_heads, each = c.linear_num_key_heads, c.linear_num_value_heads // c.linear_num_key_heads
+    keys, values = c.linear_key_head_dim, each * c.linear_value_head_dim
+
+    def inputs(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        _by_outputs(name)
+        heads = tensor.unflatten(0, (key_heads, -1))
+        block = 2 * (keys + values) // heads.shape[1]
+        sizes = [size // block for size in (keys, keys, values, values)]
+        *qkv, gate = (part.flatten(0, 1) for part in heads.split(sizes, 1))
+        yield name.replace("in_proj_qkvz", "in_proj_qkv"), torch.cat(qkv)
+        yield name.replace("in_proj_qkvz", "in_proj_z"), gate
+
+    def rates(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        _by_outputs(name)
+        heads = tensor.unflatten(0, (key_heads, 2, -1))
+        for place, part in enumerate(("in_proj_b", "in_proj_a")):
+            yield name.replace("in_proj_ba", part), heads[:, place].flatten(0, 1)
+
+    return Rewrite(r"\.in_proj_qkvz\.", inputs), Rewrite(r"\.in_proj_ba\.", rates)
 
 
 def offset_norm(c: QwenConfig, b: Builder, name: str, width: int | None = None) -> Norm:
@@ -228,9 +247,3 @@ def gated_attention(c: QwenConfig, b: Builder, index: int) -> Attention:
     at = b.at("self_attn")
     norms = tuple(offset_norm(c, at, name, c.head_size) for name in ("q_norm", "k_norm"))
     return standard_attention(c, b, index, qk_norm=norms, gate="q_gate")
-
-
-def _unit(x: Tensor) -> Tensor:
-    """Vectors of length 1, in fp32."""
-    x = x.float()
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

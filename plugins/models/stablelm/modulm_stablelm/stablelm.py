@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from attrs import frozen
 from torch import Tensor
 from torch.nn import Module
@@ -57,7 +56,7 @@ class HeadNorms(Norm):
             raise UnsupportedError(
                 f"{b.name(name)}: norms of single heads on several ranks: not yet"
             )
-        self.eps = eps
+        self.ops, self.eps = b.ops, eps
         dtype = b.shared.dtype
         empty = torch.empty(heads, width, dtype=dtype, device="meta")
         self.weight = torch.nn.Parameter(empty, requires_grad=False)
@@ -68,8 +67,8 @@ class HeadNorms(Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [tokens, heads, head_dim]."""
-        normed = F.layer_norm(x.float(), x.shape[-1:], eps=self.eps)
-        return (normed * self.weight.float()).to(x.dtype)
+        normed: Tensor = self.ops.layer_norm(x, self.weight, None, self.eps)
+        return normed
 
 
 def _attention(c: StableLmConfig, b: Builder, index: int) -> Attention:

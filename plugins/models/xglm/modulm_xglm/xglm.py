@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -87,16 +88,26 @@ def sinusoids(positions: Tensor, width: int) -> Tensor:
 class XGLMEmbedding(Module):
     """Token vectors and where they stand; the first token stands at 2."""
 
+    places: Tensor
+
     def __init__(self, c: XGLMConfig, b: Builder) -> None:
         super().__init__()
         scale = math.sqrt(c.hidden_size) if c.scale_embedding else 1.0
-        self.width = c.hidden_size
+        self.ops = b.ops
         self.tokens = b.embedding("embed_tokens", c.vocab_size, c.hidden_size, scale=scale)
+        self.register_buffer("places", None, persistent=False)
+        b.after(self.tokens, partial(self._place, c, b.shared.dtype, b.shared.device))
+
+    def _place(self, c: XGLMConfig, dtype: torch.dtype, device: torch.device) -> None:
+        """The table of positions, as far as the model is meant to go."""
+        positions = torch.arange(c.max_position_embeddings, device=device) + _OFFSET
+        self.places = sinusoids(positions, c.hidden_size).to(dtype)
 
     def forward(self, batch: Batch) -> Tensor:
         """[tokens, hidden] for the batch's tokens."""
         x: Tensor = self.tokens(batch)
-        return x + sinusoids(batch.positions + _OFFSET, self.width).to(x.dtype)
+        both: Tensor = self.ops.add(x, self.ops.embedding(batch.positions, self.places))
+        return both
 
 
 class XGLMForCausalLM(DecoderForCausalLM):

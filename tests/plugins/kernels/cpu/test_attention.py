@@ -7,6 +7,7 @@ import torch
 from tests.plugins.kernels.cpu.close import assert_close, poisoned
 
 from modulm.ops import twins
+from modulm.testing.attention import qkv_prepare
 from modulm_kernels_cpu import cache_shape
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -224,7 +225,7 @@ def test_qkv_prepare(ops, dtype, neox, norm, turned):
             qkv, *weights, 1e-6, table, positions, slots, fused, heads, kv_heads, neox, out, 1.0
         )
         twin_cache = torch.zeros(2, block, kv_heads, 2 * size, dtype=dtype)
-        wanted = twins.qkv_prepare(
+        wanted = qkv_prepare(
             qkv,
             *weights,
             1e-6,
@@ -235,7 +236,6 @@ def test_qkv_prepare(ops, dtype, neox, norm, turned):
             heads,
             kv_heads,
             neox,
-            None,
             1.0,
         )
         assert_close(out, wanted)

@@ -9,7 +9,13 @@ from tests.plugins.kernels.cpu.close import assert_close, poisoned
 from modulm.ops import twins
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid", "silu", "tanh")
 SHAPES = ((0, 64), (1, 7), (3, 64), (5, 130), (33, 1024), (2, 4099))
+
+
+def heads(dtype: torch.dtype) -> torch.Tensor:
+    """[tokens, heads, size] as queries lie beside keys and values."""
+    return torch.randn(5, 9 * 33).to(dtype).unflatten(-1, (9, 33))[:, 2:6]
 
 
 def strided(rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -35,6 +41,32 @@ def test_norms(ops, shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_of_heads(ops, dtype):
+    x, weight, each = heads(dtype), torch.randn(33), torch.randn(4, 33)
+    assert_close(ops["rms_norm"](x, weight, 1e-6), twins.rms_norm(x, weight, 1e-6))
+    for one in (weight, each, each.to(dtype), None):
+        assert_close(ops["layer_norm"](x, one, None, 1e-5), twins.layer_norm(x, one, None, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_norms_without_weights(ops, shape, dtype):
+    x = strided(*shape, dtype)
+    assert_close(ops["rms_norm"](x, None, 1e-6), twins.rms_norm(x, None, 1e-6))
+    assert_close(ops["layer_norm"](x, None, None, 1e-5), twins.layer_norm(x, None, None, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_residual_in_fp32(ops, dtype):
+    x, weight, mine = strided(5, 130, dtype), torch.randn(130).to(dtype), torch.randn(5, 130)
+    theirs = mine.clone()
+    got = ops["add_rms_norm"](x, mine, weight, 1e-6)
+    assert_close(got, twins.add_rms_norm(x, theirs, weight, 1e-6))
+    assert got.dtype == dtype
+    assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_add_rms_norm(ops, shape, dtype):
     x, weight = strided(*shape, dtype), torch.randn(shape[1]).to(dtype)
@@ -52,18 +84,16 @@ def test_gated(ops, shape, dtype):
     rows, size = shape
     x = strided(rows, 2 * size, dtype) * 4
     out = poisoned(rows, size, dtype=dtype)
-    assert_close(ops["silu_and_mul"](x, out), twins.silu_and_mul(x))
-    for kind in ("none", "tanh"):
-        assert_close(
-            ops["gelu_and_mul"](x, kind, poisoned(rows, size, dtype=dtype)),
-            twins.gelu_and_mul(x, kind),
-        )
+    assert ops["act_and_mul"](x, "silu", out) is out
+    assert_close(out, twins.act_and_mul(x, "silu"))
+    for act in ACTIVATIONS:
+        assert_close(ops["act_and_mul"](x, act), twins.act_and_mul(x, act))
 
 
 def test_gated_extremes(ops):
     x = torch.tensor([[-200.0, -88.0, 0.0, 88.0, 200.0, 1.0, 1.0, 1.0, 1.0, 1.0]])
-    assert_close(ops["silu_and_mul"](x), twins.silu_and_mul(x))
-    assert_close(ops["gelu_and_mul"](x, "tanh"), twins.gelu_and_mul(x, "tanh"))
+    for act in ("silu", "gelu_tanh"):
+        assert_close(ops["act_and_mul"](x, act), twins.act_and_mul(x, act))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -121,7 +151,7 @@ def test_threads_do_not_change_results(ops, library):
     results = []
     for count in (1, 2, 3, 7):
         library.set_threads(count)
-        results += [ops["silu_and_mul"](ops["rms_norm"](x, weight, 1e-6)) for _ in range(20)]
+        results += [ops["act_and_mul"](ops["rms_norm"](x, weight, 1e-6), "silu") for _ in range(20)]
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
@@ -133,9 +163,6 @@ def test_embedding_from_packed_weights(ops, dtype, shape):
     assert torch.equal(ops["embedding_packed"](ids, packed), table[ids])
     with pytest.raises(ValueError, match="ids must lie in"):
         ops["embedding_packed"](torch.tensor([0, shape[0]]), packed)
-
-
-ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid", "silu", "tanh")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -166,6 +193,28 @@ def test_sums_and_multiples(ops, shape, dtype):
     assert_close(ops["add"](x, y), twins.add(x, y))
     assert_close(ops["add"](x, y, gate), twins.add(x, y, gate))
     assert_close(ops["scale"](x, 2.5), twins.scale(x, 2.5))
+    assert torch.equal(ops["clamp"](x, 0.5), twins.clamp(x, 0.5))
+    assert torch.equal(ops["multiply"](x, y), twins.multiply(x, y))
+    for act in ("silu", "sigmoid"):
+        for first in (x, x.float()):
+            assert_close(ops["multiply"](first, y, act), twins.multiply(first, y, act))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("other", DTYPES)
+def test_casts(ops, dtype, other):
+    x = strided(5, 130, dtype)
+    assert torch.equal(ops["cast"](x, other), twins.cast(x, other))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_activation_with_constants(ops, shape, dtype):
+    x = strided(*shape, dtype) * 4
+    got = ops["activate"](x, "xielu", (0.7, 1.3))
+    assert_close(got, twins.activate(x, "xielu", (0.7, 1.3)))
+    with pytest.raises(ValueError, match="xielu got constants"):
+        ops["activate"](x, "xielu")
 
 
 def test_sums_of_what_does_not_fit(ops):
@@ -174,3 +223,5 @@ def test_sums_of_what_does_not_fit(ops):
         ops["add"](x, x.bfloat16())
     with pytest.raises(ValueError, match="^gate must be"):
         ops["add"](x, x, torch.ones(2, 4))
+    with pytest.raises(ValueError, match="^x must be"):
+        ops["multiply"](x.half(), x)

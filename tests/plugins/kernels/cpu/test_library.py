@@ -53,6 +53,7 @@ def test_ops_have_the_names_of_twins():
         "pack_quantized",
         "plan_attention",
         "pack_quantized_experts",
+        "qkv_prepare",
     }
 
 

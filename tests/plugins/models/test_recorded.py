@@ -1,0 +1,66 @@
+"""Which models' decode steps the CPU kernels record, and that recorded steps give the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from modulm.plugins import manager
+from modulm.testing.checkpoints import make_tiny
+from modulm.testing.session import Session
+
+kernels = pytest.importorskip(
+    "modulm_kernels_cpu", reason="no compiled CPU kernels: there was no C++ compiler"
+)
+replay = pytest.importorskip("modulm_kernels_cpu.replay")
+
+#: Why a model's steps run call by call; docs/performance.md says the same.
+CALL_BY_CALL = {
+    "Gemma3nForConditionalGeneration": "vectors of a layer's own, an average of several streams",
+    "Gemma4ForCausalLM": "vectors of a layer's own",
+    "Llama4ForCausalLM": "attention in chunks, queries that grow",
+    "NemotronHForCausalLM": "experts without a gate",
+}
+#: Drivers that say nothing of a tiny checkpoint of their own.
+_OTHERS = {"transformers"}
+
+
+def decoders():
+    plugins = manager.current()
+    names = [declared.name for declared in plugins.names("models")]
+    return [
+        name
+        for name in names
+        if name not in _OTHERS and "generate" in plugins.load("models", name).tasks
+    ]
+
+
+def architecture(name):
+    """What transformers calls the tiny checkpoint; some drivers read others inside their own."""
+    return manager.current().load("models", name).tiny()["architectures"][0]
+
+
+@pytest.mark.parametrize("name", decoders())
+def test_recorded_steps_give_the_bits_of_the_step(tmp_path, name):
+    session = Session(
+        make_tiny(tmp_path, architecture(name)), device="cpu", dtype="bfloat16", max_model_len=64
+    )
+    forward = session.model.forward
+    recorded = replay.Replay(kernels.load(), forward)
+
+    def steps(with_):
+        for row in range(3):
+            session.release(row)
+        session.model.forward = forward
+        session.step({0: [5, 6, 7, 8], 1: [9, 10], 2: [7]})
+        session.model.forward = with_
+        return [session.step({0: [9 + i], 1: [3], 2: [4 + i]}) for i in range(3)]
+
+    expected, found = steps(forward), steps(recorded)
+    for one, other in zip(found, expected, strict=True):
+        assert all(torch.equal(one[row], other[row]) for row in one)
+    if name in CALL_BY_CALL:
+        assert "torch computes" in recorded.reason
+    else:
+        assert recorded.reason is None
+        assert len(recorded._programs) == 1
