@@ -111,7 +111,6 @@ def _selective_scan(library: Library) -> Callable[..., Tensor]:
         skip: Tensor,
         states: Tensor,
         plan: Any,
-        *,
         bias: Tensor | None = None,
         limit: tuple[float, float] = (0.0, math.inf),
     ) -> Tensor:
