@@ -49,6 +49,11 @@ KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
     "single-experts": ("MixtralForCausalLM", {"dtype": "float32"}),
     "states": ("GraniteMoeHybridForCausalLM", {"dtype": "bfloat16"}),
     "single-states": ("Mamba2ForCausalLM", {"dtype": "float32"}),
+    "channels": ("JambaForCausalLM", {"dtype": "bfloat16"}),
+    "side-by-side": ("FalconH1ForCausalLM", {"dtype": "bfloat16"}),
+    "own-recurrence": ("KimiLinearForCausalLM", {"dtype": "bfloat16"}),
+    "chunked": ("Llama4ForCausalLM", {"dtype": "bfloat16"}),
+    "borrowed-keys": ("Gemma4ForCausalLM", {"dtype": "bfloat16"}),
 }
 TORCH: dict[str, tuple[str, dict[str, Any]]] = {
     name: (architecture, {"kernels": "none", "batch_invariant": True})

@@ -63,6 +63,35 @@ WRONG = {
     ),
     "olmoe-bounds": ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "clip_qkv"),
     "smollm3-layers": ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, "no_rope_layers"),
+    "falcon-h1-multipliers": ("FalconH1ForCausalLM", {"ssm_multipliers": [1.0]}, "ssm_multipliers"),
+    "gemma3n-widths": ("Gemma3nForCausalLM", {"intermediate_size": [96, 96]}, "intermediate_size"),
+    "gemma3n-stream": ("Gemma3nForCausalLM", {"altup_active_idx": 3}, "altup_active_idx"),
+    "gemma4-lenders": ("Gemma4ForCausalLM", {"num_kv_shared_layers": 3}, "num_kv_shared_layers"),
+    "gemma4-experts": ("Gemma4ForCausalLM", {"top_k_experts": 7}, "top_k_experts"),
+    "glm-flash-layers": (
+        "Glm4MoeLiteForCausalLM",
+        {"mlp_layer_types": ["dense"]},
+        "mlp_layer_types",
+    ),
+    "jamba-period": ("JambaForCausalLM", {"attn_layer_offset": 3}, "attn_layer_offset"),
+    "jamba-rank": ("JambaForCausalLM", {"mamba_dt_rank": 0}, "mamba_dt_rank"),
+    "kimi-kinds": (
+        "KimiLinearForCausalLM",
+        {"layer_types": ["mamba", "full_attention", "full_attention"]},
+        "layer_types",
+    ),
+    "llama4-layers": ("Llama4ForCausalLM", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
+    "llama4-kinds": (
+        "Llama4ForCausalLM",
+        {"layer_types": ["sliding_attention"] * 4},
+        "layer_types",
+    ),
+    "ministral3-growth": (
+        "Ministral3ForCausalLM",
+        {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": "much"}},
+        "llama_4_scaling_beta",
+    ),
+    "phimoe-experts": ("PhimoeForCausalLM", {"num_experts_per_tok": 3}, "num_experts_per_tok"),
     "xglm-encoder": ("XGLMForCausalLM", {"add_cross_attention": True}, "add_cross_attention"),
 }
 
@@ -102,3 +131,41 @@ def test_convolutions_where_attention_is_not_named():
 )
 def test_the_width_of_a_feed_forward_part_is_rounded_up(changes, width):
     assert read("Lfm2ForCausalLM", **changes).inner_size == width
+
+
+def test_full_layers_of_gemma4_have_their_own_heads_in_both_spellings():
+    one = read("Gemma4ForCausalLM")
+    table = {"1": {"head_dim": 32, "num_key_value_heads": 1}}
+    other = read(
+        "Gemma4ForCausalLM", global_head_dim=None, per_layer_config={**table, "3": table["1"]}
+    )
+    assert [one.heads_of(i) for i in range(4)] == [(2, 16), (1, 32)] * 2
+    assert [one.heads_of(i) for i in range(4)] == [other.heads_of(i) for i in range(4)]
+
+
+def test_kimi_counts_layers_from_one_in_its_own_table():
+    config = read(
+        "KimiLinearForCausalLM",
+        layer_types=None,
+        linear_attn_config={
+            "full_attn_layers": [2],
+            "kda_layers": [1, 3],
+            "num_heads": 2,
+            "head_dim": 24,
+            "short_conv_kernel_size": 3,
+        },
+    )
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    assert [config.layer_type(i) for i in range(3)] == kinds
+    assert config.delta == (2, 24, 3)
+
+
+def test_qwen3_5_attends_in_every_fourth_layer():
+    config = read("Qwen3_5ForCausalLM", layer_types=None, num_hidden_layers=8)
+    assert [i for i in range(8) if not config.recurrent(i)] == [3, 7]
+
+
+def test_phi_moe_multiplies_by_what_the_length_asks_for():
+    config = read("PhimoeForCausalLM")
+    assert config.rope_for(256).attention_factor == 1.2
+    assert config.rope_for(257).attention_factor == 1.4

@@ -85,6 +85,68 @@ VARIANTS = {
         {"use_qk_norm": False, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
     ),
     "granite-moe-unshared": ("GraniteMoeSharedForCausalLM", {"shared_intermediate_size": 0}),
+    "falcon-h1-norm-after-gate": (
+        "FalconH1ForCausalLM",
+        {
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+        },
+    ),
+    "falcon-h1-norm-before-gate": (
+        "FalconH1ForCausalLM",
+        {"mamba_rms_norm": True, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "gemma3n-other-stream": (
+        "Gemma3nForCausalLM",
+        {"altup_active_idx": 1, "altup_correct_scale": False, "attention_bias": True},
+    ),
+    "gemma4-dense": (
+        "Gemma4ForCausalLM",
+        {
+            "enable_moe_block": False,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "attention_k_eq_v": False,
+        },
+    ),
+    "jamba-dense": (
+        "JambaForCausalLM",
+        {"num_experts": 1, "num_experts_per_tok": 1, "mamba_proj_bias": True},
+    ),
+    "llama4-two-experts": (
+        "Llama4ForCausalLM",
+        {
+            "num_experts_per_tok": 2,
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "attention_bias": True,
+        },
+    ),
+    "llama4-one-chunk": (
+        "Llama4ForCausalLM",
+        {"attention_chunk_size": 300, "interleave_moe_layer_step": 1, "no_rope_layers": None},
+    ),
+    "nemotron-h-latent-experts": (
+        "NemotronHForCausalLM",
+        {"moe_latent_size": 24, "mlp_bias": True, "n_group": 1, "topk_group": 1},
+    ),
+    "olmo-hybrid-no-positions": (
+        "OlmoHybridForCausalLM",
+        {
+            "linear_allow_neg_eigval": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": None},
+        },
+    ),
+    "phimoe-windows": (
+        "PhimoeForCausalLM",
+        {
+            "sliding_window": 12,
+            "lm_head_bias": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
     "opt-350m": ("OPTForCausalLM", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
 }
 

@@ -9,8 +9,8 @@ from modulm.errors import UnsupportedError
 from modulm.plugins import explain
 from modulm.testing.checkpoints import make_tiny
 from modulm.testing.session import Session
-from modulm_nested.kinds import text_architecture
-from modulm_nested.nested import NestedConfig
+from modulm_multimodal_text.kinds import text_architecture
+from modulm_multimodal_text.nested import NestedConfig
 
 TEXT = {
     "vocab_size": 512,
@@ -44,6 +44,27 @@ DELTA = {
 #: Architecture: the text model's own keys, the other model's, and what is called natively.
 WHOLE = {
     "Gemma3ForConditionalGeneration": ({"model_type": "gemma3_text"}, VISION, "Gemma3ForCausalLM"),
+    "Gemma4ForConditionalGeneration": (
+        {
+            "model_type": "gemma4_text",
+            "global_head_dim": 32,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "vocab_size_per_layer_input": 512,
+            "hidden_size_per_layer_input": 8,
+        },
+        {**VISION, "model_type": "gemma4_vision", "num_key_value_heads": 2, "head_dim": 16},
+        "Gemma4ForCausalLM",
+    ),
+    "Llama4ForConditionalGeneration": (
+        {
+            "model_type": "llama4_text",
+            "num_local_experts": 4,
+            "intermediate_size_mlp": 96,
+            "attention_chunk_size": 12,
+        },
+        {**VISION, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
+        "Llama4ForCausalLM",
+    ),
     "LlavaForConditionalGeneration": (
         {"model_type": "llama"},
         {**VISION, "model_type": "clip_vision_model"},
@@ -99,7 +120,7 @@ def test_text_is_answered_as_by_the_whole(architecture, tmp_path):
     folder = write(tmp_path, architecture)
     session = Session(folder, device="cpu", dtype="float32", attention_backend="sdpa")
     decision = next(d for d in session.loaded.decisions if d.subject == "model")
-    assert decision.winner == "nested_text"
+    assert decision.winner == "multimodal_text"
     assert WHOLE[architecture][2] in explain.render([decision])
     tokens = [7 + 11 * i % 490 for i in range(37)]
     found = session.step({0: tokens})[0]

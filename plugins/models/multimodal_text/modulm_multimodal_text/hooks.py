@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from modulm.plugins import Choice, current, hookimpl
-from modulm_nested.kinds import text_architecture
+from modulm_multimodal_text.kinds import text_architecture
 
 __all__ = ["modulm_choose_model"]
 
@@ -19,4 +19,4 @@ def modulm_choose_model(architectures: Sequence[str], config: Mapping[str, Any])
     if installed & set(architectures) or text not in installed:
         return None
     reason = f"the text model of {architectures[0]} is {text}; images and sound are not read"
-    return Choice("nested_text", reason)
+    return Choice("multimodal_text", reason)

@@ -14,7 +14,7 @@ from modulm.contracts.model import Batch, CacheSpec, Model
 from modulm.errors import CheckpointError, UnsupportedError
 from modulm.nn import Builder, WeightNames, read_config, tiny_config
 from modulm.plugins import current
-from modulm_nested.kinds import text_architecture
+from modulm_multimodal_text.kinds import text_architecture
 
 __all__ = ["NestedConfig", "NestedText"]
 
