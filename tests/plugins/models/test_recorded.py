@@ -16,10 +16,13 @@ replay = pytest.importorskip("modulm_kernels_cpu.replay")
 
 #: Why a model's steps run call by call; docs/performance.md says the same.
 CALL_BY_CALL = {
-    "Gemma3nForConditionalGeneration": "vectors of a layer's own, an average of several streams",
+    "Gemma3nForCausalLM": "vectors of a layer's own, an average of several streams",
     "Gemma4ForCausalLM": "vectors of a layer's own",
+    "KimiLinearForCausalLM": "a delta rule whose rows fade at speeds of their own",
     "Llama4ForCausalLM": "attention in chunks, queries that grow",
+    "Ministral3ForCausalLM": "queries that grow",
     "NemotronHForCausalLM": "experts without a gate",
+    "PhimoeForCausalLM": "a router that masks as it chooses",
 }
 #: Drivers that say nothing of a tiny checkpoint of their own.
 _OTHERS = {"transformers"}

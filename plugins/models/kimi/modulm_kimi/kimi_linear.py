@@ -218,6 +218,7 @@ def _experts(c: KimiLinearConfig, b: Builder) -> MoE:
             scale=c.routed_scaling_factor,
         ),
         act=c.hidden_act,
+        wide_router=True,
         choice_bias=True,
         shared=GatedMLP(b.at("shared_experts"), c.hidden_size, inner, c.hidden_act),
         names=ExpertNames(gate="w1", up="w3", down="w2"),

@@ -79,7 +79,7 @@ class PhimoeExperts(MoE):
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         scores = rest = logits.float()
         weights, chosen = [], []
-        for _ in range(self.routing.top_k):
+        for _ in range(self.routing["top_k"]):
             best, ids = rest.max(-1, keepdim=True)
             far = (best - scores) / scores.abs().clamp(min=best) > 2 * self.noise
             near = rest.masked_fill(far, -torch.inf).softmax(-1)
