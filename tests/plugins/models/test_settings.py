@@ -16,6 +16,18 @@ def read(architecture, **changes):
 
 WRONG = {
     "bamba-layer": ("BambaForCausalLM", {"attn_layer_indices": [3]}, "attn_layer_indices"),
+    "bamba-heads": ("BambaForCausalLM", {"mamba_d_head": 8}, "mamba_d_head"),
+    "gemma-both-ways": (
+        "Gemma3ForCausalLM",
+        {"use_bidirectional_attention": True},
+        "use_bidirectional_attention",
+    ),
+    "gpt2-encoder": ("GPT2LMHeadModel", {"add_cross_attention": True}, "add_cross_attention"),
+    "granite-hybrid-heads": (
+        "GraniteMoeHybridForCausalLM",
+        {"mamba_d_head": 8},
+        "mamba_d_head",
+    ),
     "bamba-groups": ("BambaForCausalLM", {"mamba_n_groups": 3}, "mamba_n_groups"),
     "codegen-heads": ("CodeGenForCausalLM", {"n_head": 2}, "n_head"),
     "dots-groups": ("Dots1ForCausalLM", {"n_group": 4}, "n_group"),

@@ -39,6 +39,7 @@ class BambaConfig(DecoderConfig):
     mamba_d_state: int = size(256)
     mamba_d_conv: int = size(4, least=2)
     mamba_expand: int = size(2)
+    mamba_d_head: Any = "auto"
     mamba_conv_bias: bool = True
     mamba_proj_bias: bool = False
     time_step_limit: tuple[float, float] = (0.0, float("inf"))
@@ -52,6 +53,11 @@ class BambaConfig(DecoderConfig):
             )
         if self.mamba_expand * self.hidden_size % self.mamba_n_heads:
             raise ValueError("mamba_n_heads: does not divide mamba_expand * hidden_size")
+        if self.mamba_d_head not in ("auto", self.state_head_size):
+            raise ValueError(
+                f'mamba_d_head: {self.mamba_d_head!r} is neither "auto" nor '
+                f"mamba_expand * hidden_size / mamba_n_heads = {self.state_head_size}"
+            )
         if self.mamba_n_heads % self.mamba_n_groups:
             raise ValueError("mamba_n_groups: does not divide mamba_n_heads")
 

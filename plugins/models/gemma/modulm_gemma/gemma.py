@@ -32,6 +32,12 @@ class GemmaConfig(DecoderConfig):
     max_position_embeddings: int = size(8192)
     tie_word_embeddings: bool = True
     hidden_activation: str | None = None
+    use_bidirectional_attention: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        if self.use_bidirectional_attention:
+            raise ValueError("use_bidirectional_attention: every token sees all: not yet")
 
     @property
     def activation(self) -> str:

@@ -50,6 +50,12 @@ class GPT2Config(DecoderConfig):
     tie_word_embeddings: bool = True
     scale_attn_weights: bool = True
     scale_attn_by_inverse_layer_idx: bool = False
+    add_cross_attention: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        if self.add_cross_attention:
+            raise ValueError("add_cross_attention: true: not yet")
 
     def attention_scale(self, index: int) -> float:
         """What the scores of layer `index` are multiplied by."""

@@ -39,6 +39,7 @@ class GraniteMoeHybridConfig(GraniteConfig):
     mamba_d_state: int = size(256)
     mamba_d_conv: int = size(4, least=2)
     mamba_expand: int = size(2)
+    mamba_d_head: Any = "auto"
     mamba_conv_bias: bool = True
     mamba_proj_bias: bool = False
     time_step_limit: tuple[float, float] = (0.0, float("inf"))
@@ -52,8 +53,18 @@ class GraniteMoeHybridConfig(GraniteConfig):
             raise ValueError(f"position_embedding_type: {self.position_embedding_type!r}: not yet")
         if self.mamba_expand * self.hidden_size % self.mamba_n_heads:
             raise ValueError("mamba_n_heads: does not divide mamba_expand * hidden_size")
+        if self.mamba_d_head not in ("auto", self.state_head_size):
+            raise ValueError(
+                f'mamba_d_head: {self.mamba_d_head!r} is neither "auto" nor '
+                f"mamba_expand * hidden_size / mamba_n_heads = {self.state_head_size}"
+            )
         if self.mamba_n_heads % self.mamba_n_groups:
             raise ValueError("mamba_n_groups: does not divide mamba_n_heads")
+
+    @property
+    def state_head_size(self) -> int:
+        """Dimensions of one head of a recurrent layer."""
+        return self.mamba_expand * self.hidden_size // self.mamba_n_heads
 
     def recurrent(self, index: int) -> bool:
         """Whether layer `index` keeps a state; all do where the file says nothing."""
@@ -112,7 +123,7 @@ def _recurrence(c: GraniteMoeHybridConfig, b: Builder) -> StateSpaceMixer:
         b.at("mamba"),
         hidden=c.hidden_size,
         heads=c.mamba_n_heads,
-        head_dim=c.mamba_expand * c.hidden_size // c.mamba_n_heads,
+        head_dim=c.state_head_size,
         size=c.mamba_d_state,
         groups=c.mamba_n_groups,
         width=c.mamba_d_conv,
