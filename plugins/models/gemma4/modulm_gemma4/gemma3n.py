@@ -60,7 +60,8 @@ class AltUp(Module):
     def correct(self, predicted: Tensor, computed: Tensor) -> Tensor:
         """The streams, moved by how far the computed one [tokens, hidden] is off."""
         weights = self.correction(self._mixture(computed)).t() + 1.0
-        return predicted + weights.unsqueeze(-1) * (computed - predicted[self.active])
+        moved: Tensor = weights.unsqueeze(-1) * (computed - predicted[self.active])
+        return predicted + moved
 
     def seen(self, x: Tensor) -> Tensor:
         """The computed stream, as the layer's own vectors see it."""

@@ -111,7 +111,7 @@ class Gemma4Layer(Module):
         """x: [tokens, hidden] -> [tokens, hidden]; own: [tokens, width] or None."""
         x = self.ops.add(x, self.attn_post(self.attn(self.attn_norm(x), batch, kept)))
         x = self.ops.add(x, self.mlp_post(self._feed_forward(x)))
-        if self.gate is not None:
+        if self.gate is not None and own is not None:
             x = self.ops.add(x, self.own_post(self.widen(self.act(self.gate(x)) * own)))
         return x * self.scalar
 

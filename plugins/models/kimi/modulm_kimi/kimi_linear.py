@@ -151,9 +151,7 @@ class KimiDeltaAttention(Module):
         b.parameter("dt_bias", self, "dt_bias", (inner,), torch.float32)
         self.norm = b.rms_norm("o_norm", self.size, c.rms_norm_eps)
         self.out = b.row_linear("o_proj", inner, hidden)
-        kept = tuple(
-            (f"conv_{n}", conv.state, b.dtype) for n, conv in zip("qkv", self.convs, strict=True)
-        )
+        kept = ((f"conv_{n}", (width - 1, inner), b.dtype) for n in "qkv")
         state = ("state", (self.heads, self.size, self.size), "float32")
         self.cache = b.cache(StateSpec((*kept, state)))
 
@@ -175,7 +173,8 @@ class KimiDeltaAttention(Module):
             key = k[at].unsqueeze(2)
             change = (v[at].unsqueeze(2) - key @ state) * moved[at][..., None, None]
             state += key.transpose(2, 3) @ change
-            return (q[at].unsqueeze(2) @ state).squeeze(2)
+            seen: Tensor = (q[at].unsqueeze(2) @ state).squeeze(2)
+            return seen
 
         y = torch.empty_like(v)
         recur(cache["state"], plan, move, y)

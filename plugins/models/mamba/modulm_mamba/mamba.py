@@ -141,7 +141,7 @@ class MambaMixer(Module):
 
     def _select(self, inputs: Tensor) -> Sequence[Tensor]:
         """Narrow step sizes [tokens, rank], b and c [tokens, state]."""
-        parts = self.select(inputs).split(self.parts, -1)
+        parts: Sequence[Tensor] = self.select(inputs).split(self.parts, -1)
         if not self.norms:
             return parts
         return [norm(part) for norm, part in zip(self.norms, parts, strict=True)]
@@ -205,8 +205,8 @@ class RecurrentForCausalLM(DecoderForCausalLM):
 class MambaForCausalLM(RecurrentForCausalLM):
     """Mamba with a language-model head."""
 
-    config_type = MambaConfig
-    layer = MambaLayer
+    config_type: ClassVar[type] = MambaConfig
+    layer: ClassVar[Any] = MambaLayer
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:

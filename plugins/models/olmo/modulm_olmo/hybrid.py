@@ -103,9 +103,8 @@ class DeltaNet(Module):
         b.parameter("dt_bias", self, "dt_bias", (self.heads,), torch.float32)
         self.norm = b.rms_norm("o_norm", self.value_dim, _EPS)
         self.out = b.row_linear("o_proj", values, c.hidden_size)
-        kept = [
-            (f"conv_{n}", conv.state, b.dtype) for n, conv in zip("qkv", self.convs, strict=True)
-        ]
+        shapes = zip("qkv", self.widths, strict=False)
+        kept = [(f"conv_{n}", (width - 1, inner), b.dtype) for n, inner in shapes]
         state = ("state", (self.heads, self.key_dim, self.value_dim), "float32")
         self.cache = b.cache(StateSpec((*kept, state)))
         self.ops = b.ops
