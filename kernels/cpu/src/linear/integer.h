@@ -28,58 +28,114 @@ struct Slice {
   int64_t step_end(int64_t k) const { return k + kStep < end ? k + kStep : end; }
 };
 
-inline vf load_scales(const void* p, int64_t i, int dtype) {
+// Vectors successive vectors of scales from number `i` on.
+template <int Vectors>
+inline void load_scales(const void* p, int64_t i, int dtype, vf (&to)[Vectors]) {
+  auto from = [&](auto* first) {
+    for (int v = 0; v < Vectors; v++) to[v] = load(first + i + v * kLanes);
+  };
   switch (dtype) {
-    case kF32: return load(static_cast<const float*>(p) + i);
-    case kBF16: return load(static_cast<const bf16*>(p) + i);
-    default: return load(static_cast<const fp16*>(p) + i);
+    case kF32: return from(static_cast<const float*>(p));
+    case kBF16: return from(static_cast<const bf16*>(p));
+    default: return from(static_cast<const fp16*>(p));
   }
 }
 
-// Scale and zero point of Vectors * kLanes columns in one run, zero against the stored code. A run
+inline vf load_scales(const void* p, int64_t i, int dtype) {
+  vf one[1];
+  load_scales(p, i, dtype, one);
+  return one[0];
+}
+
+// Scale and zero point of Vectors * kLanes columns in one run, zero against the offset code. A run
 // of a group that is all of K has scale 1: that one is applied at the end.
 template <int Vectors>
 struct Group {
   vf scale[Vectors], zero[Vectors];
 
   Group(const Weight& w, int64_t panel, int64_t run, int column) {
-    for (int v = 0; v < Vectors; v++) {
-      scale[v] = splat(1.0f);
-      zero[v] = splat(float(w.centre()));
-      if (!w.grouped()) continue;
-      int64_t at = w.scale_index(panel, run * w.run() / w.group) + column + v * kLanes;
-      scale[v] = load_scales(w.scales, at, w.scale_dtype);
-      if (w.zeros) zero[v] += load_scales(w.zeros, at, w.scale_dtype);
+    for (int v = 0; v < Vectors; v++) scale[v] = splat(1.0f), zero[v] = vf{};
+    if (w.grouped()) {
+      int64_t at = w.scale_index(panel, run * w.run() / w.group) + column;
+      load_scales(w.scales, at, w.scale_dtype, scale);
+      if (w.zeros) load_scales(w.zeros, at, w.scale_dtype, zero);
     }
   }
 };
 
-// part + scale * (dot - zero * total)
-inline vf add_run(vf part, vi dot, vf scale, vf zero, float total) {
-  return fused(fused(zero, -total, __builtin_convertvector(dot, vf)), scale, part);
+// part + scale * (dot - zero * total), where `dot` has lost what the codes' offset adds. `total` is
+// of the row's codes. All is exact but a zero point that is not whole, and the last sum.
+inline vf add_run(vf part, vi dot, vf scale, bool zeros, vf zero, float total) {
+  vf exact = __builtin_convertvector(dot, vf);
+  return fused(zeros ? fused(zero, -total, exact) : exact, scale, part);
 }
 
-// The integer products of one run, k in [k, end).
+// Scales and zero points of the runs of one panel, in the order of k, fetched ahead: they are two
+// streams beside the codes, too thin for a prefetcher to follow. A group is a run, or all of K.
+template <int Vectors>
+class Scales {
+ public:
+  Scales(const Weight& w, int64_t panel, int64_t k, int column)
+      : w_(w),
+        at_(w.scale_index(panel, k / w.group) + column),
+        next_(w.group == w.run() ? w.width(panel) : 0) {
+    for (int v = 0; v < Vectors; v++) scale[v] = splat(1.0f), zero[v] = vf{};
+  }
+
+  vf scale[Vectors], zero[Vectors];
+
+  // Those of the run that comes; without zero points only scales.
+  void load() {
+    const int64_t bytes = w_.scale_dtype == kF32 ? 4 : 2;
+    fetch(w_.scales, bytes);
+    load_scales(w_.scales, at_, w_.scale_dtype, scale);
+    if (w_.zeros) {
+      fetch(w_.zeros, bytes);
+      load_scales(w_.zeros, at_, w_.scale_dtype, zero);
+    }
+    at_ += next_;
+  }
+
+ private:
+  void fetch(const void* from, int64_t bytes) const {
+    auto line = static_cast<const char*>(from) + (at_ + kScalesAhead) * bytes;
+    for (int64_t i = 0; i < Vectors * kLanes * bytes; i += 64) __builtin_prefetch(line + i);
+  }
+
+  const Weight& w_;
+  int64_t at_, next_;
+};
+
+// `Lines` lines of each vector's codes, with the activations that belong to them.
+template <int Lines, bool Nibbles, bool Stream, int Rows, int Vectors>
+inline const uint32_t* quad_lines(const int8_t* x, const uint32_t* b, int64_t ldb,
+                                  vi (&c)[Rows][Vectors]) {
+  for (int i = 0; i < Lines; i++, b += ldb, x += Nibbles ? 8 : 4)
+    for (int v = 0; v < Vectors; v++) {
+      if (Stream) {
+        __builtin_prefetch(b + v * kLanes + kQuadsFar, 0, 2);
+        __builtin_prefetch(b + v * kLanes + kQuadsNear);
+      }
+      vu line = load_raw<vu>(b + v * kLanes);
+      vu low = Nibbles ? line & 0x0f0f0f0fu : line;
+      for (int r = 0; r < Rows; r++) c[r][v] = quad_dot(c[r][v], low, load_quad(x + r * kBlockK));
+      if (!Nibbles) continue;
+      vu high = line >> 4 & 0x0f0f0f0fu;
+      for (int r = 0; r < Rows; r++)
+        c[r][v] = quad_dot(c[r][v], high, load_quad(x + r * kBlockK + 4));
+    }
+  return b;
+}
+
+// The integer products of one run, k in [k, end), both multiples of 32.
 template <int Rows, int Vectors, bool Nibbles>
 inline const uint32_t* quad_run(const int8_t* x, int64_t k, int64_t end, const uint32_t* b,
                                 int64_t ldb, bool stream, vi (&c)[Rows][Vectors]) {
-  while (k < end) {
-    const int8_t* block = x + k / kBlockK * Activations::kBlockStride;
-    int i = int(k % kBlockK);
-    int until = end - k < kBlockK - i ? i + int(end - k) : kBlockK;
-    k += until - i;
-    for (; i < until; i += Nibbles ? 8 : 4, b += ldb)
-      for (int v = 0; v < Vectors; v++) {
-        if (stream) __builtin_prefetch(b + v * kLanes + kQuadsAhead);
-        vu line = load_raw<vu>(b + v * kLanes);
-        vu low = Nibbles ? line & 0x0f0f0f0fu : line;
-        for (int r = 0; r < Rows; r++)
-          c[r][v] = quad_dot(c[r][v], low, load_quad(block + r * kBlockK + i));
-        if (!Nibbles) continue;
-        vu high = line >> 4 & 0x0f0f0f0fu;
-        for (int r = 0; r < Rows; r++)
-          c[r][v] = quad_dot(c[r][v], high, load_quad(block + r * kBlockK + i + 4));
-      }
+  constexpr int half = 32, lines = half / (Nibbles ? 8 : 4);
+  for (; k < end; k += half) {
+    const int8_t* from = x + k / kBlockK * Activations::kBlockStride + k % kBlockK;
+    b = stream ? quad_lines<lines, Nibbles, true>(from, b, ldb, c)
+               : quad_lines<lines, Nibbles, false>(from, b, ldb, c);
   }
   return b;
 }
@@ -88,21 +144,28 @@ template <int Rows, int Vectors, bool Nibbles>
 inline void quad_tile(const Slice& s, const Activations& a, int64_t row, int64_t ldb, int column,
                       float* sums) {
   const Weight& w = s.w;
+  const bool grouped = w.grouped();
+  const int64_t length = w.run();
+  const int32_t* totals = a.sums + row * a.runs + s.begin / length;
+  const int8_t* x = a.at(row, 0);
   const uint32_t* b = s.codes + column;
+  Scales<Vectors> group(w, s.panel, s.begin, column);
   for (int64_t k = s.begin; k < s.end;) {
     vf part[Rows][Vectors] = {};
     int64_t step = k / kStep;
-    for (int64_t stop = s.step_end(k); k < stop;) {
-      vi c[Rows][Vectors] = {};
-      int64_t run = k / w.run(), end = w.run_end(run);
-      b = quad_run<Rows, Vectors, Nibbles>(a.at(row, 0), k, end, b, ldb, s.stream, c);
-      Group<Vectors> group(w, s.panel, run, column);
-      for (int r = 0; r < Rows; r++) {
-        float total = float(a.sums[(row + r) * a.runs + run]);
+    for (int64_t stop = s.step_end(k), end; k < stop; k = end, totals++) {
+      end = k + length < stop ? k + length : stop;
+      vi c[Rows][Vectors];
+      for (int r = 0; r < Rows; r++)
         for (int v = 0; v < Vectors; v++)
-          part[r][v] = add_run(part[r][v], c[r][v], group.scale[v], group.zero[v], total);
+          c[r][v] = splat_int(-w.centre() * totals[r * a.runs]);
+      b = quad_run<Rows, Vectors, Nibbles>(x, k, end, b, ldb, s.stream, c);
+      if (grouped) group.load();
+      for (int r = 0; r < Rows; r++) {
+        const float total = float(totals[r * a.runs]);
+        for (int v = 0; v < Vectors; v++)
+          part[r][v] = add_run(part[r][v], c[r][v], group.scale[v], w.zeros, group.zero[v], total);
       }
-      k = end;
     }
     for (int r = 0; r < Rows; r++)
       for (int v = 0; v < Vectors; v++) {
@@ -148,6 +211,7 @@ template <int Vectors, bool Centred>
 inline void fold_step(const Slice& s, const Activations& a, int64_t row, int rows, int64_t step,
                       int64_t first, int runs, int column, const int32_t* dots, float* sums) {
   constexpr int columns = Vectors * kLanes;
+  const bool zeros_kept = !Centred && s.w.zeros;
   alignas(64) vf scales[kStep / 32][Vectors], zeros[kStep / 32][Vectors];
   for (int g = 0; g < runs; g++) {
     Group<Vectors> group(s.w, s.panel, first + g, column);
@@ -161,10 +225,10 @@ inline void fold_step(const Slice& s, const Activations& a, int64_t row, int row
     for (int g = 0; g < runs; g++) {
       const int32_t* from = dots + (g * kIntegerRows + r) * columns;
       float total = float(totals[g]);
+      int32_t offset = Centred ? 0 : s.w.centre() * totals[g];
       for (int v = 0; v < Vectors; v++) {
-        vi dot = load_raw<vi>(from + v * kLanes);
-        part[v] = Centred ? fused(__builtin_convertvector(dot, vf), scales[g][v], part[v])
-                          : add_run(part[v], dot, scales[g][v], zeros[g][v], total);
+        vi dot = load_raw<vi>(from + v * kLanes) - offset;
+        part[v] = add_run(part[v], dot, scales[g][v], zeros_kept, zeros[g][v], total);
       }
     }
     for (int v = 0; v < Vectors; v++)
@@ -244,7 +308,7 @@ inline void spread_nibbles(const Slice& s, bool centred, uint32_t* to) {
     int64_t lines = (end - k) / 8;
     for (int c = 0; c < width; c += kLanes) {
       Group<1> group(s.w, s.panel, run, c);
-      vu zero = (vu)__builtin_convertvector(group.zero[0], vi) * 0x01010101u;
+      vu zero = (vu)(__builtin_convertvector(group.zero[0], vi) + s.w.centre()) * 0x01010101u;
       bytes less = centred ? (bytes)zero : bytes{};
       for (int64_t i = 0; i < lines; i++) {
         __builtin_prefetch(from + i * width + c + kQuadsAhead);

@@ -7,6 +7,7 @@
 #include "base/replay.h"
 #include "linear/decode.h"
 #include "linear/few.h"
+#include "linear/fp8.h"
 #include "linear/integer.h"
 #include "linear/many.h"
 #include "linear/product.h"
@@ -108,8 +109,45 @@ void add_group(const Weight& w, int64_t panel, int64_t group, int64_t rows, cons
   }
 }
 
+template <class T>
+struct Rows {
+  const T* data;
+  int64_t stride;
+};
+
+// Rows of x, which are bf16, as T.
+template <class T>
+Rows<T> rows_as(const Product& p, int64_t row, int64_t rows) {
+  auto x = static_cast<const bf16*>(p.x) + row * p.ldx;
+  if constexpr (std::is_same_v<T, bf16>) return {x, p.ldx};
+  int64_t padded = p.w.padded_k();
+  auto wide = static_cast<T*>(scratch(kDecoded, rows * padded * int64_t(sizeof(T))));
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t k = 0; k < padded; k += kLanes)
+      store(wide + r * padded + k, load(x + r * p.ldx + k));
+  return {wide, padded};
+}
+
+// Few rows: codes go through registers only.
+void fp8_few_rows(const Product& p, int64_t panel, int64_t row, int64_t rows) {
+  const Weight& w = p.w;
+  int width = w.width(panel);
+  float* sums = sums_of(rows, kSums);
+  float* part = w.grouped() ? sums_of(rows, kGroupSums) : sums;
+  Rows<FP8Input> x = rows_as<FP8Input>(p, row, rows);
+  for (int64_t group = 0; group < w.groups(); group++) {
+    int64_t k = group * w.group;
+    if (w.grouped()) zero(part, rows);
+    multiply_fp8(rows, x.data + k, x.stride, w.panel(panel) + w.bytes(k, width), width, w.group,
+                 part);
+    if (w.grouped()) add_group(w, panel, group, rows, part, sums);
+  }
+  deliver(p, row, rows, panel, sums);
+}
+
 void fp8_panel(const Product& p, int64_t panel, int64_t row, int64_t rows) {
   const Weight& w = p.w;
+  if (fp8_in_registers(rows, w.width(panel))) return fp8_few_rows(p, panel, row, rows);
   auto x = static_cast<const bf16*>(p.x);
   int width = w.width(panel);
   float* sums = sums_of(rows, kSums);

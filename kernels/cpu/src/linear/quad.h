@@ -5,7 +5,10 @@
 
 namespace modulm {
 
-constexpr int kQuadsAhead = 1024;  // lanes that the software prefetch runs ahead
+// Lanes that the software prefetch runs ahead: for codes that many rows share; for few rows into
+// the second-level cache, where more lines may be under way than the first one has room for, and
+// from there on; for scales.
+constexpr int kQuadsAhead = 1024, kQuadsFar = 768, kQuadsNear = 128, kScalesAhead = 512;
 
 #if defined(__AVX512VNNI__)
 inline uint32_t load_quad(const int8_t* p) { return load_raw<uint32_t>(p); }

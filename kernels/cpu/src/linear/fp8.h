@@ -1,0 +1,135 @@
+// Few rows in bf16 with fp8 weights, which are decoded in registers.
+//
+// A row's bits are those of the kernel for more rows (tile.h): few.h says how.
+#pragma once
+
+#include "linear/decode.h"
+#include "linear/few.h"
+
+namespace modulm {
+
+#if defined(__AVX512VBMI__) && defined(__AVX512BF16__)
+#if defined(__AMX_BF16__)
+constexpr int kFP8Rows = 4;  // tiles are faster for more
+#else
+constexpr int kFP8Rows = 6;
+#endif
+constexpr int kFP8Columns = 32;  // of a line of codes
+constexpr int kFP8Pairs = 16;    // of k that a tile has
+
+// Codes to pairs: of each eight columns, four are in the first vector and four in the second.
+class DecoderE4M3 {
+ public:
+  DecoderE4M3()
+      : low_{_mm512_load_si512(table_.low), _mm512_load_si512(table_.low + 64)},
+        high_{_mm512_load_si512(table_.high), _mm512_load_si512(table_.high + 64)} {}
+
+  void operator()(const uint8_t* from, vu (&to)[2]) const {
+    __m512i x = _mm512_loadu_si512(from);
+    __m512i low = _mm512_permutex2var_epi8(low_[0], x, low_[1]);
+    __m512i high = _mm512_permutex2var_epi8(high_[0], x, high_[1]);
+    high = _mm512_ternarylogic_epi64(high, x, _mm512_set1_epi8(char(0x80)), 0xf8);
+    to[0] = (vu)_mm512_unpacklo_epi8(low, high);
+    to[1] = (vu)_mm512_unpackhi_epi8(low, high);
+  }
+
+  // Columns back in their order.
+  static void sort(float* columns) {
+    __m512i first = _mm512_loadu_si512(columns), second = _mm512_loadu_si512(columns + 16);
+    const __m512i front = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
+    const __m512i back = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+    _mm512_storeu_si512(columns, _mm512_permutex2var_epi64(first, front, second));
+    _mm512_storeu_si512(columns + 16, _mm512_permutex2var_epi64(first, back, second));
+  }
+
+ private:
+  static inline const TableE4M3 table_;
+  __m512i low_[2], high_[2];
+};
+
+#if defined(__AMX_BF16__)
+using FP8Input = float;
+
+// 16 pairs of k, 32 columns; sums are not sorted. Not inlined: see few_pairs.
+template <int Rows>
+[[gnu::noinline]] void fp8_square(const DecoderE4M3& decode, const float* x, int64_t ldx,
+                                  const uint8_t* codes, int64_t ldb, float* sums) {
+  vf even[Rows][2] = {}, odd[Rows][2] = {};
+  for (int k = 0; k < kFP8Pairs; k++, codes += ldb) {
+    __builtin_prefetch(codes + kFarAhead, 0, 2);
+    __builtin_prefetch(codes + kNearAhead);
+    vu pairs[2];
+    decode(codes, pairs);
+    for (int v = 0; v < 2; v++)
+      for (int r = 0; r < Rows; r++) {
+        even[r][v] = fused(low_half(pairs[v]), x[r * ldx + 2 * k], even[r][v]);
+        odd[r][v] = fused(high_half(pairs[v]), x[r * ldx + 2 * k + 1], odd[r][v]);
+      }
+  }
+  for (int r = 0; r < Rows; r++)
+    for (int v = 0; v < 2; v++) {
+      float* to = sums + r * kPanel + v * kLanes;
+      store(to, load(to) + (even[r][v] + odd[r][v]));
+    }
+}
+#else
+using FP8Input = bf16;
+
+template <int Rows>
+[[gnu::noinline]] void fp8_square(const DecoderE4M3& decode, const bf16* x, int64_t ldx,
+                                  const uint8_t* codes, int64_t ldb, float* sums) {
+  vf c[Rows][2];
+  for (int r = 0; r < Rows; r++)
+    for (int v = 0; v < 2; v++) c[r][v] = load(sums + r * kPanel + v * kLanes);
+  for (int k = 0; k < kFP8Pairs; k++, codes += ldb) {
+    __builtin_prefetch(codes + kFarAhead, 0, 2);
+    __builtin_prefetch(codes + kNearAhead);
+    vu pairs[2];
+    decode(codes, pairs);
+    for (int r = 0; r < Rows; r++) {
+      uint32_t pair = load_raw<uint32_t>(x + r * ldx + 2 * k);
+      for (int v = 0; v < 2; v++) c[r][v] = pair_dot(c[r][v], pairs[v], pair);
+    }
+  }
+  for (int r = 0; r < Rows; r++)
+    for (int v = 0; v < 2; v++) store(sums + r * kPanel + v * kLanes, c[r][v]);
+}
+#endif
+
+template <int Rows>
+inline void fp8_rows(const FP8Input* x, int64_t ldx, const uint8_t* codes, int width, int64_t ks,
+                     float* sums) {
+  const DecoderE4M3 decode;
+  [[maybe_unused]] FlushDenormals flush;
+  const int64_t ldb = 2 * width;
+  for (int64_t k = 0; k < ks; k += 2 * kFP8Pairs, codes += kFP8Pairs * ldb)
+    for (int c = 0; c < width; c += kFP8Columns)
+      fp8_square<Rows>(decode, x + k, ldx, codes + 2 * c, ldb, sums + c);
+  for (int r = 0; r < Rows; r++)
+    for (int c = 0; c < width; c += kFP8Columns) decode.sort(sums + r * kPanel + c);
+}
+
+inline bool fp8_in_registers(int64_t rows, int width) {
+  return rows <= kFP8Rows && width % kFP8Columns == 0;
+}
+
+// sums[rows][64] = x[rows][ks] * codes[ks / 2][width][2]; sums are zero before. ks: a multiple of
+// 32.
+inline void multiply_fp8(int64_t rows, const FP8Input* x, int64_t ldx, const uint8_t* codes,
+                         int width, int64_t ks, float* sums) {
+  switch (rows) {
+    case 1: return fp8_rows<1>(x, ldx, codes, width, ks, sums);
+    case 2: return fp8_rows<2>(x, ldx, codes, width, ks, sums);
+    case 3: return fp8_rows<3>(x, ldx, codes, width, ks, sums);
+    case 4: return fp8_rows<4>(x, ldx, codes, width, ks, sums);
+    case 5: return fp8_rows<5>(x, ldx, codes, width, ks, sums);
+    case 6: return fp8_rows<6>(x, ldx, codes, width, ks, sums);
+  }
+}
+#else
+using FP8Input = bf16;
+inline bool fp8_in_registers(int64_t, int) { return false; }
+inline void multiply_fp8(int64_t, const FP8Input*, int64_t, const uint8_t*, int, int64_t, float*) {}
+#endif
+
+}  // namespace modulm
