@@ -1,8 +1,7 @@
 // The inner product kernel on tile registers (AMX): 16 rows x 16 columns x 32 k per instruction.
 //
 // A tile of `a` is 16 rows of 32 k as they lie; one of `b` is 16 pairs of 16 columns, as packed.
-// All row counts go through the tiles, one row too: weights stream from memory far slower than
-// the tiles multiply, and a row's result is the same in every batch.
+// One row can go through vectors instead, which give the same bits (few.h).
 #pragma once
 
 #include <immintrin.h>
