@@ -159,6 +159,18 @@ def test_a_row_is_the_same_in_every_batch(ops, library, name, activations):
             assert torch.equal(ops["linear"](x[start:], packed), whole[start:])
 
 
+@pytest.mark.parametrize("outputs", [16, 64, 192, 208])
+def test_one_row_loses_what_many_rows_lose(ops, outputs):
+    """Products around the smallest normal number, where instructions differ in what they flush."""
+    weight = torch.randn(outputs, 320).mul(1e-19).bfloat16()
+    x = torch.randn(20, 320).mul(1e-19).bfloat16()
+    packed = ops["pack_linear"](weight)
+    whole = ops["linear"](x, packed)
+    assert whole.count_nonzero() > 0
+    for row in range(3):
+        assert torch.equal(ops["linear"](x[row : row + 1], packed), whole[row : row + 1])
+
+
 @pytest.mark.parametrize("activations", ACTIVATIONS)
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_what_is_not_finite_is_not_hidden(ops, activations, value):
