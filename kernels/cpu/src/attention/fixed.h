@@ -43,13 +43,14 @@ inline void split_weights(vf x, uint8_t* high, uint8_t* low) {
   store_raw(low, __builtin_convertvector(code & 0xffu, vb));
 }
 
-// Values from the sums of both planes; `unit` is what a weight of 1 is worth.
+// Adds values from the sums of both planes; `unit` is what a weight of 1 is worth.
 inline void join_values(const float* high, const float* low, int64_t columns, float unit,
-                        float* to) {
+                        bool fresh, float* to) {
   for (int64_t i = 0; i < columns; i += kLanes) {
     vf upper = __builtin_convertvector(load_raw<vi>(high + i), vf);
     vf lower = __builtin_convertvector(load_raw<vi>(low + i), vf);
-    store(to + i, (upper * 256.0f + lower) * (unit / 65535.0f));
+    vf sum = (upper * 256.0f + lower) * (unit / 65535.0f);
+    store(to + i, fresh ? sum : load(to + i) + sum);
   }
 }
 

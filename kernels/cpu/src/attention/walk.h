@@ -3,11 +3,10 @@
 
 #include <algorithm>
 
-#include "attention/exp2.h"
-#include "attention/fixed.h"
 #include "attention/math.h"
 #include "attention/plan.h"
 #include "attention/problem.h"
+#include "attention/softmax.h"
 #include "attention/state.h"
 #include "attention/transpose.h"
 #include "base/pool.h"
@@ -36,37 +35,21 @@ class Walk {
   // The softmax of one split, from scratch.
   void split(int64_t index, const State& state) {
     origin = index * kSplit;
-    fetched = 0;
-    Span seen = pieces(tile, index);
-    low = seen.low;
-    high = seen.high;
-    if constexpr (kFixed) gather_scales();
-    if (p.cache.latent) {
-      find_values(low, high);
-      add_latent_scores();
-    } else {
-      add_scores();
-    }
-    for (int r = 0; r < tile.rows; r += kGroupRows) {
-      seen = span(r, low, high);
-      for (int i = r; i < r + group_rows(r); i++) soften(i, seen, state);
-    }
-    // Few rows: converted values are used while they are in the first-level cache.
-    bool whole = Math::in_place(p.cache) || p.cache.latent || tile.rows > 16;
-    for (int64_t at = low; at < high;) {
-      int64_t stop = whole ? high : std::min(at + 2 * kPiece, high);
-      if (!p.cache.latent) find_values(at, stop);
-      add_values({at, stop}, state);
-      at = stop;
-    }
+    seen = pieces(tile, index);
+    if (at_once()) find(seen);
+    if (p.cache.latent) add_latent_scores();
+    for (group = 0; group < tile.rows; group += kGroupRows) attend(state);
   }
 
-  // Names the split that this thread does after the present one: its keys come from memory while
-  // values are multiplied. Few rows take less time than memory does, which otherwise would rest.
+  // Names the split that this thread does after the present one. With few rows memory takes longer
+  // than products and would otherwise rest: the split's first chunk is fetched meanwhile. With many
+  // rows those of queries are worth fetching.
   void then(const Tile& tile, int64_t head, int64_t index) {
-    if (tile.rows > kFewRows || p.cache.latent) return;
-    Span seen = pieces(tile, index);
-    ahead = {&tile, head, index * kSplit + seen.low, (seen.high - seen.low) / kPiece};
+    ahead = {};
+    if (tile.rows > kFewRows) return fetch_queries(tile, head);
+    if (p.cache.latent) return;
+    Span first = first_chunk(pieces(tile, index));
+    ahead = {&tile, head, index * kSplit + first.low, (first.high - first.low) / kPiece};
   }
 
   void last() { ahead = {}; }
@@ -96,18 +79,18 @@ class Walk {
 #else
   static constexpr int kGroupRows = 4 * kPairRows;
 #endif
-  static constexpr int64_t kScoreStride = kSplit + 16;
-  static constexpr int64_t kWeightStride = kSplit + 64 / sizeof(Weight);
+  static constexpr int64_t kWeightStride = kChunk + 64 / sizeof(Weight);
   static constexpr int kPlanes = Math::planes;
   static constexpr bool kFixed = kPlanes == 2;
 
   static constexpr int kFewRows = 16;
+  static constexpr float kLarge = 4096.0f;  // sum of weights at which they become relative anew
 
   struct Span {
     int64_t low, high;  // columns of the split, multiples of 32
   };
 
-  // Keys that are fetched ahead: pieces from a position on.
+  // A chunk whose keys and values are fetched ahead: pieces from a position on.
   struct Ahead {
     const Tile* tile;
     int64_t head, position, pieces;
@@ -120,14 +103,25 @@ class Walk {
             div_up(std::min<int64_t>(tile.end - origin, kSplit), kPiece) * kPiece};
   }
 
-  int group_rows(int r) const { return std::min(kGroupRows, tile.rows - r); }
+  // What follows `seen` up to the next multiple of kChunk.
+  static Span first_chunk(Span seen) {
+    return {seen.low, std::min(seen.low / kChunk * kChunk + kChunk, seen.high)};
+  }
+
+  // Whether the keys and values of a split are found, and converted, for all groups at once.
+  bool at_once() const { return p.cache.latent || tile.rows > kGroupRows; }
+  int64_t score_stride() const { return (p.cache.latent ? kSplit : kChunk) + 16; }
+  int64_t score_rows() const { return p.cache.latent ? padded : padded_rows(kGroupRows); }
+  int group_rows() const { return std::min(kGroupRows, tile.rows - group); }
   int64_t token(int r) const { return (tile.first + r) / p.group(); }
   int64_t query_head(int r) const { return head * p.group() + (tile.first + r) % p.group(); }
   int64_t query_columns() const { return div_up(tile.rows, 16) * 16; }
-  int64_t sum_stride() const { return std::max<int64_t>(2 * kPiece, p.cache.value_size) + 16; }
+  int64_t sum_stride() const { return std::max<int64_t>(kChunk, p.cache.value_size) + 16; }
 
   void take_memory() {
-    int64_t size = p.cache.size, value_lines = kSplit / Math::width * p.cache.value_size;
+    int64_t size = p.cache.size, piece = kPiece / Math::width * p.cache.value_size;
+    const bool converts = !Math::in_place(p.cache);
+    const int64_t converted = !converts ? 0 : at_once() ? kSplit : kChunk;
     struct Need {
       void** at;
       int64_t bytes;
@@ -136,15 +130,16 @@ class Walk {
       return Need{reinterpret_cast<void**>(&at), div_up(n * int64_t(sizeof(*at)), 64) * 64};
     };
     const Need needs[] = {
-        need(scores, padded * kScoreStride),
-        need(weights, padded * kWeightStride),
+        need(scores, score_rows() * score_stride()),
+        need(weights, padded_rows(kPlanes * kGroupRows) * kWeightStride),
+        need(totals, kGroupRows * kLanes),
         need(queries, padded * query_stride),
-        need(converted_keys, 2 * kPiece * lines),
-        need(converted_values, value_lines),
+        need(converted_keys, p.cache.latent ? 0 : converted * lines),
+        need(converted_values, std::max<int64_t>(converted / kPiece, 1) * piece),
         need(key_scales, kSplit),
         need(value_scales, kSplit),
         need(fixed_queries, kFixed ? tile.rows : 0),
-        need(value_units, kFixed ? tile.rows : 0),
+        need(value_units, kFixed ? kGroupRows : 0),
         need(sums, kFixed ? padded_rows(kPlanes * kGroupRows) * sum_stride() : 0),
         need(turned_queries, p.cache.latent ? lines * query_columns() : 0),
         need(key_rows, p.cache.latent ? kPiece * size : 0),
@@ -197,21 +192,31 @@ class Walk {
     return p.tables[tile.sequence * p.table_stride + position / p.cache.block];
   }
 
-  void fetch_values(int64_t column) const {
-    int64_t inside, id = block_of(column, inside);
-    const int64_t token = p.cache.value_size * p.cache.element();
-    fetch(p.cache.values(id, head) + inside * token, kPiece * token);
+  // Those of another tile: they lie a token apart.
+  void fetch_queries(const Tile& of, int64_t head) const {
+    if (&of == &tile) return;
+    const int64_t width = p.dtype == kF32 ? 4 : 2, tokens = div_up(of.rows, p.group());
+    const int64_t first = p.query_starts[of.sequence] + of.first / p.group();
+    auto q = static_cast<const uint8_t*>(p.q) + head * p.group() * p.q_head * width;
+    for (int64_t t = first; t < first + tokens; t++)
+      fetch(q + t * p.q_token * width, p.group() * p.size * width);
   }
 
-  // The part of the keys ahead that is due with the piece `index` of `count`, once.
-  void fetch_ahead(int64_t index, int64_t count) {
-    for (; fetched < std::min(ahead.pieces, div_up((index + 1) * ahead.pieces, count)); fetched++) {
-      int64_t inside;
-      int64_t id = block_at(*ahead.tile, ahead.position + fetched * kPiece, inside);
-      const int64_t line = p.cache.element() * Math::width;
-      const uint8_t* keys = p.cache.keys(id, ahead.head) + inside * line;
-      for (int64_t d = 0; d < lines; d++) fetch(keys + d * p.cache.block * line, kPiece * line);
-    }
+  // A piece of the chunk to come: its keys while keys are multiplied, its values with the values.
+  void fetch_keys(int64_t index) const {
+    if (tile.rows > kFewRows || index >= next.pieces) return;
+    int64_t inside, id = block_at(*next.tile, next.position + index * kPiece, inside);
+    const int64_t line = p.cache.element() * Math::width;
+    const uint8_t* keys = p.cache.keys(id, next.head) + inside * line;
+    if (p.cache.block == kPiece) return fetch(keys, kPiece * line * lines);
+    for (int64_t d = 0; d < lines; d++) fetch(keys + d * p.cache.block * line, kPiece * line);
+  }
+
+  void fetch_values(int64_t index) const {
+    if (tile.rows > kFewRows || index >= next.pieces) return;
+    int64_t inside, id = block_at(*next.tile, next.position + index * kPiece, inside);
+    const int64_t token = p.cache.value_size * p.cache.element();
+    fetch(p.cache.values(id, next.head) + inside * token, kPiece * token);
   }
 
   // Into the second-level cache: hardware sees no further than a page, and a block is a few.
@@ -219,206 +224,243 @@ class Walk {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
   }
 
-  void gather_scales() {
-    for (int64_t column = low; column < high; column += kPiece) {
-      int64_t inside, id = block_of(column, inside);
-      const float* scales = p.cache.scales(id, head) + inside;
-      std::memcpy(key_scales + column, scales, kPiece * sizeof(float));
-      std::memcpy(value_scales + column, scales + p.cache.block, kPiece * sizeof(float));
+  // The keys and values of columns of the split; where they are converted, it is to the beginning
+  // of the buffers.
+  void find(Span columns) {
+    for (int64_t column = columns.low; column < columns.high; column += kPiece) {
+      if constexpr (kFixed) gather_scales(column);
+      if (!p.cache.latent) find_keys(column, column - columns.low);
+      find_values(column, column - columns.low);
     }
   }
 
-  const Line* find_keys(int64_t column, Line* buffer, int64_t& stride) const {
+  void gather_scales(int64_t column) {
     int64_t inside, id = block_of(column, inside);
-    stride = p.cache.block;
+    const float* scales = p.cache.scales(id, head) + inside;
+    std::memcpy(key_scales + column, scales, kPiece * sizeof(float));
+    std::memcpy(value_scales + column, scales + p.cache.block, kPiece * sizeof(float));
+  }
+
+  void find_keys(int64_t column, int64_t at) {
+    int64_t inside, id = block_of(column, inside);
+    const Line*& piece = keys[column / kPiece] = converted_keys + at * lines;
     if (Math::in_place(p.cache))
-      return reinterpret_cast<const Line*>(p.cache.keys(id, head)) + inside;
-    if constexpr (!kFixed) Math::keys(p.cache, id, head, inside, buffer);
-    stride = kPiece;
-    return buffer;
+      piece = reinterpret_cast<const Line*>(p.cache.keys(id, head)) + inside;
+    else if constexpr (!kFixed) Math::keys(p.cache, id, head, inside, converted_keys + at * lines);
   }
 
-  void find_values(int64_t from, int64_t to) {
-    int64_t size = p.cache.value_size, step = kPiece / Math::width * size;
-    for (int64_t column = from; column < to; column += kPiece) {
-      int64_t inside, id = block_of(column, inside);
-      int64_t valid = length - origin - column;
-      // Chunks that are used at once share one buffer.
-      Line* buffer = converted_values + (column - from) / kPiece * step;
-      const Line*& piece = values[column / kPiece] = buffer;
-      if (Math::in_place(p.cache)) {
-        auto place = reinterpret_cast<const Line*>(p.cache.values(id, head)) +
-                     inside / Math::width * size;
-        if (valid >= kPiece) piece = place;
-        else std::memcpy(buffer, place, step * sizeof(Line));
-      } else if constexpr (!kFixed) {
-        Math::values(p.cache, id, head, inside, buffer);
+  void find_values(int64_t column, int64_t at) {
+    const int64_t size = p.cache.value_size, step = kPiece / Math::width * size;
+    int64_t inside, id = block_of(column, inside);
+    const int64_t valid = length - origin - column;
+    const bool in_place = Math::in_place(p.cache);
+    Line* buffer = converted_values + (in_place ? 0 : at / kPiece * step);
+    const Line*& piece = values[column / kPiece] = buffer;
+    if (in_place) {
+      auto place =
+          reinterpret_cast<const Line*>(p.cache.values(id, head)) + inside / Math::width * size;
+      if (valid >= kPiece) piece = place;
+      else std::memcpy(buffer, place, step * sizeof(Line));
+    } else if constexpr (!kFixed) {
+      Math::values(p.cache, id, head, inside, buffer);
+    }
+    if (valid < kPiece) Math::clear_after(buffer, valid, size);
+  }
+
+  // The columns that some row of the group sees, rounded to pieces.
+  Span span() const {
+    const int64_t first = bounds[0].first, last = bounds[group_rows() - 1].last;
+    return {std::max(first / kPiece * kPiece, seen.low),
+            std::min(div_up(last, kPiece) * kPiece, seen.high)};
+  }
+
+  // Which columns of the split each row of the group sees.
+  void find_bounds() {
+    const int64_t heads = p.group();
+    int64_t position = base + token(group), h = (tile.first + group) % heads;
+    for (int i = 0; i < group_rows(); i++) {
+      int64_t first = 0, last = (p.causal ? position + 1 : length) - origin;
+      if (p.window > 0) {
+        first = std::max<int64_t>(position - p.window + 1 - origin, 0);
+        last = std::min(last, position + p.window - origin);
       }
-      if (valid < kPiece) Math::clear_after(buffer, valid, size);
+      bounds[i] = {first, std::min(std::max<int64_t>(last, 0), kSplit)};
+      if (++h == heads) h = 0, position++;
     }
   }
 
-  // The columns among [from, to) that some row of the group at r sees, rounded to pieces.
-  Span span(int r, int64_t from, int64_t to) const {
-    int64_t first, last, unused;
-    bounds(r, first, unused);
-    bounds(r + group_rows(r) - 1, unused, last);
-    return {std::max(first / kPiece * kPiece, from), std::min(div_up(last, kPiece) * kPiece, to)};
+  // One group of rows over the split, chunk by chunk.
+  void attend(const State& state) {
+    const int rows = group_rows();
+    find_bounds();
+    const Span columns = span();
+    std::fill_n(state.peak + group, rows, kNever);
+    std::fill_n(state.total + group, rows, 0.0f);
+    if (columns.low >= columns.high) return state.clear_values(group, rows);
+    std::memset(totals, 0, rows * kLanes * sizeof(float));
+    for (int64_t at = columns.low; at < columns.high; at = chunk.high) {
+      chunk = first_chunk({at, columns.high});
+      fresh = at == columns.low;
+      next = after_chunk(columns);
+      if (!at_once()) find(chunk);
+      if (!p.cache.latent) add_scores();
+      soften(state);
+      add_values(state);
+    }
+    for (int i = 0; i < rows; i++) state.total[group + i] = sum(load(totals + i * kLanes));
   }
 
-  // Which columns row r sees, [first, last); it sees none if first >= last.
-  void bounds(int r, int64_t& first, int64_t& last) const {
-    int64_t position = base + token(r);
-    last = (p.causal ? position + 1 : length) - origin;
-    first = 0;
-    if (p.window > 0) {
-      first = std::max<int64_t>(position - p.window + 1 - origin, 0);
-      last = std::min(last, position + p.window - origin);
-    }
-    last = std::min(std::max<int64_t>(last, 0), kSplit);
+  Ahead after_chunk(Span columns) const {
+    const Span after = first_chunk({chunk.high, columns.high});
+    if (after.low >= after.high) return ahead;
+    return {&tile, head, origin + after.low, (after.high - after.low) / kPiece};
+  }
+
+  int64_t chunk_origin() const { return chunk.low / kChunk * kChunk; }
+  // Of the group's row i, from the origin of the chunk on.
+  float* chunk_scores(int i) const {
+    return p.cache.latent ? scores + (group + i) * score_stride() + chunk_origin()
+                          : scores + i * score_stride();
   }
 
   void add_scores() {
-    for (int64_t column = low; column < high; column += 2 * kPiece) {
-      int64_t stride;
-      const Line* keys[2];
-      int columns = int(std::min<int64_t>(2 * kPiece, high - column));
-      if (tile.rows <= kFewRows)
-        for (int64_t at = column; at < column + columns; at += kPiece) fetch_values(at);
-      keys[0] = find_keys(column, converted_keys, stride);
-      if (columns > kPiece)
-        keys[1] = find_keys(column + kPiece, converted_keys + kPiece * lines, stride);
-      auto at = [&](int, int c) { return keys[c / kPiece] + c % kPiece; };
-      for (int r = 0; r < tile.rows; r += kGroupRows) {
-        Span seen = span(r, column, column + columns);
-        if (seen.low >= seen.high) continue;
-        Left<Element> rows{queries + kPlanes * r * query_stride, query_stride,
-                           kPlanes * group_rows(r)};
-        float* to = scores + r * kScoreStride + column;
-        const Depth depth{1, lines, stride};
-        if constexpr (kFixed) {
-          multiply_attention(rows, at, columns, depth, Sums{sums, sum_stride(), true});
-          for (int i = 0; i < group_rows(r); i++)
-            join_scores(fixed_queries[r + i], sums + 2 * i * sum_stride(),
-                        sums + (2 * i + 1) * sum_stride(), columns, to + i * kScoreStride);
-        } else {
-          multiply_attention(rows, at, columns, depth, Sums{to, kScoreStride, true});
-        }
-      }
+    const int columns = int(chunk.high - chunk.low);
+    const int64_t stride = Math::in_place(p.cache) ? p.cache.block : kPiece;
+    const Line* const* pieces = keys + chunk.low / kPiece;
+    auto at = [&](int, int c) {
+      if (c % kPiece == 0) fetch_keys(c / kPiece);
+      return pieces[c / kPiece] + c % kPiece;
+    };
+    const Left<Element> rows{queries + kPlanes * group * query_stride, query_stride,
+                             kPlanes * group_rows()};
+    float* to = chunk_scores(0) + (chunk.low - chunk_origin());
+    const Depth depth{1, lines, stride};
+    if constexpr (kFixed) {
+      multiply_attention(rows, at, columns, depth, Sums{sums, sum_stride(), true});
+      for (int i = 0; i < group_rows(); i++)
+        join_scores(fixed_queries[group + i], sums + 2 * i * sum_stride(),
+                    sums + (2 * i + 1) * sum_stride(), columns, to + i * score_stride());
+    } else {
+      multiply_attention(rows, at, columns, depth, Sums{to, score_stride(), true});
     }
   }
 
-  // Keys are the rows here and queries the columns; the result is turned round.
+  // Of all rows and the whole split. Keys are the rows here and queries the columns; the result is
+  // turned round.
   void add_latent_scores() {
     int64_t columns = query_columns(), turned = columns + 16;
     auto at = [&](int, int c) { return turned_queries + c; };
-    for (int64_t column = low; column < high; column += kPiece) {
+    for (int64_t column = seen.low; column < seen.high; column += kPiece) {
       if constexpr (!kFixed) Math::rows(values[column / kPiece], p.cache.size, key_rows);
       multiply_attention(Left<Element>{key_rows, p.cache.size, kPiece}, at, int(columns),
                          Depth{1, lines, columns}, Sums{turned_scores, turned, true});
-      transpose(turned_scores, turned, kPiece, columns, scores + column, kScoreStride);
+      transpose(turned_scores, turned, kPiece, columns, scores + column, score_stride());
     }
   }
 
-  void add_values(Span chunk, const State& state) {
+  void add_values(const State& state) {
     const int64_t size = p.cache.value_size;
     const int columns = int(div_up(p.value_size, 16) * 16);
-    for (int r = 0; r < tile.rows; r += kGroupRows) {
-      Span seen = span(r, chunk.low, chunk.high);
-      bool first = chunk.low == low;
-      if (seen.low >= seen.high) {
-        if (first) state.clear_values(r, group_rows(r));
+    const int runs = int(chunk.high - chunk.low) / kPiece;
+    const Line* const* pieces = values + chunk.low / kPiece;
+    auto at = [&](int run, int c) {
+      if (!c) fetch_values(run);
+      return pieces[run] + c;
+    };
+    const Left<Weight> rows{weights + (chunk.low - chunk_origin()), kWeightStride,
+                            kPlanes * group_rows()};
+    const Depth depth{runs, kPiece / Math::width, size};
+    if constexpr (kFixed) {
+      multiply_attention(rows, at, columns, depth, Sums{sums, sum_stride(), true});
+      for (int i = 0; i < group_rows(); i++)
+        join_values(sums + 2 * i * sum_stride(), sums + (2 * i + 1) * sum_stride(), columns,
+                    value_units[i], fresh, state.row(group + i));
+    } else {
+      multiply_attention(rows, at, columns, depth, Sums{state.row(group), state.stride, fresh});
+    }
+  }
+
+  // Scores of the group in the chunk to weights.
+  void soften(const State& state) {
+    const int64_t from = chunk_origin(), to = from + kChunk;
+    const int rows = group_rows();
+    if constexpr (!kFixed)
+      if (!fresh && p.plain_scores() && bounds[rows - 1].first <= from && bounds[0].last >= to) {
+        for (int i = 0; i < rows; i++) soften_row<true>(i, {0, kChunk}, p.scale * kLog2E, state);
+        return;
+      }
+    const Columns all{chunk.low - from, chunk.high - from};
+    for (int i = 0; i < rows; i++) {
+      const Columns mine{std::max(bounds[i].first - from, all.first),
+                         std::min(bounds[i].last - from, all.last)};
+      if constexpr (kFixed) value_units[i] = 0.0f;
+      Weight* row = weights + kPlanes * i * kWeightStride;
+      if (mine.none()) {
+        clear_weights(row, all.first, all.last);
         continue;
       }
-      const Line* const* pieces = values + seen.low / kPiece;
-      auto at = [&](int run, int c) {
-        if (!c) fetch_ahead((seen.low - low) / kPiece + run, (high - low) / kPiece);
-        return pieces[run] + c;
-      };
-      Left<Weight> rows{weights + kPlanes * r * kWeightStride + seen.low, kWeightStride,
-                        kPlanes * group_rows(r)};
-      const Depth depth{int((seen.high - seen.low) / kPiece), kPiece / Math::width, size};
-      if constexpr (kFixed) {
-        multiply_attention(rows, at, columns, depth, Sums{sums, sum_stride(), true});
-        for (int i = 0; i < group_rows(r); i++)
-          join_values(sums + 2 * i * sum_stride(), sums + (2 * i + 1) * sum_stride(), columns,
-                      value_units[r + i], state.row(r + i));
-      } else {
-        multiply_attention(rows, at, columns, depth, Sums{state.row(r), state.stride, first});
-      }
+      if (!p.plain_scores()) finish_scores(i, mine);
+      soften_row<false>(i, mine, p.plain_scores() ? p.scale * kLog2E : kLog2E, state);
+      clear_weights(row, all.first, std::min(weights_begin(mine), all.last));
+      clear_weights(row, std::max(weights_end(mine), all.first), all.last);
     }
   }
 
-  // Scores of row r to weights over the columns of its group, and the row's maximum and sum.
-  void soften(int r, Span seen, const State& state) {
-    float* x = scores + r * kScoreStride;
-    state.peak[r] = kNever;
-    state.total[r] = 0.0f;
-    if constexpr (kFixed) value_units[r] = 0.0f;
-    int64_t first, last;
-    bounds(r, first, last);
-    first = std::max(first, seen.low);
-    if (first >= last) return clear_weights(r, seen.low, seen.high);
-    const float unit = p.plain_scores() ? p.scale * kLog2E : kLog2E;
-    if (!p.plain_scores()) finish_scores(r, first, last, x);
-    const float peak = peak_within(x, first, last) * unit;
-    if (peak == kNever) return clear_weights(r, seen.low, seen.high);
-    const int64_t begin = first / kLanes * kLanes, end = div_up(last, kLanes) * kLanes;
-    clear_weights(r, seen.low, begin);
-    clear_weights(r, end, seen.high);
-    float value_unit = 0.0f;
-    if constexpr (kFixed) value_unit = value_units[r] = peak_within(value_scales, first, last);
-    const float share = value_unit > 0.0f ? 1.0f / value_unit : 0.0f;
-    Weight* to = weights + kPlanes * r * kWeightStride;
-    vf total{};
-    for (int64_t i = begin; i < end; i += kLanes) {
-      vf weight = vexp2<Math::coarse>(load(x + i) * unit - peak);
-      vf kept = kFixed ? weight * (load(value_scales + i) * share) : weight;
-      if (i < first || i + kLanes > last) {
-        weight = within(i, first, last, weight, vf{});
-        kept = within(i, first, last, kept, vf{});
+  // One row. Weights are relative to the highest score of the first chunk, until later ones become
+  // large: bf16 and fp32 are as exact above 1 as below.
+  template <bool Whole>
+  void soften_row(int i, Columns mine, float unit, const State& state) {
+    const int r = group + i;
+    const float* x = chunk_scores(i);
+    Weight* to = weights + kPlanes * i * kWeightStride;
+    auto raised = [&] {
+      raise(i, row_peak(x, mine) * unit, state);
+      if (state.peak[r] == kNever) clear_weights(to, weights_begin(mine), weights_end(mine));
+      return state.peak[r] > kNever;
+    };
+    if ((kFixed || (!Whole && state.peak[r] == kNever)) && !raised()) return;
+    vf total;
+    if constexpr (kFixed) {
+      const float* scales = value_scales + chunk_origin();
+      const float most = value_units[i] = row_peak(scales, mine);
+      total = row_planes(x, mine, unit, state.peak[r], scales, most > 0.0f ? 1.0f / most : 0.0f,
+                         to, to + kWeightStride);
+    } else {
+      total = row_weights<Math, Whole>(x, mine, unit, state.peak[r], to);
+      if (any_beyond(total, kLarge)) {
+        if (!raised()) return;
+        total = row_weights<Math, Whole>(x, mine, unit, state.peak[r], to);
       }
-      total += weight;
-      if constexpr (kFixed) split_weights(kept, to + i, to + kWeightStride + i);
-      else store(to + i, kept);
     }
+    store(totals + i * kLanes, load(totals + i * kLanes) + total);
+  }
+
+  // Makes what the group's row i has so far relative to a higher score.
+  void raise(int i, float peak, const State& state) {
+    const int r = group + i;
+    if (!(peak > state.peak[r])) return;
+    const float factor = decay(state.peak[r], peak);
     state.peak[r] = peak;
-    state.total[r] = sum(total);
+    if (fresh) return;
+    store(totals + i * kLanes, load(totals + i * kLanes) * factor);
+    float* row = state.row(r);
+    for (int64_t c = 0; c < state.stride - 16; c += kLanes) store(row + c, load(row + c) * factor);
   }
 
-  void clear_weights(int r, int64_t from, int64_t to) {
+  static void clear_weights(Weight* row, int64_t from, int64_t to) {
     for (int plane = 0; from < to && plane < kPlanes; plane++)
-      std::memset(weights + (kPlanes * r + plane) * kWeightStride + from, 0,
-                  (to - from) * sizeof(Weight));
-  }
-
-  static float peak_within(const float* x, int64_t first, int64_t last) {
-    vf most = splat(kNever);
-    for (int64_t i = first / kLanes * kLanes; i < last; i += kLanes) {
-      vf each = load(x + i);
-      if (i < first || i + kLanes > last) each = within(i, first, last, each, splat(kNever));
-      most = vmax(each, most);
-    }
-    return largest(most);
-  }
-
-  static vi lanes_from(int64_t column) {
-    vi lane;
-    for (int i = 0; i < kLanes; i++) lane[i] = i;
-    return lane + int32_t(column);
-  }
-  static vf within(int64_t column, int64_t first, int64_t last, vf yes, vf no) {
-    vi at = lanes_from(column);
-    return choose((at >= int32_t(first)) & (at < int32_t(last)), yes, no);
+      std::memset(row + plane * kWeightStride + from, 0, (to - from) * sizeof(Weight));
   }
 
   // What happens to scores beyond a factor: scales of keys, the softcap, distances.
-  void finish_scores(int r, int64_t first, int64_t last, float* x) const {
+  void finish_scores(int row, Columns mine) const {
+    const int r = group + row;
+    float* x = chunk_scores(row);
     const float slope = p.alibi ? p.alibi[query_head(r)] : 0.0f;
-    const int64_t own = base + token(r) - origin;
-    for (int64_t i = first / kLanes * kLanes; i < last; i += kLanes) {
+    const int64_t own = base + token(r) - origin - chunk_origin();
+    for (int64_t i = mine.first / kLanes * kLanes; i < mine.last; i += kLanes) {
       vf score = load(x + i) * p.scale;
-      if constexpr (kFixed) score *= load(key_scales + i);
+      if constexpr (kFixed) score *= load(key_scales + chunk_origin() + i);
       if (p.softcap > 0) score = vtanh(score / p.softcap) * p.softcap;
       if (p.alibi) score -= __builtin_convertvector(int32_t(own) - lanes_from(i), vf) * slope;
       store(x + i, score);
@@ -429,22 +471,27 @@ class Walk {
   const Tile& tile;
   int64_t head, start, length, base;  // base: position of the sequence's first new token
   int64_t padded, lines, query_stride;
-  int64_t origin = 0, low = 0, high = 0;  // of the split: first token; columns that the tile sees
-  Ahead ahead{};
-  int64_t fetched = 0;      // pieces of those ahead
-  float* scores;            // [rows][columns]
-  Weight* weights;          // [rows * planes][columns]
+  // Of the split: its first token, and the columns from there on that the tile sees; of those, the
+  // chunk that the group is at, and whether it is the group's first.
+  int64_t origin = 0;
+  Span seen{}, chunk{};
+  int group = 0;  // first row
+  bool fresh = true;
+  Columns bounds[kGroupRows];
+  Ahead ahead{}, next{};
+  float* scores;            // of a group and chunk; if latent, of all rows and a split
+  Weight* weights;          // [rows of a group * planes][columns of a chunk]
+  float* totals;            // [rows of a group][lanes]
   Element* queries;         // [rows * planes][size]
   FixedQuery* fixed_queries;
-  float* value_units;       // [rows]: of weights in fixed point
+  float* value_units;       // [rows of a group]: of weights in fixed point
   float* sums;              // [rows of a group * planes]: integers
   Line* turned_queries;     // [lines][rows]
   Element* key_rows;        // [32][size]
   float* turned_scores;     // [32][rows]
-  Line* converted_keys;     // two pieces
-  Line* converted_values;   // up to a split
+  Line *converted_keys, *converted_values;
   float *key_scales, *value_scales;  // [columns]
-  const Line* values[kSplit / kPiece];
+  const Line *keys[kSplit / kPiece], *values[kSplit / kPiece];
 };
 
 }  // namespace modulm
