@@ -103,6 +103,11 @@ class Recorder(TorchDispatchMode):
         self.slots: list[bytes] = []
         self.reason: str | None = None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: to skip it torch imports it, for a second or more of the first step."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
