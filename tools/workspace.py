@@ -223,7 +223,8 @@ def sync() -> None:
 
 def new(kind: str, name: str) -> None:
     """A plugin folder in this repository, its test under tests/plugins."""
-    from modulm.cli.template import names_of, rendered
+    sys.path.insert(0, str(ROOT / "plugins/commands/plugins"))
+    from modulm_command_plugins.template import names_of, rendered
 
     names = names_of(kind, name)
     home = "parsers" if kind in ("tool_parsers", "reasoning_parsers") else kind

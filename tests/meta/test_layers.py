@@ -35,8 +35,6 @@ OUTSIDE = {"testing", "__init__", "version"}
 EXCEPTIONS = {
     # The process-wide manager reads the environment's selection on first use.
     ("plugins.manager", "modulm.config.sources"),
-    # `doctor` runs the contract kits that ship for plugin authors.
-    ("cli.doctor", "modulm.testing.kit"),
 }
 
 

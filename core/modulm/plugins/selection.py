@@ -11,10 +11,11 @@ from modulm.errors import ConfigError
 from modulm.plugins.declaration import Declaration
 from modulm.plugins.drivers import normalized
 
-__all__ = ["CORE", "Selection"]
+__all__ = ["ALWAYS", "Selection"]
 
-#: The distribution of the core itself; an allow list never shuts it out.
-CORE = "modulm"
+#: Distributions that no allow list shuts out: the core itself, and the command that says what an
+#: allow list has switched off.
+ALWAYS = frozenset({"modulm", "modulm-command-plugins"})
 
 
 @frozen
@@ -46,7 +47,7 @@ class Selection:
         """Whether the lists let the plugin be used."""
         if any(_matches(term, declaration) for term in self.deny):
             return False
-        return not self.allow or declaration.distribution == CORE or self.names(declaration)
+        return not self.allow or declaration.distribution in ALWAYS or self.names(declaration)
 
     def names(self, declaration: Declaration) -> bool:
         """Whether the allow list asks for this plugin, so that its failure must not pass."""

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from typing import Any
 
+import click
 from attrs import asdict, frozen
 
 from modulm import plugins
@@ -67,7 +68,7 @@ def _in_process(declarations: Sequence[Declaration], kit: bool) -> list[Report]:
     )
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "modulm.cli.doctor", wanted],
+            [sys.executable, "-m", "modulm_command_plugins.doctor", wanted],
             capture_output=True,
             text=True,
             timeout=_PATIENCE,
@@ -98,7 +99,7 @@ def _main(wanted: dict[str, Any]) -> None:
             if (d.kind, d.name, d.distribution) == (kind, name, distribution)
         ]
         report = _report(manager, found[0], kit=wanted["kit"])
-        print(_MARK + json.dumps(report.as_data()), flush=True)
+        click.echo(_MARK + json.dumps(report.as_data()))
 
 
 def _report(manager: plugins.PluginManager, declaration: Declaration, *, kit: bool) -> Report:

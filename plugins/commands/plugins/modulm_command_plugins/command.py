@@ -64,7 +64,7 @@ def doctor(ctx: click.Context, name: str | None, as_json: bool, kit: bool) -> No
     Checks import, contract version, conflicts of names and the contract itself. Exits 1 if
     anything is wrong.
     """
-    from modulm.cli.doctor import examine
+    from modulm_command_plugins.doctor import examine
 
     reports = []
     for report in examine(_matching(name) if name else _of_kind(None), kit=kit):
@@ -87,7 +87,7 @@ def doctor(ctx: click.Context, name: str | None, as_json: bool, kit: bool) -> No
 )
 def new(kind: str, name: str, into: Path) -> None:
     """Write a package called NAME that adds a driver of KIND and passes its own tests."""
-    from modulm.cli.template import render
+    from modulm_command_plugins.template import render
 
     folder = render(kind, name, into)
     click.echo(
