@@ -145,6 +145,8 @@ class Sampler:
         union = int(np.bitwise_or.reduce(flags)) if len(flags) else 0
         if union == 0:
             tokens = self.ops.argmax(logits).cpu().numpy()
+            if tokens.min() >= 0:
+                return Sampled(tokens)
             return Sampled(tokens, errors=self._failures(rows.tolist(), tokens, logits))
         step = _Step(rows.tolist(), flags, logits.float(), positions)
         if union & _GRAMMAR:

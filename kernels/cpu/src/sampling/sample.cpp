@@ -23,32 +23,51 @@ struct Best {
   int64_t id;  // -1 unless the value is finite
 };
 
-// The greatest value and its lowest id. NaN counts as greatest.
+// A row is looked through in pieces; only the one with the greatest value is looked at again.
+constexpr int64_t kPiece = 8192;
+
+// The greatest value of a piece; NaN if there is one.
 template <class T>
-Best find_best(const T* row, int64_t size) {
+float peak_of(const T* piece, int64_t size) {
   vf best = splat(kNever);
   vi nan{};
   for_lanes(size, [&](int64_t i, int n) {
-    vf x = load_n(row + i, n);
+    vf x = load_n(piece + i, n);
     nan |= x != x;
     for (int l = n; l < kLanes; l++) x[l] = kNever;
     best = vmax(best, x);
   });
-  float value = largest(best);
   for (int l = 0; l < kLanes; l++)
-    if (nan[l]) return {__builtin_nanf(""), -1};
-  if (!std::isfinite(value)) return {value, -1};
-  for (int64_t i = 0; i + kLanes <= size; i += kLanes) {
-    vi equal = load(row + i) == value;
-    bool any = false;
-    for (int l = 0; l < kLanes; l++) any |= equal[l] != 0;
-    if (!any) continue;
-    for (int l = 0; l < kLanes; l++)
-      if (equal[l]) return {value, i + l};
+    if (nan[l]) return __builtin_nanf("");
+  return largest(best);
+}
+
+inline int64_t piece_size(int64_t size, int64_t piece) {
+  int64_t left = size - piece * kPiece;
+  return left < kPiece ? left : kPiece;
+}
+
+// The greatest value and its lowest id, from the peaks of all pieces. NaN counts as greatest.
+template <class T>
+Best best_of(const T* row, int64_t size, const float* peaks) {
+  int64_t pieces = div_up(size, kPiece), where = 0;
+  for (int64_t i = 0; i < pieces; i++) {
+    if (peaks[i] != peaks[i]) return {peaks[i], -1};
+    if (peaks[i] > peaks[where]) where = i;
   }
-  for (int64_t i = size / kLanes * kLanes; i < size; i++)
-    if (load_one(row + i) == value) return {value, i};
-  return {value, -1};
+  float value = peaks[where];
+  if (!std::isfinite(value)) return {value, -1};
+  int64_t id = where * kPiece;
+  while (load_one(row + id) != value) id++;
+  return {value, id};
+}
+
+template <class T>
+Best find_best(const T* row, int64_t size) {
+  int64_t pieces = div_up(size, kPiece);
+  auto peaks = static_cast<float*>(scratch(0, pieces * int64_t(sizeof(float))));
+  for (int64_t i = 0; i < pieces; i++) peaks[i] = peak_of(row + i * kPiece, piece_size(size, i));
+  return best_of(row, size, peaks);
 }
 
 // Order-preserving bits of a float: greater value, greater number.
@@ -183,7 +202,14 @@ MODULM_API void modulm_argmax(const void* logits, int64_t stride, int64_t rows, 
                               int dtype, int64_t* out) {
   with_float(dtype, [&](auto t) {
     auto from = static_cast<const decltype(t)*>(logits);
-    parallel(rows, [&](int64_t r, int) { out[r] = find_best(from + r * stride, size).id; });
+    int64_t pieces = div_up(size, kPiece);
+    auto peaks = static_cast<float*>(scratch(0, rows * pieces * int64_t(sizeof(float))));
+    parallel(rows * pieces, [&](int64_t i, int) {
+      int64_t r = i / pieces, piece = i % pieces;
+      peaks[i] = peak_of(from + r * stride + piece * kPiece, piece_size(size, piece));
+    });
+    for (int64_t r = 0; r < rows; r++)
+      out[r] = best_of(from + r * stride, size, peaks + r * pieces).id;
   });
 }
 
