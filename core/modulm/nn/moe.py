@@ -30,6 +30,16 @@ class Routing:
     group_score: str = "max"
     scale: float = 1.0
 
+    def check(self, experts: int) -> None:
+        """Raises ValueError, with the usual keys of config.json, if tokens cannot choose so."""
+        each, rest = divmod(experts, self.groups)
+        if rest or (self.groups > 1 and self.group_score == "top2" and each < 2):
+            raise ValueError(f"n_group: {experts} experts in {self.groups} groups")
+        if self.top_groups > self.groups:
+            raise ValueError(f"topk_group: {self.top_groups} of {self.groups} groups")
+        if self.top_k > each * self.top_groups:
+            raise ValueError(f"num_experts_per_tok: {self.top_k} of {each * self.top_groups}")
+
 
 @frozen
 class Gate:

@@ -26,11 +26,6 @@ class DeepseekV3Config(DeepseekConfig):
     topk_method: str = field(default="noaux_tc", validator=validators.in_(("noaux_tc",)))
     scoring_func: str = field(default="sigmoid", validator=validators.in_(("sigmoid",)))
 
-    def __attrs_post_init__(self) -> None:
-        super().__attrs_post_init__()
-        if self.n_group > 1 and self.n_routed_experts < 2 * self.n_group:
-            raise ValueError(f"n_group: {self.n_group} groups have fewer than two experts each")
-
     @property
     def routing(self) -> Routing:
         return Routing(

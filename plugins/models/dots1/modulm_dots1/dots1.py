@@ -44,16 +44,7 @@ class Dots1Config(DecoderConfig):
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
-        each, rest = divmod(self.n_routed_experts, self.n_group)
-        if rest or (self.n_group > 1 and each < 2):
-            raise ValueError(f"n_group: {self.n_routed_experts} experts in {self.n_group} groups")
-        if self.topk_group > self.n_group:
-            raise ValueError(f"topk_group: {self.topk_group} of {self.n_group} groups")
-        if self.num_experts_per_tok > each * self.topk_group:
-            raise ValueError(
-                f"num_experts_per_tok: {self.num_experts_per_tok} of the {each * self.topk_group} "
-                f"experts in {self.topk_group} groups"
-            )
+        self.routing.check(self.n_routed_experts)
 
     def layer_type(self, index: int) -> str:
         if self.layer_types is not None:

@@ -86,19 +86,24 @@ class KimiLinearConfig(DecoderConfig):
             raise ValueError(f"layer_types: kinds are {sorted(_KINDS)}, got {sorted(unknown)}")
         if any(type(n) is not int or n < 1 for n in self.delta):
             raise ValueError(f"linear_attn_config: {self.delta!r} are no counts")
-        each, rest = divmod(self.n_routed_experts, self.n_group)
-        if rest or (self.n_group > 1 and each < 2):
-            raise ValueError(f"n_group: {self.n_routed_experts} experts in {self.n_group} groups")
-        if self.topk_group > self.n_group:
-            raise ValueError(f"topk_group: {self.topk_group} of {self.n_group} groups")
-        if self.num_experts_per_tok > each * self.topk_group:
-            raise ValueError(
-                f"num_experts_per_tok: {self.num_experts_per_tok} of {each * self.topk_group}"
-            )
+        self.routing.check(self.n_routed_experts)
 
     @property
     def head_size(self) -> int:
         return self.qk_rope_head_dim
+
+    @property
+    def routing(self) -> Routing:
+        """How a token chooses its experts; a group is as good as its two best ones."""
+        return Routing(
+            self.num_experts_per_tok,
+            scoring="sigmoid",
+            renormalise=self.norm_topk_prob,
+            groups=self.n_group,
+            top_groups=self.topk_group,
+            group_score="top2",
+            scale=self.routed_scaling_factor,
+        )
 
     @property
     def delta(self) -> tuple[int, int, int]:
@@ -207,15 +212,7 @@ def _experts(c: KimiLinearConfig, b: Builder) -> MoE:
         hidden=c.hidden_size,
         inner=c.moe_intermediate_size,
         experts=c.n_routed_experts,
-        routing=Routing(
-            c.num_experts_per_tok,
-            scoring="sigmoid",
-            renormalise=c.norm_topk_prob,
-            groups=c.n_group,
-            top_groups=c.topk_group,
-            group_score="top2",
-            scale=c.routed_scaling_factor,
-        ),
+        routing=c.routing,
         act=c.hidden_act,
         wide_router=True,
         choice_bias=True,

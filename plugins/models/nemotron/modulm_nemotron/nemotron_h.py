@@ -104,19 +104,7 @@ class NemotronHConfig(DecoderConfig):
                 f"n_groups: {self.n_groups} do not divide {self.mamba_num_heads} heads"
             )
         if "moe" in kinds:
-            self._check_experts()
-
-    def _check_experts(self) -> None:
-        each, rest = divmod(self.n_routed_experts, self.n_group)
-        if rest or (self.n_group > 1 and each < 2):
-            raise ValueError(f"n_group: {self.n_routed_experts} experts in {self.n_group} groups")
-        if self.topk_group > self.n_group:
-            raise ValueError(f"topk_group: {self.topk_group} of {self.n_group} groups")
-        if self.num_experts_per_tok > each * self.topk_group:
-            raise ValueError(
-                f"num_experts_per_tok: {self.num_experts_per_tok} of the {each * self.topk_group} "
-                f"experts in {self.topk_group} groups"
-            )
+            self.routing.check(self.n_routed_experts)
 
     @property
     def routing(self) -> Routing:
