@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 UV = shutil.which("uv") or str(Path(sys.executable).with_name("uv"))
 NEEDED = ("platforms/cpu", "attention/sdpa", "quantization/none", "loaders/safetensors")
 NEEDED += ("executors/uni", "schedulers/fcfs", "routes/openai", "routes/ops")
+NEEDED += ("commands/plugins",)
 
 pytestmark = pytest.mark.slow
 

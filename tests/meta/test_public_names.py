@@ -102,7 +102,7 @@ except SystemExit as stop:
     assert not stop.code, stop.code
 loaded = set(sys.modules) & {forbidden!r}
 assert not loaded, loaded
-plugins = [name for name in sys.modules if name.startswith("modulm_")]
-assert not plugins or {arguments!r} == ["--help"], plugins
+plugins = {{name.partition(".")[0] for name in sys.modules if name.startswith("modulm_")}}
+assert plugins <= {{"modulm_command_plugins"}} or {arguments!r} == ["--help"], plugins
 """
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

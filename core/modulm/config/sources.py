@@ -24,7 +24,6 @@ __all__ = [
     "client_key",
     "draft",
     "environment",
-    "hub_offline",
     "keywords",
     "plugin_selection",
     "read_yaml",
@@ -181,12 +180,6 @@ def _unnegated(name: str, value: Any) -> tuple[str, Any]:
 def plugin_selection() -> str:
     """The allow and deny list of `MODULM_PLUGINS`, before any flag is read."""
     return os.environ.get("MODULM_PLUGINS", "")
-
-
-def hub_offline() -> bool:
-    """Whether nothing may be fetched from the hub (HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE)."""
-    words = (os.environ.get(name, "") for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
-    return any(word.lower() in ("1", "true", "yes", "on") for word in words)
 
 
 def client_key() -> str | None:

@@ -255,11 +255,6 @@ class CacheGroups:
         total = sum(group.pool.blocks - 1 for group in self.groups)
         return sum(group.pool.used for group in self.groups) / total if total else 0.0
 
-    @property
-    def idle(self) -> bool:
-        """Whether no row holds anything."""
-        return not any(group.pool.used for group in self.groups)
-
     def most(self, chunk: int) -> int:
         """How many tokens a row can have that has all pools to itself."""
         return min((group.most(chunk) for group in self.groups), default=_BOUNDLESS)

@@ -22,9 +22,7 @@ from modulm.engine.edits import Edit, MinTokens, edits_for
 from modulm.engine.logits import Processors
 from modulm.engine.penalties import Seen, penalise, wants_penalties
 
-__all__ = ["LOGPROBS_MODES", "Sampled", "Sampler"]
-
-LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
+__all__ = ["Sampled", "Sampler"]
 
 #: CPU time that one row's grammar may take in one step before the row is given up for the others.
 _GRAMMAR_SECONDS = 0.5
@@ -78,7 +76,7 @@ class _Step:
 class Sampler:
     """Holds the sampling state of all rows and chooses their next tokens.
 
-    rows: how many rows there can be. mode: one of LOGPROBS_MODES. ops: bound sampling ops.
+    rows: how many rows there can be. mode: of `--logprobs-mode`. ops: bound sampling ops.
     """
 
     def __init__(

@@ -11,11 +11,10 @@ from modulm.errors import ConfigError
 from modulm.plugins.declaration import Declaration
 from modulm.plugins.drivers import normalized
 
-__all__ = ["ALWAYS", "Selection"]
+__all__ = ["CORE", "Selection"]
 
-#: Distributions that no allow list shuts out: the core itself, and the command that says what an
-#: allow list has switched off.
-ALWAYS = frozenset({"modulm", "modulm-command-plugins"})
+#: The distribution of the core itself; an allow list never shuts it out.
+CORE = "modulm"
 
 
 @frozen
@@ -23,7 +22,7 @@ class Selection:
     """An allow list ("a,b": only these), a deny list ("-c": all but this), or both ("a,-c").
 
     A term is a distribution ("modulm-foo"), a driver's name, or kind/name to be exact. Without
-    terms everything is allowed.
+    terms everything is allowed. No allow list shuts out commands: they run only when typed.
     """
 
     allow: tuple[str, ...] = ()
@@ -47,7 +46,8 @@ class Selection:
         """Whether the lists let the plugin be used."""
         if any(_matches(term, declaration) for term in self.deny):
             return False
-        return not self.allow or declaration.distribution in ALWAYS or self.names(declaration)
+        asked = declaration.distribution == CORE or declaration.kind == "commands"
+        return not self.allow or asked or self.names(declaration)
 
     def names(self, declaration: Declaration) -> bool:
         """Whether the allow list asks for this plugin, so that its failure must not pass."""

@@ -25,8 +25,6 @@ __all__ = ["Tokenizer", "load_tokenizer"]
 
 #: Tokenizer classes that add nothing to what tokenizer.json says.
 _PLAIN = frozenset({None, "PreTrainedTokenizerFast", "TokenizersBackend"})
-#: Settings that change what the file says.
-_BEYOND_FILE = ("add_bos_token", "add_eos_token", "auto_map")
 _MODES = ("auto", "hf", "slow")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 

@@ -95,7 +95,7 @@ def test_list_says_what_is_switched_off(run: Run) -> None:
     assert run("plugins", "list", MODULM_PLUGINS="-modulm-twice").stdout == text
 
 
-def test_an_allow_list_does_not_shut_out_the_command_that_shows_it(run: Run) -> None:
+def test_an_allow_list_does_not_shut_out_commands(run: Run) -> None:
     rows = json.loads(run("--plugins=modulm-fine", "plugins", "list", "--json").stdout)
     state = {(row["name"], row["distribution"]): row["state"] for row in rows}
     assert state["shortest", "modulm-fine"] == state["plugins", "modulm-command-plugins"] == "ok"

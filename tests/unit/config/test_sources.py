@@ -11,7 +11,6 @@ from modulm.config.sources import (
     client_key,
     draft,
     environment,
-    hub_offline,
     keywords,
     reported_environment,
     yaml_file,
@@ -114,14 +113,6 @@ def test_unknown_variables_are_told_or_refused() -> None:
     strict = Source("command line", {"fail_on_environ_validation": True})
     with pytest.raises(ConfigError, match="MODULM_PROT"):
         draft(strict, env)
-
-
-def test_offline_switches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
-    assert not hub_offline()
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert hub_offline()
 
 
 def test_keys_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:
