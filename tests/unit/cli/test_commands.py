@@ -12,11 +12,11 @@ import yaml
 from click.testing import CliRunner
 
 from modulm.cli.completion import command as completion
-from modulm.cli.config import command as config
 from modulm.cli.logs import configure_logging
 from modulm.cli.main import cli
 from modulm.config import EngineConfig
 from modulm.errors import ConfigError
+from modulm_command_config.command import command as config
 
 # config
 

@@ -14,11 +14,11 @@ from click.testing import CliRunner, Result
 
 from modulm.cli.flags import FlagOption
 from modulm.cli.options import FlagCommand
-from modulm.config.docs import markdown
 from modulm.config.schema import Kind
 from modulm.config.sources import Draft
 from modulm.parsing import parse
 from modulm.plugins.manager import PluginManager, using
+from modulm_command_config.page import markdown
 
 ROOT = Path(__file__).parents[3]
 LISTED = [

@@ -25,7 +25,7 @@ def command() -> None:
 @click.option("--all", "everything", is_flag=True, help="Print defaults as well.")
 def show(draft: Draft, model_tag: str | None, as_json: bool, everything: bool) -> None:
     """Print the flags that differ from their defaults; the output is a valid --config file."""
-    from modulm.cli.settings import written
+    from modulm_command_config.settings import written
 
     print_notices(draft.notices)
     click.echo(written(draft.config, as_json=as_json, everything=everything))
@@ -36,7 +36,7 @@ def show(draft: Draft, model_tag: str | None, as_json: bool, everything: bool) -
 @click.argument("second", type=click.Path(exists=True, dir_okay=False), required=False)
 def diff(first: str, second: str | None) -> None:
     """Compare two YAML files, or one with the defaults. Ends with 1 if they differ."""
-    from modulm.cli.settings import differences
+    from modulm_command_config.settings import differences
 
     lines = differences(first, second)
     for line in lines:
@@ -51,7 +51,7 @@ def diff(first: str, second: str | None) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def explain(draft: Draft, model_tag: str | None, use: Any, as_json: bool) -> None:
     """Say for every value that is set or decided where it comes from and why."""
-    from modulm.cli.settings import explained
+    from modulm_command_config.settings import explained
 
     click.echo(explained(draft, use, as_json=as_json))
     print_notices(draft.notices)
@@ -60,6 +60,6 @@ def explain(draft: Draft, model_tag: str | None, use: Any, as_json: bool) -> Non
 @command.command("docs")
 def docs() -> None:
     """Print docs/config.md."""
-    from modulm.config.docs import markdown
+    from modulm_command_config.page import markdown
 
     click.echo(markdown(), nl=False)

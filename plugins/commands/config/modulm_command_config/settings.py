@@ -65,7 +65,7 @@ def explained(given: Draft, use: Use, *, as_json: bool) -> str:
 
 def _decided(given: Draft, use: Use) -> list[_Row]:
     """What is decided for the open flags on this machine, for this checkpoint."""
-    from modulm.loading import open_checkpoint
+    from modulm.loading import open_checkpoint, pooling_recipe
     from modulm.plugins import manager
 
     plugins = manager.current()
@@ -78,6 +78,8 @@ def _decided(given: Draft, use: Use) -> list[_Row]:
         plugins=plugins,
         use=use,
         given=given.given,
+        stored_dtype=checkpoint.info.dtype,
+        trained_length=pooling_recipe(given.config, checkpoint, plugins).max_length,
     )
     decisions = [device, *(d for d in resolved.decisions if d.subject != "device")]
     return [
