@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from modulm_kernels_cpu.library import Library
 from modulm_kernels_cpu.memory import huge_buffer
 
-__all__ = ["RATES", "instruction_rates", "read_bandwidth"]
+__all__ = ["RATES", "ReadProbe", "instruction_rates", "read_bandwidth"]
 
 #: Instructions whose rate is measured, by the number the library knows them by.
 RATES = ("fma", "vdpbf16ps", "vpdpbusd", "tdpbf16ps", "tdpbssd", "vpermw")
@@ -16,12 +16,23 @@ RATES = ("fma", "vdpbf16ps", "vpdpbusd", "tdpbf16ps", "tdpbssd", "vpermw")
 _PASSES = 5
 
 
+class ReadProbe:
+    """A buffer of `size` bytes that all threads read, once per call of `rate`."""
+
+    def __init__(self, library: Library, size: int = 1 << 29) -> None:
+        self._call = library.call("probe_read", "pn", ctypes.c_double)
+        self._buffer = huge_buffer(size)
+        self._buffer.fill_(1)
+
+    def rate(self) -> float:
+        """GB/s of one pass."""
+        return float(self._call(self._buffer.data_ptr(), self._buffer.numel()))
+
+
 def read_bandwidth(library: Library, size: int = 1 << 29) -> float:
     """GB/s of reading `size` bytes with all threads, the best of some passes."""
-    call = library.call("probe_read", "pn", ctypes.c_double)
-    buffer = huge_buffer(size)
-    buffer.fill_(1)
-    return max(call(buffer.data_ptr(), size) for _ in range(_PASSES))
+    probe = ReadProbe(library, size)
+    return max(probe.rate() for _ in range(_PASSES))
 
 
 def instruction_rates(library: Library) -> Mapping[str, float]:
