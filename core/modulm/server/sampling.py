@@ -32,7 +32,7 @@ _SALT = r"^[A-Za-z0-9_.:=+/-]{1,256}$"
 
 
 class StreamOptions(Struct, kw_only=True):
-    """`stream_options`."""
+    """`stream_options`. Nothing is padded, so `include_obfuscation` changes nothing."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None

@@ -27,7 +27,7 @@ from modulm.testing.checkpoints import make_tiny
 from modulm.testing.engines import Recorder, check_empty
 
 modulm_kernels_cpu = pytest.importorskip(
-    "modulm_kernels_cpu", reason="no compiled CPU kernels: there was no C++ compiler"
+    "modulm_kernels_cpu", reason="no compiled CPU kernels: make setup says why"
 )
 
 #: How a request may be run, beside being run alone.

@@ -16,7 +16,7 @@ from modulm.testing.checkpoints import make_tiny
 
 needs_kernels = pytest.mark.skipif(
     find_spec("modulm_kernels_cpu") is None,
-    reason="no compiled CPU kernels: there was no C++ compiler",
+    reason="no compiled CPU kernels: make setup says why",
 )
 PROMPTS = ["What is the capital of France?", "Count from one to five: one, two,"]
 

@@ -13,5 +13,7 @@ BACKENDS = [declared.name for declared in manager.current().names("attention")]
 @pytest.mark.parametrize("name", BACKENDS)
 def test_contract(name):
     if name == "cpu_paged":
-        pytest.importorskip("modulm_kernels_cpu", reason="no compiled CPU kernels")
+        pytest.importorskip(
+            "modulm_kernels_cpu", reason="no compiled CPU kernels: make setup says why"
+        )
     check_attention(manager.current().load("attention", name))

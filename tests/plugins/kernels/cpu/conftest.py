@@ -8,7 +8,7 @@ import pytest
 import torch
 
 kernels = pytest.importorskip(
-    "modulm_kernels_cpu", reason="no compiled CPU kernels: there was no C++ compiler"
+    "modulm_kernels_cpu", reason="no compiled CPU kernels: make setup says why"
 )
 
 

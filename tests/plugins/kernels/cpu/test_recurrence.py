@@ -13,7 +13,7 @@ from modulm.contracts.model import StatePlan
 from modulm.ops import recurrence, twins
 
 kernels = pytest.importorskip(
-    "modulm_kernels_cpu", reason="no compiled CPU kernels: there was no C++ compiler"
+    "modulm_kernels_cpu", reason="no compiled CPU kernels: make setup says why"
 )
 
 SLOTS = 9
