@@ -18,8 +18,8 @@ import numpy as np
 from modulm.contracts.executor import Capacity, Plan, StepResult
 from modulm.contracts.policy import Policy
 from modulm.contracts.sampling import SamplingParams
-from modulm.engine.requests import Request
-from modulm.engine.scheduler import BudgetScheduler, Limits
+from modulm.engine.scheduling.scheduler import BudgetScheduler, Limits
+from modulm.engine.types.requests import Request
 from modulm.plugins import manager
 
 PROMPT = 128

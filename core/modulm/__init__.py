@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
     from modulm.contracts.sampling import PoolingParams, SamplingParams, StructuredOutputs
-    from modulm.engine.aio import AsyncLLM
-    from modulm.engine.beam import BeamSearchParams
+    from modulm.engine.async_llm import AsyncLLM
+    from modulm.engine.frontend.beam_search import BeamSearchParams
     from modulm.engine.llm import LLM
-    from modulm.engine.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
+    from modulm.engine.types.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
     from modulm.plugins import register
 
 __all__ = [
@@ -37,13 +37,13 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "modulm.engine.llm",
-    "AsyncLLM": "modulm.engine.aio",
-    "BeamSearchParams": "modulm.engine.beam",
-    "CompletionOutput": "modulm.engine.outputs",
+    "AsyncLLM": "modulm.engine.async_llm",
+    "BeamSearchParams": "modulm.engine.frontend.beam_search",
+    "CompletionOutput": "modulm.engine.types.outputs",
     "EngineConfig": "modulm.config",
     "PoolingParams": "modulm.contracts.sampling",
-    "PoolingRequestOutput": "modulm.engine.outputs",
-    "RequestOutput": "modulm.engine.outputs",
+    "PoolingRequestOutput": "modulm.engine.types.outputs",
+    "RequestOutput": "modulm.engine.types.outputs",
     "SamplingParams": "modulm.contracts.sampling",
     "StructuredOutputs": "modulm.contracts.sampling",
     "register": "modulm.plugins",

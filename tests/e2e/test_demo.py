@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import openai
 import pytest
+from modulm_server.chat_turn import with_declared_parsers
 
 from modulm import LLM, SamplingParams
 from modulm.config import EngineConfig
-from modulm.engine.aio import AsyncLLM
-from modulm.server.talk import with_declared_parsers
+from modulm.engine.async_llm import AsyncLLM
 from modulm.testing.server import serve_in_thread
 from modulm_demo.recipe.backends import http_backend, modulm_backend
 from modulm_demo.recipe.evaluate import is_right

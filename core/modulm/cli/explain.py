@@ -36,10 +36,11 @@ def decisions_for(draft: Draft) -> list[Decision]:
 
     Raises what serving would raise before it reads weights.
     """
+    from modulm_server.chat_turn import parser_decisions
+
     from modulm.config.resolve import choose_platform, resolve
     from modulm.loading import explain_model, open_checkpoint, pooling_recipe
     from modulm.plugins import manager
-    from modulm.server.talk import parser_decisions
 
     plugins = manager.current()
     platform, device = choose_platform(draft.config, plugins)

@@ -36,7 +36,7 @@ class RowStart:
     one where the request gives none, and gives each of n choices its own. grammar: a compiled
     `contracts.grammar.Grammar` or None; the runner makes the matcher and replays `output`.
     stop_ids: tokens that min_tokens holds back (end of sequence unless ignored, stop_token_ids).
-    bad_words: token sequences of `params.bad_words`, see `modulm.engine.validate.bad_word_ids`.
+    bad_words: token sequences of `params.bad_words`, see `modulm.engine.sampling.validation.bad_word_ids`.
     """
 
     row: int

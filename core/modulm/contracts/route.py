@@ -24,11 +24,11 @@ API = 1
 class RouteContext:
     """What a family is built with.
 
-    engine: modulm.engine.aio.AsyncLLM. config: the resolved EngineConfig. models: names that the
+    engine: modulm.engine.async_llm.AsyncLLM. config: the resolved EngineConfig. models: names that the
     model is served under, the first one is shown in answers. created: Unix time in seconds at
-    which the server was built. desk: modulm.server.desk.Desk, which turns messages and prompts
+    which the server was built. desk: modulm_server.generation.Desk, which turns messages and prompts
     into running generations. registry: the prometheus_client registry behind /metrics. inside:
-    modulm.server.inside.Inside, which lets a family call the server's other routes.
+    modulm_server.loopback.Inside, which lets a family call the server's other routes.
     """
 
     engine: Any
@@ -55,7 +55,7 @@ class RouteFamily(ABC):
 
     @abstractmethod
     def router(self) -> APIRouter:
-        """The routes. Called once; an endpoint reads its body with `modulm.server.wire`."""
+        """The routes. Called once; an endpoint reads its body with `modulm_server.json_body`."""
 
     async def stop(self) -> None:
         """The server is going down: end background work."""

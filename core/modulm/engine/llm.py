@@ -12,21 +12,21 @@ from tqdm import tqdm
 
 from modulm.config.sources import keywords
 from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
-from modulm.engine.answers import Answer, Answers
-from modulm.engine.beam import BeamSearchParams
-from modulm.engine.host import Host
-from modulm.engine.logits import processor_classes
-from modulm.engine.outputs import (
+from modulm.engine.core.engine_core import EngineCore
+from modulm.engine.frontend.beam_search import BeamSearchParams
+from modulm.engine.frontend.input_processor import InputProcessor, PromptLike, Search, Work
+from modulm.engine.frontend.metrics import Metrics
+from modulm.engine.frontend.output_processor import OutputProcessor, RequestState
+from modulm.engine.pooling.inputs import Job, PoolingInputs, paired
+from modulm.engine.sampling.logits_processors import processor_classes
+from modulm.engine.types.outputs import (
     BeamSearchOutput,
     ClassificationOutput,
     EmbeddingOutput,
     PoolingRequestOutput,
     RequestOutput,
 )
-from modulm.engine.prepare import Preparer, PromptLike, Search, Work
-from modulm.engine.requests import Finish, StepEvents
-from modulm.engine.stats import Metrics
-from modulm.engine.texts import Job, Texts, paired
+from modulm.engine.types.requests import Finish, StepEvents
 from modulm.errors import EngineDead, ModulmError, RequestError, UnsupportedError
 from modulm.plugins import manager
 
@@ -60,15 +60,15 @@ class LLM:
         return llm
 
     def _open(self, config: EngineConfig) -> None:
-        self._host = Host(config, self, "offline")
+        self._host = EngineCore(config, self, "offline")
         self.info = self._host.info
         self.tokenizer = self._host.tokenizer
         self.metrics = Metrics(self.info.models[0])
         processors = processor_classes(config.model.logits_processors, manager.current())
-        self._preparer = Preparer(self.info, self.tokenizer, processors)
-        self._answers = Answers(self.metrics)
+        self._preparer = InputProcessor(self.info, self.tokenizer, processors)
+        self._answers = OutputProcessor(self.metrics)
         self._numbers = count()
-        self._done: list[Answer] = []
+        self._done: list[RequestState] = []
 
     # What the engine tells (see `loop.Listener`).
 
@@ -251,7 +251,7 @@ class LLM:
         the similarity of two embeddings, the cosine if its files say nothing else.
         """
         left, right = paired(data_1, data_2)
-        job = Texts(self.info, self.tokenizer).pairs(
+        job = PoolingInputs(self.info, self.tokenizer).pairs(
             left,
             right,
             pooling_params or PoolingParams(),
@@ -351,7 +351,7 @@ def _spread(given: T | Sequence[T] | None, amount: int, default: T) -> list[T]:
     return list(given)
 
 
-def _final(answer: Answer) -> Any:
+def _final(answer: RequestState) -> Any:
     """What the caller gets. A request that the engine refused is an answer of its own here, so
     that it does not take the others with it.
     """

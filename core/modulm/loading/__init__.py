@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from modulm.loading.cache_groups import CacheGroup
     from modulm.loading.checkpoint import Checkpoint, open_checkpoint, pooling_recipe
-    from modulm.loading.groups import CacheGroup
     from modulm.loading.model import Loaded, explain_model, load_model
     from modulm.nn.names import Rewrite, WeightNames
 
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CacheGroup": "modulm.loading.groups",
+    "CacheGroup": "modulm.loading.cache_groups",
     "Checkpoint": "modulm.loading.checkpoint",
     "Loaded": "modulm.loading.model",
     "Rewrite": "modulm.nn.names",

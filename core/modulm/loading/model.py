@@ -10,14 +10,14 @@ import torch
 from attrs import field, frozen
 
 from modulm.errors import CheckpointError, ConfigError, UnsupportedError
+from modulm.loading.cache_groups import CacheGroup, group_caches
 from modulm.loading.choices import Choices
-from modulm.loading.groups import CacheGroup, group_caches
 from modulm.loading.pooling import pooling_settings, pooling_table, pooling_tasks
 from modulm.loading.weights import WeightPlan, fill, plan_weights, wanted, weight_bytes
 from modulm.nn.builder import Builder, Shared
 from modulm.nn.config import read_config
 from modulm.nn.names import WeightNames
-from modulm.ops.walk import SEGMENT
+from modulm.ops.chunked_scan import SEGMENT
 from modulm.parallel import Group, Mesh
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from modulm.errors import CheckpointError
 if TYPE_CHECKING:
     from modulm.contracts.loader import WeightLoader
     from modulm.nn.names import WeightNames
-    from modulm.nn.slots import Part, Slot, Unit
+    from modulm.nn.weight_slots import Part, Slot, Unit
 
 __all__ = ["WeightPlan", "fill", "plan_weights", "wanted", "weight_bytes"]
 

@@ -18,8 +18,8 @@ from modulm.nn.decoder import (
 )
 from modulm.nn.embedding import Embedding, Head, LearnedPositions
 from modulm.nn.encoder import BidirectionalAttention, Encoder, Segment, segments
-from modulm.nn.latent import LatentAttention
 from modulm.nn.linear import Linear
+from modulm.nn.mla import LatentAttention
 from modulm.nn.mlp import GatedMLP, PlainMLP
 from modulm.nn.moe import ExpertNames, Gate, MoE, Routing
 from modulm.nn.names import Rewrite, WeightNames, split_heads, transpose

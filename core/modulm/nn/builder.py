@@ -16,7 +16,7 @@ from modulm.nn.embedding import Embedding, Head
 from modulm.nn.linear import Linear, Router
 from modulm.nn.norm import LayerNorm, RMSNorm
 from modulm.nn.rope import Rope, RopeTable
-from modulm.nn.slots import Part, Slot, Unit
+from modulm.nn.weight_slots import Part, Slot, Unit
 
 if TYPE_CHECKING:
     from modulm.contracts.attention import AttentionBackend, AttentionSpec

@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from modulm.contracts.model import StateSpec
 from modulm.errors import UnsupportedError
-from modulm.ops.walk import walk
+from modulm.ops.chunked_scan import walk
 
 if TYPE_CHECKING:
     from modulm.contracts.model import Batch, StatePlan

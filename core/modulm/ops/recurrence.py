@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from attrs import frozen
 from torch import Tensor
 
-from modulm.ops.walk import Walk, begin, walk
+from modulm.ops.chunked_scan import Walk, begin, walk
 
 if TYPE_CHECKING:
     from modulm.contracts.model import StatePlan

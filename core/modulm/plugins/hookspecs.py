@@ -240,7 +240,7 @@ def modulm_logits_steps(config: Any, vocabulary: int) -> Sequence[LogitsProcesso
 
 @hookspec
 def modulm_step_finished(stats: Any) -> None:
-    """One engine step is done. `stats` is `modulm.engine.stats.StepStats`. Notice: be quick."""
+    """One engine step is done. `stats` is `modulm.engine.frontend.metrics.StepStats`. Notice: be quick."""
 
 
 # Front ends.

@@ -9,9 +9,9 @@ from attrs import define, field
 
 from modulm.contracts.executor import Executor
 from modulm.contracts.policy import Candidate, Policy
-from modulm.engine.loop import Engine
-from modulm.engine.requests import Finish, StepEvents, StepStats
-from modulm.engine.scheduler import BudgetScheduler, Limits
+from modulm.engine.core.loop import EngineLoop
+from modulm.engine.scheduling.scheduler import BudgetScheduler, Limits
+from modulm.engine.types.requests import Finish, StepEvents, StepStats
 from modulm.errors import EngineDead, EngineError
 
 __all__ = ["ByArrival", "Recorder", "check_empty", "make_engine"]
@@ -70,15 +70,15 @@ def make_engine(
     policy: Policy | None = None,
     depth: int = 1,
     notify: Any = _silent,
-) -> tuple[Engine, Recorder]:
+) -> tuple[EngineLoop, Recorder]:
     """An engine on a started executor; call `engine.tick()` until it returns False."""
     capacity = executor.start(None)
     scheduler = BudgetScheduler(limits or Limits(), capacity, policy or ByArrival())
     recorder = Recorder()
-    return Engine(scheduler, executor, recorder, notify, depth), recorder
+    return EngineLoop(scheduler, executor, recorder, notify, depth), recorder
 
 
-def check_empty(engine: Engine) -> None:
+def check_empty(engine: EngineLoop) -> None:
     """Raise EngineError unless nothing is queued, running, or held in any pool or row."""
     scheduler = engine.scheduler
     if not isinstance(scheduler, BudgetScheduler):

@@ -18,19 +18,19 @@ import httpx
 import numpy as np
 import uvicorn
 from attrs import define, field, frozen
+from modulm_server.app import Served, create_app
+from modulm_server.serve import make_server, open_socket
 
 from modulm.config import EngineConfig
 from modulm.contracts.executor import RowLogprobs
 from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
-from modulm.engine.answers import Choice
-from modulm.engine.info import EngineInfo
-from modulm.engine.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
-from modulm.engine.requests import Finish
-from modulm.engine.stats import Metrics, StepStats
-from modulm.engine.validate import check, check_pooling, check_prompt, truncated
+from modulm.engine.frontend.metrics import Metrics, StepStats
+from modulm.engine.frontend.output_processor import Choice
+from modulm.engine.sampling.validation import check, check_pooling, check_prompt, truncated
+from modulm.engine.types.engine_info import EngineInfo
+from modulm.engine.types.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
+from modulm.engine.types.requests import Finish
 from modulm.errors import EngineDead, EngineError, UnsupportedError
-from modulm.server.app import Served, create_app
-from modulm.server.serve import make_server, open_socket
 from modulm.text.tokenizer import Tokenizer
 
 __all__ = ["Live", "Reply", "ScriptedEngine", "error_of", "scripted_info", "serve_in_thread"]
@@ -289,7 +289,7 @@ class _Play:
         outputs = [choice.delta() if delta else choice.output() for choice in choices]
         prompt_logprobs = None
         if self.params.prompt_logprobs is not None:
-            from modulm.engine.answers import position
+            from modulm.engine.frontend.output_processor import position
 
             entries = [RowLogprobs(np.array([i]), np.array([-1.0]), 1) for i in self.ids[1:]]
             prompt_logprobs = [None, *(position(e, self.engine.tokenizer) for e in entries)]

@@ -14,8 +14,8 @@ import torch
 
 from modulm.config import EngineConfig
 from modulm.contracts.executor import Plan
-from modulm.engine.batch import BatchBuilder, GroupPlanner
-from modulm.engine.caches import allocate
+from modulm.engine.kv_cache.sizing import allocate
+from modulm.engine.worker.input_batch import BatchBuilder, GroupPlanner
 from modulm.loading import Loaded, load_model, open_checkpoint
 from modulm.plugins import manager
 

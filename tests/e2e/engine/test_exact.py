@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from modulm.config import EngineConfig
 from modulm.contracts.sampling import SamplingParams
-from modulm.engine.host import Host
-from modulm.engine.requests import Request
+from modulm.engine.core.engine_core import EngineCore
+from modulm.engine.types.requests import Request
 from modulm.testing.checkpoints import make_tiny
 from modulm.testing.engines import Recorder, check_empty
 
@@ -71,7 +71,7 @@ _names = count()
 class Bench:
     """An engine that records what it is told."""
 
-    host: Host = field(init=False)
+    host: EngineCore = field(init=False)
     seen: Recorder = field(factory=Recorder)
 
     @classmethod
@@ -79,7 +79,7 @@ class Bench:
         made = cls()
         given = {"model": str(folder), "dtype": "float32", "cpu_threads": 1, "block_size": 32,
                  "kv_cache_memory_bytes": 1 << 22, "max_model_len": 160, **flags}  # fmt: skip
-        made.host = Host(EngineConfig.from_keywords(**given), made.seen)
+        made.host = EngineCore(EngineConfig.from_keywords(**given), made.seen)
         return made
 
     def run(self, workload: list[dict[str, Any]], order: list[int]) -> dict[int, list[Any]]:

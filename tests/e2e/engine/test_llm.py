@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from modulm import LLM, BeamSearchParams, SamplingParams, StructuredOutputs
 from modulm.contracts.policy import Scheduler
-from modulm.engine.scheduler import BudgetScheduler
+from modulm.engine.scheduling.scheduler import BudgetScheduler
 from modulm.errors import ConfigError, ContextLengthExceeded, RequestError
 from modulm.testing.checkpoints import make_tiny
 from modulm.testing.engines import check_empty
@@ -203,7 +203,7 @@ def test_chat_renders_the_template(llm: LLM) -> None:
         {"async_scheduling": True},
         {"num_gpu_blocks_override": 8, "max_num_seqs": 4},
         {"scheduling_policy": "priority", "enable_prefix_caching": False},
-        {"scheduler_cls": "modulm.engine.scheduler:BudgetScheduler"},
+        {"scheduler_cls": "modulm.engine.scheduling.scheduler:BudgetScheduler"},
         {"block_size": 4},
     ],
 )

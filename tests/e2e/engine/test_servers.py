@@ -70,7 +70,9 @@ def serving(folder: Path, *more: str) -> Iterator[tuple[subprocess.Popen[bytes],
 
 
 def workers(server: subprocess.Popen[bytes]) -> list[int]:
-    return [pid for pid, line in descendants(server.pid).items() if "server.worker" in line]
+    return [
+        pid for pid, line in descendants(server.pid).items() if "modulm_server.api_worker" in line
+    ]
 
 
 def ask(url: str, tokens: int = 8) -> str:
@@ -94,10 +96,10 @@ def test_two_servers_one_engine(tmp_path: Path) -> None:
         until(lambda: len(workers(server)) == 1)
         children = descendants(server.pid)
         roles = Counter(
-            role for command in children.values() for role in ("engine.process", "server.worker")
+            role for command in children.values() for role in ("client.process", "modulm_server.api_worker")
             if role in command
         )  # fmt: skip
-        assert roles == {"engine.process": 1, "server.worker": 1}
+        assert roles == {"client.process": 1, "modulm_server.api_worker": 1}
         assert len({ask(url) for _ in range(12)}) == 1
         for _ in range(8):  # whichever process answers
             assert total(url, "modulm:request_success_total") == 12

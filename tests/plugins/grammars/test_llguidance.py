@@ -7,7 +7,7 @@ import json
 import pytest
 
 from modulm.contracts.sampling import StructuredOutputs
-from modulm.engine.grammars import GrammarCompiler
+from modulm.engine.structured_output.compiler import GrammarCompiler
 from modulm.errors import RequestError
 from modulm.plugins import manager
 from modulm.testing.checkpoints import make_tiny

@@ -17,7 +17,7 @@ from modulm.errors import (
     UnsupportedError,
 )
 from modulm.loading import load_model, open_checkpoint
-from modulm.nn.slots import Slot
+from modulm.nn.weight_slots import Slot
 from modulm.plugins import manager
 from modulm.testing.checkpoints import make_tiny
 

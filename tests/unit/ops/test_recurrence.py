@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modulm.contracts.model import StatePlan
+from modulm.ops.chunked_scan import SEGMENT
 from modulm.ops.recurrence import delta_rule, selective_scan
-from modulm.ops.walk import SEGMENT
 
 HEADS, GROUPS, DIM, SIZE, SLOTS = 4, 2, 3, 5, 8
 

@@ -198,21 +198,21 @@ def test_who_asks_for_text_gets_no_recipe(watcher: Watcher, checkpoint: Path) ->
 
 
 def test_failure(watcher: Watcher, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from modulm.engine.runner import Runner
+    from modulm.engine.worker.model_runner import ModelRunner
 
     def fail(self: Any, plan: Any) -> Any:
         raise EngineDead("the device is gone")
 
     flags = {"device": "cpu", "disable_frontend_multiprocessing": True, "runner": "generate"}
     with LLM(str(checkpoint), **flags) as llm:
-        monkeypatch.setattr(Runner, "run", fail)
+        monkeypatch.setattr(ModelRunner, "run", fail)
         with suppress(EngineError):
             llm.generate(["Hello"], SamplingParams(max_tokens=3))
     assert "the device is gone" in str(watcher.first("engine_failed")["error"])
 
 
 def test_choosing_a_parser(watcher: Watcher, checkpoint: Path) -> None:
-    from modulm.server.talk import with_declared_parsers
+    from modulm_server.chat_turn import with_declared_parsers
 
     config = with_declared_parsers(EngineConfig.from_keywords(model=str(checkpoint)))
     assert config.frontend.tool_call_parser == "hermes"
@@ -223,7 +223,7 @@ def test_choosing_a_parser(watcher: Watcher, checkpoint: Path) -> None:
 
 
 def test_a_model_that_is_to_call_tools_needs_a_parser(checkpoint: Path) -> None:
-    from modulm.server.talk import with_declared_parsers
+    from modulm_server.chat_turn import with_declared_parsers
 
     asked = {"enable_auto_tool_choice": True}
     with pytest.raises(ConfigError, match="tool_call_parser.*declares none"):
@@ -233,7 +233,8 @@ def test_a_model_that_is_to_call_tools_needs_a_parser(checkpoint: Path) -> None:
 
 
 def test_server(watcher: Watcher, tmp_path: Path) -> None:
-    from modulm.server.serve import banner
+    from modulm_server.serve import banner
+
     from modulm.testing.checkpoints import make_tokenizer
     from modulm.testing.server import Reply, ScriptedEngine, scripted_info, serve_in_thread
     from modulm.text.tokenizer import load_tokenizer

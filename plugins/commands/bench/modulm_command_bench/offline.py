@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from modulm.config import EngineConfig
 from modulm.contracts.sampling import SamplingParams
-from modulm.engine.beam import BeamSearchParams
+from modulm.engine.frontend.beam_search import BeamSearchParams
 from modulm_command_bench.samples import Recipe, Sample, make_samples
 
 __all__ = ["Latency", "latency", "throughput"]
@@ -186,7 +186,7 @@ def _run_async(
     config: EngineConfig, samples: Sequence[Sample], params: list[SamplingParams]
 ) -> _Run:
     """The engine behind AsyncLLM, as the server uses it."""
-    from modulm.engine.aio import AsyncLLM
+    from modulm.engine.async_llm import AsyncLLM
 
     async def one(engine: Any, number: int) -> int:
         prompt = {"prompt_token_ids": list(samples[number].ids)}

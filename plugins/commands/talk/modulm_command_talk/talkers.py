@@ -17,7 +17,7 @@ from modulm_command_talk.client import Client
 
 if TYPE_CHECKING:
     from modulm.config.sources import Draft
-    from modulm.engine.aio import AsyncLLM
+    from modulm.engine.async_llm import AsyncLLM
 
 __all__ = ["Asked", "Local", "Piece", "Remote", "Stats", "Talker"]
 
@@ -131,7 +131,7 @@ class Local:
     """A model in this process: the engine runs on an event loop of its own thread."""
 
     def __init__(self, draft: Draft) -> None:
-        from modulm.server.talk import with_declared_parsers
+        from modulm_server.chat_turn import with_declared_parsers
 
         # One conversation does not need a process of its own, and starts sooner without.
         config = draft.config.with_(disable_frontend_multiprocessing=True)
@@ -144,7 +144,7 @@ class Local:
         self._engine = self._start()
 
     def _start(self) -> AsyncLLM:
-        from modulm.engine.aio import AsyncLLM
+        from modulm.engine.async_llm import AsyncLLM
 
         return AsyncLLM.from_config(self._config)
 

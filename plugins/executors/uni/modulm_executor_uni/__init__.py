@@ -11,8 +11,8 @@ from modulm.errors import EngineError, UnsupportedError
 
 if TYPE_CHECKING:
     from modulm.contracts.platform import Platform
-    from modulm.engine.caches import Sizing
-    from modulm.engine.runner import Runner
+    from modulm.engine.kv_cache.sizing import Sizing
+    from modulm.engine.worker.model_runner import ModelRunner
     from modulm.loading import Loaded
 
 __all__ = ["UniExecutor"]
@@ -29,7 +29,7 @@ class UniExecutor(Executor):
     api: ClassVar[int | tuple[int, int]] = 1
 
     def __init__(self) -> None:
-        self._runner: Runner | None = None
+        self._runner: ModelRunner | None = None
         self._loaded: Loaded | None = None
         self._platform: Platform | None = None
         self._config: Any = None
@@ -61,9 +61,9 @@ class UniExecutor(Executor):
         }
         return runner.capacity
 
-    def _build(self, platform: Platform, sizing: Sizing | None) -> tuple[Loaded, Runner]:
+    def _build(self, platform: Platform, sizing: Sizing | None) -> tuple[Loaded, ModelRunner]:
         """Load what is not loaded, and a runner with its caches; sizing: as they were before."""
-        from modulm.engine.runner import Runner
+        from modulm.engine.worker.model_runner import ModelRunner
         from modulm.loading import load_model, open_checkpoint
         from modulm.plugins import manager
 
@@ -71,7 +71,7 @@ class UniExecutor(Executor):
         if loaded is None:
             checkpoint = open_checkpoint(self._config)
             loaded = load_model(self._config, checkpoint, platform, manager.current())
-        runner = Runner(self._config, loaded, platform, sizing)
+        runner = ModelRunner(self._config, loaded, platform, sizing)
         self._width = runner.check()
         self._loaded, self._runner = loaded, runner
         return loaded, runner

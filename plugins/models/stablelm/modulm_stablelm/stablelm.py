@@ -28,7 +28,7 @@ from modulm.nn import (
     standard_mlp,
     tiny_config,
 )
-from modulm.nn.slots import Part, Slot, Unit
+from modulm.nn.weight_slots import Part, Slot, Unit
 
 __all__ = ["HeadNorms", "StableLmConfig", "StableLmForCausalLM", "stablelm_layer"]
 

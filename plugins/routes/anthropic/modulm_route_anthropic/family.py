@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 from fastapi import APIRouter, Request
+from modulm_server.chat_turn import Parsers, Turn
+from modulm_server.constraints import forced_tool
+from modulm_server.errors import ClientGone, error_body, report
+from modulm_server.generation import ChatOptions
+from modulm_server.json_body import bad_field, json_response, read, takes
+from modulm_server.sse import EventStream, event, until_gone
 from starlette.responses import Response
 
 from modulm.contracts.route import RouteFamily
-from modulm.server.constraints import forced_tool
-from modulm.server.desk import ChatOptions
-from modulm.server.errors import ClientGone, error_body, report
-from modulm.server.sse import EventStream, event, until_gone
-from modulm.server.talk import Parsers, Turn
-from modulm.server.wire import bad_field, json_response, read, takes
 from modulm_route_anthropic.events import Events, blocks_of, stop_of, usage_of
 from modulm_route_anthropic.schema import (
     CountRequest,
@@ -27,8 +27,8 @@ from modulm_route_anthropic.schema import (
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from modulm.server.errors import ApiError
-    from modulm.server.talk import Started
+    from modulm_server.chat_turn import Started
+    from modulm_server.errors import ApiError
 
 __all__ = ["Anthropic"]
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import IO
 
-    from modulm.server.inside import Inside
+    from modulm_server.loopback import LoopbackClient
+
     from modulm_route_files.store import FileStore, StoredFile
 
 __all__ = ["ENDPOINTS", "Batch"]
@@ -76,7 +77,7 @@ class Batch:
         self.status = status
         self.times[status] = int(time.time())
 
-    async def run(self, files: FileStore, inside: Inside) -> None:
+    async def run(self, files: FileStore, inside: LoopbackClient) -> None:
         """Do everything."""
         try:
             await self._run(files, inside)
@@ -89,7 +90,7 @@ class Batch:
         finally:
             self.task = None
 
-    async def _run(self, files: FileStore, inside: Inside) -> None:
+    async def _run(self, files: FileStore, inside: LoopbackClient) -> None:
         lines = list(self._lines())
         if not lines or len(lines) > _LINES:
             self.trouble.append(_trouble("lines", f"a batch has 1 to {_LINES} lines"))
@@ -147,7 +148,7 @@ class Batch:
         return line, None
 
     async def _line(
-        self, line: tuple[Any, str | None], inside: Inside, good: IO[bytes], bad: IO[bytes]
+        self, line: tuple[Any, str | None], inside: LoopbackClient, good: IO[bytes], bad: IO[bytes]
     ) -> None:
         request, wrong = line
         record: dict[str, Any] = {
@@ -170,7 +171,7 @@ class Batch:
         self.counts["completed" if fine else "failed"] += 1
         (good if fine else bad).write(msgspec.json.encode(record) + b"\n")
 
-    async def _post(self, inside: Inside, body: bytes) -> tuple[int, bytes]:
+    async def _post(self, inside: LoopbackClient, body: bytes) -> tuple[int, bytes]:
         """The answer; while the server is full, a batch waits its turn."""
         for pause in _PAUSES:
             status, answer = await inside.post(self.endpoint, body, self.owner)

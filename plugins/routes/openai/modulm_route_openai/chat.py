@@ -6,20 +6,20 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
-
-from modulm.contracts.parser import Content, Reasoning, ToolArguments, ToolStart
-from modulm.parsing import new_call_id
-from modulm.server.constraints import (
+from modulm_server.chat_turn import Message, Parsers, Started, Step, Turn
+from modulm_server.constraints import (
     asked,
     check_tools,
     forced_tool,
     only_one,
 )
-from modulm.server.desk import ChatOptions
-from modulm.server.sampling import not_yet, sampling_params
-from modulm.server.sse import DONE, EventStream, frame, until_gone
-from modulm.server.talk import Message, Parsers, Started, Step, Turn
-from modulm.server.wire import bad_field, json_response
+from modulm_server.generation import ChatOptions
+from modulm_server.json_body import bad_field, json_response
+from modulm_server.sampling import not_yet, sampling_params
+from modulm_server.sse import DONE, EventStream, frame, until_gone
+
+from modulm.contracts.parser import Content, Reasoning, ToolArguments, ToolStart
+from modulm.parsing import new_call_id
 from modulm_route_openai.answers import (
     StreamUsage,
     answer_id,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from modulm.contracts.route import RouteContext
     from modulm.contracts.sampling import SamplingParams
-    from modulm.engine.beam import BeamSearchParams
+    from modulm.engine.frontend.beam_search import BeamSearchParams
     from modulm_route_openai.schema import ChatRequest
 
 __all__ = ["Chat"]

@@ -8,13 +8,13 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
+from modulm_server.constraints import asked, only_one
+from modulm_server.generation import Prompt, Running, merged
+from modulm_server.json_body import bad_field, json_response
+from modulm_server.sampling import LIMITS, not_yet, sampling_params
+from modulm_server.sse import DONE, EventStream, frame, until_gone
 
-from modulm.engine.beam import BeamSearchParams
-from modulm.server.constraints import asked, only_one
-from modulm.server.desk import Prompt, Running, merged
-from modulm.server.sampling import LIMITS, not_yet, sampling_params
-from modulm.server.sse import DONE, EventStream, frame, until_gone
-from modulm.server.wire import bad_field, json_response
+from modulm.engine.frontend.beam_search import BeamSearchParams
 from modulm_route_openai.answers import (
     StreamUsage,
     answer_id,

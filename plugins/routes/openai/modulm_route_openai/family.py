@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, Request
+from modulm_server.errors import model_error
+from modulm_server.json_body import json_response, read, takes
 from starlette.responses import Response
 
 from modulm.contracts.route import RouteFamily
-from modulm.server.errors import model_error
-from modulm.server.wire import json_response, read, takes
 from modulm_route_openai.chat import Chat
 from modulm_route_openai.completions import Completions
 from modulm_route_openai.schema import ChatRequest, CompletionRequest

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from modulm_server.json_body import bad_field
 
-from modulm.server.wire import bad_field
 from modulm_route_pooling.prompts import text_of
 from modulm_route_pooling.schema import CohereEmbedRequest, EmbedRequest
 from modulm_route_pooling.vectors import bits

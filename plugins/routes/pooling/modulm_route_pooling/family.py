@@ -14,15 +14,15 @@ from uuid import uuid4
 
 import numpy as np
 from fastapi import APIRouter, Request
+from modulm_server.generation import Prompt
+from modulm_server.json_body import bad_field, json_response, read, takes
+from modulm_server.sse import until_gone
 from starlette.responses import Response
 
 from modulm.contracts.route import RouteFamily
 from modulm.contracts.sampling import PoolingParams
-from modulm.engine.texts import Texts
+from modulm.engine.pooling.inputs import PoolingInputs
 from modulm.errors import RequestError
-from modulm.server.desk import Prompt
-from modulm.server.sse import until_gone
-from modulm.server.wire import bad_field, json_response, read, takes
 from modulm_route_pooling.cohere import answer, question, refuse_images
 from modulm_route_pooling.prompts import Part, pairs_of, prompts_of, text_of
 from modulm_route_pooling.schema import (
@@ -144,9 +144,9 @@ class Pooling(RouteFamily):
         return named
 
     @property
-    def _texts(self) -> Texts:
+    def _texts(self) -> PoolingInputs:
         engine = self.context.engine
-        return Texts(engine.info, engine.tokenizer, self.context.desk.template)
+        return PoolingInputs(engine.info, engine.tokenizer, self.context.desk.template)
 
     def _model(self, name: Any, tasks: Sequence[str]) -> str:
         """The served model, if it is for one of the tasks. Raises ApiError(400) naming `model`."""

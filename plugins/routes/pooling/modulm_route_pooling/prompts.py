@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from modulm_server.generation import ChatOptions, GenerationService
+from modulm_server.json_body import bad_field
+from modulm_server.sampling import LIMITS
+
 from modulm.contracts.sampling import PoolingParams
-from modulm.engine.texts import Texts, paired
+from modulm.engine.pooling.inputs import PoolingInputs, paired
 from modulm.errors import RequestError
-from modulm.server.desk import ChatOptions, Desk
-from modulm.server.sampling import LIMITS
-from modulm.server.wire import bad_field
 from modulm_route_pooling.schema import ClassifyRequest, EmbedRequest, RerankRequest, ScoreRequest
 
 __all__ = ["Part", "pairs_of", "prompts_of", "text_of"]
@@ -30,7 +31,10 @@ _INLINE = 20_000
 
 
 async def prompts_of(
-    desk: Desk, texts: Texts, body: EmbedRequest | ClassifyRequest, params: PoolingParams
+    desk: GenerationService,
+    texts: PoolingInputs,
+    body: EmbedRequest | ClassifyRequest,
+    params: PoolingParams,
 ) -> list[Part]:
     """The ids of every input. Raises ApiError(400) naming the field."""
     if body.messages is not None:
@@ -60,7 +64,7 @@ async def prompts_of(
 
 
 def pairs_of(
-    texts: Texts, body: ScoreRequest | RerankRequest
+    texts: PoolingInputs, body: ScoreRequest | RerankRequest
 ) -> tuple[Sequence[str], Sequence[str]]:
     """The texts of both sides, one pair for each score. Raises ApiError(400) naming the field."""
     if isinstance(body, RerankRequest):
@@ -105,7 +109,7 @@ def text_of(name: str, given: Any) -> str:
     return given
 
 
-def _short(texts: Texts, text: str, most: int) -> str:
+def _short(texts: PoolingInputs, text: str, most: int) -> str:
     """The first `most` tokens of a text; 0 for all."""
     if not most:
         return text

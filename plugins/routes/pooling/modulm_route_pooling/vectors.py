@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from modulm_server.errors import ApiError
+from modulm_server.json_body import bad_field
 from starlette.responses import Response
 
-from modulm.server.errors import ApiError
-from modulm.server.wire import bad_field
 from modulm_route_pooling.schema import EmbedRequest
 
 __all__ = ["bits", "bytes_response", "is_binary", "shown"]

@@ -6,8 +6,8 @@ import time
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from modulm.server.sampling import not_yet
-from modulm.server.wire import bad_field
+from modulm_server.json_body import bad_field
+from modulm_server.sampling import not_yet
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 from fastapi import APIRouter, Request
+from modulm_server.auth import owner_of
+from modulm_server.chat_turn import Parsers, Turn
+from modulm_server.errors import ApiError, describe, escape
+from modulm_server.generation import ChatOptions, Prompt
+from modulm_server.json_body import bad_field, json_response, read, takes
+from modulm_server.sse import EventStream, event, until_gone
 from starlette.responses import Response
 
 from modulm.contracts.route import RouteFamily
-from modulm.server.auth import owner_of
-from modulm.server.desk import ChatOptions, Prompt
-from modulm.server.errors import ApiError, describe, escape
-from modulm.server.sse import EventStream, event, until_gone
-from modulm.server.talk import Parsers, Turn
-from modulm.server.wire import bad_field, json_response, read, takes
 from modulm_route_responses.body import page, refuse, response, usage
 from modulm_route_responses.events import Log
 from modulm_route_responses.output import Output
@@ -36,11 +36,11 @@ from modulm_route_responses.store import Store, Stored
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator
 
-    from modulm.server.talk import Started
+    from modulm_server.chat_turn import Started
 
 __all__ = ["Responses"]
 
-log = logging.getLogger("modulm.server")
+log = logging.getLogger("modulm_server")
 
 
 @frozen

@@ -7,8 +7,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
-
-from modulm.server.errors import ApiError
+from modulm_server.errors import ApiError
 
 if TYPE_CHECKING:
     from modulm_route_responses.events import Log

@@ -1,0 +1,1 @@
+"""How a front end reaches an engine core: in a thread or in another process."""

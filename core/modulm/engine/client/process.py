@@ -1,0 +1,473 @@
+"""The engine in a process of its own, and the line to it.
+
+The process that starts the engine owns it: when the owner goes, by whatever signal, the engine
+goes. Further front ends connect to the same socket (`--api-server-count`). The engine's steps run
+in its main thread; a second thread serves the sockets, so that a step never waits for a peer.
+
+    owner                              engine process
+    EngineProcess(config)  --start-->  loads the model
+                           <--info---  (or error)
+    ProcessLine            --submit, abort, call-->
+                           <--events, answer, dead--
+                           <--tell (told, gather)---
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from modulm.engine.client import codec
+from modulm.engine.client.core_client import EngineCoreClient
+from modulm.engine.client.spawn import EngineProcess, connect
+from modulm.engine.types.requests import Finish, Request, StepEvents
+from modulm.errors import EngineDead, EngineError, ModulmError
+from modulm.plugins import manager
+from modulm.plugins.manager import PluginManager
+
+if TYPE_CHECKING:
+    from modulm.engine.core.engine_core import EngineCore
+
+__all__ = ["EngineProcess", "ProcessCoreClient", "main", "split"]
+
+log = logging.getLogger("modulm.engine")
+
+#: Bytes that may wait for a front end that does not read, before it is let go.
+_BACKLOG = 256 << 20
+#: Seconds that front ends get to tell of themselves; one that does not counts as it last did.
+_TELLING = 2.0
+#: Seconds that front ends get to read the last words.
+_GRACE = 5.0
+
+
+class ProcessCoreClient(EngineCoreClient):
+    """One front end's line to an engine process.
+
+    owned: the process, where this front end started it. Waits until the model is loaded and raises
+    what went wrong there.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        events: Callable[[StepEvents], None],
+        died: Callable[[EngineDead], None],
+        owned: EngineProcess | None = None,
+    ) -> None:
+        self.address = address
+        self._events = events
+        self._died = died
+        self._owned = owned
+        self._calls: dict[int, Future[Any]] = {}
+        self._numbers = count()
+        self._closing = False
+        self._lock = threading.Lock()
+        self._peer = connect(address)
+        self._stream = self._peer.makefile("rb")
+        self._peer.sendall(codec.pack("hello"))
+        frame = self._receive()
+        if frame is None:
+            self.close()
+            raise EngineDead(owned.ending() if owned else "the engine's process is gone")
+        if frame[0] == "error":
+            self.close()
+            raise codec.unpack_error(frame[1]) or EngineDead("the engine did not start")
+        self.number, self.info = frame[1], codec.unpack_info(frame[2])
+        self._thread = threading.Thread(target=self._listen, name="modulm-line", daemon=True)
+        self._thread.start()
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._send(codec.pack("submit", [codec.pack_request(request) for request in requests]))
+
+    def abort(self, request: str) -> None:
+        with suppress(EngineDead):
+            self._send(codec.pack("abort", request))
+
+    def call(self, name: str, *arguments: Any) -> Future[Any]:
+        number, answer = next(self._numbers), Future[Any]()
+        self._calls[number] = answer
+        self._send(codec.pack("call", number, name, *arguments))
+        return answer
+
+    def reports(self) -> Future[list[str]]:
+        number, answer = next(self._numbers), Future[Any]()
+        self._calls[number] = answer
+        self._send(codec.pack("gather", number))
+        return answer
+
+    def close(self) -> None:
+        self._closing = True
+        with suppress(OSError):
+            self._peer.shutdown(socket.SHUT_RDWR)
+        self._peer.close()
+        if self._owned is not None:
+            self._owned.close()
+
+    def _send(self, data: bytes) -> None:
+        try:
+            with self._lock:
+                self._peer.sendall(data)
+        except OSError as error:
+            raise EngineDead("the engine's process is gone") from error
+
+    def _receive(self) -> list[Any] | None:
+        """The next frame; None when there will be none."""
+        try:
+            size = int.from_bytes(self._stream.read(4), "big")
+            body = self._stream.read(size)
+        except (OSError, ValueError):
+            return None
+        return codec.unpack(body) if size and len(body) == size else None
+
+    def _listen(self) -> None:
+        """Until the line ends: hand on what comes. The body of the line's thread."""
+        death: EngineDead | None = None
+        while death is None and (frame := self._receive()) is not None:
+            if frame[0] == "events":
+                self._events(codec.unpack_events(frame[1]))
+            elif frame[0] == "answer":
+                self._answer(*frame[1:])
+            elif frame[0] == "tell":
+                with suppress(EngineDead):
+                    self._send(codec.pack("told", frame[1], self.report()))
+            elif frame[0] == "dead":
+                death = EngineDead(frame[1])
+        if death is None:
+            gone = self._owned.ending() if self._owned and not self._closing else ""
+            death = EngineDead(gone or "the line to the engine was closed")
+        for answer in self._calls.values():
+            answer.set_exception(death)
+        self._died(death)
+
+    def _answer(self, number: int, value: Any, error: list[Any] | None) -> None:
+        answer = self._calls.pop(number)
+        failed = codec.unpack_error(error)
+        if failed is None:
+            answer.set_result(value)
+        else:
+            answer.set_exception(failed)
+
+
+# The other side.
+
+
+class _Peer(asyncio.Protocol):
+    """A front end, as the engine's process sees it. The first one to say "start" is the owner."""
+
+    def __init__(self, server: _Server) -> None:
+        self._server = server
+        self._data = bytearray()
+        self._transport: asyncio.Transport | None = None
+        self.number = next(server.numbers)
+        self.open: set[str] = set()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if isinstance(transport, asyncio.Transport):
+            self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        while len(self._data) >= 4:
+            end = 4 + int.from_bytes(self._data[:4], "big")
+            if end > codec.LIMIT:
+                self.drop("a frame is too long")
+            if len(self._data) < end or self._transport is None:
+                return
+            frame = codec.unpack(self._data[4:end])
+            del self._data[:end]
+            try:
+                self._server.frame(self, frame)
+            except Exception:
+                log.exception("front end %d sent a frame that cannot be read", self.number)
+                self.drop("a frame cannot be read")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._server.lost(self)
+
+    def send(self, data: bytes) -> None:
+        if self._transport is None:
+            return
+        self._transport.write(data)
+        if self._transport.get_write_buffer_size() > _BACKLOG:
+            self.drop("it does not read what it is sent")
+
+    def drop(self, reason: str) -> None:
+        if self._transport is not None:
+            log.error("front end %d is let go: %s", self.number, reason)
+            self._transport.abort()
+            self._transport = None
+
+
+class _Reports:
+    """What front ends tell of themselves when one of them asks for all.
+
+    The last words of those that are gone are kept, so that what they counted is not forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._said: dict[int, str] = {}
+        self._open: dict[int, tuple[_Peer, int, set[int]]] = {}
+        self._numbers = count()
+
+    def gather(self, asker: _Peer, number: int, peers: Iterable[_Peer]) -> None:
+        """Ask all others; the answer to the asker's call `number` follows when they have told."""
+        others = [peer for peer in peers if peer is not asker]
+        question = next(self._numbers)
+        self._open[question] = (asker, number, {peer.number for peer in others})
+        for peer in others:
+            peer.send(codec.pack("tell", question))
+        self._close(question)
+        asyncio.get_running_loop().call_later(_TELLING, self._give_up, question)
+
+    def told(self, peer: _Peer, question: int, text: str) -> None:
+        """A front end has told."""
+        self._said[peer.number] = text
+        if question in self._open:
+            self._open[question][2].discard(peer.number)
+            self._close(question)
+
+    def lost(self, peer: _Peer) -> None:
+        """A front end is gone; nobody waits for it."""
+        for question in list(self._open):
+            self._open[question][2].discard(peer.number)
+            self._close(question)
+
+    def _give_up(self, question: int) -> None:
+        if question in self._open:
+            self._open[question][2].clear()
+            self._close(question)
+
+    def _close(self, question: int) -> None:
+        asker, number, missing = self._open[question]
+        if not missing:
+            del self._open[question]
+            said = [text for peer, text in self._said.items() if peer != asker.number]
+            asker.send(codec.pack("answer", number, said, None))
+
+
+class _Server:
+    """Serves the sockets of an engine's process on a thread of its own."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self.numbers = count()
+        self.started: Future[list[Any]] = Future()
+        self.gone = threading.Event()
+        self._listener = listener
+        self._loop = asyncio.new_event_loop()
+        self._owner: _Peer | None = None
+        self._peers: dict[int, _Peer] = {}
+        self._requests: dict[str, _Peer] = {}
+        self._hello: bytes | None = None
+        self._reports = _Reports()
+        self._host: EngineCore | None = None
+        self._thread = threading.Thread(target=self._run, name="modulm-sockets", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        serve = self._loop.create_unix_server(lambda: _Peer(self), sock=self._listener)
+        self._loop.run_until_complete(serve)
+        self._loop.run_forever()
+
+    # From the engine's thread.
+
+    def ready(self, host: EngineCore) -> None:
+        """The engine takes requests from now on."""
+        self._loop.call_soon_threadsafe(self._open, host)
+
+    def refuse(self, error: BaseException) -> None:
+        """The engine did not start: everybody who asks is told why."""
+        self._later(self._greet_all, codec.pack("error", codec.pack_error(error)))
+
+    def events(self, events: StepEvents) -> None:
+        """A step is done (see `loop.Listener`)."""
+        self._later(self._deliver, events)
+
+    def died(self, error: EngineDead) -> None:
+        """The engine cannot go on."""
+        self._later(self._broadcast, codec.pack("dead", str(error)))
+
+    def flush(self) -> None:
+        """Wait until what was sent has left the process, for a moment."""
+        done = asyncio.run_coroutine_threadsafe(self._flushed(), self._loop)
+        with suppress(TimeoutError):
+            done.result(_GRACE)
+
+    def _later(self, function: Callable[..., None], *arguments: Any) -> None:
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    async def _flushed(self) -> None:
+        await asyncio.sleep(0.05)
+
+    # On the sockets' thread.
+
+    def frame(self, peer: _Peer, frame: list[Any]) -> None:
+        kind, *arguments = frame
+        if kind == "start" and self._owner is None:
+            self._owner = peer
+            self.started.set_result(arguments)
+        elif kind == "hello":
+            self._peers[peer.number] = peer
+            if self._hello is not None:
+                peer.send(self._hello)
+            elif self._host is not None:
+                self._greet(peer)
+        elif self._host is not None:
+            self._request(self._host, peer, kind, arguments)
+
+    def _request(self, host: EngineCore, peer: _Peer, kind: str, arguments: list[Any]) -> None:
+        if kind == "submit":
+            self._submit(host, peer, [codec.unpack_request(table) for table in arguments[0]])
+        elif kind == "abort" and arguments[0] in peer.open:
+            self._forget(arguments[0])
+            host.engine.abort(arguments[0])
+        elif kind == "call":
+            self._call(host, peer, *arguments)
+        elif kind == "gather":
+            self._reports.gather(peer, arguments[0], self._peers.values())
+        elif kind == "told":
+            self._reports.told(peer, *arguments)
+
+    def _submit(self, host: EngineCore, peer: _Peer, requests: list[Request]) -> None:
+        try:
+            for request in requests:
+                if request.id in self._requests:
+                    raise EngineError(f"request id {request.id!r} is in use")
+            host.submit(*requests)
+        except Exception as error:
+            refused = [Finish(request.id, "error", None, error) for request in requests]
+            peer.send(codec.pack("events", codec.pack_events(StepEvents(finished=refused))))
+            return
+        for request in requests:
+            self._requests[request.id] = peer
+            peer.open.add(request.id)
+
+    def _call(self, host: EngineCore, peer: _Peer, number: int, name: str, *arguments: Any) -> None:
+        def answered(future: Future[Any]) -> None:
+            error = future.exception()
+            value = None if error else future.result()
+            self._later(peer.send, codec.pack("answer", number, value, codec.pack_error(error)))
+
+        try:
+            host.engine.call(host.operation(name, *arguments)).add_done_callback(answered)
+        except ModulmError as error:
+            peer.send(codec.pack("answer", number, None, codec.pack_error(error)))
+
+    def lost(self, peer: _Peer) -> None:
+        """A front end is gone: its requests end, and with the owner everything."""
+        self._peers.pop(peer.number, None)
+        self._reports.lost(peer)
+        for identity in peer.open:
+            self._requests.pop(identity, None)
+            if self._host is not None:
+                self._host.engine.abort(identity)
+        peer.open.clear()
+        if self._owner is None and not self.started.done():  # the owner, before it said a word
+            self.started.set_exception(EngineDead("there is nobody to work for"))
+        if peer is self._owner:
+            self.gone.set()
+            if self._host is not None:
+                self._host.engine.stop()
+            if not self.started.done():
+                self.started.cancel()
+
+    def _open(self, host: EngineCore) -> None:
+        self._host = host
+        for peer in self._peers.values():
+            self._greet(peer)
+        if self.gone.is_set():
+            host.engine.stop()
+
+    def _greet(self, peer: _Peer) -> None:
+        if self._host is not None:
+            peer.send(codec.pack("info", peer.number, codec.pack_info(self._host.info)))
+
+    def _greet_all(self, data: bytes) -> None:
+        self._hello = data
+        self._broadcast(data)
+
+    def _broadcast(self, data: bytes) -> None:
+        for peer in self._peers.values():
+            peer.send(data)
+
+    def _deliver(self, events: StepEvents) -> None:
+        """Each front end gets its own requests' events; all get the numbers of the step."""
+        if len(self._peers) == 1:
+            for peer in self._peers.values():
+                peer.send(codec.pack("events", codec.pack_events(events)))
+        else:
+            for peer, own in split(events, self._requests, self._peers.values()):
+                peer.send(codec.pack("events", codec.pack_events(own)))
+        for finish in events.finished:
+            self._forget(finish.request)
+
+    def _forget(self, identity: str) -> None:
+        peer = self._requests.pop(identity, None)
+        if peer is not None:
+            peer.open.discard(identity)
+
+
+def split(events: StepEvents, owners: dict[str, Any], peers: Any) -> list[tuple[Any, StepEvents]]:
+    """The events of each peer; `owners`: request -> peer."""
+    parts = {id(peer): (peer, StepEvents(events.time, stats=events.stats)) for peer in peers}
+    for identity, token in zip(events.requests, events.tokens, strict=True):
+        part = parts.get(id(owners.get(identity)))
+        if part is not None:
+            part[1].requests.append(identity)
+            part[1].tokens.append(token)
+    for start in events.started:
+        if id(owners.get(start.request)) in parts:
+            parts[id(owners[start.request])][1].started.append(start)
+    for finish in events.finished:
+        if id(owners.get(finish.request)) in parts:
+            parts[id(owners[finish.request])][1].finished.append(finish)
+    for table in ("logprobs", "prompt_logprobs", "pooled"):
+        _split_table(table, events, owners, parts)
+    return list(parts.values())
+
+
+def _split_table(table: str, events: StepEvents, owners: dict[str, Any], parts: Any) -> None:
+    for identity, value in getattr(events, table).items():
+        if id(owners.get(identity)) in parts:
+            getattr(parts[id(owners[identity])][1], table)[identity] = value
+
+
+def main(descriptor: int) -> int:
+    """The engine's process: wait to be told what to run, run it, end with the owner."""
+    from modulm.engine.core.engine_core import EngineCore
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    server = _Server(socket.socket(fileno=descriptor))
+    try:
+        flags, plugins = server.started.result()
+    except BaseException:
+        return 0
+    try:
+        with manager.using(PluginManager.replay(codec.unpack_plugins(plugins))):
+            host = EngineCore(codec.unpack_config(flags), server, "server")
+            server.ready(host)
+            host.engine.run()
+            host.stop()
+    except Exception as error:
+        if not isinstance(error, ModulmError):
+            log.error("the engine did not start: %s", error)
+        server.refuse(error)
+        server.flush()
+        return 1
+    server.flush()
+    return 0 if host.engine.dead is None else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -1,0 +1,106 @@
+"""Starting the engine's process, which takes longest to get ready and so is started first.
+
+Imports nothing heavy: `modulm serve` calls it before it imports what serves HTTP. What the process
+then runs is `process.main`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from modulm.errors import EngineDead
+
+if TYPE_CHECKING:
+    from modulm.config import EngineConfig
+
+__all__ = ["EngineProcess", "connect"]
+
+#: Seconds that a process gets to end after it was asked to.
+_GRACE = 5.0
+
+
+class EngineProcess:
+    """Starts the engine's process and ends it. `address` is the socket that front ends connect to.
+
+    The process imports what it needs and waits for `start`, which a configuration given here does
+    at once. Nothing is awaited: `process.ProcessLine` waits until the model is loaded.
+    """
+
+    def __init__(self, config: EngineConfig | None = None) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="modulm-"))
+        self.address = str(self._folder / "engine")
+        self._started = False
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(self.address)
+        listener.listen(64)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "modulm.engine.client.process", str(listener.fileno())],
+                pass_fds=(listener.fileno(),),
+                stdin=subprocess.DEVNULL,
+            )
+            self._leash = connect(self.address)
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        finally:
+            listener.close()
+        if config is not None:
+            self.start(config)
+
+    def start(self, config: EngineConfig) -> None:
+        """Tell the process what to run, with the plugins of this one."""
+        from modulm.engine.client import codec
+        from modulm.plugins import manager
+
+        plugins = codec.pack_plugins(manager.current().snapshot())
+        try:
+            self._leash.sendall(codec.pack("start", codec.pack_config(config), plugins))
+        except OSError as error:
+            raise EngineDead(self.ending()) from error
+        self._started = True
+
+    @property
+    def pid(self) -> int:
+        """Of the engine's process."""
+        return self._process.pid
+
+    def ending(self) -> str:
+        """How the process ended, for people."""
+        with suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(1.0)
+            if code < 0:
+                return f"the engine's process was killed by {signal.Signals(-code).name}"
+            return f"the engine's process ended with exit code {code}"
+        return "the engine's process closed its line"
+
+    def close(self) -> None:
+        """End the process; may be called twice."""
+        self._leash.close()
+        if not self._started:
+            self._process.kill()
+        try:
+            self._process.wait(_GRACE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def connect(address: str) -> socket.socket:
+    """A line to the engine that listens at `address`. Raises EngineDead if there is none."""
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        peer.connect(address)
+    except OSError as error:
+        peer.close()
+        raise EngineDead(f"there is no engine at {address}: {error}") from error
+    return peer

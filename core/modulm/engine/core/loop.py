@@ -1,0 +1,315 @@
+"""The engine loop: take what came in, plan, run, commit, tell. It knows no text and no tensor."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from attrs import define, evolve, frozen
+
+from modulm.contracts.executor import Executor, Plan, StepResult
+from modulm.contracts.policy import Scheduler
+from modulm.engine.types.requests import Finish, Request, StepEvents
+from modulm.errors import (
+    EngineDead,
+    EngineError,
+    ModulmError,
+    RequestError,
+    UnsupportedError,
+)
+
+__all__ = ["EngineLoop", "Listener"]
+
+log = logging.getLogger("modulm.engine")
+
+#: Steps that may fail one after the other, with an executor that cannot say whether it still
+#: works, before the engine gives up.
+_PATIENCE = 3
+
+
+class Listener(Protocol):
+    """Who is told what happened, on the engine's thread."""
+
+    def events(self, events: StepEvents) -> None:
+        """A step is done, or requests ended outside of one."""
+
+    def died(self, error: EngineDead) -> None:
+        """The engine cannot go on; nothing will follow."""
+
+
+class _Notify(Protocol):
+    def __call__(self, hook: str, **arguments: Any) -> None: ...
+
+
+@frozen
+class _Abort:
+    request: str
+
+
+@frozen(eq=False)
+class _Call:
+    """Something to run on the engine's thread between two steps."""
+
+    function: Callable[[], Any]
+    answer: Future[Any]
+
+    def run(self) -> None:
+        try:
+            self.answer.set_result(self.function())
+        except Exception as error:
+            self.answer.set_exception(error)
+
+
+@define(eq=False)
+class _Flight:
+    plan: Plan
+    future: Future[StepResult] | None
+
+
+class _Inbox:
+    """What other threads put in for the engine's thread, in order."""
+
+    def __init__(self) -> None:
+        self._items: deque[Request | _Abort | _Call] = deque()
+        self._filled = threading.Event()
+        self._lock = threading.Lock()
+        self.requests = self.tokens = 0
+
+    def put(self, item: Request | _Abort | _Call) -> None:
+        if isinstance(item, Request):
+            self._count(1, item.prompt_len)
+        self._items.append(item)
+        self._filled.set()
+
+    def wake(self) -> None:
+        """Let `wait` return."""
+        self._filled.set()
+
+    def wait(self) -> None:
+        """Until there is something to look at."""
+        self._filled.wait()
+
+    def drain(self) -> Iterable[Request | _Abort | _Call]:
+        self._filled.clear()
+        while self._items:
+            item = self._items.popleft()
+            if isinstance(item, Request):
+                self._count(-1, -item.prompt_len)
+            yield item
+
+    def _count(self, requests: int, tokens: int) -> None:
+        with self._lock:
+            self.requests += requests
+            self.tokens += tokens
+
+
+class EngineLoop:
+    """Steps a scheduler and an executor. One thread ticks; any may submit, abort and call.
+
+    depth: plans under way at once; 2 prepares a step while one runs (asynchronous scheduling).
+    notify: delivers hook notices (`PluginManager.notify`).
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        listener: Listener,
+        notify: _Notify,
+        depth: int = 1,
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.dead: EngineDead | None = None
+        self._listener = listener
+        self._notify = notify
+        self._depth = depth
+        self._inbox = _Inbox()
+        self._flights: deque[_Flight] = deque()
+        self._compiling: dict[str, Request] = {}
+        self._failures = 0
+        self._ended_between = False
+        self._stopping = False
+
+    def tick(self) -> bool:
+        """Run one engine step. False when there was nothing to do."""
+        self._admit()
+        plan = self.scheduler.plan()
+        if len(plan.rows):
+            self._start(plan)
+        if not self._flights:
+            self._rest()
+            return False
+        if len(self._flights) >= self._depth or not len(plan.rows):
+            self._land(self._flights.popleft())
+        return True
+
+    def _rest(self) -> None:
+        """Nothing runs: if something ended outside of a step, the last numbers were wrong."""
+        if self._ended_between:
+            self._ended_between = False
+            self._listener.events(StepEvents(stats=self.scheduler.gauges()))
+
+    def _start(self, plan: Plan) -> None:
+        for start in plan.admit:
+            self._notify("modulm_request_admitted", request=start.request, params=start.params)
+        self._flights.append(_Flight(plan, self.executor.submit(plan) if self._depth > 1 else None))
+
+    def _land(self, flight: _Flight) -> None:
+        try:
+            future = flight.future
+            result = self.executor.run(flight.plan) if future is None else future.result()
+        except Exception as error:
+            self._step_failed(flight, error)
+            return
+        self._failures = 0
+        self._tell(self.scheduler.commit(flight.plan, result))
+
+    def _tell(self, events: StepEvents) -> None:
+        for finish in events.finished:
+            self._notify("modulm_request_finished", request=finish.request, reason=finish.reason)
+        if events.stats is not None:
+            self._notify("modulm_step_finished", stats=events.stats)
+        self._listener.events(events)
+
+    # What came in.
+
+    def _admit(self) -> None:
+        ended: list[Finish] = []
+        for item in self._inbox.drain():
+            if isinstance(item, Request):
+                self._receive(item, ended)
+            elif isinstance(item, _Abort):
+                self._drop(item.request)
+            else:
+                item.run()
+        for request in [r for r in self._compiling.values() if r.grammar.done()]:
+            del self._compiling[request.id]
+            self._receive(request, ended)
+        if ended:
+            self._tell(StepEvents(finished=ended))
+
+    def _receive(self, request: Request, ended: list[Finish]) -> None:
+        """Queue a request, once its grammar is compiled."""
+        try:
+            if isinstance(request.grammar, Future):
+                if not request.grammar.done():
+                    self._compiling[request.id] = request
+                    request.grammar.add_done_callback(lambda _: self._inbox.wake())
+                    return
+                request = evolve(request, grammar=request.grammar.result())
+            self.scheduler.add(request)
+        except Exception as error:
+            if not isinstance(error, ModulmError):
+                log.exception("request %s could not be queued", request.id)
+                error = RequestError(f"the request could not be queued: {error}")
+            ended.append(Finish(request.id, "error", None, error))
+
+    def _drop(self, request: str) -> None:
+        """Aborts are not events: who aborts knows."""
+        compiling = self._compiling.pop(request, None)
+        if compiling is not None or self.scheduler.abort(request) is not None:
+            self._ended_between = True
+            self._notify("modulm_request_finished", request=request, reason="abort")
+
+    # From other threads.
+
+    def submit(self, *requests: Request) -> None:
+        """Hand in requests, all or none. Raises QueueFull if they cannot wait, or EngineDead."""
+        self.check()
+        inbox = self._inbox
+        tokens = sum(request.prompt_len for request in requests)
+        self.scheduler.check_room(inbox.requests + len(requests), inbox.tokens + tokens)
+        for request in requests:
+            inbox.put(request)
+
+    def abort(self, request: str) -> None:
+        """End a request before the next step; unknown ones are ignored. There is no event."""
+        self._inbox.put(_Abort(request))
+
+    def call(self, function: Callable[[], Any]) -> Future[Any]:
+        """Run `function` on the engine's thread between two steps."""
+        self.check()
+        call = _Call(function, Future())
+        self._inbox.put(call)
+        return call.answer
+
+    def check(self) -> None:
+        """Raise EngineDead if the engine cannot go on."""
+        if self.dead is not None:
+            raise self.dead
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is left to do."""
+        return bool(self._inbox.requests or self._compiling or self.scheduler.busy)
+
+    # Living and dying.
+
+    def run(self) -> None:
+        """Tick until stopped or dead; the body of the engine's thread."""
+        try:
+            while not self._stopping and self.dead is None:
+                if not self.tick() and not self._stopping:
+                    self._inbox.wait()
+        except BaseException as error:
+            log.exception("the engine failed")
+            self._die(error)
+        finally:
+            self._settle()
+
+    def stop(self) -> None:
+        """Make `run` return after the step under way."""
+        self._stopping = True
+        self._inbox.wake()
+
+    def _settle(self) -> None:
+        """Nobody waits for ever on an engine that stopped: plans land, calls are refused."""
+        if self.dead is None:
+            while self._flights:
+                self._land(self._flights.popleft())
+        for item in self._inbox.drain():
+            if isinstance(item, _Call):
+                item.answer.set_exception(self.dead or EngineDead("the engine has stopped"))
+
+    def _step_failed(self, flight: _Flight, error: Exception) -> None:
+        """End the requests of the step, and of those already under way behind it."""
+        log.error("step %d failed", flight.plan.step, exc_info=error)
+        failed = EngineError(f"the step failed: {error or type(error).__name__}")
+        self._ended_between = True
+        finished = list(self.scheduler.fail(flight.plan, failed))
+        while self._flights:
+            behind = self._flights.popleft()
+            if behind.future is not None:
+                behind.future.exception()
+            finished += self.scheduler.fail(behind.plan, failed)
+        self._tell(StepEvents(finished=finished))
+        self._failures = 0 if self._recovered() else self._failures + 1
+        if isinstance(error, EngineDead) or self._failures >= _PATIENCE:
+            self._die(error)
+
+    def _recovered(self) -> bool:
+        """Whether the executor can tell that it works: then a bad request failed, not the engine.
+
+        An executor that says it does not work has used up all patience.
+        """
+        try:
+            self.executor.call("check")
+        except UnsupportedError:
+            return False
+        except Exception as error:
+            log.error("the executor does not work any more", exc_info=error)
+            self._failures = _PATIENCE
+            return False
+        return True
+
+    def _die(self, error: BaseException) -> None:
+        if self.dead is None:
+            self.dead = EngineDead(f"the engine cannot go on: {error or type(error).__name__}")
+            self.dead.__cause__ = error
+            self._notify("modulm_engine_failed", error=error)
+            self._listener.died(self.dead)

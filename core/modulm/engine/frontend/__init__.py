@@ -1,0 +1,1 @@
+"""The consumer's side: prompts to requests, tokens to text."""

@@ -1,0 +1,352 @@
+"""From a caller's prompt and parameters to requests: tokenized, checked, one per sequence."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from attrs import evolve, frozen
+
+from modulm.contracts.sampling import LogitsProcessor, OutputKind, PoolingParams, SamplingParams
+from modulm.engine.frontend.beam_search import BeamSearch, BeamSearchParams
+from modulm.engine.frontend.output_processor import RequestState
+from modulm.engine.pooling.inputs import Job, PoolingInputs
+from modulm.engine.sampling.validation import (
+    bad_word_ids,
+    check,
+    check_pooling,
+    check_prompt,
+    truncated,
+)
+from modulm.engine.types.engine_info import EngineInfo
+from modulm.engine.types.outputs import Position, RequestOutput
+from modulm.engine.types.requests import Finish, Reason, Request
+from modulm.errors import EngineError, RequestError
+
+if TYPE_CHECKING:
+    from modulm.text.tokenizer import Tokenizer
+
+__all__ = ["InputProcessor", "PromptLike", "Search", "Work"]
+
+#: Text, token ids, or a table with `prompt` or `prompt_token_ids` (and `cache_salt`).
+PromptLike: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
+
+_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
+_LATER = {
+    "prompt_embeds": "prompts of embeddings",
+    "multi_modal_data": "images, audio and video",
+    "encoder_prompt": "encoder-decoder prompts",
+}
+
+
+@frozen(eq=False)
+class Work:
+    """An answer that waits to be filled, and the requests that will fill it."""
+
+    answer: RequestState
+    requests: tuple[Request, ...]
+
+
+@frozen(eq=False)
+class Search:
+    """A beam search, the answer that it fills at its end, and what its requests have in common."""
+
+    answer: RequestState
+    beams: BeamSearch
+    params: SamplingParams
+    common: Mapping[str, Any]
+
+    @property
+    def going(self) -> bool:
+        """Whether there is something to ask: it is neither at its end nor ended from outside."""
+        return bool(self.beams.sequences) and not self.answer.finished
+
+    def ask(self, name: str) -> Work:
+        """One token of every running beam, as an answer of its own that no statistics count."""
+        sequences = self.beams.sequences
+        names = tuple(f"{name}.{place}" for place in range(len(sequences)))
+        answer = RequestState(
+            id=name, prompt=None, prompt_ids=[], params=self.params, tokenizer=None,
+            arrival=time.monotonic(), ids=names, keep=len(names), parent=self.answer,
+        )  # fmt: skip
+        requests = tuple(
+            Request(id=own, prompt=tokens, params=self.params, arrival=answer.arrival,
+                    **self.common)
+            for own, tokens in zip(names, sequences, strict=True)
+        )  # fmt: skip
+        return Work(answer, requests)
+
+    def feed(self, output: RequestOutput) -> None:
+        """What came of `ask`. A beam that failed ends the search, one that was aborted too."""
+        self.answer.asked(output)
+        positions = [choice.logprobs for choice in output.outputs]
+        for choice, found in zip(output.outputs, positions, strict=True):
+            if choice.finish_reason in ("abort", "error") or not found:
+                error = EngineError(f"a beam failed: {choice.stop_reason}")
+                aborted = choice.finish_reason == "abort"
+                self._end("abort" if aborted else "error", None if aborted else error)
+                return
+        self.beams.feed([found[0] for found in positions if found])
+        if not self.beams.sequences:
+            self._fill()
+
+    def _end(self, reason: Reason, error: Exception | None) -> None:
+        for place, identity in enumerate(self.answer.ids):
+            self.answer.ended(place, Finish(identity, reason, None, error))
+
+    def _fill(self) -> None:
+        prompt = len(self.answer.prompt_ids)
+        for place, beam in enumerate(self.beams.answers()):
+            choice = self.answer.choices[place]
+            stop = beam.stop_reason if isinstance(beam.stop_reason, int) else None
+            reason: Reason = "stop" if beam.finish_reason == "stop" else "length"
+            finish = Finish(self.answer.ids[place], reason, stop)
+            *tokens, last = beam.tokens[prompt:]
+            for token in tokens:
+                choice.add(token, None, None)
+            choice.add(last, None, finish)
+            choice.cumulative = beam.cum_logprob
+            if choice.logprobs is not None:
+                choice.logprobs = [self._told(position) for position in beam.logprobs]
+
+    def _told(self, position: Position) -> Position:
+        """The position with the tokens' texts."""
+        decode = self.answer.tokenizer.decode if self.answer.tokenizer is not None else None
+        return {
+            token: evolve(entry, decoded_token=decode([token], False) if decode else None)
+            for token, entry in position.items()
+        }
+
+
+class InputProcessor:
+    """Makes the work of one front end. `stream` keeps the random streams of front ends apart."""
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        tokenizer: Tokenizer | None,
+        processors: Sequence[type[LogitsProcessor]] = (),
+        stream: int = 0,
+    ) -> None:
+        self.info = info
+        self.tokenizer = tokenizer
+        ends = (*(tokenizer.stop_ids if tokenizer else ()), *info.eos)
+        self.eos = tuple(dict.fromkeys(ends))
+        self.texts = PoolingInputs(info, tokenizer)
+        self._processors = tuple(processors)
+        self._random = np.random.default_rng([info.config.model.seed, stream])
+
+    def work(
+        self,
+        prompt: PromptLike,
+        params: SamplingParams | PoolingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+    ) -> Work:
+        """Check everything that can be checked before the engine sees it. Raises RequestError."""
+        room = 0 if isinstance(params, PoolingParams) else 1
+        text, ids, salt = self.read(prompt, params.truncate_prompt_tokens, room)
+        salt = cache_salt if cache_salt is not None else salt
+        common = {"eos": self.eos, "priority": priority, "salt": salt, "adapter": adapter}
+        if isinstance(params, PoolingParams):
+            return self._pooling(text, ids, params, request_id, common)
+        return self._sampling(text, ids, params, request_id, common)
+
+    def search(
+        self,
+        prompt: PromptLike,
+        params: BeamSearchParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Search:
+        """A beam search, ready to ask its first question. Raises RequestError."""
+        text, ids, salt = self.read(prompt)
+        shown = self._checked(params.shown(), len(ids))
+        mode = self.info.config.model.logprobs_mode
+        if mode.endswith("logits"):
+            raise RequestError(
+                f"beams are ranked by log probabilities and --logprobs-mode {mode} gives logits",
+                "use_beam_search",
+            )
+        best = self.info.vocabulary if shown.logprobs == -1 else shown.logprobs
+        beams = BeamSearch(
+            ids,
+            params.with_(logprobs=best),
+            most=shown.max_tokens or 0,
+            eos=(*(() if params.ignore_eos else self.eos), *params.stop_token_ids),
+        )
+        asking = SamplingParams(
+            temperature=params.temperature if mode == "processed_logprobs" else 0,
+            max_tokens=1,
+            logprobs=beams.best,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=OutputKind.FINAL_ONLY,
+        )
+        answer = self._answer(text, ids, shown, request_id, params.beam_width)
+        answer.keep = params.beam_width
+        salt = cache_salt if cache_salt is not None else salt
+        return Search(answer, beams, asking, {"priority": priority, "salt": salt})
+
+    def read(
+        self, prompt: PromptLike, truncate: int | None = None, room: int = 1
+    ) -> tuple[str | None, list[int], str | None]:
+        """(text, token ids, cache salt) of a prompt in any of its forms."""
+        text, ids, salt = self._given(prompt)
+        ids = self._encode(text) if ids is None else ids
+        most, vocabulary = self.info.max_model_len, self.info.vocabulary
+        kept = truncated(list(ids), truncate, most, room)
+        check_prompt(kept, vocabulary=vocabulary, max_model_len=most, room=room)
+        return text, [int(token) for token in kept], salt
+
+    def job(self, prompt: PromptLike, params: PoolingParams) -> Job:
+        """What to ask of the engine to pool a prompt. Raises RequestError."""
+        text, ids, _ = self._given(prompt)
+        if ids is None:
+            if not isinstance(text, str):
+                raise RequestError("prompt must be text, token ids, or a table of them", "prompt")
+            ids, params = self.texts.read(text, params)
+        limit = self.texts.limit(params)
+        if limit is not None and params.truncation_side == "left":
+            return self.texts.split(list(ids)[max(len(ids) - limit, 0) :], params)
+        return self.texts.split(list(ids)[:limit], params)
+
+    @staticmethod
+    def _given(prompt: PromptLike) -> tuple[Any, Any, str | None]:
+        """(text, token ids, cache salt) as they were given, ids or None."""
+        salt = None
+        text: Any = None
+        ids: Any = None
+        if isinstance(prompt, Mapping):
+            _check_keys(prompt)
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            salt = prompt.get("cache_salt")
+        elif isinstance(prompt, str):
+            text = prompt
+        else:
+            ids = prompt
+        listed = isinstance(ids, Sequence | np.ndarray) and not isinstance(ids, str | bytes)
+        if ids is not None and not listed:
+            raise RequestError("prompt must be text, token ids, or a table of them", "prompt")
+        return text, ids, salt
+
+    def _encode(self, text: Any) -> list[int]:
+        if not isinstance(text, str):
+            raise RequestError("prompt must be text, token ids, or a table of them", "prompt")
+        if self.tokenizer is None:
+            raise RequestError("there is no tokenizer: give prompt_token_ids", "prompt")
+        return self.tokenizer.encode(text)
+
+    def _checked(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
+        if "generate" not in self.info.tasks:
+            raise RequestError(f"the model is for {', '.join(self.info.tasks)} only", "model")
+        return check(
+            params,
+            vocabulary=self.info.vocabulary,
+            max_model_len=self.info.max_model_len,
+            prompt_len=prompt_len,
+            max_logprobs=self.info.config.model.max_logprobs,
+            processors=self._processors,
+        )
+
+    def _sampling(
+        self,
+        text: str | None,
+        ids: list[int],
+        params: SamplingParams,
+        request_id: str,
+        common: Mapping[str, Any],
+    ) -> Work:
+        params = self._checked(params, len(ids))
+        count = params.best_of or params.n
+        ranks = count > params.n and params.logprobs is None
+        if ranks:
+            params = params.with_(logprobs=0)
+        bad = self._bad_words(params)
+        answer = self._answer(text, ids, params, request_id, count)
+        answer.keep, answer.ranks_only = params.n, ranks
+        requests = tuple(
+            Request(
+                id=identity,
+                prompt=ids,
+                params=params,
+                seed=self._seed(params, place),
+                bad_words=bad,
+                arrival=answer.arrival,
+                **common,
+            )
+            for place, identity in enumerate(answer.ids)
+        )
+        return Work(answer, requests)
+
+    def _pooling(
+        self,
+        text: str | None,
+        ids: list[int],
+        params: PoolingParams,
+        request_id: str,
+        common: Mapping[str, Any],
+    ) -> Work:
+        check_pooling(
+            params,
+            tasks=self.info.tasks,
+            hidden=self.info.hidden,
+            max_model_len=self.info.max_model_len,
+            offered=self.info.texts.dimensions,
+        )
+        if params.pool_from >= len(ids):
+            raise RequestError("no token of the text is left after its prompt", "prompt")
+        answer = self._answer(text, ids, params, request_id, 1)
+        request = Request(
+            id=request_id, prompt=ids, params=params, arrival=answer.arrival, **common
+        )
+        return Work(answer, (request,))
+
+    def _answer(
+        self,
+        text: str | None,
+        ids: list[int],
+        params: SamplingParams | PoolingParams,
+        request_id: str,
+        count: int,
+    ) -> RequestState:
+        identities = tuple(f"{request_id}#{place}" for place in range(count))
+        return RequestState(
+            id=request_id,
+            prompt=text,
+            prompt_ids=ids,
+            params=params,
+            tokenizer=self.tokenizer,
+            arrival=time.monotonic(),
+            ids=identities if count > 1 else (request_id,),
+        )
+
+    def _seed(self, params: SamplingParams, place: int) -> int | None:
+        """Each choice has a random stream of its own; without a seed, one nobody can repeat."""
+        if params.greedy:
+            return None
+        if params.seed is not None:
+            return params.seed + place
+        return int(self._random.integers(2**63))
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        if not params.bad_words:
+            return ()
+        if self.tokenizer is None:
+            raise RequestError("bad_words needs a tokenizer", "bad_words")
+        return bad_word_ids(params.bad_words, self.tokenizer, self.info.vocabulary)
+
+
+def _check_keys(prompt: Mapping[str, Any]) -> None:
+    for key in prompt:
+        if key in _LATER:
+            raise RequestError(f"{_LATER[key]}: not yet", key)
+        if key not in _KEYS:
+            raise RequestError(f"a prompt has no field {key!r:.60}", "prompt")

@@ -1,0 +1,199 @@
+"""Statistics of the engine as Prometheus metrics, with vLLM's names after the prefix `modulm:`.
+
+Counting must not cost more than what is counted: histograms take a whole step's values in one
+vector operation, and families are built only when somebody scrapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from modulm.contracts.sampling import PoolingParams
+from modulm.engine.types.requests import StepStats
+
+if TYPE_CHECKING:
+    from modulm.engine.frontend.output_processor import RequestState
+
+__all__ = ["Histogram", "Metrics", "StepStats"]
+
+_PREFIX = "modulm:"
+_SECONDS = (
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0,
+    1.5, 2.0, 2.5, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+)  # fmt: skip
+_TOKENS = tuple(float(step * 10**power) for power in range(7) for step in (1, 2, 5))
+_FEW = (1.0, 2.0, 5.0, 10.0, 20.0)
+
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": ("Time from arrival to the first token.", _SECONDS),
+    "inter_token_latency_seconds": ("Time between two tokens of a sequence.", _SECONDS),
+    "request_time_per_output_token_seconds": ("Mean of that time per request.", _SECONDS),
+    "e2e_request_latency_seconds": ("Time from arrival to the end.", _SECONDS),
+    "request_queue_time_seconds": ("Time from arrival to the first step.", _SECONDS),
+    "request_prefill_time_seconds": ("Time from the first step to the first token.", _SECONDS),
+    "request_decode_time_seconds": ("Time from the first token to the last.", _SECONDS),
+    "request_inference_time_seconds": ("Time from the first step to the last token.", _SECONDS),
+    "request_prompt_tokens": ("Tokens of a prompt.", _TOKENS),
+    "request_generation_tokens": ("Tokens of all answers to a request.", _TOKENS),
+    "request_params_n": ("Answers asked for.", _FEW),
+    "request_params_max_tokens": ("Most tokens asked for.", _TOKENS),
+    "iteration_tokens_total": ("Tokens that went through the model in one step.", _TOKENS),
+}
+_COUNTERS = {
+    "num_preemptions": "Sequences that gave their blocks back and were computed again.",
+    "prompt_tokens": "Tokens of prompts.",
+    "generation_tokens": "Tokens generated.",
+    "prefix_cache_queries": "Tokens looked up in the prefix cache.",
+    "prefix_cache_hits": "Tokens found in the prefix cache.",
+}
+_GAUGES = {
+    "num_requests_running": "Sequences that have a row.",
+    "num_requests_waiting": "Sequences that wait for one.",
+    "kv_cache_usage_perc": "Share of cache blocks in use, 0 to 1.",
+}
+
+
+class Histogram:
+    """Counts per bucket; `bounds` are the buckets' upper ends, the last bucket has none."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = np.array(bounds)
+        self.counts = np.zeros(len(bounds) + 1, dtype=np.int64)
+        self.total = 0.0
+
+    def add(self, values: Sequence[float]) -> None:
+        """Count all values at once."""
+        places = np.searchsorted(self.bounds, values)
+        self.counts += np.bincount(places, minlength=len(self.counts))
+        self.total += sum(values)
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Upper end -> values up to it, as Prometheus wants them."""
+        ends = [*(str(bound) for bound in self.bounds.tolist()), "+Inf"]
+        return list(zip(ends, map(float, np.cumsum(self.counts)), strict=True))
+
+
+class Metrics(Collector):
+    """The numbers of one front end's requests and of its engine's steps.
+
+    SHARED: what every front end of an engine counts alike, as all hear of all steps.
+    """
+
+    SHARED = frozenset(
+        _PREFIX + name
+        for name in (
+            *_GAUGES,
+            *(_COUNTERS.keys() - {"prompt_tokens"}),
+            "iteration_tokens_total",
+        )
+    )
+
+    def __init__(self, model_name: str, engine: str = "0") -> None:
+        self._labels = (model_name, engine)
+        self._histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
+        self._counters = dict.fromkeys(_COUNTERS, 0.0)
+        self._gauges = dict.fromkeys(_GAUGES, 0.0)
+        self._success = dict.fromkeys(("abort", "error", "length", "stop"), 0)
+        self.last: StepStats | None = None
+
+    def registry(self) -> CollectorRegistry:
+        """A registry of its own with these metrics."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        return registry
+
+    def step(self, stats: StepStats) -> None:
+        """The engine did a step."""
+        self.last = stats
+        self._gauges["num_requests_running"] = stats.running
+        self._gauges["num_requests_waiting"] = stats.waiting
+        self._gauges["kv_cache_usage_perc"] = stats.usage
+        counters = self._counters
+        counters["num_preemptions"] += stats.preempted
+        counters["generation_tokens"] += stats.generated
+        counters["prefix_cache_queries"] += stats.queried
+        counters["prefix_cache_hits"] += stats.hit
+        if stats.computed:
+            self._histograms["iteration_tokens_total"].add((stats.computed,))
+
+    def gaps(self, seconds: Sequence[float]) -> None:
+        """Times since the last token, of all sequences that got one in a step."""
+        if seconds:
+            self._histograms["inter_token_latency_seconds"].add(seconds)
+
+    def finished(self, answer: RequestState) -> None:
+        """A request has ended."""
+        times, tokens = answer.metrics, [len(choice.tokens) for choice in answer.choices]
+        self._counters["prompt_tokens"] += len(answer.prompt_ids)
+        self._add("request_prompt_tokens", len(answer.prompt_ids))
+        self._between("e2e_request_latency_seconds", times.arrival_time, times.finished_time)
+        begun, first, last = (
+            times.first_scheduled_time,
+            times.first_token_time,
+            times.last_token_time,
+        )
+        self._between("request_queue_time_seconds", times.arrival_time, begun)
+        self._between("time_to_first_token_seconds", times.arrival_time, first)
+        self._between("request_prefill_time_seconds", begun, first)
+        self._between("request_decode_time_seconds", first, last)
+        self._between("request_inference_time_seconds", begun, last)
+        self._count_reasons(answer)
+        if isinstance(answer.params, PoolingParams):
+            return
+        self._add("request_generation_tokens", sum(tokens))
+        self._add("request_params_n", answer.params.n)
+        if answer.params.max_tokens is not None:
+            self._add("request_params_max_tokens", answer.params.max_tokens)
+        if first is not None and last is not None and max(tokens) > 1:
+            self._add("request_time_per_output_token_seconds", (last - first) / (max(tokens) - 1))
+
+    def _count_reasons(self, answer: RequestState) -> None:
+        reasons = [choice.reason or "abort" for choice in answer.choices] or ["stop"]
+        for reason in ["error"] if answer.error is not None else reasons:
+            self._success[reason] += 1
+
+    def _add(self, name: str, value: float) -> None:
+        self._histograms[name].add((value,))
+
+    def _between(self, name: str, begin: float | None, end: float | None) -> None:
+        if begin is not None and end is not None:
+            self._add(name, end - begin)
+
+    # For Prometheus.
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        names = ("model_name", "engine")
+        for name, text in _GAUGES.items():
+            gauge = GaugeMetricFamily(_PREFIX + name, text, labels=names)
+            gauge.add_metric(self._labels, self._gauges[name])
+            yield gauge
+        for name, text in _COUNTERS.items():
+            counter = CounterMetricFamily(_PREFIX + name, text, labels=names)
+            counter.add_metric(self._labels, self._counters[name])
+            yield counter
+        for name, (text, _) in _HISTOGRAMS.items():
+            found = self._histograms[name]
+            histogram = HistogramMetricFamily(_PREFIX + name, text, labels=names)
+            histogram.add_metric(self._labels, found.buckets(), found.total)
+            yield histogram
+        success = CounterMetricFamily(
+            _PREFIX + "request_success", "Sequences that ended, by reason.",
+            labels=(*names, "finished_reason"),
+        )  # fmt: skip
+        for reason, count in self._success.items():
+            success.add_metric((*self._labels, reason), count)
+        yield success

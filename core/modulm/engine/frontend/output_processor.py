@@ -1,0 +1,392 @@
+"""The consumer's side: from the engine's events to text, piece by piece, for many requests.
+
+An `RequestState` gathers what the n sequences of a request gave. It is fed once per step and read when
+its caller gets round to it, so a slow caller finds several deltas merged into one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from attrs import define, field
+
+from modulm.contracts.executor import RowLogprobs
+from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
+from modulm.engine.types.outputs import (
+    CompletionOutput,
+    Logprob,
+    PoolingOutput,
+    PoolingRequestOutput,
+    Position,
+    RequestMetrics,
+    RequestOutput,
+)
+from modulm.engine.types.requests import Finish, StepEvents
+from modulm.errors import RequestError
+from modulm.text.detokenizer import Detokenizer
+from modulm.text.stops import StopScanner
+
+if TYPE_CHECKING:
+    from modulm.engine.frontend.metrics import Metrics
+    from modulm.text.tokenizer import Tokenizer
+
+__all__ = ["RequestState", "OutputProcessor", "Choice", "position"]
+
+
+class Choice:
+    """One sequence's tokens becoming text. What a later stop string would swallow is held back."""
+
+    def __init__(
+        self, index: int, prompt: Sequence[int], params: SamplingParams, tokenizer: Tokenizer | None
+    ) -> None:
+        self.index = index
+        self.tokens: list[int] = []
+        self.logprobs: list[Position] | None = None if params.logprobs is None else []
+        self.cumulative: float | None = None if params.logprobs is None else 0.0
+        self.reason: str | None = None
+        self.stop: int | str | None = None
+        self._pieces: list[str] = []
+        self._params = params
+        self._tokenizer = tokenizer
+        self._detokenizer = None
+        if tokenizer is not None and params.detokenize:
+            self._detokenizer = Detokenizer(
+                tokenizer,
+                prompt,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+            )
+        self._scanner = StopScanner(params.stop, params.include_stop_str_in_output)
+        # What `delta` has handed out: pieces, tokens, and whether the end was told.
+        self._given = (0, 0, False)
+
+    @property
+    def text(self) -> str:
+        """All text that is certain."""
+        if len(self._pieces) > 1 and self._params.output_kind is not OutputKind.DELTA:
+            self._pieces = ["".join(self._pieces)]
+        return "".join(self._pieces)
+
+    def add(self, token: int, logprobs: RowLogprobs | None, finish: Finish | None) -> bool:
+        """Take one token, and its end if it is the last. Whether a stop string ended it now."""
+        self.tokens.append(token)
+        if logprobs is not None and self.logprobs is not None:
+            self._add_logprobs(token, logprobs)
+        by_token = finish is not None and finish.reason == "stop"
+        if self._detokenizer is not None and not (
+            by_token and not self._params.include_stop_str_in_output
+        ):
+            self._emit(self._detokenizer.feed((token,)))
+        if finish is not None:
+            self.finish(finish)
+        return finish is None and self.reason is not None
+
+    def finish(self, finish: Finish) -> None:
+        """The engine ended the sequence (or it was aborted)."""
+        if self.reason is not None:
+            return
+        if self._detokenizer is not None and finish.reason in ("stop", "length"):
+            self._emit(self._detokenizer.finish())
+        if self.reason is None:
+            self._pieces.append(self._scanner.finish())
+            self.reason = finish.reason
+            self.stop = finish.stop if finish.error is None else str(finish.error)
+
+    def output(self) -> CompletionOutput:
+        """Everything so far."""
+        return CompletionOutput(
+            self.index, self.text, self.tokens[:], self.cumulative,
+            None if self.logprobs is None else self.logprobs[:], self.reason, self.stop,
+        )  # fmt: skip
+
+    def delta(self) -> CompletionOutput | None:
+        """What came since the last call; None if nothing did."""
+        pieces, tokens, _ = given = self._given
+        self._given = (len(self._pieces), len(self.tokens), self.reason is not None)
+        if self._given == given:
+            return None
+        return CompletionOutput(
+            self.index, "".join(self._pieces[pieces:]), self.tokens[tokens:], self.cumulative,
+            None if self.logprobs is None else self.logprobs[tokens:], self.reason, self.stop,
+        )  # fmt: skip
+
+    def _emit(self, text: str) -> None:
+        if not text:
+            return
+        # Stop strings count from the token after the last one that min_tokens asks for.
+        if len(self.tokens) > self._params.min_tokens:
+            text, matched = self._scanner.feed(text)
+            if matched is not None:
+                self.reason, self.stop = "stop", matched
+        if text:
+            self._pieces.append(text)
+
+    def _add_logprobs(self, token: int, entry: RowLogprobs) -> None:
+        if self.logprobs is None or self.cumulative is None:
+            return
+        self.logprobs.append(position(entry, self._tokenizer))
+        self.cumulative += float(entry.values[0])
+
+
+def position(entry: RowLogprobs, tokenizer: Tokenizer | None) -> Position:
+    """One position as callers see it: the chosen token, then the best ones by rank."""
+    found: Position = {}
+    ids, values = entry.ids.tolist(), entry.values.tolist()
+    ranks = [entry.rank, *range(1, len(ids))]
+    for token, value, rank in zip(ids, values, ranks, strict=True):
+        if token not in found:
+            text = None if tokenizer is None else tokenizer.decode([token], False)
+            found[token] = Logprob(value, rank, text)
+    return found
+
+
+@define(eq=False)
+class RequestState:
+    """A request as its caller sees it, over all of its sequences.
+
+    ids: the engine's ids of the sequences; keep: how many of them the caller gets, the most
+    probable ones (best_of runs more), without the logprobs if `ranks_only`. parent: the answer
+    that this one is a part of; no statistics count it then. fresh: tokens since the last `take`;
+    streamed, told: whether anything, and its end, was taken. error: set when the request never
+    ran; its caller gets it raised.
+    """
+
+    id: str
+    prompt: str | None
+    prompt_ids: list[int]
+    params: SamplingParams | PoolingParams
+    tokenizer: Tokenizer | None
+    arrival: float
+    ids: tuple[str, ...] = ()
+    keep: int = 1
+    ranks_only: bool = False
+    parent: RequestState | None = None
+    choices: list[Choice] = field(factory=list)
+    metrics: RequestMetrics = field(init=False)
+    cached: int | None = None
+    fresh: int = 0
+    streamed: bool = False
+    told: bool = False
+    error: Exception | None = None
+    _prompt_logprobs: list[Position | None] | None = None
+    _pooled: np.ndarray | None = None
+    _last: list[float | None] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.metrics = RequestMetrics(self.arrival)
+        self._last = [None] * len(self.ids)
+        params = self.params
+        if isinstance(params, PoolingParams):
+            return
+        if params.prompt_logprobs is not None:
+            self._prompt_logprobs = [None] * len(self.prompt_ids)
+        self.choices = [
+            Choice(index, self.prompt_ids, params, self.tokenizer) for index in range(len(self.ids))
+        ]
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing will be added."""
+        if self.error is not None:
+            return True
+        if isinstance(self.params, PoolingParams):
+            return self._pooled is not None
+        return all(choice.reason is not None for choice in self.choices)
+
+    def started(self, cached: int, time: float) -> None:
+        """A sequence got its row; the first one counts."""
+        if self.cached is None:
+            self.cached = cached
+            self.metrics.first_scheduled_time = time
+
+    def asked(self, part: RequestOutput) -> None:
+        """An inner answer gave a token to each sequence."""
+        if part.metrics is not None and self.cached is None:
+            self.metrics.first_scheduled_time = part.metrics.first_scheduled_time
+            self.metrics.first_token_time = part.metrics.first_token_time
+            self.cached = part.num_cached_tokens
+        if part.metrics is not None:
+            self.metrics.last_token_time = part.metrics.last_token_time
+
+    def add_prompt_logprobs(self, first: int, entries: Sequence[RowLogprobs]) -> None:
+        """Entries for the prompt tokens from `first` on; those of all sequences are equal."""
+        if self._prompt_logprobs is not None:
+            known = len(self._prompt_logprobs)
+            for place, entry in zip(range(first, known), entries, strict=False):
+                self._prompt_logprobs[place] = position(entry, self.tokenizer)
+
+    def pool(self, values: np.ndarray) -> None:
+        """The result of a pooling request."""
+        self._pooled = values
+
+    def fail(self, error: Exception) -> None:
+        """The request did not run, or no engine is left to run it."""
+        if not self.finished:
+            self.error = error
+
+    def ended(self, place: int, finish: Finish) -> None:
+        """A sequence ended without a token. A request that is wrong has an error, not an answer."""
+        if isinstance(finish.error, RequestError) or isinstance(self.params, PoolingParams):
+            if finish.error is not None:
+                self.fail(finish.error)
+        else:
+            self.choices[place].finish(finish)
+
+    def token(self, place: int, now: float) -> float | None:
+        """A sequence has its next token; seconds since its last one, None for its first."""
+        before, self._last[place] = self._last[place], now
+        self.fresh += 1
+        if self.metrics.first_token_time is None:
+            self.metrics.first_token_time = now
+        self.metrics.last_token_time = now
+        return None if before is None else now - before
+
+    def take(self) -> RequestOutput | PoolingRequestOutput | None:
+        """What the caller should see now; None if there is nothing new. Raises its error."""
+        if self.error is not None:
+            raise self.error
+        if isinstance(self.params, PoolingParams):
+            return self._take_pooled()
+        kind, finished = self.params.output_kind, self.finished
+        if self.told or (kind is OutputKind.FINAL_ONLY and not finished):
+            return None
+        self.told, self.streamed, self.fresh = finished, True, 0
+        outputs = self._deltas() if kind is OutputKind.DELTA else self._best()
+        return RequestOutput(
+            request_id=self.id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_ids,
+            prompt_logprobs=self._prompt_logprobs,
+            outputs=outputs,
+            finished=finished,
+            metrics=self.metrics,
+            num_cached_tokens=self.cached,
+        )
+
+    def _deltas(self) -> list[CompletionOutput]:
+        found = [choice.delta() for choice in self.choices]
+        return [output for output in found if output is not None]
+
+    def _best(self) -> list[CompletionOutput]:
+        """All answers, or the `keep` most probable ones of a finished best_of."""
+        outputs = [choice.output() for choice in self.choices]
+        if self.keep >= len(outputs):
+            return outputs
+        outputs.sort(key=lambda output: -(output.cumulative_logprob or 0.0))
+        for index, output in enumerate(outputs):
+            output.index = index
+            if self.ranks_only:
+                output.logprobs = None
+        return outputs[: self.keep]
+
+    def _take_pooled(self) -> PoolingRequestOutput | None:
+        if self._pooled is None or self.told:
+            return None
+        self.told = True
+        return PoolingRequestOutput(
+            self.id, PoolingOutput(self._pooled), self.prompt_ids, True, self.cached
+        )
+
+
+class OutputProcessor:
+    """All open answers of one front end, by the engine's ids of their sequences."""
+
+    def __init__(self, metrics: Metrics | None = None) -> None:
+        self._seats: dict[str, tuple[RequestState, int]] = {}
+        self._metrics = metrics
+
+    def __len__(self) -> int:
+        return len(self._seats)
+
+    def open(self, answer: RequestState) -> None:
+        """Expect events for an answer. Raises RequestError if one of its ids is in use."""
+        for identity in answer.ids:
+            if identity in self._seats:
+                raise RequestError(f"request id {answer.id!r} is in use", "request_id")
+        for place, identity in enumerate(answer.ids):
+            self._seats[identity] = (answer, place)
+
+    def close(self, answer: RequestState) -> list[str]:
+        """Expect nothing more for it; the ids of sequences that still run."""
+        return [identity for identity in answer.ids if self._seats.pop(identity, None) is not None]
+
+    def abort(self, answer: RequestState) -> list[str]:
+        """End an answer as aborted; the ids that the engine has to be told."""
+        for place, identity in enumerate(answer.ids):
+            answer.ended(place, Finish(identity, "abort"))
+        self._finished(answer)
+        return self.close(answer)
+
+    def fail_all(self, error: Exception) -> list[RequestState]:
+        """No engine is left: every open answer ends with the error."""
+        answers = list({id(answer): answer for answer, _ in self._seats.values()}.values())
+        for answer in answers:
+            answer.fail(error)
+        self._seats.clear()
+        return answers
+
+    def feed(self, events: StepEvents) -> tuple[list[RequestState], list[str]]:
+        """Take a step's events: the answers with news, and ids that a stop string ended."""
+        news: dict[str, RequestState] = {}
+        ending = {finish.request: finish for finish in events.finished}
+        for start in events.started:
+            if start.request in self._seats:
+                self._seats[start.request][0].started(start.cached, start.time)
+        for identity, (first, entries) in events.prompt_logprobs.items():
+            if identity in self._seats:
+                self._seats[identity][0].add_prompt_logprobs(first, entries)
+        stopped = self._tokens(events, ending, news)
+        for identity, values in events.pooled.items():
+            if identity in self._seats:
+                answer = self._seats[identity][0]
+                answer.pool(values)
+                news[answer.id] = answer
+        for identity, finish in ending.items():
+            if identity in self._seats:
+                answer, place = self._seats[identity]
+                answer.ended(place, finish)
+                news[answer.id] = answer
+        for identity in (*stopped, *(finish.request for finish in events.finished)):
+            self._seats.pop(identity, None)
+        for answer in news.values():
+            if answer.finished:
+                self._finished(answer)
+        if self._metrics is not None and events.stats is not None:
+            self._metrics.step(events.stats)
+        return list(news.values()), stopped
+
+    def _tokens(
+        self, events: StepEvents, ending: dict[str, Finish], news: dict[str, RequestState]
+    ) -> list[str]:
+        """Hand out the step's tokens; the ids of sequences that a stop string ended."""
+        stopped: list[str] = []
+        gaps: list[float] = []
+        now, logprobs, seats = events.time, events.logprobs, self._seats
+        for identity, token in zip(events.requests, events.tokens, strict=True):
+            seat = seats.get(identity)
+            if seat is None:
+                continue
+            answer, place = seat
+            finish = ending.pop(identity, None)
+            if answer.choices[place].add(token, logprobs.get(identity), finish):
+                stopped.append(identity)
+            gap = answer.token(place, now)
+            if gap is not None:
+                gaps.append(gap)
+            news[answer.id] = answer
+        if self._metrics is not None:
+            self._metrics.gaps(gaps)
+        return stopped
+
+    def count(self, answer: RequestState) -> None:
+        """An answer that was filled from inner ones has ended."""
+        self._finished(answer)
+
+    def _finished(self, answer: RequestState) -> None:
+        if answer.metrics.finished_time is None:
+            answer.metrics.finished_time = time.monotonic()
+            if self._metrics is not None and answer.parent is None:
+                self._metrics.finished(answer)

@@ -1,0 +1,1 @@
+"""Blocks of cache memory: pools, tables per row, prefix index, sizes."""

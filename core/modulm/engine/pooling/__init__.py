@@ -1,0 +1,1 @@
+"""Vectors, classes and scores instead of tokens."""

@@ -1,0 +1,239 @@
+"""Texts and pairs of texts for pooling: what is pooled of them, and the scores that come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from attrs import evolve, frozen
+
+from modulm.contracts.sampling import PoolingParams
+from modulm.engine.types.outputs import PoolingOutput, PoolingRequestOutput, ScoringOutput
+from modulm.errors import ContextLengthExceeded, RequestError
+from modulm.text.chat import encode_chat
+
+if TYPE_CHECKING:
+    from modulm.engine.types.engine_info import EngineInfo
+    from modulm.text.tokenizer import Tokenizer
+
+__all__ = ["Job", "PoolingInputs", "paired"]
+
+#: What a checkpoint's prompts call the texts of a pair, best first.
+_FIRST, _SECOND = ("query",), ("document", "passage", "corpus")
+_Outputs = Sequence[PoolingRequestOutput]
+_Part = tuple[list[int], PoolingParams]
+
+
+@frozen(eq=False)
+class Job:
+    """Prompts to pool with their parameters, and how answers are made of what comes of them."""
+
+    parts: Sequence[_Part]
+    join: Callable[[_Outputs], list[PoolingRequestOutput]] = list
+
+
+class PoolingInputs:
+    """How one engine's texts become prompts. template: of pairs, before the checkpoint's own."""
+
+    def __init__(
+        self, info: EngineInfo, tokenizer: Tokenizer | None, template: str | None = None
+    ) -> None:
+        given = info.config.model.pooler_config or info.config.model.override_pooler_config or {}
+        self._info, self._rules = info, info.texts
+        self._tokenizer = tokenizer
+        self._template = template or info.texts.template
+        self._chunked = bool(given.get("enable_chunked_processing"))
+        self._longest = given.get("max_embed_len")
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises RequestError if there is none."""
+        if self._tokenizer is None:
+            raise RequestError("there is no tokenizer: give prompt_token_ids", "prompt")
+        return self._tokenizer
+
+    def limit(self, params: PoolingParams) -> int | None:
+        """At most how many tokens of a text are wanted; None for all (or for what is refused)."""
+        wanted = params.truncate_prompt_tokens
+        return self._info.max_model_len if wanted == -1 else wanted or None
+
+    def read(self, text: str, params: PoolingParams, add_special_tokens: bool = True) -> _Part:
+        """The ids of a text behind the prompt that the request names, or the default one."""
+        name = self._rules.default_prompt if params.prompt_name is None else params.prompt_name
+        if name and name not in self._rules.prompts:
+            known = ", ".join(self._rules.prompts) or "none"
+            raise RequestError(
+                f"prompt_name: {name!r:.60} is not one of the checkpoint's: {known}", "prompt_name"
+            )
+        prompt = self._rules.prompts[name] if name else ""
+        ids, _ = self._fit([prompt + text], params, add_special_tokens)
+        if prompt and not self._rules.pools_prompt:
+            params = evolve(params, pool_from=self._length(prompt, add_special_tokens))
+        return ids, params
+
+    def split(self, ids: list[int], params: PoolingParams) -> Job:
+        """A text of more tokens than the model takes at once becomes several, if that is allowed:
+        the vector is the mean of theirs, weighted by their lengths.
+        """
+        most = self._info.max_model_len
+        if not self._chunked or params.task != "embed" or len(ids) <= most:
+            return Job([(ids, params)])
+        if self._longest is not None and len(ids) > self._longest:
+            raise ContextLengthExceeded(
+                f"the text has {len(ids)} tokens and max_embed_len is {self._longest}; shorten it "
+                "or set truncate_prompt_tokens",
+                "prompt",
+            )
+        plain = evolve(params, normalize=False, truncate_prompt_tokens=None)
+        chunks = [ids[start : start + most] for start in range(0, len(ids), most)]
+        return Job([(chunk, plain) for chunk in chunks], lambda found: [self._mean(found, params)])
+
+    def pairs(
+        self,
+        left: Sequence[str],
+        right: Sequence[str],
+        params: PoolingParams,
+        *,
+        template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Job:
+        """Scores of pairs: the model's own, else those of two vectors, or of all their tokens'.
+
+        variables: more of them for the template. Raises RequestError.
+        """
+        tasks, together = self._info.tasks, list(zip(left, right, strict=True))
+        if "score" in tasks:
+            own = evolve(params, task="score")
+            template = template or self._template
+            return Job([self._pair(pair, own, template, variables) for pair in together], _scores)
+        if not {"embed", "token_embed"} & set(tasks):
+            raise RequestError(f"the model is for {', '.join(tasks)} only, not for pairs", "model")
+        task = "embed" if "embed" in tasks else "token_embed"
+        similar = _SIMILARITIES[self._rules.similarity] if task == "embed" else _late
+        unit = True if similar is _cosine else None
+        own = evolve(params, task=task, normalize=unit, use_activation=None)
+        keys: dict[tuple[str, str | None], int] = {}
+        ends = [
+            (keys.setdefault((a, self._role(_FIRST, own)), len(keys)),
+             keys.setdefault((b, self._role(_SECOND, own)), len(keys)))
+            for a, b in together
+        ]  # fmt: skip
+        parts = [self.read(text, evolve(own, prompt_name=name)) for text, name in keys]
+        return Job(parts, lambda found: [_score(found[a], found[b], similar) for a, b in ends])
+
+    # How it is done.
+
+    def _role(self, names: Sequence[str], params: PoolingParams) -> str | None:
+        """The checkpoint's prompt for one side of a pair, if the request names none."""
+        known = (name for name in names if name in self._rules.prompts)
+        return next(known, None) if params.prompt_name is None else params.prompt_name
+
+    def _fit(
+        self, texts: Sequence[str], params: PoolingParams, special: bool = True
+    ) -> tuple[list[int], int | None]:
+        lowered = [text.lower() if self._rules.lower_case else text for text in texts]
+        side = "left" if params.truncation_side == "left" else "right"
+        limit = self.limit(params)
+        return self.tokenizer.fit(*lowered, add_special_tokens=special, limit=limit, side=side)
+
+    def _length(self, prompt: str, special: bool) -> int:
+        """The tokens of a prompt, and of what stands before it."""
+        ids, _ = self._fit([prompt], PoolingParams(), special)
+        return len(ids) - (bool(ids) and ids[-1] in self.tokenizer.special_ids)
+
+    def _pair(
+        self,
+        pair: tuple[str, str],
+        params: PoolingParams,
+        template: str | None,
+        variables: Mapping[str, Any] | None,
+    ) -> _Part:
+        if template is None:
+            joined = ["".join(pair)] if self._rules.joined else pair
+            ids, second = self._fit(joined, params)
+            return ids, evolve(params, second_text=second)
+        first, second_text = pair
+        ids = self._rendered(first, second_text, template, variables)
+        limit = self.limit(params)
+        if limit is not None and len(ids) > limit:
+            kept = self.tokenizer.encode(second_text, False)[: limit - len(ids)]
+            ids = self._rendered(first, self.tokenizer.decode(kept), template, variables)
+        return ids, params
+
+    def _rendered(
+        self, first: str, second: str, template: str, variables: Mapping[str, Any] | None
+    ) -> list[int]:
+        texts = {"query": first, "document": second}
+        messages = [{"role": role, "content": text} for role, text in texts.items()]
+        ids, _ = encode_chat(
+            messages,
+            tokenizer=self.tokenizer,
+            template=template,
+            add_generation_prompt=False,
+            content="string",
+            kwargs=variables,
+        )
+        return ids
+
+    def _mean(self, found: _Outputs, params: PoolingParams) -> PoolingRequestOutput:
+        sizes = [len(output.prompt_token_ids) for output in found]
+        vectors = np.stack([output.outputs.data for output in found])
+        mean = np.average(vectors, axis=0, weights=sizes)
+        wishes = (params.normalize, params.use_activation)
+        default = self._info.description.get("pooling", {}).get("normalize", True)
+        if next((wish for wish in wishes if wish is not None), default):
+            mean /= max(float(np.linalg.norm(mean)), 1e-12)
+        ids = [token for output in found for token in output.prompt_token_ids]
+        return PoolingRequestOutput(
+            found[0].request_id, PoolingOutput(mean.astype(np.float32)), ids
+        )
+
+
+def paired(
+    first: str | Sequence[str], second: str | Sequence[str], name: str = "data_2"
+) -> tuple[Sequence[str], Sequence[str]]:
+    """Two lists of one length; a single first text goes with every second one."""
+    left = [first] if isinstance(first, str) else list(first)
+    right = [second] if isinstance(second, str) else list(second)
+    if len(left) == 1:
+        left = left * len(right)
+    if not left or len(left) != len(right):
+        raise RequestError(f"{name}: {len(left)} texts are needed, one for each first text", name)
+    return left, right
+
+
+def _scores(found: _Outputs) -> list[PoolingRequestOutput]:
+    for output in found:
+        output.outputs = ScoringOutput(float(output.outputs.data.ravel()[0]))
+    return list(found)
+
+
+def _score(
+    first: PoolingRequestOutput,
+    second: PoolingRequestOutput,
+    similar: Callable[[np.ndarray, np.ndarray], Any],
+) -> PoolingRequestOutput:
+    """The score of two prompts' vectors, as the answer for both."""
+    score = float(similar(first.outputs.data, second.outputs.data))
+    tokens = [*first.prompt_token_ids, *second.prompt_token_ids]
+    name = f"{first.request_id}-{second.request_id}"
+    return PoolingRequestOutput(name, ScoringOutput(score), tokens)
+
+
+def _cosine(first: np.ndarray, second: np.ndarray) -> Any:
+    """Of vectors of length 1."""
+    return np.dot(first, second)
+
+
+def _late(first: np.ndarray, second: np.ndarray) -> Any:
+    """MaxSim (arXiv 2004.12832): each first token with its nearest second one. [tokens, vector]."""
+    return (first @ second.T).max(axis=-1).sum()
+
+
+_SIMILARITIES: dict[str, Callable[[np.ndarray, np.ndarray], Any]] = {
+    "cosine": _cosine,
+    "dot": np.dot,
+    "euclidean": lambda a, b: -np.linalg.norm(a - b),
+    "manhattan": lambda a, b: -np.abs(a - b).sum(),
+}

@@ -1,0 +1,92 @@
+"""Sampling defaults: what a request gets where it says nothing.
+
+They come from the checkpoint's generation_config.json, as its authors recommend, and from
+`--override-generation-config`; both use the names of transformers' GenerationConfig.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from modulm.engine.sampling.validation import problem
+from modulm.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from modulm.config import EngineConfig
+
+__all__ = ["end_ids", "sampling_defaults"]
+
+#: Name in generation_config.json -> field of SamplingParams.
+_FIELDS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+_ENDS = "eos_token_id"
+
+
+def sampling_defaults(config: EngineConfig, generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults by field of SamplingParams, checked.
+
+    generation_config: the checkpoint's; `--generation-config` may name another folder, or none
+    ("vllm", "modulm"). Raises ConfigError, or CheckpointError for a wrong value in the file.
+    """
+    source = config.model.generation_config
+    table: Mapping[str, Any] = {}
+    if source == "auto":
+        table = generation_config
+    elif source not in ("vllm", "modulm"):
+        table = _read(source)
+    found = {
+        ours: table[theirs] for theirs, ours in _FIELDS.items() if table.get(theirs) is not None
+    }
+    for name, value in found.items():
+        words = problem(name, value)
+        if words is not None:
+            raise CheckpointError(
+                f"generation_config.json: {name} {words}, not {value!r:.40}; replace it with "
+                "--override-generation-config or leave the file out with --generation-config vllm"
+            )
+    return found | _overrides(config.model.override_generation_config)
+
+
+def end_ids(
+    config: EngineConfig, generation_config: Mapping[str, Any], model_config: Mapping[str, Any]
+) -> tuple[int, ...]:
+    """End-of-sequence ids: the override's, else of generation_config.json, else of config.json."""
+    tables = (config.model.override_generation_config, generation_config, model_config)
+    found = next((table[_ENDS] for table in tables if table.get(_ENDS) is not None), ())
+    ids = tuple(found) if isinstance(found, list | tuple) else (found,)
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        raise ConfigError("override_generation_config", f"eos_token_id must be ids, not {found!r}")
+    return ids
+
+
+def _overrides(table: Mapping[str, Any]) -> dict[str, Any]:
+    where = "override_generation_config"
+    unknown = sorted(set(table) - set(_FIELDS) - {_ENDS})
+    if unknown:
+        raise ConfigError(where, f"{unknown[0]!r} is not one of {', '.join((*_FIELDS, _ENDS))}")
+    found = {_FIELDS[name]: value for name, value in table.items() if name in _FIELDS}
+    for name, value in found.items():
+        words = problem(name, value)
+        if words is not None:
+            raise ConfigError(where, f"{name} {words}, not {value!r:.40}")
+    return found
+
+
+def _read(folder: str) -> Mapping[str, Any]:
+    file = Path(folder).expanduser() / "generation_config.json"
+    try:
+        table = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError("generation_config", f"{file}: {error}") from error
+    if not isinstance(table, dict):
+        raise ConfigError("generation_config", f"{file}: a JSON object is needed")
+    return table

@@ -1,0 +1,1 @@
+"""Which rows run in a step, and with how many tokens."""

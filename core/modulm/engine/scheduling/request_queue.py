@@ -1,0 +1,86 @@
+"""The waiting requests, in the order of a policy, and what the scheduler knows of each request."""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any
+
+import numpy as np
+
+from modulm.contracts.policy import Policy
+from modulm.engine.kv_cache.prefix_index import Chain
+from modulm.engine.types.requests import Request
+
+__all__ = ["Entry", "RequestQueue"]
+
+
+class Entry:
+    """A request inside the scheduler.
+
+    order: of arrival, breaks ties. limit: tokens, prompt included, at which it ends. row: its row,
+    or None while it waits. history: [tokens] int64, its tokens when it (again) waits. chains: the
+    names of its full blocks, one chain per block size.
+    """
+
+    __slots__ = (
+        "chains", "gone", "history", "key", "limit", "order", "preemptions", "request", "row",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, order: int, limit: int) -> None:
+        self.request = request
+        self.order = order
+        self.limit = limit
+        self.row: int | None = None
+        self.history: np.ndarray = request.prompt
+        self.chains: tuple[Chain, ...] = ()
+        self.preemptions = 0
+        self.gone = False
+        self.key: Any = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that have to be computed when it is admitted."""
+        return len(self.history)
+
+
+class RequestQueue:
+    """A heap by the policy's key, then order of arrival. Removal is lazy."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._heap: list[tuple[Any, int, Entry]] = []
+        self.count = 0
+        self.tokens = 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def push(self, entry: Entry) -> None:
+        """Queue it; a preempted request takes its old place."""
+        if entry.key is None:
+            entry.key = self._policy.key(entry.request)
+        heapq.heappush(self._heap, (entry.key, entry.order, entry))
+        self.count += 1
+        self.tokens += entry.tokens
+
+    def peek(self) -> Entry | None:
+        """The next entry, which stays queued."""
+        while self._heap and self._heap[0][2].gone:
+            heapq.heappop(self._heap)
+        return self._heap[0][2] if self._heap else None
+
+    def pop(self) -> Entry:
+        """Take the entry that `peek` showed."""
+        entry = heapq.heappop(self._heap)[2]
+        self.count -= 1
+        self.tokens -= entry.tokens
+        return entry
+
+    def remove(self, entry: Entry) -> None:
+        """A queued entry is aborted; its place in the heap is cleared when it comes up."""
+        entry.gone = True
+        self.count -= 1
+        self.tokens -= entry.tokens
+        if len(self._heap) > 64 and self.count < len(self._heap) // 2:
+            self._heap = [item for item in self._heap if not item[2].gone]
+            heapq.heapify(self._heap)

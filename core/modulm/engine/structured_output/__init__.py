@@ -1,0 +1,1 @@
+"""Constraints on text: compiled beside the steps, applied to the logits."""

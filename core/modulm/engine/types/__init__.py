@@ -1,0 +1,1 @@
+"""The values that cross between front ends and the engine."""

@@ -1,0 +1,38 @@
+"""One more server process (`workers.py` starts it) in front of an engine that runs elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+
+from modulm.engine.async_llm import AsyncLLM
+from modulm_server.app import create_app
+from modulm_server.chat_turn import with_declared_parsers
+from modulm_server.serve import make_server
+
+__all__ = ["main"]
+
+log = logging.getLogger("modulm_server")
+
+
+def main(descriptor: int, address: str) -> int:
+    """Serve what the socket brings, until told to stop or left by the engine; the exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    engine = AsyncLLM.connect(address)
+    config = with_declared_parsers(engine.info.config)
+    served = create_app(engine, config)
+    server = make_server(served, config.frontend)
+    log.info("server process %d takes requests", os.getpid())
+    try:
+        server.run(sockets=[socket.socket(fileno=descriptor)])
+        return 1 if engine.dead else 0
+    finally:
+        engine.shutdown()
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2]))

@@ -1,0 +1,230 @@
+"""The application: route families from plugins, and around them keys, limits and error bodies."""
+
+from __future__ import annotations
+
+import logging
+import time
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CollectorRegistry
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import BaseRoute, Route
+
+import modulm
+from modulm.contracts.route import RouteContext, RouteFamily
+from modulm.errors import ConfigError, ModulmError, PluginConflict
+from modulm.plugins import manager
+from modulm.text.chat import load_template
+from modulm.text.templates import execute
+from modulm_server.auth import guard, read_keys
+from modulm_server.errors import answers, respond
+from modulm_server.generation import GenerationService
+from modulm_server.json_body import bad_field
+from modulm_server.loopback import LoopbackClient
+from modulm_server.metrics import HttpMetrics, exposition
+from modulm_server.request_guard import RequestGuard
+from modulm_server.request_log import RequestLog
+from modulm_server.template_sandbox import ForeignRenderer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from fastapi import APIRouter
+    from starlette.types import ASGIApp
+
+    from modulm.config import EngineConfig, ServerConfig
+
+__all__ = ["Served", "create_app", "served_names"]
+
+log = logging.getLogger("modulm_server")
+
+_HEADER_COUNT = 256
+_HEADER_BYTES = 65_536
+
+
+@frozen(eq=False)
+class Served:
+    """The application and what a server must know about it.
+
+    app: everything, as uvicorn runs it. api: the FastAPI object inside. families: to be stopped.
+    """
+
+    app: ASGIApp
+    api: FastAPI
+    desk: GenerationService
+    families: tuple[RouteFamily, ...]
+
+    async def stop(self) -> None:
+        """End the families' background work."""
+        for family in self.families:
+            try:
+                await family.stop()
+            except Exception:
+                log.exception("route family %s did not stop cleanly", family.name)
+
+
+def create_app(engine: Any, config: EngineConfig) -> Served:
+    """The server's application around a running engine (AsyncLLM).
+
+    Raises ConfigError for a wrong template, key file or middleware, PluginConflict when two
+    families claim one path.
+    """
+    server = config.frontend
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(engine.metrics)
+    http = HttpMetrics(registry)
+    engine.report_by(lambda: str(exposition(registry)[0], "utf-8"))
+    desk = _desk(engine, config)
+    inside = LoopbackClient()
+    context = RouteContext(
+        engine=engine,
+        config=config,
+        models=desk.models,
+        created=int(time.time()),
+        desk=desk,
+        registry=registry,
+        inside=inside,
+    )
+    api = _api(server)
+    families = _families(context)
+    _add_routes(api, families)
+    _add_middleware(api, server)
+    manager.current().hook.modulm_app_created(app=api, config=config)
+    guard(api.router.routes, read_keys(server))
+    boundary = RequestGuard(
+        api,
+        body_limit=server.max_request_bytes,
+        silence=server.request_timeout,
+        header_count=server.h11_max_header_count or _HEADER_COUNT,
+        header_bytes=server.h11_max_incomplete_event_size or _HEADER_BYTES,
+        show_id=server.enable_request_id_headers,
+        stacks=server.log_error_stack,
+        observe=http.observe,
+    )
+    inside.app = boundary
+    return Served(boundary, api, desk, tuple(families))
+
+
+def served_names(config: EngineConfig) -> tuple[str, ...]:
+    """Names of the model in the API, the first one is shown."""
+    return config.model.served_model_name or (config.model.model,)
+
+
+def _desk(engine: Any, config: EngineConfig) -> GenerationService:
+    server = config.frontend
+    template = None if server.chat_template is None else load_template(server.chat_template)
+    foreign = ForeignRenderer() if server.trust_request_chat_template else None
+    return GenerationService(
+        engine=engine,
+        config=config,
+        models=served_names(config),
+        template=template,
+        journal=RequestLog.of(config),
+        run_foreign=execute if foreign is None else foreign.render,
+    )
+
+
+def _api(server: ServerConfig) -> FastAPI:
+    pages = not server.disable_fastapi_docs
+    api = FastAPI(
+        title="modulm",
+        version=modulm.__version__,
+        docs_url="/docs" if pages else None,
+        redoc_url="/redoc" if pages else None,
+        openapi_url="/openapi.json" if pages else None,
+        redirect_slashes=False,
+    )
+    for kind in (ModulmError, HTTPException, Exception):
+        api.add_exception_handler(kind, answers(server.log_error_stack))
+    api.add_exception_handler(RequestValidationError, _refuse)  # type: ignore[arg-type]
+    return api
+
+
+async def _refuse(request: Any, error: RequestValidationError) -> Any:
+    """What FastAPI finds wrong with a path or query, in our form and with status 400."""
+    first = error.errors()[0]
+    name = str(first["loc"][-1]) if first.get("loc") else None
+    return respond(bad_field(name, f"{name}: {first['msg']}"))
+
+
+def _families(context: RouteContext) -> dict[RouteFamily, APIRouter]:
+    """The route families that are installed and apply, with their routes.
+
+    A broken one is reported and left out: the others do not need it.
+    """
+    plugins = manager.current()
+    families: dict[RouteFamily, APIRouter] = {}
+    for declared in plugins.names("routes"):
+        try:
+            family: RouteFamily = plugins.load_declared(declared)(context)
+            reason = family.absent()
+            if reason is None:
+                families[family] = family.router()
+            else:
+                log.debug("routes %s are not served: %s", declared.name, reason)
+        except ConfigError:
+            raise
+        except Exception as error:
+            log.error(
+                "routes %s of %s are not served: %s: %s",
+                declared.name,
+                declared.origin,
+                type(error).__name__,
+                error,
+            )
+    return families
+
+
+def _add_routes(api: FastAPI, families: Mapping[RouteFamily, APIRouter]) -> None:
+    owners: dict[tuple[str, str], str] = {}
+    for family, router in families.items():
+        for route in router.routes:
+            for key in _claims(route):
+                if key in owners:
+                    raise PluginConflict(
+                        f"{key[0]} {key[1]} is claimed by routes {owners[key]!r} and "
+                        f"{family.name!r}; switch one off with --plugins"
+                    )
+                owners[key] = family.name
+            api.router.routes.append(route)
+
+
+def _claims(route: BaseRoute) -> list[tuple[str, str]]:
+    if isinstance(route, Route):
+        return [(method, route.path) for method in sorted(route.methods or {"ANY"})]
+    return [(type(route).__name__, str(getattr(route, "path", route)))]
+
+
+def _add_middleware(api: FastAPI, server: ServerConfig) -> None:
+    if server.allowed_origins:
+        if "*" in server.allowed_origins and server.allow_credentials:
+            raise ConfigError(
+                "allow_credentials", "cannot go with allowed_origins '*': name the origins"
+            )
+        api.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(server.allowed_origins),
+            allow_credentials=server.allow_credentials,
+            allow_methods=list(server.allowed_methods),
+            allow_headers=list(server.allowed_headers),
+        )
+    for path in server.middleware:
+        _add_named(api, path)
+
+
+def _add_named(api: FastAPI, path: str) -> None:
+    """Middleware by path: a class, or a coroutine function as `app.middleware("http")` takes."""
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError("middleware", f"{path!r} cannot be imported: {error}") from error
+    if isinstance(found, type):
+        api.add_middleware(found)  # type: ignore[arg-type]
+    else:
+        api.middleware("http")(found)

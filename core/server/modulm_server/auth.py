@@ -1,0 +1,154 @@
+"""API keys: every route asks for one, except those on a list in this module.
+
+The guard sits on the endpoint of each route, behind the router: no way of writing a path, a host
+or a prefix can reach an endpoint without it (CVE-2026-48746 is what a check on the URL costs).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fastapi.routing import APIRoute, APIWebSocketRoute
+from starlette.routing import BaseRoute, Host, Match, Mount, Route, WebSocketRoute
+
+from modulm.errors import ConfigError
+from modulm_server.errors import ApiError, respond
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from starlette.requests import Request
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from modulm.config import ServerConfig
+
+__all__ = ["INSIDE", "OPEN_PATHS", "Keys", "guard", "owner_of", "read_keys"]
+
+#: Routes that answer without a key: signs of life, and the page that asks the user for one.
+OPEN_PATHS = frozenset({"/", "/health", "/ping", "/ready"})
+
+#: Kinds of routes whose endpoint can be wrapped, which leaves them visible to the API pages.
+_PLAIN = (APIRoute, APIWebSocketRoute, Host, Mount, Route, WebSocketRoute)
+
+#: What the scope of a request carries that the server makes itself. No client can send it.
+INSIDE = object()
+
+_MISSING = ApiError(
+    401,
+    "a key is needed: send Authorization: Bearer KEY",
+    code="invalid_api_key",
+    headers={"WWW-Authenticate": "Bearer"},
+)
+_WRONG = ApiError(
+    401,
+    "this key is not known here",
+    code="invalid_api_key",
+    headers={"WWW-Authenticate": "Bearer"},
+)
+
+
+class Keys:
+    """A set of keys, kept as digests. Without keys everybody is let in."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = tuple(_digest(key.encode()) for key in keys)
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def knows(self, key: bytes) -> bool:
+        """Whether the key is one of ours, in a time that does not depend on which or how close."""
+        given = _digest(key)
+        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+        return any(matches)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def owner_of(request: Request) -> str:
+    """Whose request this is: a digest of the key, empty on a server without keys."""
+    owner: str = request.scope.get("modulm.owner", "")
+    return owner
+
+
+def read_keys(config: ServerConfig) -> Keys:
+    """The keys of the configuration. Raises ConfigError for a key file without a key."""
+    keys = list(config.api_key or ())
+    if config.api_key_file is not None:
+        try:
+            lines = Path(config.api_key_file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                "api_key_file", f"{config.api_key_file} cannot be read: {error}"
+            ) from error
+        found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not found:
+            raise ConfigError("api_key_file", f"{config.api_key_file} holds no key")
+        keys += found
+    if any(not key.strip() for key in keys):
+        raise ConfigError("api_key", "a key is empty")
+    return Keys(keys)
+
+
+class _Guard:
+    """An endpoint behind a lock."""
+
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        key = _given_key(scope)
+        if key is not None and self._keys.knows(key):
+            scope["modulm.owner"] = _digest(key).hex()
+            await self._app(scope, receive, send)
+        elif scope.get("modulm.inside") is INSIDE:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await respond(_WRONG if key else _MISSING)(scope, receive, send)
+
+
+def _given_key(scope: Scope) -> bytes | None:
+    """The bearer token, or the header that Anthropic's clients send."""
+    other: bytes | None = None
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            scheme, _, token = bytes(value).partition(b" ")
+            return token.strip() if scheme.lower() == b"bearer" else b""
+        if name == b"x-api-key":
+            other = bytes(value).strip()
+    return other
+
+
+class _Locked(BaseRoute):
+    """A route of a kind we do not know, behind a lock as a whole."""
+
+    def __init__(self, route: BaseRoute, keys: Keys) -> None:
+        self.route = route
+        self._guard = _Guard(route.handle, keys)
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        return self.route.matches(scope)
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._guard(scope, receive, send)
+
+
+def guard(routes: list[BaseRoute], keys: Keys) -> None:
+    """Put the lock on every route that is not on the list, in place."""
+    if not keys:
+        return
+    for place, route in enumerate(routes):
+        if isinstance(route, Route) and route.path in OPEN_PATHS:
+            continue
+        if type(route) in _PLAIN:
+            route.app = _Guard(route.app, keys)  # type: ignore[attr-defined]
+        else:
+            routes[place] = _Locked(route, keys)

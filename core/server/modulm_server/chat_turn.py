@@ -1,0 +1,265 @@
+"""One turn of a conversation: what the chat APIs share between their schema and the engine.
+
+A turn is a prompt, sampling parameters and the parsers that read the model's text back. Its
+steps say what became certain, for every choice, whatever the API then calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from attrs import field, frozen
+
+from modulm.contracts.parser import Content, ParseContext, Reasoning
+from modulm.errors import ConfigError
+from modulm.loading import open_checkpoint
+from modulm.parsing import ParsedMessage, assemble, message_parser
+from modulm.plugins import manager
+from modulm.plugins.defaults import choose_parser
+from modulm.plugins.explain import Decision, Verdict
+from modulm.plugins.kinds import find_kind
+from modulm_server.errors import ApiError
+
+if TYPE_CHECKING:
+    from modulm.config import EngineConfig
+    from modulm.contracts.checkpoint import NamedCheckpoint
+    from modulm.contracts.parser import Event
+    from modulm.contracts.sampling import SamplingParams
+    from modulm.engine.frontend.beam_search import BeamSearchParams
+    from modulm.parsing import MessageParser
+    from modulm_server.generation import GenerationService, Prompt
+
+__all__ = [
+    "Message",
+    "Parsers",
+    "Started",
+    "Step",
+    "Turn",
+    "parser_decisions",
+    "with_declared_parsers",
+]
+
+#: Characters of the prompt's end that a parser gets to see.
+_TAIL = 512
+
+
+@frozen
+class Parsers:
+    """The parsers of the server by name; `auto`: whether the model may decide to call tools."""
+
+    tool: str | None = None
+    reasoning: str | None = None
+    auto: bool = False
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Parsers:
+        """Those of a configuration."""
+        server = config.frontend
+        return cls(
+            server.tool_call_parser,
+            config.structured_outputs.reasoning_parser,
+            server.enable_auto_tool_choice,
+        )
+
+
+def with_declared_parsers(config: EngineConfig) -> EngineConfig:
+    """The configuration with the parsers that fit the checkpoint; what the user gave stays.
+
+    Raises ConfigError if the model is to decide on calling tools and no parser is known for it.
+    """
+    tool, reasoning = (decision.winner for decision in parser_decisions(config))
+    flags: dict[str, Any] = {}
+    if config.structured_outputs.reasoning_parser is None and reasoning is not None:
+        flags["reasoning_parser"] = reasoning
+    if config.frontend.tool_call_parser is None and tool is not None:
+        flags |= {"tool_call_parser": tool, "enable_auto_tool_choice": True}
+    elif config.frontend.enable_auto_tool_choice and tool is None:
+        raise ConfigError(
+            "tool_call_parser",
+            f"enable_auto_tool_choice needs one, and {config.model.model} declares none: name it, "
+            "see `modulm plugins list tool_parsers`",
+        )
+    return config.with_(**flags)
+
+
+def parser_decisions(config: EngineConfig) -> tuple[Decision, Decision]:
+    """Which tool parser and which reasoning parser, and why.
+
+    A flag comes first, then what a named checkpoint declares, then what a plugin chooses for the
+    checkpoint.
+    """
+    plugins, name = manager.current(), config.model.model
+    declared: type[NamedCheckpoint] | None = None
+    if any(entry.name == name for entry in plugins.names("checkpoints")):
+        declared = plugins.load("checkpoints", name)
+    tool_name = declared.tool_parser if declared else None
+    reasoning_name = declared.reasoning_parser if declared else None
+    given = config.frontend.tool_call_parser, config.structured_outputs.reasoning_parser
+    tool = _parser_decision(config, "tool_parsers", given[0], tool_name)
+    reasoning = _parser_decision(config, "reasoning_parsers", given[1], reasoning_name)
+    return tool, reasoning
+
+
+def _parser_decision(
+    config: EngineConfig, kind: str, given: str | None, declared: str | None
+) -> Decision:
+    plugins, subject = manager.current(), find_kind(kind).noun
+    candidates = tuple(Verdict(entry.name) for entry in plugins.names(kind))
+    if given is not None:
+        return Decision(subject, candidates, given, "given by flag")
+    if declared is not None:
+        return Decision(subject, candidates, declared, f"{config.model.model} declares it")
+    if not plugins.hook.modulm_choose_parser.get_hookimpls():
+        return Decision(subject, candidates, None, "no flag, and no plugin chooses one")
+    return choose_parser(plugins, kind, open_checkpoint(config).info).decision
+
+
+@frozen(kw_only=True)
+class Step:
+    """What is new of one choice. Counts are of the whole choice so far."""
+
+    index: int
+    events: Sequence[Event]
+    token_ids: Sequence[int]
+    logprobs: Sequence[Any] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    generated: int
+
+
+@frozen(kw_only=True)
+class Message:
+    """A whole choice."""
+
+    index: int
+    parsed: ParsedMessage
+    token_ids: Sequence[int]
+    logprobs: Sequence[Any] | None
+    finish_reason: str
+    stop_reason: int | str | None
+
+
+@frozen(kw_only=True)
+class Turn:
+    """A turn that is ready to run.
+
+    tools: in OpenAI's form. tool_choice: as in OpenAI's API. fields: what the API calls a field of
+    the engine's, where it has another name for it; errors blame that.
+    """
+
+    desk: GenerationService
+    prompt: Prompt
+    params: SamplingParams | BeamSearchParams
+    parsers: Parsers
+    tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: str | Mapping[str, Any] = "none"
+    template_kwargs: Mapping[str, Any] = field(factory=dict)
+    fields: Mapping[str, str] = field(factory=dict)
+    priority: int = 0
+    cache_salt: str | None = None
+
+    def check(self) -> None:
+        """Raise ApiError(400) if the model may call tools and nothing here could read the calls."""
+        reads = self.parsers.auto and self.parsers.tool
+        if self.tools and self.tool_choice == "auto" and not reads:
+            raise ApiError(
+                400,
+                'tool_choice "auto" needs a server with --enable-auto-tool-choice and '
+                "--tool-call-parser",
+                param="tool_choice",
+            )
+
+    def parser(self) -> MessageParser:
+        """A fresh parser for one choice."""
+        text = self.prompt.text
+        forced = self.tool_choice == "required" or isinstance(self.tool_choice, Mapping)
+        reads = forced or (bool(self.tools) and self.tool_choice != "none")
+        context = ParseContext(
+            tools=tuple(self.tools),
+            tool_choice=self.tool_choice if reads else "none",
+            template_kwargs=self.template_kwargs,
+            prompt_tail=text[-_TAIL:] if text is not None else "",
+            tokenizer=self.desk.tokenizer,
+        )
+        return message_parser(
+            context,
+            self.parsers.tool if reads else None,
+            self.parsers.reasoning,
+        )
+
+    def tuned(self) -> SamplingParams | BeamSearchParams:
+        """The parameters, with special tokens kept where a parser reads them."""
+        if self.params.skip_special_tokens and self.parser().special_tokens:
+            return self.params.with_(skip_special_tokens=False)
+        return self.params
+
+    async def start(self) -> Started:
+        """Hand the turn to the engine. Raises what the engine has against it."""
+        running = await self.desk.generate(
+            self.prompt,
+            self.tuned(),
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+            fields=self.fields,
+        )
+        return Started(turn=self, running=running)
+
+
+@frozen(kw_only=True)
+class Started:
+    """A turn in progress."""
+
+    turn: Turn
+    running: Any
+
+    async def steps(self) -> AsyncGenerator[tuple[Any, list[Step]], None]:
+        """The engine's outputs (of kind DELTA), each with what it means for the choices."""
+        parsers = [self.turn.parser() for _ in range(self.turn.params.n)]
+        counts = [0] * len(parsers)
+        async with aclosing(self.running) as outputs:
+            async for output in outputs:
+                steps = []
+                for choice in output.outputs:
+                    counts[choice.index] += len(choice.token_ids)
+                    events = parsers[choice.index].feed(choice.text, choice.token_ids)
+                    if choice.finish_reason is not None:
+                        events += parsers[choice.index].finish()
+                    steps.append(_step(choice, events, counts[choice.index]))
+                yield output, steps
+
+    async def messages(self) -> tuple[Any, list[Message]]:
+        """The engine's last output (of kind FINAL_ONLY), and the choices as messages."""
+        output = await self.running.last()
+        messages = []
+        for choice in output.outputs:
+            parser = self.turn.parser()
+            events = [*parser.feed(choice.text, choice.token_ids), *parser.finish()]
+            messages.append(
+                Message(
+                    index=choice.index,
+                    parsed=assemble(events),
+                    token_ids=choice.token_ids,
+                    logprobs=choice.logprobs,
+                    finish_reason=choice.finish_reason or "stop",
+                    stop_reason=choice.stop_reason,
+                )
+            )
+        return output, messages
+
+
+def _step(choice: Any, events: Sequence[Event], generated: int) -> Step:
+    return Step(
+        index=choice.index,
+        events=[event for event in events if not _empty(event)],
+        token_ids=choice.token_ids,
+        logprobs=choice.logprobs,
+        finish_reason=choice.finish_reason,
+        stop_reason=choice.stop_reason,
+        generated=generated,
+    )
+
+
+def _empty(event: Event) -> bool:
+    return isinstance(event, Content | Reasoning) and not event.text

@@ -1,0 +1,198 @@
+"""Errors as clients see them: OpenAI's body, a status, and nothing about this machine."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from attrs import frozen
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from modulm.errors import (
+    ContextLengthExceeded,
+    EngineDead,
+    EngineError,
+    ModulmError,
+    NotFound,
+    QueueFull,
+    RequestError,
+    UnsupportedError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+
+    from starlette.requests import Request
+    from starlette.types import Scope
+
+__all__ = [
+    "ApiError",
+    "ClientGone",
+    "answers",
+    "describe",
+    "error_body",
+    "escape",
+    "http_error",
+    "model_error",
+    "report",
+    "respond",
+]
+
+log = logging.getLogger("modulm_server")
+
+#: Things that must not leave the machine: addresses in memory, files, tracebacks.
+_PRIVATE = re.compile(
+    r"0x[0-9a-fA-F]{6,}|Traceback \(most recent.*|(?<![\w:/.])/(?!v\d/)(?:[\w.@+-]+/)+[\w.@+-]+",
+    re.DOTALL,
+)
+_LONGEST = 2000
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+class ClientGone(Exception):
+    """The client has left; there is nobody to answer."""
+
+
+class ApiError(ModulmError):
+    """An answer that is an error."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's `type`."""
+        if self.status >= 500:
+            return "server_error"
+        return _TYPES.get(self.status, "invalid_request_error")
+
+
+@frozen
+class _Context:
+    status: int
+    code: str | None
+    retry: float | None = None
+
+
+_KNOWN: tuple[tuple[type[Exception], _Context], ...] = (
+    (QueueFull, _Context(429, "overloaded", 1.0)),
+    (NotFound, _Context(404, "not_found")),
+    (ContextLengthExceeded, _Context(400, "context_length_exceeded")),
+    (RequestError, _Context(400, None)),
+    (UnsupportedError, _Context(400, "unsupported")),
+    (EngineDead, _Context(503, "engine_dead", 10.0)),
+)
+
+
+def describe(error: BaseException, reference: str = "") -> ApiError:
+    """What a client is told about an exception. `reference`: the id that the log line carries."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):
+        return http_error(error)
+    for kind, context in _KNOWN:
+        if isinstance(error, kind):
+            return _known(error, context)
+    told = f" (request {reference})" if reference else ""
+    if isinstance(error, EngineError):
+        return ApiError(500, f"the engine could not finish this request{told}", code="engine_error")
+    return ApiError(500, f"internal error{told}", code="internal_error")
+
+
+def _known(error: Exception, context: _Context) -> ApiError:
+    message = str(error) if context.status != 503 else "the engine has stopped"
+    retry = error.retry_after if isinstance(error, QueueFull) else context.retry
+    headers = {} if retry is None else {"Retry-After": str(max(1, round(retry)))}
+    param = error.param if isinstance(error, RequestError) else None
+    return ApiError(context.status, message, param=param, code=context.code, headers=headers)
+
+
+def http_error(error: HTTPException) -> ApiError:
+    """The framework's own errors (no such route, wrong method) in our form."""
+    return ApiError(error.status_code, str(error.detail), headers=error.headers)
+
+
+def model_error(model: str) -> ApiError:
+    """The request names a model that is not served here."""
+    return ApiError(
+        404,
+        f"model {model[:256]!r} is not served here; GET /v1/models lists those that are",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """OpenAI's error object."""
+    message = _PRIVATE.sub("[...]", error.message)[:_LONGEST] or "error"
+    return {
+        "error": {
+            "message": message,
+            "type": error.kind,
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def respond(error: ApiError) -> Response:
+    """The error as a response."""
+    return Response(
+        msgspec.json.encode(error_body(error)),
+        error.status,
+        {"Cache-Control": "no-store", **error.headers},
+        "application/json",
+    )
+
+
+def report(error: Exception, scope: Scope, stacks: bool = False) -> ApiError:
+    """What a client is told about an exception; what only we may know goes to the log."""
+    reference = scope.get("modulm.id", "")
+    told = describe(error, reference)
+    if told.status >= 500 and not isinstance(error, ApiError):
+        log.error(
+            "request %s to %s failed: %s: %s",
+            reference,
+            escape(scope["path"]),
+            type(error).__name__,
+            escape(str(error), _LONGEST),
+            exc_info=error if stacks else None,
+        )
+    return told
+
+
+def answers(stacks: bool) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """The exception handler of the application. `stacks`: log tracebacks too."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        return respond(report(error, request.scope, stacks))
+
+    return answer
+
+
+def escape(text: str, limit: int = 256) -> str:
+    """Text that came from a client, made safe for one line of a log."""
+    cut = text if len(text) <= limit else text[:limit] + "..."
+    return cut.encode("unicode_escape").decode("ascii")

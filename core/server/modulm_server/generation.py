@@ -1,0 +1,320 @@
+"""The desk: where requests of every API become generations of the engine.
+
+It renders and tokenizes prompts, starts generations so that a refusal is known before an answer
+begins, counts what is in progress, and says no while the server is going down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, suppress
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from attrs import define, field, frozen
+
+from modulm.contracts.sampling import OutputKind
+from modulm.engine.frontend.beam_search import BeamSearchParams
+from modulm.errors import EngineError, RequestError
+from modulm.text.chat import encode_chat
+from modulm.text.templates import execute
+from modulm_server.errors import ApiError, model_error
+from modulm_server.request_log import RequestLog
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from modulm.contracts.sampling import PoolingParams, SamplingParams
+    from modulm.engine.types.outputs import RequestOutput
+
+__all__ = ["ChatOptions", "GenerationService", "Prompt", "Running", "merged"]
+
+#: Characters up to which a prompt is tokenized where it stands: a thread costs more than that.
+_INLINE = 20_000
+#: Seconds after which a request that was not refused counts as accepted.
+_ACCEPTED = 1.0
+
+
+@frozen
+class Prompt:
+    """A prompt in both forms; `text` is None where the client sent ids."""
+
+    ids: tuple[int, ...]
+    text: str | None = None
+
+
+@frozen(kw_only=True)
+class ChatOptions:
+    """How messages are made into a prompt. `template`: source that the client sent, trusted."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    documents: Sequence[Mapping[str, Any]] | None = None
+    template: str | None = None
+    variables: Mapping[str, Any] = field(factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+
+
+@define(eq=False)
+class GenerationService:
+    """engine: AsyncLLM. config: EngineConfig. models: served names. template: the server's own
+    chat template, in place of the tokenizer's. run_foreign: executes templates that clients send.
+    """
+
+    engine: Any
+    config: Any
+    models: tuple[str, ...]
+    template: str | None = None
+    run_foreign: Callable[[str, Mapping[str, Any]], str] = execute
+    journal: RequestLog = field(factory=RequestLog)
+    closing: bool = False
+    active: int = 0
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer. Raises ApiError(400) on a server without one."""
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None:
+            raise ApiError(
+                400, "this server has no tokenizer (--skip-tokenizer-init): send token ids"
+            )
+        return tokenizer
+
+    def model(self, name: Any) -> str:
+        """The name to show in the answer; UNSET means the first. Raises ApiError(404)."""
+        if not isinstance(name, str):
+            return self.models[0]
+        if name not in self.models:
+            raise model_error(name)
+        return name
+
+    def check_open(self) -> None:
+        """Raise ApiError(503) while the server is going down or when the engine is dead."""
+        if self.engine.dead:
+            raise ApiError(
+                503, "the engine has stopped", code="engine_dead", headers={"Retry-After": "10"}
+            )
+        if self.closing:
+            raise ApiError(
+                503,
+                "the server is shutting down",
+                code="shutting_down",
+                headers={"Retry-After": "10", "Connection": "close"},
+            )
+
+    async def tokenize(self, text: str, add_special_tokens: bool = True) -> Prompt:
+        """Text as a prompt."""
+        ids = await _away(
+            len(text), self.tokenizer.encode, text, add_special_tokens=add_special_tokens
+        )
+        return Prompt(tuple(ids), text)
+
+    async def from_messages(
+        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions
+    ) -> Prompt:
+        """Messages as a prompt. Raises RequestError naming the field to blame.
+
+        What users and tools say cannot become control tokens: it is tokenized as text.
+        """
+        server = self.config.frontend
+        template = options.template or self.template
+        wanted = server.chat_template_content_format
+        defaults = server.default_chat_template_kwargs or {}
+        foreign = options.template is not None
+        ids, text = await _away(
+            _INLINE if foreign else _size(messages),
+            encode_chat,
+            messages,
+            tokenizer=self.tokenizer,
+            add_special_tokens=options.add_special_tokens,
+            tools=options.tools or None,
+            documents=options.documents,
+            template=template,
+            add_generation_prompt=options.add_generation_prompt,
+            continue_final_message=options.continue_final_message,
+            content=wanted,
+            kwargs={**defaults, **options.variables},
+            run=self.run_foreign if foreign else execute,
+        )
+        return Prompt(tuple(ids), text)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        fields: Mapping[str, str] | None = None,
+    ) -> Running:
+        """A running generation. `fields`: what the API calls a field of the engine's, in errors.
+
+        It returns when the engine has accepted the request, so that what is wrong with it is
+        raised here, before an answer has begun.
+        """
+        self.check_open()
+        given: dict[str, Any] = {"prompt_token_ids": list(prompt.ids)}
+        if prompt.text is not None:
+            given["prompt"] = prompt.text
+        name = uuid4().hex
+        self.journal.request(name, prompt, params)
+        if isinstance(params, BeamSearchParams):
+            run, streamed = self.engine.beam_search, False
+        else:
+            run, streamed = self.engine.generate, params.output_kind is OutputKind.DELTA
+        source = run(given, params, name, priority=priority, cache_salt=cache_salt)
+        counted = _renaming(self._counted(source), fields or {})
+        return await Running.start(self._watched(name, counted, streamed))
+
+    async def encode(self, prompt: Prompt, params: PoolingParams, priority: int = 0) -> Any:
+        """The pooled output of a prompt (PoolingRequestOutput)."""
+        self.check_open()
+        given = {"prompt_token_ids": list(prompt.ids)}
+        source = self.engine.encode(given, params, uuid4().hex, priority=priority)
+        async with aclosing(self._counted(source)) as outputs:
+            found = [output async for output in outputs]
+        if not found:
+            raise EngineError("the engine gave no answer")
+        return found[-1]
+
+    async def _watched(
+        self, name: str, source: AsyncGenerator[Any, None], streamed: bool
+    ) -> AsyncGenerator[Any, None]:
+        """Outputs of the engine that are answers: what it could not finish is raised."""
+        async with aclosing(source) as outputs:
+            async for output in outputs:
+                _check_ends(output)
+                self.journal.answer(name, output, streamed)
+                yield output
+
+    async def _counted(self, source: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+        self.active += 1
+        try:
+            async with aclosing(source) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            self.active -= 1
+
+
+class Running:
+    """A generation in progress: iterate it once; `aclose` ends it at once."""
+
+    def __init__(self, source: AsyncGenerator[Any, None]) -> None:
+        self._source = source
+        self._first: asyncio.Future[Any] | None = asyncio.ensure_future(anext(source, None))
+
+    @classmethod
+    async def start(cls, source: AsyncGenerator[Any, None]) -> Running:
+        """Wait for the first output, for a moment. Raises what the engine has against the request.
+
+        A request that waits its turn for longer has been accepted; its answer may begin.
+        """
+        running = cls(source)
+        first = running._first
+        try:
+            if (
+                first is not None
+                and await asyncio.wait({first}, timeout=_ACCEPTED)
+                and first.done()
+            ):
+                first.result()
+        except BaseException:
+            await running.aclose()
+            raise
+        return running
+
+    def __aiter__(self) -> Running:
+        return self
+
+    async def __anext__(self) -> Any:
+        if self._first is None:
+            return await anext(self._source)
+        first = await self._first
+        self._first = None
+        if first is None:
+            raise StopAsyncIteration
+        return first
+
+    async def aclose(self) -> None:
+        """Abort what is left."""
+        if self._first is not None:
+            self._first.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await self._first
+        await self._source.aclose()
+
+    async def last(self) -> Any:
+        """The last output, when all is done."""
+        async with aclosing(self):
+            found = [output async for output in self]
+        if not found:
+            raise EngineError("the engine gave no answer")
+        return found[-1]
+
+
+async def _renaming(
+    source: AsyncGenerator[Any, None], fields: Mapping[str, str]
+) -> AsyncGenerator[Any, None]:
+    """The outputs; an error about one of `fields` speaks of it as the client does."""
+    async with aclosing(source) as outputs:
+        try:
+            async for output in outputs:
+                yield output
+        except RequestError as error:
+            if own := fields.get(error.param or ""):
+                error.message = error.message.replace(error.param or "", own, 1)
+                error.args, error.param = (error.message,), own
+            raise
+
+
+def _check_ends(output: RequestOutput) -> None:
+    """Raise for an answer that the engine could not finish, or that the server cut short."""
+    for choice in output.outputs:
+        if choice.finish_reason == "error":
+            raise EngineError(str(choice.stop_reason))
+        if choice.finish_reason == "abort":
+            raise ApiError(503, "the server ended this request", code="shutting_down")
+
+
+async def _away(size: int, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    """Call here if it is quick, else in a thread."""
+    if size < _INLINE:
+        return function(*args, **keywords)
+    return await asyncio.to_thread(function, *args, **keywords)
+
+
+def _size(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Roughly, the characters in the messages."""
+    total = 0
+    for message in messages:
+        content = message.get("content")
+        total += len(content) if isinstance(content, str) else 512
+    return total
+
+
+async def merged(runs: Sequence[AsyncIterator[Any]]) -> AsyncGenerator[tuple[int, Any], None]:
+    """The items of several iterators as they come, with the place of each's source."""
+    waiting = {asyncio.ensure_future(_next(run)): place for place, run in enumerate(runs)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=waiting.__getitem__):
+                place = waiting.pop(task)
+                for item in task.result():
+                    waiting[asyncio.ensure_future(_next(runs[place]))] = place
+                    yield place, item
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def _next(run: AsyncIterator[Any]) -> list[Any]:
+    """The next item in a list, or an empty one at the end."""
+    try:
+        return [await anext(run)]
+    except StopAsyncIteration:
+        return []

@@ -1,0 +1,154 @@
+"""JSON bodies in and out: typed, strict, and with errors that name the field.
+
+A request schema is a `msgspec.Struct`. Numbers are not made of strings or booleans, and a field
+that no schema knows is reported once in the log instead of being dropped in silence.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+from starlette.responses import Response
+
+from modulm_server.errors import ApiError, escape
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from starlette.requests import Request
+
+__all__ = ["bad_field", "decode", "json_response", "read", "takes", "to_struct"]
+
+log = logging.getLogger("modulm_server")
+
+_Body = TypeVar("_Body", bound=msgspec.Struct)
+_PATH = re.compile(r" - at `(?:key in )?\$?\.?(.*)`$")
+_DEPTH = 128
+
+
+def bad_field(param: str | None, message: str, code: str | None = None) -> ApiError:
+    """A 400 that blames a field."""
+    return ApiError(400, message, param=param, code=code)
+
+
+async def read(request: Request, schema: type[_Body]) -> _Body:
+    """The body of a request. Raises ApiError (400, or 415 for another content type)."""
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind and not (kind == "application/json" or kind.endswith("+json")):
+        raise ApiError(415, "the body must be JSON: send Content-Type: application/json")
+    return decode(await request.body(), schema)
+
+
+def decode(body: bytes, schema: type[_Body]) -> _Body:
+    """A body as a value of the schema. Raises ApiError(400)."""
+    value = _parse(body)
+    if not isinstance(value, dict):
+        raise bad_field(None, f"the body must be a JSON object, not {_name(value)}", "invalid_json")
+    return to_struct(value, schema)
+
+
+def to_struct(value: Mapping[str, Any], schema: type[_Body]) -> _Body:
+    """A decoded object as a value of the schema. Raises ApiError(400)."""
+    try:
+        made = msgspec.convert(value, schema)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from error
+    _report_unknown(value, schema)
+    return made
+
+
+def takes(schema: type[msgspec.Struct]) -> dict[str, Any]:
+    """`openapi_extra` of a route that reads this schema: its body, as /docs shows it."""
+    shape = msgspec.json.schema(schema)
+    body = _resolved(shape, shape.get("$defs", {}))
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}}
+
+
+def _resolved(value: Any, definitions: Mapping[str, Any]) -> Any:
+    """A JSON schema with its references replaced by what they refer to."""
+    if isinstance(value, list):
+        return [_resolved(item, definitions) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "$ref" in value:
+        return _resolved(definitions[value["$ref"].rpartition("/")[2]], definitions)
+    return {key: _resolved(item, definitions) for key, item in value.items() if key != "$defs"}
+
+
+def _parse(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body.removeprefix(b"\xef\xbb\xbf"))
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return _second_look(body, error)
+    except RecursionError as error:
+        raise bad_field(None, "the body is nested too deeply", "invalid_json") from error
+
+
+def _second_look(body: bytes, first: Exception) -> Any:
+    """Name the field if all that is wrong is a NaN or an infinity, which JSON has no word for."""
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        raise bad_field(None, f"the body is not valid JSON: {first}", "invalid_json") from first
+    for path, number in _numbers(value, "", 0):
+        if not math.isfinite(number):
+            raise bad_field(_top(path), f"{path}: a finite number is expected") from first
+    raise bad_field(None, f"the body is not valid JSON: {first}", "invalid_json") from first
+
+
+def _numbers(value: Any, path: str, depth: int) -> Iterator[tuple[str, float]]:
+    if isinstance(value, float):
+        yield path, value
+    if depth > _DEPTH:
+        return
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _numbers(item, f"{path}.{key}".lstrip("."), depth + 1)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _numbers(item, f"{path}[{index}]", depth + 1)
+
+
+def _invalid(message: str) -> ApiError:
+    found = _PATH.search(message)
+    path = found.group(1) if found else ""
+    if not path:
+        missing = re.search(r"required field `(\w+)`", message)
+        path = missing.group(1) if missing else ""
+        return bad_field(path or None, message)
+    return bad_field(_top(path), f"{path}: {message[: found.start()] if found else message}")
+
+
+def _top(path: str) -> str:
+    """The field of the request that a path inside of it belongs to."""
+    return re.split(r"[.\[]", path, maxsplit=1)[0]
+
+
+def _name(value: Any) -> str:
+    names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+@lru_cache(maxsize=64)
+def _fields(schema: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(schema.__struct_encode_fields__)
+
+
+def _report_unknown(value: Mapping[str, Any], schema: type[msgspec.Struct]) -> None:
+    unknown = value.keys() - _fields(schema)
+    if unknown:
+        names = ", ".join(sorted(escape(name, 64) for name in list(unknown)[:8]))
+        log.info("a request has fields that nothing here reads: %s", names)
+
+
+def json_response(
+    value: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """A value as a JSON response."""
+    return Response(msgspec.json.encode(value), status, headers, "application/json")

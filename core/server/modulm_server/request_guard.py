@@ -1,0 +1,215 @@
+"""What a request may cost before anything is done for it.
+
+`RequestGuard` is the outermost layer of the application: it gives each request an id, refuses what
+is too large or encoded, ends transfers with clients that have gone silent, and turns every
+exception that nothing else answers into a plain error body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+from uuid import uuid4
+
+from attrs import define, field, frozen
+
+from modulm_server.errors import ApiError, ClientGone, report, respond
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+__all__ = ["RequestGuard", "RequestLimits", "request_id", "safe_id"]
+
+log = logging.getLogger("modulm_server")
+
+_SAFE_ID = re.compile(r"[^A-Za-z0-9._-]+")
+#: Seconds between two looks at transfers that may be stuck.
+_PATROL = 1.0
+
+
+@frozen(kw_only=True)
+class RequestLimits:
+    """Counts that a request may not exceed; bytes of the whole body are a flag of the server.
+
+    They bound work per request, not what is useful: each is far above what clients send. Those of
+    sampling fields are in `modulm.engine.sampling.validation`.
+    """
+
+    messages: int = 16_384
+    prompts: int = 2_048
+    n: int = 128
+    beams: int = 64
+    tools: int = 1_024
+    schema_bytes: int = 1 << 20
+    schema_depth: int = 64
+    metadata: int = 16
+    metadata_value: int = 512
+    name: int = 256
+
+
+@define(eq=False)
+class _Transfer:
+    """A request in progress; `waiting_since` is set while we wait for its client."""
+
+    task: asyncio.Task[object] | None
+    waiting_since: float | None = None
+    stuck: bool = False
+
+
+@define(eq=False)
+class _Exchange:
+    """Receive and send of one request, counted and timed."""
+
+    receive: Receive
+    send: Send
+    transfer: _Transfer
+    limit: int
+    id_header: bytes | None
+    read: int = 0
+    complete: bool = False
+    status: int | None = None
+    finished: bool = False
+
+    async def take(self) -> Message:
+        """More of the body, or the news that the client is gone."""
+        if self.complete:
+            return await self.receive()
+        self.transfer.waiting_since = time.monotonic()
+        message = await self.receive()
+        self.transfer.waiting_since = None
+        self.read += len(message.get("body", b""))
+        if self.read > self.limit:
+            raise _too_large(self.limit)
+        self.complete = not message.get("more_body", False)
+        return message
+
+    async def give(self, message: Message) -> None:
+        """A part of the answer."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            if self.id_header is not None:
+                message["headers"] = [*message["headers"], (b"x-request-id", self.id_header)]
+        elif message["type"] == "http.response.body":
+            self.finished = not message.get("more_body", False)
+        self.transfer.waiting_since = time.monotonic()
+        await self.send(message)
+        self.transfer.waiting_since = None
+
+
+@define(eq=False)
+class RequestGuard:
+    """The outermost layer. `silence`: seconds that a client may neither send nor read."""
+
+    app: ASGIApp
+    body_limit: int
+    silence: float
+    header_count: int
+    header_bytes: int
+    show_id: bool = False
+    stacks: bool = False
+    observe: Callable[[Scope, int, float], None] = lambda scope, status, seconds: None
+    _transfers: set[_Transfer] = field(factory=set, init=False)
+    _patrol: asyncio.Task[None] | None = field(default=None, init=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began = time.monotonic()
+        name = scope["modulm.id"] = request_id(scope)
+        transfer = _Transfer(asyncio.current_task())
+        shown = name.encode() if self.show_id else None
+        exchange = _Exchange(receive, send, transfer, self.body_limit, shown)
+        self._watch(transfer)
+        try:
+            self._check_head(scope)
+            await self.app(scope, exchange.take, exchange.give)
+        except asyncio.CancelledError:
+            if not transfer.stuck:
+                raise
+            await self._cut_off(scope, exchange)
+        except ClientGone:
+            log.debug("request %s: the client has left", name)
+        except Exception as error:
+            await self._fail(scope, exchange, error)
+        finally:
+            self._transfers.discard(transfer)
+            self.observe(scope, exchange.status or 499, time.monotonic() - began)
+
+    def _check_head(self, scope: Scope) -> None:
+        headers = scope["headers"]
+        if len(headers) > self.header_count:
+            raise _large_head(f"at most {self.header_count} headers are accepted")
+        if sum(len(name) + len(value) + 4 for name, value in headers) > self.header_bytes:
+            raise _large_head(f"at most {self.header_bytes} bytes of headers are accepted")
+        for name, value in headers:
+            if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+                raise ApiError(415, "the body must not be compressed")
+            if name == b"content-length" and value.isdigit() and int(value) > self.body_limit:
+                raise _too_large(self.body_limit)
+
+    async def _fail(self, scope: Scope, exchange: _Exchange, error: Exception) -> None:
+        """Answer with an error, or end an answer that has begun."""
+        if exchange.status is None:
+            told = report(error, scope, self.stacks)
+            await respond(told)(scope, exchange.take, exchange.give)
+        elif not exchange.finished:
+            raise error
+
+    async def _cut_off(self, scope: Scope, exchange: _Exchange) -> None:
+        """A client that went silent: say so if it can still be said, and hang up."""
+        log.info("request %s: the client went silent", scope["modulm.id"])
+        if exchange.status is None:
+            gone = ApiError(408, "the request was not received in time")
+            gone.headers["Connection"] = "close"
+            with suppress(Exception):
+                await asyncio.wait_for(
+                    respond(gone)(scope, exchange.receive, exchange.give), _PATROL
+                )
+
+    def _watch(self, transfer: _Transfer) -> None:
+        self._transfers.add(transfer)
+        if self.silence > 0 and (self._patrol is None or self._patrol.done()):
+            self._patrol = asyncio.get_running_loop().create_task(self._walk())
+
+    async def _walk(self) -> None:
+        """While there are transfers, end those whose client has kept us waiting too long."""
+        while self._transfers:
+            await asyncio.sleep(min(_PATROL, self.silence / 4))
+            latest = time.monotonic() - self.silence
+            for transfer in list(self._transfers):
+                since = transfer.waiting_since
+                if since is not None and since < latest and not transfer.stuck:
+                    transfer.stuck = True
+                    if transfer.task is not None:
+                        transfer.task.cancel()
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body has more than {limit} bytes", headers={"Connection": "close"})
+
+
+def _large_head(message: str) -> ApiError:
+    return ApiError(431, message, headers={"Connection": "close"})
+
+
+def request_id(scope: Scope) -> str:
+    """The id that the client gave in X-Request-Id, made safe, or a fresh one.
+
+    It is for people to find a request again; nothing inside is keyed by it.
+    """
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            return safe_id(bytes(value[:256]).decode("latin-1")) or uuid4().hex
+    return uuid4().hex
+
+
+def safe_id(given: str) -> str:
+    """What is left of a name that a client gave once it can do no harm in a log or a header."""
+    return _SAFE_ID.sub("", given[:256])[:128]

@@ -1,0 +1,61 @@
+"""Lines about requests and their answers, for those who ask for them."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from attrs import field, frozen
+
+from modulm_server.errors import escape
+
+if TYPE_CHECKING:
+    from modulm.config import EngineConfig
+    from modulm_server.generation import Prompt
+
+__all__ = ["RequestLog"]
+
+log = logging.getLogger("modulm.requests")
+
+#: Characters of a text that a line shows where the configuration sets no bound.
+_LONGEST = 10_000
+
+
+@frozen
+class RequestLog:
+    """What is written down: nothing, requests, or answers as well (and their deltas)."""
+
+    requests: bool = False
+    answers: bool = False
+    deltas: bool = False
+    longest: int = field(default=_LONGEST)
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> RequestLog:
+        """As configured."""
+        server = config.frontend
+        return cls(
+            requests=config.observability.enable_log_requests,
+            answers=server.enable_log_outputs,
+            deltas=server.enable_log_outputs and server.enable_log_deltas,
+            longest=_LONGEST if server.max_log_len is None else server.max_log_len,
+        )
+
+    def request(self, name: str, prompt: Prompt, params: Any) -> None:
+        """A request goes to the engine."""
+        if self.requests:
+            text = repr(list(prompt.ids)) if prompt.text is None else prompt.text
+            log.info("request %s: %s, %s", name, escape(text, self.longest), escape(repr(params)))
+
+    def answer(self, name: str, output: Any, delta: bool) -> None:
+        """The engine has answered; `delta`: with a piece of a stream."""
+        if not (self.deltas if delta else self.answers):
+            return
+        for choice in output.outputs:
+            log.info(
+                "answer %s[%d]: %s%s",
+                name,
+                choice.index,
+                escape(choice.text, self.longest),
+                f" ({choice.finish_reason})" if choice.finish_reason else "",
+            )

@@ -1,0 +1,254 @@
+"""Sampling as the OpenAI-compatible APIs spell it, and its way to `SamplingParams`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from modulm.contracts.sampling import OutputKind, SamplingParams, StructuredOutputs
+from modulm.engine.frontend.beam_search import BeamSearchParams
+from modulm_server.json_body import bad_field
+from modulm_server.request_guard import RequestLimits
+
+__all__ = [
+    "LIMITS",
+    "SamplingFields",
+    "StreamOptions",
+    "StructuredFields",
+    "check_schema",
+    "not_yet",
+    "sampling_params",
+]
+
+LIMITS = RequestLimits()
+
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_SALT = r"^[A-Za-z0-9_.:=+/-]{1,256}$"
+
+
+class StreamOptions(Struct, kw_only=True):
+    """`stream_options`. Nothing is padded, so `include_obfuscation` changes nothing."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class StructuredFields(Struct, kw_only=True, forbid_unknown_fields=True):
+    """`structured_outputs`: one constraint, and how it is read."""
+
+    json: Any = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+
+class SamplingFields(Struct, kw_only=True):
+    """What completions and chat have in common: OpenAI's fields and vLLM's beside them."""
+
+    model: str | UnsetType = UNSET
+    n: Annotated[int, Meta(ge=1, le=LIMITS.n)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=LIMITS.n)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    max_tokens: Count | None = None
+    min_tokens: Count | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=-1)] | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: StructuredFields | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    response_format: dict[str, Any] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    request_id: Annotated[str, Meta(max_length=LIMITS.name)] | None = None
+    cache_salt: Annotated[str, Meta(pattern=_SALT)] | None = None
+    user: Annotated[str, Meta(max_length=LIMITS.metadata_value)] | None = None
+    vllm_xargs: dict[str, Any] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    logprob_token_ids: list[int] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    repetition_detection: dict[str, Any] | None = None
+
+
+def not_yet(body: Struct, *names: str) -> None:
+    """Refuse fields that are understood but have no effect yet. Raises ApiError(400)."""
+    for name in names:
+        if getattr(body, name):
+            raise bad_field(name, f"{name}: not yet supported; leave it out", "unsupported")
+
+
+def sampling_params(
+    body: SamplingFields,
+    *,
+    defaults: Mapping[str, Any],
+    max_tokens: int | None,
+    logprobs: int | None,
+    constraint: StructuredOutputs | None,
+) -> SamplingParams | BeamSearchParams:
+    """The engine's parameters; `defaults` are those of the model's generation config.
+
+    Lists, texts and what depends on the model (vocabulary, context length) are checked by
+    `modulm.engine.sampling.validation`. Raises ApiError(400) naming the field.
+    """
+    not_yet(body, "logprob_token_ids", "kv_transfer_params", "repetition_detection")
+    if body.stream_options is not None and not body.stream:
+        raise bad_field("stream_options", "stream_options: only with stream: true")
+    if body.use_beam_search:
+        if constraint is not None:
+            raise bad_field("use_beam_search", "use_beam_search: not with a constraint on the text")
+        return _beams(body, defaults, max_tokens, logprobs)
+    if body.early_stopping:
+        raise bad_field("early_stopping", "early_stopping: only with use_beam_search: true")
+    if body.length_penalty not in (None, 1):
+        raise bad_field("length_penalty", "length_penalty: only with use_beam_search: true")
+    if body.stream and (body.best_of or 0) > (body.n or 1):
+        raise bad_field("best_of", "best_of: the best of several cannot be streamed")
+    given = {name: getattr(body, name) for name in _PLAIN}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return SamplingParams(
+        **{**_defaults(defaults), **chosen},
+        stop=body.stop,
+        stop_token_ids=body.stop_token_ids,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        bad_words=body.bad_words,
+        structured_outputs=constraint,
+        output_kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
+        extra_args=body.vllm_xargs,
+    )
+
+
+def _beams(
+    body: SamplingFields, defaults: Mapping[str, Any], max_tokens: int | None, logprobs: int | None
+) -> BeamSearchParams:
+    """The parameters of a beam search. Raises ApiError(400) for what cannot go with one."""
+    if body.stream:
+        raise bad_field("stream", "stream: answers of a beam search are known only at its end")
+    for name, neutral in _NEUTRAL.items():
+        if getattr(body, name) not in (None, *neutral):
+            raise bad_field(name, f"{name}: has no meaning with use_beam_search; leave it out")
+    width = body.n or 1
+    if width > LIMITS.beams:
+        raise bad_field("n", f"n: at most {LIMITS.beams} beams")
+    return BeamSearchParams(
+        width,
+        max_tokens,
+        bool(body.ignore_eos),
+        temperature=_defaults(defaults).get("temperature", 1.0)
+        if body.temperature is None
+        else body.temperature,
+        length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        early_stopping=body.early_stopping or False,
+        stop_token_ids=body.stop_token_ids,
+        logprobs=logprobs,
+        skip_special_tokens=body.skip_special_tokens is not False,
+        spaces_between_special_tokens=body.spaces_between_special_tokens is not False,
+    )
+
+
+#: Fields that choose or draw single tokens, and values with which they change nothing. A beam
+#: search looks at the model's own probabilities; a seed does not matter to it.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
+    "stop": ([],),
+    "top_k": (0, -1),
+    "top_p": (1,),
+    "truncate_prompt_tokens": (),
+}
+#: Fields that go to SamplingParams under their own name, as they are.
+_PLAIN = (
+    "allowed_token_ids",
+    "best_of",
+    "frequency_penalty",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "logit_bias",
+    "min_p",
+    "min_tokens",
+    "n",
+    "presence_penalty",
+    "prompt_logprobs",
+    "repetition_penalty",
+    "seed",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "truncate_prompt_tokens",
+)
+#: Settings of generation_config.json that serve as defaults.
+_DEFAULTABLE = ("min_p", "repetition_penalty", "temperature", "top_k", "top_p")
+
+
+def _defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: generation[name] for name in _DEFAULTABLE if generation.get(name) is not None}
+
+
+def check_schema(schema: Any, param: str) -> None:
+    """Raise ApiError(400) for a JSON schema that is no object, or too large or deep to compile."""
+    if not isinstance(schema, Mapping):
+        raise bad_field(param, f"{param}: a JSON schema is an object")
+    if _depth(schema) > LIMITS.schema_depth:
+        raise bad_field(param, f"{param}: the schema is nested deeper than {LIMITS.schema_depth}")
+    if len(msgspec.json.encode(schema)) > LIMITS.schema_bytes:
+        raise bad_field(param, f"{param}: the schema is larger than {LIMITS.schema_bytes} bytes")
+
+
+def _depth(value: Any) -> int:
+    """How deeply containers are nested; counts level by level, so that it cannot overflow."""
+    level, depth = [value], 0
+    while level and depth <= LIMITS.schema_depth:
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, Mapping):
+                inner += item.values()
+            elif isinstance(item, list):
+                inner += item
+        level, depth = inner, depth + 1
+    return depth

@@ -1,0 +1,352 @@
+"""Running the server: socket first, then the engine, then requests until somebody says stop."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import os
+import signal
+import socket
+import ssl
+import stat
+import sys
+import time
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from modulm.errors import ConfigError
+from modulm.loading import open_checkpoint
+from modulm.plugins import manager
+from modulm.text.chat import load_template
+from modulm_server.api_workers import Workers
+from modulm_server.app import Served, create_app, served_names
+from modulm_server.auth import read_keys
+from modulm_server.chat_turn import with_declared_parsers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+    from modulm.config import EngineConfig, ServerConfig
+
+__all__ = [
+    "Server",
+    "banner",
+    "check_exposure",
+    "check_files",
+    "make_server",
+    "open_socket",
+    "run",
+    "serve",
+]
+
+#: Seconds that a server with a dead engine still answers: running requests get their error, and
+#: whoever watches /health sees why the process ends.
+_LAST_WORDS = 3.0
+#: Seconds for connections to close once no request is running.
+_CLOSING = 5.0
+_BACKLOG = 2048
+
+
+def run(config: EngineConfig) -> None:
+    """Serve with the engine of this package; exits the process with a code other than 0 if the
+    engine died.
+    """
+    from modulm.engine.async_llm import AsyncLLM
+
+    code = serve(config, AsyncLLM.from_config, _say)
+    if code:
+        raise SystemExit(code)
+
+
+def serve(
+    config: EngineConfig,
+    make_engine: Callable[[EngineConfig], Any],
+    announce: Callable[[str], None],
+) -> int:
+    """Serve until SIGTERM or Ctrl-C; the exit code of the process.
+
+    The address is taken and the checkpoint found before an engine is made, so that a port in use
+    or a wrong name is known at once; connections are refused until the model is ready. `announce`
+    gets the banner. Raises ConfigError for an address that cannot be used or must not be served
+    without a key, CheckpointError for a model that is not there.
+    """
+    check_exposure(config.frontend)
+    check_files(config.frontend)
+    sock = open_socket(config.frontend)
+    try:
+        open_checkpoint(config)
+        config = with_declared_parsers(config)
+        engine = make_engine(config)
+        try:
+            served = create_app(engine, config)
+            server = make_server(served, config.frontend)
+            server.announce = lambda: announce(banner(config, sock))
+            with _others(config.frontend, sock, engine) as workers:
+                server.workers = workers
+                server.run(sockets=[sock])
+            return 1 if engine.dead or server.failed else 0
+        finally:
+            engine.shutdown()
+    finally:
+        sock.close()
+        if config.frontend.uds is not None:
+            Path(config.frontend.uds).unlink(missing_ok=True)
+
+
+def _others(
+    server: ServerConfig, sock: socket.socket, engine: Any
+) -> AbstractContextManager[Workers | None]:
+    """The further server processes that were asked for."""
+    count = (server.api_server_count or 1) - 1
+    if not count:
+        return nullcontext()
+    if engine.address is None:
+        raise ConfigError(
+            "api_server_count",
+            "several servers need an engine in a process of its own: leave out "
+            "--disable-frontend-multiprocessing",
+        )
+    return Workers(count, sock, engine.address, server.shutdown_timeout)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+def check_exposure(server: ServerConfig) -> None:
+    """Raise ConfigError if strangers could use a server that asks for no key."""
+    if server.uds is not None or server.allow_unauthenticated or read_keys(server):
+        return
+    if not _loopback(server.host or "127.0.0.1"):
+        raise ConfigError(
+            "api_key",
+            f"{server.host} can be reached by others: give --api-key or --api-key-file, or say "
+            "--allow-unauthenticated",
+        )
+
+
+def check_files(server: ServerConfig) -> None:
+    """Raise ConfigError for TLS files or a chat template that cannot be used."""
+    if server.chat_template is not None:
+        load_template(server.chat_template)
+    if server.ssl_certfile is None:
+        if server.ssl_keyfile is not None:
+            raise ConfigError("ssl_keyfile", "needs a certificate: give --ssl-certfile")
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(server.ssl_certfile, server.ssl_keyfile)
+    except (OSError, ssl.SSLError) as error:
+        files = " and ".join(filter(None, (server.ssl_certfile, server.ssl_keyfile)))
+        raise ConfigError("ssl_certfile", f"{files} cannot be used: {error}") from error
+    if server.ssl_ca_certs is not None:
+        try:
+            context.load_verify_locations(server.ssl_ca_certs)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(
+                "ssl_ca_certs", f"{server.ssl_ca_certs} cannot be used: {error}"
+            ) from error
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def open_socket(server: ServerConfig) -> socket.socket:
+    """A socket bound to the configured address. Raises ConfigError if that is not possible."""
+    if server.uds is not None:
+        return _unix_socket(server.uds)
+    host = server.host or "127.0.0.1"
+    try:
+        found = socket.getaddrinfo(
+            host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except socket.gaierror as error:
+        raise ConfigError("host", f"{host!r} is no address of this machine: {error}") from error
+    family, kind, protocol, _, address = found[0]
+    sock = socket.socket(family, kind, protocol)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise _unusable(host, server.port, error) from error
+    sock.set_inheritable(False)
+    return sock
+
+
+def _unusable(host: str, port: int, error: OSError) -> ConfigError:
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(
+            "port", f"{host}:{port} is in use by another program: choose another with --port"
+        )
+    if error.errno == errno.EACCES:
+        return ConfigError("port", f"{port} needs privileges: choose one above 1023 with --port")
+    return ConfigError("host", f"{host}:{port} cannot be listened on: {error.strerror}")
+
+
+def _unix_socket(path: str) -> socket.socket:
+    """A Unix socket; one that a program left behind is replaced, any other file is not."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if Path(path).exists():
+            if not stat.S_ISSOCK(os.stat(path).st_mode) or _answers(path):
+                raise ConfigError("uds", f"{path} is in use: choose another path")
+            Path(path).unlink()
+        sock.bind(path)
+    except OSError as error:
+        sock.close()
+        raise ConfigError("uds", f"{path} cannot be listened on: {error.strerror}") from error
+    except ConfigError:
+        sock.close()
+        raise
+    return sock
+
+
+def _answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(path) == 0
+
+
+def banner(config: EngineConfig, sock: socket.socket) -> str:
+    """What a person needs to try the server."""
+    server, model = config.frontend, served_names(config)[0]
+    scheme = "http" if server.ssl_certfile is None else "https"
+    if server.uds is not None:
+        url, option = "http://localhost", f" --unix-socket {server.uds}"
+    else:
+        host, port = sock.getsockname()[:2]
+        url, option = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}", ""
+    key = ' -H "Authorization: Bearer $KEY"' if read_keys(server) else ""
+    header = manager.current().gather("modulm_report_header", config=config)
+    return (
+        f"{model} is served at {url}\n"
+        + "".join(f"  {line}\n" for line in header)
+        + f"  chat page   {url}/\n"
+        f"  try         curl{option} {url}/v1/chat/completions{key} -H 'Content-Type: "
+        'application/json\' -d \'{"model": "'
+        f'{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}\'\n'
+        "  stop        Ctrl-C"
+    )
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with a drain before the end and an eye on the engine."""
+
+    def __init__(self, config: uvicorn.Config, served: Served, patience: float) -> None:
+        super().__init__(config)
+        self._served = served
+        self._patience = patience
+        self._certificates: _Certificates | None = None
+        self._died: float | None = None
+        self.announce: Callable[[], None] = lambda: None
+        self.workers: Workers | None = None
+        self.failed = False
+
+    def watch(self, certificates: _Certificates) -> None:
+        """Read TLS files again when they change."""
+        self._certificates = certificates
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self.announce()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal begins the end, a second Ctrl-C hurries it."""
+        self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)
+        self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._served.desk.engine.dead:
+            self._died = self._died or time.monotonic()
+            if time.monotonic() > self._died + _LAST_WORDS:
+                return True
+        if self._certificates is not None and counter % 10 == 0:
+            self._certificates.refresh()
+        if self.workers is not None and counter % 10 == 0 and not self.workers.look():
+            self.failed = True
+            return True
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        desk = self._served.desk
+        desk.closing = True
+        if self.workers is not None:
+            self.workers.end()
+        if not self.force_exit and not desk.engine.dead:
+            await desk.engine.drain(self._patience)
+        await self._served.stop()
+        for _ in range(20):
+            if not desk.active:
+                break
+            await asyncio.sleep(0.05)
+        await super().shutdown(sockets)
+
+
+def make_server(served: Served, server: ServerConfig) -> Server:
+    """A server for the application, with bounds on what a connection may cost."""
+    fast = find_spec("httptools") is not None
+    log = server.uvicorn_log_level
+    config = uvicorn.Config(
+        served.app,
+        http=_bounded(server) if fast else "h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level=log,
+        access_log=not server.disable_uvicorn_access_log,
+        server_header=False,
+        backlog=_BACKLOG,
+        timeout_graceful_shutdown=round(_CLOSING),
+        h11_max_incomplete_event_size=server.h11_max_incomplete_event_size,
+        root_path=server.root_path or "",
+        ssl_keyfile=server.ssl_keyfile,
+        ssl_certfile=server.ssl_certfile,
+        ssl_ca_certs=server.ssl_ca_certs,
+        ssl_cert_reqs=server.ssl_cert_reqs,
+        ssl_ciphers=server.ssl_ciphers or "TLSv1.2+HIGH:!aNULL",
+    )
+    made = Server(config, served, server.shutdown_timeout)
+    if server.enable_ssl_refresh and server.ssl_certfile and server.ssl_keyfile:
+        config.load()
+        made.watch(_Certificates(config.ssl, server.ssl_certfile, server.ssl_keyfile))
+    return made
+
+
+def _bounded(server: ServerConfig) -> type[asyncio.Protocol]:
+    from modulm_server.protocol import protocol
+
+    return protocol(server.h11_max_incomplete_event_size or 1 << 16, server.request_timeout)
+
+
+class _Certificates:
+    """TLS files that are read again when one of them changes; a broken pair keeps the old one."""
+
+    def __init__(self, context: ssl.SSLContext | None, certificate: str, key: str) -> None:
+        self._context = context
+        self._files = (certificate, key)
+        self._seen = self._stamp()
+
+    def _stamp(self) -> tuple[int, ...]:
+        return tuple(Path(file).stat().st_mtime_ns for file in self._files)
+
+    def refresh(self) -> None:
+        """Look at the files."""
+        try:
+            stamp = self._stamp()
+            if stamp != self._seen and self._context is not None:
+                self._context.load_cert_chain(*self._files)
+                self._seen = stamp
+        except (OSError, ssl.SSLError):
+            return

@@ -1,0 +1,126 @@
+"""Server-sent events: frames, signs of life, and a generation that ends when its reader leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing, suppress
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.responses import Response
+
+from modulm_server.errors import ApiError, ClientGone, error_body, report
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+
+    from starlette.types import Receive, Scope, Send
+
+__all__ = ["DONE", "EventStream", "event", "frame", "until_gone"]
+
+DONE = b"data: [DONE]\n\n"
+_COMMENT = b": still working\n\n"
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+def frame(value: Any) -> bytes:
+    """One event that carries JSON."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def event(name: str, value: Any) -> bytes:
+    """One event with a name, as Anthropic's and OpenAI's Responses streams have them."""
+    return b"event: " + name.encode() + b"\n" + frame(value)
+
+
+def _error_frames(error: ApiError) -> bytes:
+    return frame(error_body(error)) + DONE
+
+
+class EventStream(Response):
+    """Sends the frames of a generator.
+
+    When the client leaves, the generator is closed at once, which aborts what it reads from. An
+    exception in it becomes one error frame: `failed(error) -> bytes` makes it, by
+    default OpenAI's, with [DONE] behind it. After `quiet` seconds without a frame a comment is
+    sent; 0 turns that off.
+    """
+
+    def __init__(
+        self,
+        frames: AsyncGenerator[bytes, None],
+        *,
+        quiet: float = 0.0,
+        failed: Callable[[ApiError], bytes] = _error_frames,
+    ) -> None:
+        super().__init__(None, 200, _HEADERS, "text/event-stream")
+        del self.headers["content-length"]
+        self._frames = frames
+        self._quiet = quiet
+        self._failed = failed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        with suppress(ClientGone):
+            await until_gone(self._pump(scope, send), receive)
+
+    async def _pump(self, scope: Scope, send: Send) -> None:
+        async with aclosing(self._frames) as frames:
+            try:
+                async for data in self._alive(frames):
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            except OSError:
+                return
+            except Exception as error:
+                last = self._failed(report(error, scope))
+                await send({"type": "http.response.body", "body": last, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _alive(self, frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """The frames, with comments where there is silence."""
+        if self._quiet <= 0:
+            async for data in frames:
+                yield data
+            return
+        waiting: asyncio.Future[bytes] | None = None
+        try:
+            while True:
+                waiting = waiting or asyncio.ensure_future(anext(frames))
+                done, _ = await asyncio.wait({waiting}, timeout=self._quiet)
+                if not done:
+                    yield _COMMENT
+                    continue
+                try:
+                    data = waiting.result()
+                except StopAsyncIteration:
+                    return
+                waiting = None
+                yield data
+        finally:
+            if waiting is not None:
+                waiting.cancel()
+                with suppress(asyncio.CancelledError, Exception):
+                    await waiting
+
+
+async def until_gone(work: Coroutine[Any, Any, Any], receive: Receive) -> Any:
+    """The result of `work`, which is cancelled when the client leaves. Raises ClientGone then."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for pending in (task, watch):
+            pending.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await watch
+        with suppress(asyncio.CancelledError, Exception):
+            await task
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

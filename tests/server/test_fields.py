@@ -1,0 +1,341 @@
+"""Fields of completions and chat, good and bad (reference cases A040 to A130)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from modulm.testing.server import Live, error_of
+
+ServerMaker = Callable[..., Live]
+
+CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
+BASE: dict[str, dict[str, Any]] = {
+    CHAT: {"model": "M", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
+    COMPLETE: {"model": "M", "prompt": "hi", "max_tokens": 4},
+}
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}
+
+
+def deep(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+def tool(**function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **function}}
+
+
+def short(value: Any) -> str:
+    """A value in the name of a test."""
+    try:
+        return f"{value!r:.24}"
+    except RecursionError:
+        return "deep"
+
+
+#: field -> values that both routes refuse, naming the field
+BAD_IN_BOTH: dict[str, list[Any]] = {
+    "temperature": [-0.1, 2.01, "0.5", True, [], {}],
+    "top_p": [0, -1, 1.0001, "1"],
+    "top_k": [-2, 1.5, True, "5"],
+    "min_p": [-0.1, 1.1],
+    "presence_penalty": [-2.1, 2.1, "0"],
+    "frequency_penalty": [-2.1, 2.1],
+    "repetition_penalty": [0, -1, "x"],
+    "n": [0, -1, 1.5, True, 129, 10**9, "2"],
+    "best_of": [10**9, 0],
+    "max_tokens": [-1, "4", 1.5, True],
+    "min_tokens": [-1, 5, "1"],
+    "stop": ["", ["a", ""], [str(i) for i in range(65)], "x" * 1_000_000, [1], 7],
+    "stop_token_ids": [[-1], [512], [2**40], ["a"], [True], "x"],
+    "logit_bias": [
+        {"-1": 1}, {"999999999": 1}, {"a": 1}, {"5": 101}, {"5": "x"}, {"1.5": 1},
+        {str(i): 0 for i in range(100_000)}, [],
+    ],
+    "allowed_token_ids": [[], [-1], [512], ["a"]],
+    "bad_words": [[""], [1], "x" * 3],
+    "seed": [-1, "a", 1.5, True, 2**64],
+    "prompt_logprobs": [-2, 21, "1"],
+    "truncate_prompt_tokens": [-2, 0, 10**9, "x"],
+    "cache_salt": ["", "a" * 1_000_000, "a@b", "a\nb", 5],
+    "priority": [-(2**63), 2**63, "high", 1],
+    "stream": ["yes", 1],
+    "stream_options": [{"include_usage": True}, "x", []],
+    "model": [None, 5],
+    "user": ["x" * 1_000_000, 5],
+    "request_id": ["x" * 10_000, 5],
+    "use_beam_search": ["yes", 1],
+    "length_penalty": [2.0, "x"],
+    "early_stopping": [True, "always"],
+    "logprob_token_ids": [list(range(129)), [-1]],
+    "response_format": [
+        "json", {"type": "sound"}, {}, {"type": "json_schema"},
+        {"type": "json_schema", "json_schema": {}}, {"type": "json_object", "schema": 123},
+        {"type": "json_schema", "json_schema": {"name": 5, "schema": {}}},
+        {"type": "json_schema", "json_schema": {"schema": [1]}},
+        {"type": "json_schema", "json_schema": {"schema": deep(100)}},
+        {"type": "structural_tag"},
+    ],
+    "structured_outputs": [
+        {}, {"json": {}, "regex": "a"}, {"choice": []}, {"choice": [""]}, {"choice": "abc"},
+        {"choice": ["x"] * 100_000}, {"grammar": ""}, {"regex": ""}, {"json": "{"}, {"json": 5},
+        {"nonsense": 1}, {"json": deep(100)}, {"grammar": "x" * 2_000_000},
+    ],
+}  # fmt: skip
+BAD_IN_CHAT: dict[str, list[Any]] = {
+    "messages": [
+        None, "x", [], [123], [{}], [{"role": 123}], [{"role": "system", "content": 123}],
+        [{"role": "wizard", "content": "x"}], [{"role": "user"}],
+        [{"role": "tool", "content": "x"}], [{"role": "user", "content": "a"}] * 20_000,
+        [{"role": "user", "content": [{"type": "x"}]}],
+        [{"role": "user", "content": [{"type": "text"}]}],
+        [{"role": "user", "content": [{"type": "text", "text": 5}]}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}],
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+        [{"role": "assistant", "tool_calls": [{}]}],
+    ],
+    "max_completion_tokens": [0, -1, "4"],
+    "logprobs": [1, "yes"],
+    "top_logprobs": [-1, 5],
+    "tools": [
+        "x", [5], [{}], [{"type": "function"}], [tool(name="../x")], [tool(name="x" * 65)],
+        [tool(name="")], [tool(), tool()], [tool(parameters=5)], [tool(parameters=deep(150))],
+        [tool(name=f"f{i}") for i in range(10_000)], [{"type": "web", "function": {"name": "f"}}],
+    ],
+    "tool_choice": ["required", "sometimes", {"type": "function", "function": {"name": "g"}}, 5],
+    "metadata": [
+        {"a": "x" * 1_000_000}, {str(i): "x" for i in range(1000)}, {"a": 5}, "x",
+    ],
+    "modalities": [["audio"], "x"],
+    "audio": [{"voice": "x"}],
+    "prediction": [{"type": "content", "content": "x"}],
+    "service_tier": ["x"],
+    "functions": [[{"name": "f"}]],
+    "chat_template": ["{{7*7}}"],
+    "chat_template_kwargs": [
+        {"tokenize": True}, {"return_tensors": "pt"}, {"return_dict": True}, {"padding": "x"},
+        {"max_length": 10**9}, "x",
+    ],
+    "mm_processor_kwargs": [{"code_revision": "x"}],
+    "media_io_kwargs": [{"max_frames": 10**9}],
+    "thinking_token_budget": [5],
+    "documents": ["x", [5]],
+}  # fmt: skip
+BAD_IN_COMPLETIONS: dict[str, list[Any]] = {
+    "prompt": [
+        None, [], "", [[]], [""], [-1], [[-1]], [512], [999999], [1.5], [True], [2**40],
+        ["a", 1], 5, {}, ["a"] * 100_000,
+    ],
+    "logprobs": [-1, 21, True, "1"],
+    "max_tokens": [0],
+    "suffix": ["x"],
+    "prompt_embeds": ["AAAA"],
+}  # fmt: skip
+
+CASES = [
+    *((path, field, value) for path in BASE for field, vs in BAD_IN_BOTH.items() for value in vs),
+    *((CHAT, field, value) for field, values in BAD_IN_CHAT.items() for value in values),
+    *((COMPLETE, field, value) for field, values in BAD_IN_COMPLETIONS.items() for value in values),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value"), CASES, ids=[f"{p[4:8]}-{f}-{short(v)}" for p, f, v in CASES]
+)
+def test_bad_values_name_their_field(
+    http: httpx.Client, live: Live, path: str, field: str, value: Any
+) -> None:
+    response = http.post(path, json={**BASE[path], field: value})
+    assert response.status_code == 400, response.text[:300]
+    error = error_of(response)
+    assert error["param"] == field
+    assert error["type"] == "invalid_request_error"
+    assert len(error["message"]) <= 2000
+    assert live.engine.active == 0
+
+
+def test_a043_a_schema_that_is_nested_for_ever(http: httpx.Client) -> None:
+    schema = '{"properties":{"a":' * 1000 + "{}" + "}}" * 1000
+    text = httpx.Request("POST", "http://x", json=BASE[CHAT]).content.decode()
+    tools = f'[{{"type":"function","function":{{"name":"f","parameters":{schema}}}}}]'
+    response = http.post(
+        CHAT,
+        content=f'{text[:-1]}, "tools": {tools}}}',
+        headers={"Content-Type": "application/json"},
+    )
+    assert response.status_code == 400
+    error_of(response)
+
+
+@pytest.mark.parametrize("path", BASE)
+@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p"])
+@pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity"])
+def test_a046_numbers_that_json_has_not(
+    http: httpx.Client, path: str, field: str, word: str
+) -> None:
+    text = httpx.Request("POST", "http://x", json=BASE[path]).content.decode()
+    text = f'{text[:-1]}, "{field}": {word}}}'
+    response = http.post(path, content=text, headers={"Content-Type": "application/json"})
+    assert response.status_code == 400
+    assert error_of(response)["param"] == field
+
+
+GOOD: list[tuple[str, dict[str, Any]]] = [
+    *(
+        (path, fields)
+        for path in BASE
+        for fields in [
+            {"top_k": 0}, {"top_k": -1}, {"top_k": 9_999_999}, {"top_p": None}, {"top_p": 1e-9},
+            {"temperature": 0}, {"temperature": 2}, {"n": 2, "best_of": 2}, {"n": 8},
+            {"stop": []}, {"stop": None}, {"stop": [f"x{i}" for i in range(64)]},
+            {"seed": 2**63 - 1}, {"logit_bias": {"5": -100}}, {"priority": 0},
+            {"cache_salt": "tenant-1"}, {"user": "somebody"}, {"stream_options": None},
+            {"min_tokens": 4}, {"truncate_prompt_tokens": -1}, {"max_tokens": 10**6},
+            {"max_tokens": None}, {"bad_words": ["no"]}, {"allowed_token_ids": [5, 6]},
+            {"response_format": {"type": "text"}}, {"response_format": {"type": "json_object"}},
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+            {"structured_outputs": {"choice": ["a", "a", "b"]}},
+            {"include_stop_str_in_output": True},
+            {"vllm_xargs": {"a": 1}}, {"prompt_logprobs": 2}, {"return_token_ids": True},
+        ]
+    ),
+    *(
+        (CHAT, fields)
+        for fields in [
+            {"tools": [TOOL], "tool_choice": "none"}, {"tools": [TOOL]}, {"tools": []},
+            {"logprobs": True, "top_logprobs": 20}, {"logprobs": True}, {"metadata": {"a": "b"}},
+            {"max_completion_tokens": 4}, {"reasoning_effort": "low"}, {"modalities": ["text"]},
+            {"chat_template_kwargs": {"enable_thinking": False}}, {"service_tier": "auto"},
+            {"documents": [{"title": "a", "text": "b"}]}, {"parallel_tool_calls": False},
+            {"messages": [{"role": "developer", "content": "x"}, {"role": "user", "content": "y"}]},
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
+            {"messages": [{"role": "user", "content": "\x00b\u202e\x1b[0m\ufffe" + "e\u0301" * 9}]},
+        ]
+    ),
+    *(
+        (COMPLETE, fields)
+        for fields in [
+            {"prompt": [5, 6]}, {"prompt": ["a", "b"]}, {"prompt": [[5], [6, 7]]}, {"logprobs": 0},
+            {"echo": True, "max_tokens": 0}, {"echo": True, "max_tokens": 0, "logprobs": 1},
+        ]
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "fields"), GOOD, ids=[f"{p[4:8]}-{short(f)}" for p, f in GOOD])
+@pytest.mark.parametrize("stream", [False, True])
+def test_good_values(http: httpx.Client, path: str, fields: dict[str, Any], stream: bool) -> None:
+    if stream and fields.get("stream_options", 0) is None:
+        fields = {"stream_options": {"include_usage": True}}
+    response = http.post(path, json={**BASE[path], **fields, "stream": stream})
+    assert response.status_code == 200, response.text
+    if stream:
+        assert response.text.endswith("data: [DONE]\n\n")
+        assert '"error"' not in response.text
+
+
+def test_a040_unknown_fields_are_logged_once(
+    http: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "modulm_server"):
+        assert http.post(CHAT, json={**BASE[CHAT], "foo": 1}).status_code == 200
+    assert [r for r in caplog.records if "foo" in r.getMessage()]
+
+
+@pytest.mark.parametrize("model", ["", "../../etc/passwd", "x" * 10_000])
+def test_a075_models_that_are_not_served(http: httpx.Client, model: str) -> None:
+    response = http.post(CHAT, json={**BASE[CHAT], "model": model})
+    assert response.status_code == 404
+    error = error_of(response)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert len(error["message"]) < 400
+
+
+def test_without_a_model_the_only_one_answers(http: httpx.Client) -> None:
+    body = {key: value for key, value in BASE[CHAT].items() if key != "model"}
+    assert http.post(CHAT, json=body).json()["model"] == "M"
+
+
+@pytest.mark.parametrize("path", BASE)
+def test_a059_prompts_that_are_too_long(http: httpx.Client, path: str) -> None:
+    long = "word " * 400
+    fields = {CHAT: {"messages": [{"role": "user", "content": long}]}, COMPLETE: {"prompt": long}}
+    response = http.post(path, json={**BASE[path], **fields[path]})
+    assert response.status_code == 400
+    error = error_of(response)
+    assert error["code"] == "context_length_exceeded"
+    assert error["param"] == ("messages" if path == CHAT else "prompt")
+    assert "256" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": 4, "max_completion_tokens": 5}, "max_tokens"),
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": 4, "n": 2, "stream": True}, "best_of"),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+        ),
+        (
+            {
+                "tools": [TOOL],
+                "tool_choice": "required",
+                "response_format": {"type": "json_object"},
+            },
+            "response_format",
+        ),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ],
+)
+def test_a110_fields_that_contradict_each_other(
+    http: httpx.Client, fields: dict[str, Any], param: str
+) -> None:
+    response = http.post(CHAT, json={**BASE[CHAT], **fields})
+    assert response.status_code == 400
+    assert error_of(response)["param"] == param
+
+
+def test_auto_needs_a_parser(make_server: ServerMaker) -> None:
+    with make_server().client() as client:
+        response = client.post(CHAT, json={**BASE[CHAT], "tools": [TOOL]})
+        assert response.status_code == 400
+        error = error_of(response)
+        assert error["param"] == "tool_choice"
+        assert "--enable-auto-tool-choice" in error["message"]
+
+
+def test_a099_messages_are_not_templates(http: httpx.Client, live: Live) -> None:
+    text = "{{7*7}}{% raw %}"
+    body = {
+        "messages": [{"role": "user", "content": text}],
+        "tools": [tool(description="{{config}}")],
+    }
+    assert http.post(CHAT, json={**BASE[CHAT], **body}).status_code == 200
+    prompt = live.engine.seen[-1][0]["prompt"]
+    assert text in prompt
+    assert "{{config}}" in prompt
+
+
+def test_defaults_of_the_model_apply_where_nothing_is_asked(make_server: ServerMaker) -> None:
+    live = make_server(info={"defaults": {"temperature": 0.3, "top_k": 7, "max_tokens": 5}})
+    with live.client() as client:
+        for path in BASE:
+            body = {k: v for k, v in BASE[path].items() if k != "max_tokens"}
+            client.post(path, json={**body, "top_k": 3})
+            params = live.engine.seen[-1][1]
+            assert (params.temperature, params.top_k, params.max_tokens) == (0.3, 3, 5)
+
+
+def test_priority_with_a_policy_that_reads_it(make_server: ServerMaker) -> None:
+    with make_server(scheduling_policy="priority").client() as client:
+        assert client.post(CHAT, json={**BASE[CHAT], "priority": -5}).status_code == 200

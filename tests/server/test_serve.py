@@ -1,0 +1,296 @@
+"""The server as a process, with a real engine on a tiny checkpoint: start, answers, end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from attrs import define
+from modulm_server.serve import open_socket, serve
+
+from modulm.config import EngineConfig
+from modulm.errors import CheckpointError, ConfigError
+
+CHAT = "/v1/chat/completions"
+
+
+@define
+class Process:
+    """A server of its own."""
+
+    popen: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+    def end(self, sig: int = signal.SIGTERM) -> int:
+        self.popen.send_signal(sig)
+        return self.popen.wait(30)
+
+
+@contextmanager
+def started(folder: Path, *options: str) -> Iterator[Process]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = folder.parent / f"server-{port}.log"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with log.open("wb") as sink:
+        popen = subprocess.Popen(
+            [
+                sys.executable, "-m", "modulm.cli.main", "serve", str(folder), "--port", str(port),
+                "--served-model-name", "M", "--max-model-len", "256", *options,
+            ],
+            stdout=sink,
+            stderr=sink,
+            env=environment,
+        )  # fmt: skip
+    process = Process(popen, f"http://127.0.0.1:{port}", log)
+    try:
+        for _ in range(600):
+            if popen.poll() is not None:
+                pytest.fail(log.read_text())
+            try:
+                if httpx.get(f"{process.url}/health").status_code == 200:
+                    break
+            except httpx.TransportError:
+                time.sleep(0.1)
+        yield process
+    finally:
+        if popen.poll() is None:
+            popen.kill()
+            popen.wait()
+
+
+@pytest.fixture(scope="module")
+def process(tiny_folder: Path) -> Iterator[Process]:
+    with started(tiny_folder, "--shutdown-timeout", "20") as process:
+        yield process
+
+
+def ask(url: str, **fields: Any) -> httpx.Response:
+    body = {
+        "model": "M",
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 8,
+        "temperature": 0,
+        **fields,
+    }
+    return httpx.post(url + CHAT, json=body, timeout=60)
+
+
+def text_of(answer: httpx.Response) -> str:
+    parts = [p for p in answer.text.split("\n\n") if p.startswith("data: {")]
+    return "".join(json.loads(p[6:])["choices"][0]["delta"].get("content", "") for p in parts)
+
+
+def test_c05_streamed_equals_whole_equals_completion(process: Process) -> None:
+    whole = ask(process.url).json()
+    said = whole["choices"][0]["message"]["content"]
+    assert whole["usage"]["completion_tokens"] == 8
+    assert text_of(ask(process.url, stream=True)) == said
+    client = httpx.Client(base_url=process.url, timeout=60)
+    messages = [{"role": "user", "content": "hi"}]
+    prompt = client.post("/tokenize", json={"messages": messages}).json()["tokens"]
+    text = client.post("/detokenize", json={"tokens": prompt}).json()["prompt"]
+    for given in (prompt, text):
+        body = {"model": "M", "prompt": given, "max_tokens": 8, "temperature": 0}
+        assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == said
+
+
+def test_the_openai_client_talks_to_the_engine(process: Process) -> None:
+    with openai.OpenAI(base_url=f"{process.url}/v1", api_key="x") as client:
+        answer = client.chat.completions.create(
+            model="M", messages=[{"role": "user", "content": "hi"}], max_tokens=4, logprobs=True
+        )
+        assert answer.choices[0].logprobs is not None
+        many = client.completions.create(
+            model="M", prompt=["a", "b"], n=2, max_tokens=3, temperature=1, seed=7
+        )
+        again = client.completions.create(
+            model="M", prompt=["a", "b"], n=2, max_tokens=3, temperature=1, seed=7
+        )
+    assert [c.text for c in many.choices] == [c.text for c in again.choices]
+
+
+def test_the_engine_is_measured(process: Process) -> None:
+    ask(process.url)
+    text = httpx.get(f"{process.url}/metrics").text
+    assert 'modulm:num_requests_running{engine="0",model_name="M"} 0.0' in text
+    assert "modulm:generation_tokens_total" in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"stop_token_ids": [512]}, "stop_token_ids"), ({"top_logprobs": 21, "logprobs": True}, None)],
+)
+def test_the_engine_refuses_like_the_fake(
+    process: Process, fields: dict[str, Any], param: str | None
+) -> None:
+    answer = ask(process.url, **fields)
+    assert answer.status_code == 400
+    assert param is None or answer.json()["error"]["param"] == param
+
+
+def begun(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`modulm serve` with arguments that cannot work."""
+    return subprocess.run(
+        [sys.executable, "-m", "modulm.cli.main", "serve", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_f41_a_port_in_use_is_one_clear_line(tiny_folder: Path, process: Process) -> None:
+    port = process.url.rpartition(":")[2]
+    done = begun(str(tiny_folder), "--port", port)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        f"modulm: port: 127.0.0.1:{port} is in use by another program: choose another with --port"
+    ]
+
+
+def test_a_model_that_is_not_there_is_one_clear_line() -> None:
+    done = begun("NO_SUCH_MODEL", "--port", "0")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("modulm: model 'NO_SUCH_MODEL' is neither a folder nor a hub id")
+
+
+@pytest.mark.parametrize("text", [None, "a: [b", "- a"])
+def test_a_file_that_cannot_be_used_is_one_clear_line(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "flags.yaml"
+    if text is not None:
+        path.write_text(text)
+    done = begun("--config", str(path))
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("Error: --config: ")
+    assert str(path) in done.stderr.splitlines()[-1]
+
+
+def test_what_is_wrong_is_known_before_there_is_an_engine(tiny_folder: Path) -> None:
+    def never(config: EngineConfig) -> Any:
+        pytest.fail("an engine was made")
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for flags, error in (
+            ({"model": "NO_SUCH_MODEL", "port": 0}, CheckpointError),
+            ({"model": str(tiny_folder / "no"), "port": 0}, CheckpointError),
+            ({"model": str(tiny_folder), "port": port}, ConfigError),
+            ({"model": str(tiny_folder), "host": "0.0.0.0", "port": 0}, ConfigError),
+            ({"model": str(tiny_folder), "port": 0, "ssl_certfile": "no"}, ConfigError),
+            ({"model": str(tiny_folder), "port": 0, "ssl_keyfile": "no"}, ConfigError),
+            ({"model": str(tiny_folder), "port": 0, "chat_template": "/no.jinja"}, ConfigError),
+        ):
+            with pytest.raises(error):
+                serve(EngineConfig.from_keywords(**flags), never, print)
+
+
+def test_f41_addresses_that_cannot_be_used(tmp_path: Path) -> None:
+    def opened(**flags: Any) -> Any:
+        return open_socket(EngineConfig.from_keywords(**flags).frontend)
+
+    plain = tmp_path / "file"
+    plain.write_text("")
+    with pytest.raises(ConfigError, match="in use"):
+        opened(uds=str(plain))
+    with pytest.raises(ConfigError, match="host"):
+        opened(host="no.such.host.invalid", port=0)
+    path = tmp_path / "socket"
+    first = opened(uds=str(path))
+    first.close()
+    opened(uds=str(path)).close()
+
+
+def test_f13_sigterm_lets_running_requests_finish(tiny_folder: Path) -> None:
+    with started(tiny_folder, "--shutdown-timeout", "30") as server:
+        url = server.url + CHAT
+        messages = [{"role": "user", "content": "hi"}]
+        body = {"model": "M", "messages": messages, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", url, json={**body, "max_tokens": 60}, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.popen.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        assert rest[-2] == "data: [DONE]" or rest[-1] == "data: [DONE]"
+        assert not any('"error"' in line for line in rest)
+        assert server.popen.wait(30) == 0
+
+
+def test_f14_sigterm_without_patience_ends_streams_with_an_error(tiny_folder: Path) -> None:
+    with started(tiny_folder, "--shutdown-timeout", "0") as server:
+        url = server.url + CHAT
+        messages = [{"role": "user", "content": "hi"}]
+        body = {"model": "M", "messages": messages, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", url, json={**body, "max_tokens": 240}, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.popen.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        if '"finish_reason":"length"' not in rest[-2]:
+            assert json.loads(rest[-2][6:])["error"]["code"] == "shutting_down"
+        assert server.popen.wait(30) == 0
+
+
+#: Two seconds of probes, one each 50 ms: what whoever watches /health may miss.
+_PROBES = 40
+
+
+def probes_until_dead(url: str) -> int:
+    """How many probes of /health it takes until one says that the engine is gone."""
+    with httpx.Client() as client:
+        for count in range(1, 20 * _PROBES):
+            if client.get(f"{url}/health").status_code == 503:
+                return count
+            time.sleep(0.05)
+    pytest.fail("/health never noticed")
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(word) for task in tasks for word in task.read_text().split()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads Linux' process table")
+def test_f16_the_death_of_the_engine_is_seen(tiny_folder: Path) -> None:
+    with started(tiny_folder) as server:
+        engines = [
+            pid
+            for pid in children(server.popen.pid)
+            if b"engine" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            or b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+        if not engines:
+            pytest.skip("the engine runs in the server's own process here")
+        url = server.url + CHAT
+        messages = [{"role": "user", "content": "hi"}]
+        body = {"model": "M", "messages": messages, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", url, json={**body, "max_tokens": 240}, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            for pid in engines:
+                os.kill(pid, signal.SIGKILL)
+            seen = probes_until_dead(server.url)
+            rest = [line for line in lines if line]
+        assert seen <= _PROBES
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2][6:])["error"]["code"] == "engine_dead"
+        assert server.popen.wait(30) == 1

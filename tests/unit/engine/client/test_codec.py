@@ -1,0 +1,149 @@
+"""Everything that crosses between processes comes out as it went in."""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+import pytest
+
+from modulm.config import EngineConfig
+from modulm.contracts.executor import RowLogprobs
+from modulm.contracts.sampling import (
+    OutputKind,
+    PoolingParams,
+    SamplingParams,
+    StructuredOutputs,
+)
+from modulm.engine.client import codec
+from modulm.engine.client.process import split
+from modulm.engine.types.requests import Finish, Media, Request, Start, StepEvents, StepStats
+from modulm.errors import (
+    ConfigError,
+    ContextLengthExceeded,
+    EngineDead,
+    EngineError,
+    QueueFull,
+    RequestError,
+)
+from modulm.plugins import manager
+
+
+def crossed(value: object) -> object:
+    return codec.unpack(codec.pack(value)[4:])[0]
+
+
+SAMPLING = SamplingParams(
+    n=3,
+    temperature=0.5,
+    stop=["a", "b"],
+    stop_token_ids=[4],
+    logit_bias={5: 1.0},
+    allowed_token_ids=[1, 2],
+    bad_words=["x"],
+    seed=9,
+    output_kind=OutputKind.DELTA,
+    structured_outputs=StructuredOutputs(json={"type": "object"}, disable_any_whitespace=True),
+    extra_args={"deep": {"er": [1, "two", None]}},
+)
+
+
+@pytest.mark.parametrize("params", [SAMPLING, SamplingParams(), PoolingParams(dimensions=3)])
+def test_requests(params: SamplingParams | PoolingParams) -> None:
+    request = Request(
+        id="r",
+        prompt=[1, 2, 70_000],
+        params=params,
+        eos=(1, 2),
+        arrival=5.5,
+        priority=-3,
+        salt="s",
+        adapter="a",
+        media=(Media(1, 2, b"hash"),),
+        seed=2**63 - 1,
+        bad_words=((1, 2), (3,)),
+    )
+    back = codec.unpack_request(crossed(codec.pack_request(request)))
+    for field in attrs.fields(Request):
+        before, after = getattr(request, field.name), getattr(back, field.name)
+        same = np.array_equal(before, after) if field.name == "prompt" else before == after
+        assert same, field.name
+    assert back.prompt.dtype == np.int64
+
+
+def test_what_cannot_cross_is_an_error() -> None:
+    with pytest.raises(RequestError, match="not yet"):
+        codec.pack_request(Request(id="r", prompt=[1], params=SamplingParams(), embeds=object()))
+    with pytest.raises(EngineError, match="disable-frontend-multiprocessing"):
+        codec.pack_config(EngineConfig.from_keywords(logits_processors=(object,)))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RequestError("wrong", "prompt"),
+        QueueFull("later"),
+        ContextLengthExceeded("long", "prompt"),
+        EngineDead("gone"),
+        ConfigError("seed", "is odd"),
+    ],
+)
+def test_errors_keep_class_message_and_field(error: Exception) -> None:
+    back = codec.unpack_error(crossed(codec.pack_error(error)))
+    assert type(back) is type(error)
+    assert str(back) == str(error)
+    assert vars(back) == vars(error)
+
+
+def test_strange_errors_become_engine_errors() -> None:
+    back = codec.unpack_error(crossed(codec.pack_error(ZeroDivisionError("x"))))
+    assert type(back) is EngineError
+    assert "ZeroDivisionError: x" in str(back)
+    assert type(codec.unpack_error(["__builtins__", "x"])) is EngineError
+    assert codec.unpack_error(None) is None
+
+
+def events() -> StepEvents:
+    entry = RowLogprobs(np.array([3, 4]), np.array([-1.0, -2.0], dtype=np.float32), 2)
+    return StepEvents(
+        1.5,
+        ["a", "b"],
+        [3, 4],
+        [Start("a", 16, 1.0)],
+        [Finish("b", "stop", 4), Finish("c", "error", None, RequestError("no", "x"))],
+        {"a": entry},
+        {"b": (1, (entry,))},
+        {"c": np.array([[1.0, 2.0]], dtype=np.float32)},
+        StepStats(7, 2, 1, 0.5),
+    )
+
+
+def test_events() -> None:
+    before = events()
+    after = codec.unpack_events(crossed(codec.pack_events(before)))
+    assert (after.time, after.requests, after.tokens) == (1.5, ["a", "b"], [3, 4])
+    assert after.started == before.started
+    assert after.finished[0] == before.finished[0]
+    assert after.finished[1].error.param == "x"
+    assert after.stats == before.stats
+    assert after.logprobs["a"].values.tolist() == [-1.0, -2.0]
+    assert after.prompt_logprobs["b"][1][0].rank == 2
+    assert after.pooled["c"].tolist() == [[1.0, 2.0]]
+
+
+def test_front_ends_get_their_own() -> None:
+    one, two = object(), object()
+    parts = {id(p): part for p, part in split(events(), {"a": one, "b": two}, [one, two])}
+    assert (parts[id(one)].requests, parts[id(two)].requests) == (["a"], ["b"])
+    assert [finish.request for finish in parts[id(two)].finished] == ["b"]
+    assert set(parts[id(one)].logprobs) == {"a"}
+    assert parts[id(one)].stats == parts[id(two)].stats == events().stats
+    assert not parts[id(one)].pooled
+
+
+def test_configuration_and_plugins() -> None:
+    config = EngineConfig.from_keywords(
+        model="x", max_num_seqs=3, hf_overrides={"a": 1}, served_model_name=["n", "m"]
+    )
+    assert codec.unpack_config(crossed(codec.pack_config(config))) == config
+    plugins = manager.current().snapshot()
+    assert codec.unpack_plugins(crossed(codec.pack_plugins(plugins))) == plugins

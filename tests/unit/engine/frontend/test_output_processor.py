@@ -1,0 +1,233 @@
+"""From events to text: stop strings, deltas, n answers, errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modulm.contracts.executor import RowLogprobs
+from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
+from modulm.engine.frontend.output_processor import OutputProcessor, RequestState
+from modulm.engine.types.requests import Finish, Start, StepEvents
+from modulm.errors import EngineDead, RequestError
+from modulm.testing.checkpoints import make_tokenizer
+from modulm.text.tokenizer import Tokenizer, load_tokenizer
+
+_TOKENIZERS: dict[str, Tokenizer] = {}
+
+
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    if "it" not in _TOKENIZERS:
+        folder: Path = tmp_path_factory.mktemp("tokenizer")
+        make_tokenizer(folder)
+        _TOKENIZERS["it"] = load_tokenizer(folder)
+    return _TOKENIZERS["it"]
+
+
+@pytest.fixture(name="words")
+def _words(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return tokenizer(tmp_path_factory)
+
+
+def open_answer(
+    words: Tokenizer, params: SamplingParams, n: int = 1
+) -> tuple[OutputProcessor, RequestState]:
+    ids = tuple(f"a#{place}" for place in range(n)) if n > 1 else ("a",)
+    answer = RequestState("a", "text", [3, 4], params, words, 0.0, ids, keep=params.n)
+    answers = OutputProcessor()
+    answers.open(answer)
+    return answers, answer
+
+
+def play(
+    answers: OutputProcessor,
+    answer: RequestState,
+    tokens: list[int],
+    finish: Finish | None,
+    every: int = 1,
+) -> tuple[list[object], list[str]]:
+    """Feed one token per step; take an output every so many steps. (outputs, aborted ids)."""
+    outputs, aborted = [], []
+    for step, token in enumerate(tokens, start=1):
+        ends = [finish] if finish is not None and step == len(tokens) else []
+        _, stopped = answers.feed(StepEvents(requests=["a"], tokens=[token], finished=ends))
+        aborted += stopped
+        if step % every == 0 or ends or stopped:
+            outputs.append(answer.take())
+        if stopped:
+            break
+    return [output for output in outputs if output is not None], aborted
+
+
+LENGTH = Finish("a", "length")
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.text(alphabet="abcé€🙂 \n", min_size=1, max_size=24),
+    st.lists(st.text(alphabet="abcé€", min_size=1, max_size=3), max_size=3),
+    st.booleans(),
+    st.integers(1, 4),
+)
+def test_deltas_joined_are_the_text_and_end_before_the_stop(
+    tmp_path_factory: pytest.TempPathFactory, text: str, stops: list[str], include: bool, every: int
+) -> None:
+    words = tokenizer(tmp_path_factory)
+    ids = words.encode(text, add_special_tokens=False)
+    found = [(text.find(stop) + len(stop), -len(stop)) for stop in stops if stop in text]
+    expected = text
+    if found:
+        end, length = min(found)
+        expected = text[: end if include else end + length]
+    base = SamplingParams(stop=stops, include_stop_str_in_output=include, max_tokens=99)
+    whole = ""
+    for kind in OutputKind:
+        answers, answer = open_answer(words, base.with_(output_kind=kind))
+        outputs, aborted = play(answers, answer, ids, LENGTH, every)
+        texts = [output.outputs[0].text for output in outputs]
+        whole = "".join(texts) if kind is OutputKind.DELTA else texts[-1]
+        assert whole == expected
+        last = outputs[-1].outputs[0]
+        assert last.finish_reason == ("stop" if found else "length")
+        assert (last.stop_reason in stops) == bool(found)
+        assert len(aborted) <= 1
+        if kind is OutputKind.CUMULATIVE:
+            assert all(expected.startswith(part) for part in texts)
+        if kind is OutputKind.FINAL_ONLY:
+            assert len(outputs) == 1
+        assert len(answers) == 0
+
+
+def test_a_match_aborts_the_row_and_late_tokens_are_ignored(words: Tokenizer) -> None:
+    answers, answer = open_answer(words, SamplingParams(stop="stop", max_tokens=99))
+    ids = words.encode("go on stop more", add_special_tokens=False)
+    outputs, aborted = play(answers, answer, ids, None)
+    assert aborted == ["a"]
+    assert outputs[-1].outputs[0].text == "go on "
+    assert outputs[-1].outputs[0].stop_reason == "stop"
+    assert answers.feed(StepEvents(requests=["a"], tokens=[5])) == ([], [])
+    assert answer.take() is None
+
+
+def test_the_stop_token_is_counted_but_not_shown(words: Tokenizer) -> None:
+    end = words.eos_id
+    ids = [*words.encode("hi", add_special_tokens=False), end]
+    for include, shown in ((False, "hi"), (True, "hi" + words.decode([end], False))):
+        params = SamplingParams(include_stop_str_in_output=include, skip_special_tokens=False)
+        answers, answer = open_answer(words, params)
+        outputs, _ = play(answers, answer, ids, Finish("a", "stop"))
+        assert outputs[-1].outputs[0].text == shown
+        assert outputs[-1].outputs[0].token_ids == ids
+        assert outputs[-1].outputs[0].finish_reason == "stop"
+
+
+def test_stop_strings_wait_for_min_tokens(words: Tokenizer) -> None:
+    ids = words.encode("ababab", add_special_tokens=False)
+    params = SamplingParams(stop="b", min_tokens=len(ids), max_tokens=99)
+    answers, answer = open_answer(words, params)
+    outputs, aborted = play(answers, answer, ids, LENGTH)
+    assert not aborted
+    assert outputs[-1].outputs[0].text == "ababab"
+
+
+def test_an_unfinished_character_comes_at_the_end(words: Tokenizer) -> None:
+    ids = words.encode("🙂", add_special_tokens=False)
+    assert len(ids) > 1
+    answers, answer = open_answer(words, SamplingParams(max_tokens=9))
+    outputs, _ = play(answers, answer, ids[:-1], LENGTH)
+    assert [output.outputs[0].text for output in outputs[:-1]] == [""] * (len(ids) - 2)
+    assert outputs[-1].outputs[0].text == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_n_answers_end_together_and_deltas_carry_only_news(words: Tokenizer) -> None:
+    params = SamplingParams(n=2, output_kind=OutputKind.DELTA)
+    answers, answer = open_answer(words, params, 2)
+    answers.feed(StepEvents(requests=["a#0", "a#1"], tokens=[70, 71]))
+    assert [o.index for o in answer.take().outputs] == [0, 1]
+    answers.feed(StepEvents(finished=[Finish("a#0", "length")], requests=["a#0"], tokens=[72]))
+    output = answer.take()
+    assert [o.index for o in output.outputs] == [0]
+    assert not output.finished
+    answers.feed(StepEvents(requests=["a#1"], tokens=[73], finished=[Finish("a#1", "length")]))
+    output = answer.take()
+    assert [o.index for o in output.outputs] == [1]
+    assert output.finished
+
+
+def test_best_of_keeps_the_most_probable(words: Tokenizer) -> None:
+    params = SamplingParams(n=1, best_of=3, logprobs=0)
+    answers, answer = open_answer(words, params, 3)
+    answer.ranks_only = True
+    names = ["a#0", "a#1", "a#2"]
+    entries = {
+        name: RowLogprobs(np.array([70 + i]), np.array([value], dtype=np.float32), 1)
+        for i, (name, value) in enumerate(zip(names, (-2.0, -0.5, -1.0), strict=True))
+    }
+    events = StepEvents(
+        requests=names,
+        tokens=[70, 71, 72],
+        logprobs=entries,
+        finished=[Finish(name, "length") for name in names],
+    )
+    answers.feed(events)
+    outputs = answer.take().outputs
+    assert [(o.index, o.token_ids, o.logprobs) for o in outputs] == [(0, [71], None)]
+
+
+def test_logprobs_show_the_chosen_token_first_and_ranks(words: Tokenizer) -> None:
+    answers, answer = open_answer(words, SamplingParams(logprobs=2, prompt_logprobs=1))
+    entry = RowLogprobs(np.array([9, 5, 9]), np.array([-1.5, -0.5, -1.5]), 2)
+    answers.feed(
+        StepEvents(
+            started=[Start("a", 1, 5.0)],
+            requests=["a"],
+            tokens=[9],
+            logprobs={"a": entry},
+            prompt_logprobs={"a": (1, (entry, entry))},
+            finished=[LENGTH],
+        )
+    )
+    output = answer.take()
+    (position,) = output.outputs[0].logprobs
+    assert [(t, p.logprob, p.rank) for t, p in position.items()] == [(9, -1.5, 2), (5, -0.5, 1)]
+    assert position[5].decoded_token == words.decode([5], False)
+    assert output.outputs[0].cumulative_logprob == -1.5
+    assert output.prompt_logprobs[0] is None
+    assert set(output.prompt_logprobs[1]) == {9, 5}
+    assert len(output.prompt_logprobs) == 2
+    assert output.num_cached_tokens == 1
+
+
+def test_wrong_requests_raise_and_failed_rows_say_so(words: Tokenizer) -> None:
+    answers, answer = open_answer(words, SamplingParams())
+    answers.feed(StepEvents(finished=[Finish("a", "error", None, RequestError("no", "prompt"))]))
+    with pytest.raises(RequestError, match="no"):
+        answer.take()
+    answers, answer = open_answer(words, SamplingParams())
+    answers.feed(StepEvents(finished=[Finish("a", "error", None, EngineDead("broke"))]))
+    output = answer.take().outputs[0]
+    assert (output.finish_reason, output.stop_reason) == ("error", "broke")
+    answers, answer = open_answer(words, SamplingParams())
+    assert answers.fail_all(EngineDead("gone")) == [answer]
+    with pytest.raises(EngineDead):
+        answer.take()
+
+
+def test_an_id_in_use_is_refused(words: Tokenizer) -> None:
+    answers, answer = open_answer(words, SamplingParams())
+    with pytest.raises(RequestError, match="in use"):
+        answers.open(answer)
+
+
+def test_a_pooled_answer_comes_once() -> None:
+    answer = RequestState("a", None, [1, 2], PoolingParams(), None, 0.0, ("a",))
+    answers = OutputProcessor()
+    answers.open(answer)
+    values = np.array([1.0, 2.0])
+    answers.feed(StepEvents(pooled={"a": values}, finished=[Finish("a", "stop")]))
+    assert answer.take().outputs.data is values
+    assert answer.take() is None
