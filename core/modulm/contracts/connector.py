@@ -1,32 +1,124 @@
-"""KV connector: moves cache blocks to and from another place (group `modulm.kv_connectors`)."""
+"""KV connector: moves cache blocks to and from another place (group `modulm.kv_connectors`).
+
+A connector has two halves. The index lives beside the scheduler and knows what is where; the mover
+lives in each worker and moves. They talk through plain values that ride in plans and results, so
+that the halves may be in different processes. Both work beside the steps: nothing waits for them
+but the requests that asked.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+from attrs import frozen
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-__all__ = ["API", "KVConnector"]
+    import torch
 
-API = 1
+__all__ = [
+    "API",
+    "BlockTransfer",
+    "KVConnector",
+    "KVIndex",
+    "KVMover",
+    "TransferPlan",
+    "TransferResult",
+]
+
+API = 2
+
+
+@frozen
+class BlockTransfer:
+    """Blocks of one request to move. `id` comes back in a result when they are there.
+
+    request: for messages. names: chained hashes of the blocks' tokens. blocks: for each cache
+    group, the pool's block ids, in the order of `names`.
+    """
+
+    id: int
+    request: str
+    names: tuple[bytes, ...]
+    blocks: tuple[tuple[int, ...], ...]
+
+
+@frozen
+class TransferPlan:
+    """What to begin in a step: loads fill blocks, saves store them. The blocks of both stay as
+    they are until the transfer has ended.
+    """
+
+    loads: tuple[BlockTransfer, ...] = ()
+    saves: tuple[BlockTransfer, ...] = ()
+
+
+@frozen
+class TransferResult:
+    """Transfers that ended since the last result: by id, those that worked, and those that did
+    not, with a sentence. What a failed load should have filled is computed instead.
+    """
+
+    done: tuple[int, ...] = ()
+    failed: tuple[tuple[int, str], ...] = ()
+
+
+class KVIndex(ABC):
+    """The scheduler's half. Called on the engine's thread: answers at once, never blocks."""
+
+    @abstractmethod
+    def matched(self, request: str, names: Sequence[bytes], held: int) -> int | None:
+        """How many of the leading blocks, by name, the other place holds; None: ask again later.
+
+        held: leading blocks that the device holds already.
+        """
+
+    def stored(self, names: Sequence[bytes]) -> None:
+        """A save has ended: the other place holds these blocks."""
+
+    def wants(self, request: str, names: Sequence[bytes]) -> int:
+        """How many of a row's full blocks, from the first one, should be saved. Default: all."""
+        return len(names)
+
+    def finished(self, request: str) -> None:
+        """The request has ended."""
+
+
+class KVMover(ABC):
+    """The worker's half. `begin` starts transfers and returns; `ended` says what has ended."""
+
+    @abstractmethod
+    def open(self, caches: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        """The caches, by cache group: a tensor per layer, whose first dimension is the block."""
+
+    @abstractmethod
+    def begin(self, plan: TransferPlan) -> None:
+        """Start transfers. A save reads its blocks after all work launched so far."""
+
+    @abstractmethod
+    def ended(self) -> TransferResult:
+        """Transfers that ended since the last call."""
+
+    def close(self) -> None:
+        """Nothing follows; transfers under way may be dropped."""
 
 
 class KVConnector(ABC):
-    """Finds and stores whole cache blocks by their chained hash."""
+    """Makes both halves, each where it lives. `Config`: its options (attrs, frozen)."""
 
     name: ClassVar[str]
     api: ClassVar[int | tuple[int, int]]
+    Config: ClassVar[type]
+
+    def __init__(self, config: object) -> None:
+        self.config = config
 
     @abstractmethod
-    def matched(self, hashes: Sequence[bytes]) -> int:
-        """How many of the leading blocks, by hash, the other place holds."""
+    def index(self) -> KVIndex:
+        """The scheduler's half."""
 
     @abstractmethod
-    def load(self, hashes: Sequence[bytes], blocks: Sequence[int], caches: Sequence[Any]) -> None:
-        """Fill the blocks; raises if any cannot be had (the rows are then recomputed)."""
-
-    @abstractmethod
-    def save(self, hashes: Sequence[bytes], blocks: Sequence[int], caches: Sequence[Any]) -> None:
-        """Store full blocks."""
+    def mover(self) -> KVMover:
+        """The worker's half."""

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from modulm.contracts.connector import TransferPlan, TransferResult
     from modulm.contracts.grammar import Grammar
+    from modulm.contracts.media import MediaItem
     from modulm.contracts.sampling import PoolingParams, SamplingParams
 
 __all__ = ["API", "Capacity", "Executor", "Plan", "RowLogprobs", "RowStart", "StepResult"]
@@ -36,7 +38,11 @@ class RowStart:
     one where the request gives none, and gives each of n choices its own. grammar: a compiled
     `contracts.grammar.Grammar` or None; the runner makes the matcher and replays `output`.
     stop_ids: tokens that min_tokens holds back (end of sequence unless ignored, stop_token_ids).
-    bad_words: token sequences of `params.bad_words`, see `modulm.engine.sampling.validation.bad_word_ids`.
+    bad_words: token sequences of `params.bad_words`, see `modulm.engine.sampling.validation`.
+    adapter: name of the row's adapter, which `Plan.adapters` gave a slot, or None. media: the
+    items of the prompt, whose tokens are replaced by what an encoder makes of them. positions:
+    [axes, tokens] int64 of the prompt where a model counts positions along several axes; later
+    tokens go on from `position_offset` + their place, the same on each axis.
     """
 
     row: int
@@ -49,6 +55,9 @@ class RowStart:
     stop_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     adapter: str | None = None
+    media: tuple[MediaItem, ...] = ()
+    positions: np.ndarray | None = None
+    position_offset: int = 0
     embeds: Any = None
 
 
@@ -61,6 +70,15 @@ class Plan:
     token that the row sampled in the step before (asynchronous scheduling). tables: per cache
     group [rows, blocks] int32. samples: [rows] bool, the row yields a token at its last position.
     Releases take effect before admissions, so that a plan may give a freed row to another request.
+
+    drafted: [rows] int32, how many of a row's tokens, its last ones, were drafted and are verified
+    in this step, or None where no row has any. Such a row yields a token after its last known one
+    and one more for each draft in a row that the model would have chosen itself.
+
+    encode: (row, index of the item) of the media whose encoder runs in this step, before the
+    model. drop_media: hashes whose encoder output nobody needs any more. adapters: (slot, name) of
+    adapters that take a slot in this step, before anything runs; slots count from 1. transfers:
+    what a KV connector moves beside the step.
     """
 
     step: int
@@ -72,6 +90,11 @@ class Plan:
     samples: np.ndarray
     admit: tuple[RowStart, ...] = ()
     release: tuple[int, ...] = ()
+    drafted: np.ndarray | None = None
+    encode: tuple[tuple[int, int], ...] = ()
+    drop_media: tuple[bytes, ...] = ()
+    adapters: tuple[tuple[int, str], ...] = ()
+    transfers: TransferPlan | None = None
 
 
 @frozen(eq=False)
@@ -92,7 +115,9 @@ class StepResult:
     each of the prompt's tokens `start + 1 ... start + count` (the first token has none). pooled:
     row -> array, in the step in which the row samples. errors: row -> a sentence; the other rows
     are unhurt; a row that failed reports it again in every later plan until it is released.
-    seconds: time the step took in the executor.
+    drafts: row -> [n] int64, tokens that the drafter proposes to verify in the row's next step.
+    transfers: what a KV connector has moved since the last step. seconds: time the step took in
+    the executor.
     """
 
     step: int
@@ -101,6 +126,8 @@ class StepResult:
     prompt_logprobs: Mapping[int, tuple[RowLogprobs, ...]] = field(factory=dict)
     pooled: Mapping[int, np.ndarray] = field(factory=dict)
     errors: Mapping[int, str] = field(factory=dict)
+    drafts: Mapping[int, np.ndarray] = field(factory=dict)
+    transfers: TransferResult | None = None
     seconds: float = 0.0
 
 
@@ -109,13 +136,20 @@ class Capacity:
     """What an executor can hold once the model is loaded.
 
     groups: one entry per cache group: (kind, block size in tokens, window or None, blocks).
-    vocabulary: the width of the logits, which may differ from the tokenizer's length.
+    vocabulary: the width of the logits, which may differ from the tokenizer's length. drafts: most
+    tokens that are drafted ahead for a row; 0 without a drafter. adapters: how many may be in one
+    step; 0: none at all. encoder_tokens: embeddings that encoders may give in one step, and
+    encoder_cache: those that are kept at once; 0 where the model takes no media.
     """
 
     groups: tuple[tuple[str, int, int | None, int], ...]
     vocabulary: int
     max_model_len: int
     notes: tuple[str, ...] = ()
+    drafts: int = 0
+    adapters: int = 0
+    encoder_tokens: int = 0
+    encoder_cache: int = 0
 
 
 class Executor(ABC):

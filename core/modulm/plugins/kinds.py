@@ -107,7 +107,7 @@ KINDS: Mapping[str, Kind] = _table(
     Kind("executors", "executor", "executor", f"{_CONTRACTS}.executor:Executor"),
     Kind("schedulers", "scheduling policy", "scheduler", f"{_CONTRACTS}.policy:Policy"),
     Kind("grammars", "grammar backend", "grammar", f"{_CONTRACTS}.grammar:GrammarBackend"),
-    Kind("speculators", "speculator", "speculator", f"{_CONTRACTS}.speculator:Speculator"),
+    Kind("speculators", "speculator", "speculator", f"{_CONTRACTS}.drafter:Drafter"),
     Kind("kv_connectors", "KV connector", "connector", f"{_CONTRACTS}.connector:KVConnector"),
     Kind(
         "logits_processors",
