@@ -24,9 +24,21 @@ if TYPE_CHECKING:
     from modulm.contracts.media import MediaItem
     from modulm.contracts.sampling import PoolingParams, SamplingParams
 
-__all__ = ["API", "Capacity", "Executor", "Plan", "RowLogprobs", "RowStart", "StepResult"]
+__all__ = [
+    "API",
+    "PENDING",
+    "Capacity",
+    "Executor",
+    "Plan",
+    "RowLogprobs",
+    "RowStart",
+    "StepResult",
+]
 
-API = 1
+API = 2
+
+#: In a plan's tokens: the token that the row sampled in the step before (asynchronous scheduling).
+PENDING = -1
 
 
 @frozen(eq=False)
@@ -66,14 +78,19 @@ class Plan:
     """What one engine step will run. Immutable.
 
     rows: [rows] int32, stable row indices. starts: [rows] int32, tokens computed before the step.
-    counts: [rows] int32, tokens to compute now. tokens: [sum(counts)] int64; -1 stands for the
-    token that the row sampled in the step before (asynchronous scheduling). tables: per cache
-    group [rows, blocks] int32. samples: [rows] bool, the row yields a token at its last position.
+    counts: [rows] int32, tokens to compute now. tokens: [sum(counts)] int64, with PENDING for
+    those that are not known yet. tables: per cache group [rows, blocks] int32. samples: [rows]
+    bool, the row yields a token at its last position.
     Releases take effect before admissions, so that a plan may give a freed row to another request.
 
     drafted: [rows] int32, how many of a row's tokens, its last ones, were drafted and are verified
-    in this step, or None where no row has any. Such a row yields a token after its last known one
-    and one more for each draft in a row that the model would have chosen itself.
+    in this step, or None where no row has any. Such a row computes its last known token and d
+    drafts, and gives 1 to d + 1 tokens: the drafts up to the first that the model would not have
+    chosen, and the model's own choice after them. Its next step starts after what it gave; what
+    the caches hold of rejected drafts is overwritten then. state_slots: per cache group [rows,
+    most drafts] int32, the slots of a group of states where the states go that a drafted row's
+    tokens leave, one each, but for the last one's, which goes where the table says (0: none); None
+    for other groups, and () where no row has drafts. The states have the bits of single steps.
 
     encode: (row, index of the item) of the media whose encoder runs in this step, before the
     model. drop_media: hashes whose encoder output nobody needs any more. adapters: (slot, name) of
@@ -91,6 +108,7 @@ class Plan:
     admit: tuple[RowStart, ...] = ()
     release: tuple[int, ...] = ()
     drafted: np.ndarray | None = None
+    state_slots: tuple[np.ndarray | None, ...] = ()
     encode: tuple[tuple[int, int], ...] = ()
     drop_media: tuple[bytes, ...] = ()
     adapters: tuple[tuple[int, str], ...] = ()
@@ -110,8 +128,9 @@ class RowLogprobs:
 class StepResult:
     """What a step gave.
 
-    tokens: [number of sampling rows] int64, in the plan's row order; -1 where the row failed and
-    for pooling rows. logprobs: row -> the sampled position. prompt_logprobs: row -> one entry for
+    tokens: [sum(accepted)] int64, what the sampling rows gave, in the plan's order. accepted:
+    [sampling rows] int32, how many tokens each of them gave, 0 if it failed or is pooled; None: one
+    each. logprobs: row -> one entry for each of its tokens. prompt_logprobs: row -> one entry for
     each of the prompt's tokens `start + 1 ... start + count` (the first token has none). pooled:
     row -> array, in the step in which the row samples. errors: row -> a sentence; the other rows
     are unhurt; a row that failed reports it again in every later plan until it is released.
@@ -122,7 +141,8 @@ class StepResult:
 
     step: int
     tokens: np.ndarray
-    logprobs: Mapping[int, RowLogprobs] = field(factory=dict)
+    accepted: np.ndarray | None = None
+    logprobs: Mapping[int, tuple[RowLogprobs, ...]] = field(factory=dict)
     prompt_logprobs: Mapping[int, tuple[RowLogprobs, ...]] = field(factory=dict)
     pooled: Mapping[int, np.ndarray] = field(factory=dict)
     errors: Mapping[int, str] = field(factory=dict)

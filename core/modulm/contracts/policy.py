@@ -46,11 +46,12 @@ class Policy(ABC):
 
 
 class Scheduler(ABC):
-    """Chooses what each step runs. The built-in one is `modulm.engine.scheduling.scheduler.BudgetScheduler`.
+    """Chooses what each step runs. The built-in one is `BudgetScheduler` in
+    `modulm.engine.scheduling.scheduler`.
 
     A class given by path is constructed as `(limits, capacity, policy)`, see there. Requests and
-    what becomes of them are the values of `modulm.engine.types.requests`. One thread uses it. Plans are
-    committed (or failed) in the order in which they were made; several may be under way.
+    what becomes of them are the values of `modulm.engine.types.requests`. One thread uses it. Plans
+    are committed (or failed) in the order in which they were made; several may be under way.
     """
 
     @property

@@ -145,7 +145,7 @@ class FakeExecutor(Executor):
     """
 
     name = "fake"
-    api: ClassVar[int | tuple[int, int]] = 1
+    api: ClassVar[int | tuple[int, int]] = 2
 
     def __init__(
         self,
@@ -203,7 +203,8 @@ class FakeExecutor(Executor):
         sampled, result = self._sample(plan, tokens)
         return StepResult(
             step=plan.step,
-            tokens=np.array(sampled, dtype=np.int64),
+            tokens=np.array([token for run in sampled for token in run], dtype=np.int64),
+            accepted=np.array([len(run) for run in sampled], dtype=np.int32),
             seconds=time.perf_counter() - began,
             **result,
         )
@@ -331,9 +332,10 @@ class FakeExecutor(Executor):
 
     def _sample(
         self, plan: Plan, fed: Sequence[np.ndarray]
-    ) -> tuple[list[int], dict[str, dict[int, Any]]]:
-        sampled: list[int] = []
-        result: dict[str, dict[int, Any]] = {
+    ) -> tuple[list[list[int]], dict[str, Any]]:
+        """The tokens of each sampling row, and what else a result holds, by name."""
+        sampled: list[list[int]] = []
+        result: dict[str, Any] = {
             "logprobs": {},
             "prompt_logprobs": {},
             "pooled": {},
@@ -343,7 +345,7 @@ class FakeExecutor(Executor):
             state = self.rows[row]
             if state.failed is not None:
                 result["errors"][row] = state.failed
-                sampled.extend([-1] * bool(plan.samples[i]))
+                sampled.extend([[]] * bool(plan.samples[i]))
                 continue
             self._prompt_logprobs(state, row, int(plan.starts[i]), len(fed[i]), result)
             if not plan.samples[i]:
@@ -360,24 +362,24 @@ class FakeExecutor(Executor):
             sampled.append(self._next(row, state, _digest(parts, state.seed), result))
         return sampled, result
 
-    def _next(self, row: int, state: _Row, digest: int, result: dict[str, dict[int, Any]]) -> int:
+    def _next(self, row: int, state: _Row, digest: int, result: dict[str, Any]) -> list[int]:
         params, script = state.start.params, state.script
         if isinstance(params, PoolingParams):
             result["pooled"][row] = np.array([digest % 997, digest % 991], dtype=np.float32)
-            return -1
+            return []
         k = state.first + state.sampled
         self._incidents(script, k)
         if k in script.nan or k in script.errors:
             state.failed = script.errors.get(k, "the model gave NaN logits for this row")
             result["errors"][row] = state.failed
-            return -1
+            return []
         scripted = k < len(script.tokens)
         token = script.tokens[k] if scripted else _token(digest, self.vocabulary, self.reserved)
         state.history.append(token)
         state.sampled += 1
         if params.logprobs is not None:
-            result["logprobs"][row] = self._best(token, params.logprobs)
-        return token
+            result["logprobs"][row] = (self._best(token, params.logprobs),)
+        return [token]
 
     def _incidents(self, script: Script, k: int) -> None:
         if script.delay:
@@ -399,7 +401,7 @@ class FakeExecutor(Executor):
         )
 
     def _prompt_logprobs(
-        self, state: _Row, row: int, start: int, count: int, result: dict[str, dict[int, Any]]
+        self, state: _Row, row: int, start: int, count: int, result: dict[str, Any]
     ) -> None:
         params = state.start.params
         if isinstance(params, PoolingParams) or params.prompt_logprobs is None:

@@ -108,7 +108,7 @@ class Bench:
         for events in self.seen.steps:
             first, entries = events.prompt_logprobs.get(name, (0, ()))
             prompt |= {first + i: _entry(entry) for i, entry in enumerate(entries)}
-        own = [_entry(e.logprobs[name]) for e in self.seen.steps if name in e.logprobs]
+        own = [_entry(entry) for e in self.seen.steps for entry in e.logprobs.get(name, ())]
         return [self.seen.tokens.get(name, []), own, sorted(prompt.items())]
 
 

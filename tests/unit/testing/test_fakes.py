@@ -109,7 +109,7 @@ def test_scripts() -> None:
     assert generate(fake, [[3, 4, 5]], [7], 2) == [1, 2]
     for step, start in ((20, 8), (21, 9)):
         result = fake.run(plan(step, start, [-1], [[3, 4, 5]]))
-        assert result.tokens.tolist() == [-1]
+        assert (result.tokens.tolist(), result.accepted.tolist()) == ([], [0])
         assert result.errors == {0: "broken on purpose"}
     fake.run(plan(22, 0, PROMPT, [[3, 4]], admit=[admit()], release=[0]))
     assert list(fake.rows) == [0]
@@ -136,10 +136,10 @@ def test_logprobs_and_pooling() -> None:
     asks = SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=0)
     fake.run(plan(0, 0, PROMPT[:3], [[3, 4]], False, admit=[admit(params=asks)]))
     result = fake.run(plan(1, 3, PROMPT[3:], [[3, 4]]))
-    assert len(result.logprobs[0].ids) == 3
+    assert len(result.logprobs[0][0].ids) == 3
     assert [int(p.ids[0]) for p in result.prompt_logprobs[0]] == PROMPT[4:]
     result = fake.run(
         plan(2, 0, PROMPT, [[5, 6]], row=1, admit=[admit(1, PoolingParams(), name="p")])
     )
-    assert result.tokens.tolist() == [-1]
+    assert (result.tokens.tolist(), result.accepted.tolist()) == ([], [0])
     assert result.pooled[1].shape == (2,)

@@ -174,7 +174,10 @@ def pack_events(events: StepEvents) -> list[Any]:
         events.tokens,
         events.started,
         [[f.request, f.reason, f.stop, pack_error(f.error)] for f in events.finished],
-        {name: _pack_logprobs(entry) for name, entry in events.logprobs.items()},
+        {
+            name: [_pack_logprobs(entry) for entry in entries]
+            for name, entries in events.logprobs.items()
+        },
         {
             name: [first, [_pack_logprobs(entry) for entry in entries]]
             for name, (first, entries) in events.prompt_logprobs.items()
@@ -192,7 +195,10 @@ def unpack_events(packed: list[Any]) -> StepEvents:
         tokens,
         [Start(*start) for start in started],
         [Finish(name, why, stop, unpack_error(error)) for name, why, stop, error in finished],
-        {name: _unpack_logprobs(entry) for name, entry in logprobs.items()},
+        {
+            name: tuple(_unpack_logprobs(entry) for entry in entries)
+            for name, entries in logprobs.items()
+        },
         {
             name: (first, tuple(_unpack_logprobs(entry) for entry in entries))
             for name, (first, entries) in prompts.items()

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from modulm.engine.frontend.metrics import Metrics
     from modulm.text.tokenizer import Tokenizer
 
-__all__ = ["RequestState", "OutputProcessor", "Choice", "position"]
+__all__ = ["Choice", "OutputProcessor", "RequestState", "position"]
 
 
 class Choice:
@@ -365,13 +365,20 @@ class OutputProcessor:
         stopped: list[str] = []
         gaps: list[float] = []
         now, logprobs, seats = events.time, events.logprobs, self._seats
-        for identity, token in zip(events.requests, events.tokens, strict=True):
+        run = 0
+        following = (*events.requests[1:], "")
+        for identity, token, after in zip(events.requests, events.tokens, following, strict=False):
+            index, run = run, run + 1 if identity == after else 0
             seat = seats.get(identity)
             if seat is None:
                 continue
             answer, place = seat
-            finish = ending.pop(identity, None)
-            if answer.choices[place].add(token, logprobs.get(identity), finish):
+            finish = None if run else ending.pop(identity, None)
+            if answer.choices[place].reason is not None:
+                continue
+            entries = logprobs.get(identity)
+            entry = entries[index] if entries else None
+            if answer.choices[place].add(token, entry, finish):
                 stopped.append(identity)
             gap = answer.token(place, now)
             if gap is not None:

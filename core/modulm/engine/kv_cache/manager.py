@@ -20,7 +20,7 @@ from modulm.engine.kv_cache.prefix_index import PrefixIndex
 from modulm.errors import EngineError
 from modulm.ops.chunked_scan import SEGMENT
 
-__all__ = ["KVCacheManager", "BlockTables", "Hit"]
+__all__ = ["BlockTables", "Hit", "KVCacheManager"]
 
 _BOUNDLESS = 1 << 60
 

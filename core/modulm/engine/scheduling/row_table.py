@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from modulm.contracts.executor import PENDING
 from modulm.engine.types.requests import Request
 
-__all__ = ["PLACEHOLDER", "RowTable"]
+__all__ = ["RowTable"]
 
-#: Stands in `tokens` for a token that has been planned but not sampled yet.
-PLACEHOLDER = -1
 _FIRST_WIDTH = 1024
 
 
@@ -64,7 +63,7 @@ class RowTable:
         return row
 
     def release(self, row: int) -> np.ndarray:
-        """Take the row back; the tokens that are really known (no placeholders), as int64."""
+        """Take the row back; the tokens that are really known (none PENDING), as int64."""
         history = self.history(row)
         self.names[row] = None
         self.epoch[row] += 1
@@ -74,7 +73,7 @@ class RowTable:
     def history(self, row: int) -> np.ndarray:
         """The row's tokens as int64, without the ones that are planned but not sampled yet."""
         tokens = self.tokens[row, : self.known[row]].astype(np.int64)
-        while len(tokens) and tokens[-1] == PLACEHOLDER:
+        while len(tokens) and tokens[-1] == PENDING:
             tokens = tokens[:-1]
         return tokens
 
@@ -102,7 +101,7 @@ class RowTable:
         self.stops[row, : len(ids)] = ids
 
     def _widen(self, limit: int) -> None:
-        """Room for `limit` tokens and a placeholder."""
+        """Room for `limit` tokens and a pending one."""
         width = self.tokens.shape[1]
         if limit < width:
             return

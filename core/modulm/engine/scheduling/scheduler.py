@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 from attrs import define, field, frozen
 
-from modulm.contracts.executor import Capacity, Plan, RowStart, StepResult
+from modulm.contracts.executor import PENDING, Capacity, Plan, RowStart, StepResult
 from modulm.contracts.policy import Policy, Scheduler
 from modulm.engine.kv_cache.manager import Hit, KVCacheManager
 from modulm.engine.scheduling.prefix_reuse import PrefixReuse
 from modulm.engine.scheduling.request_queue import Entry, RequestQueue
-from modulm.engine.scheduling.row_table import PLACEHOLDER, RowTable
+from modulm.engine.scheduling.row_table import RowTable
 from modulm.engine.types.requests import Finish, Reason, Request, Start, StepEvents, StepStats
 from modulm.errors import EngineError, QueueFull, RequestError, RowError
 
@@ -346,7 +346,7 @@ class BudgetScheduler(Scheduler):
             tokens = table.gather(rows, draft.starts, counts)
             self._prefilling.difference_update(sampled.tolist())
         table.computed[rows] = ends
-        table.tokens[sampled, places] = PLACEHOLDER
+        table.tokens[sampled, places] = PENDING
         table.known[sampled] = places + 1
         plan = Plan(
             self._steps,
@@ -377,6 +377,9 @@ class BudgetScheduler(Scheduler):
         failed = self._fail_rows(flight, result.errors) if result.errors else []
         rows, ends, sampled, places = flight.rows, flight.ends, flight.sampled, flight.places
         tokens = result.tokens
+        if result.accepted is not None:
+            tokens = np.full(len(sampled), PENDING, dtype=np.int64)
+            tokens[result.accepted > 0] = result.tokens
         if flight.generation != self._generation:
             alive = table.epoch[rows] == flight.epochs
             heard = alive[plan.samples]
@@ -457,7 +460,7 @@ class BudgetScheduler(Scheduler):
         request = self._running[row].request
         if stopped:
             return self._finish(row, "stop", stop=request.stop_reason(token))
-        return self._finish(row, "stop" if token == PLACEHOLDER else "length")
+        return self._finish(row, "stop" if token == PENDING else "length")
 
     def _finish(
         self, row: int, reason: Reason, stop: int | None = None, error: Exception | None = None

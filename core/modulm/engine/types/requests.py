@@ -146,7 +146,8 @@ class StepStats(NamedTuple):
 class StepEvents:
     """What a step means to front ends: one value per step, in row order.
 
-    requests[i] sampled tokens[i]. prompt_logprobs: request -> (index of the prompt token that the
+    requests[i] sampled tokens[i]; several tokens of a request follow one another, and logprobs has
+    an entry for each. prompt_logprobs: request -> (index of the prompt token that the
     first entry is about, entries).
     """
 
@@ -155,7 +156,7 @@ class StepEvents:
     tokens: list[int] = field(factory=list)
     started: list[Start] = field(factory=list)
     finished: list[Finish] = field(factory=list)
-    logprobs: dict[str, RowLogprobs] = field(factory=dict)
+    logprobs: dict[str, tuple[RowLogprobs, ...]] = field(factory=dict)
     prompt_logprobs: dict[str, tuple[int, tuple[RowLogprobs, ...]]] = field(factory=dict)
     pooled: dict[str, np.ndarray] = field(factory=dict)
     stats: StepStats | None = None

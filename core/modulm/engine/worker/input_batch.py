@@ -10,14 +10,11 @@ import torch
 from attrs import evolve, frozen
 
 from modulm.contracts.attention import AttentionBackend, StepLayout
-from modulm.contracts.executor import Plan
+from modulm.contracts.executor import PENDING, Plan
 from modulm.contracts.model import Batch, StatePlan
 from modulm.errors import EngineError
 
 __all__ = ["BatchBuilder", "GroupPlanner", "alone"]
-
-#: Stands in a plan for the token that the row sampled in the step before.
-_PLACEHOLDER = -1
 
 
 def alone(plan: Plan, *, whole: bool) -> Iterator[Plan]:
@@ -74,7 +71,7 @@ class BatchBuilder:
         self.caches = tuple(caches)
         self.owners = tuple(owners)
         self.device = device
-        self.last = np.full(rows, _PLACEHOLDER, dtype=np.int64)
+        self.last = np.full(rows, PENDING, dtype=np.int64)
         self._limit = tokens
         self._ramp = np.arange(max(tokens, rows) + 1, dtype=np.int64)
         self._tokens = np.zeros(tokens, dtype=np.int64)
@@ -110,10 +107,10 @@ class BatchBuilder:
         )
 
     def _resolve(self, plan: Plan, owners: np.ndarray) -> np.ndarray:
-        """[tokens]: the plan's tokens with placeholders replaced by the rows' last tokens."""
+        """[tokens]: the plan's tokens with pending ones replaced by the rows' last tokens."""
         tokens = self._tokens[: len(plan.tokens)]
         tokens[:] = plan.tokens
-        holes = np.flatnonzero(tokens == _PLACEHOLDER)
+        holes = np.flatnonzero(tokens == PENDING)
         if len(holes):
             found = self.last[plan.rows[owners[holes]]]
             # A row that failed has no last token; what it computes now is never looked at.

@@ -13,7 +13,14 @@ import torch
 from attrs import evolve
 
 from modulm.contracts.attention import AttentionSpec
-from modulm.contracts.executor import Capacity, Plan, RowLogprobs, RowStart, StepResult
+from modulm.contracts.executor import (
+    PENDING,
+    Capacity,
+    Plan,
+    RowLogprobs,
+    RowStart,
+    StepResult,
+)
 from modulm.contracts.sampling import PoolingParams
 from modulm.engine.kv_cache.sizing import Sizing, allocate, cache_budget, share_out
 from modulm.engine.pooling.pooler import Pooler, PoolerConfig
@@ -102,14 +109,20 @@ class ModelRunner:
         pooled = self._pool(plan, ends, hidden) if self._pooling else {}
         rows = plan.rows[plan.samples]
         sampled = self._sample(plan, rows, places, hidden)
-        self.builder.last[rows] = sampled.tokens
+        self.builder.last[rows] = tokens = sampled.tokens
+        errors = self._errors(plan, sampled) if sampled.errors or self._failed else {}
+        accepted = None
+        if errors or pooled:
+            accepted = (tokens >= 0).astype(np.int32)
+            tokens = tokens[tokens >= 0]
         return StepResult(
             step=plan.step,
-            tokens=sampled.tokens,
-            logprobs=sampled.logprobs,
+            tokens=tokens,
+            accepted=accepted,
+            logprobs={row: (entry,) for row, entry in sampled.logprobs.items()},
             prompt_logprobs=prompt_logprobs,
             pooled=pooled,
-            errors=self._errors(plan, sampled) if sampled.errors or self._failed else {},
+            errors=errors,
             seconds=time.perf_counter() - began,
         )
 
@@ -168,7 +181,7 @@ class ModelRunner:
             self._admit(start)
 
     def _release(self, row: int) -> None:
-        self.builder.last[row] = -1
+        self.builder.last[row] = PENDING
         self._failed.pop(row, None)
         if row in self._pooling:
             del self._pooling[row]

@@ -26,7 +26,7 @@ class UniExecutor(Executor):
     """
 
     name: ClassVar[str] = "uni"
-    api: ClassVar[int | tuple[int, int]] = 1
+    api: ClassVar[int | tuple[int, int]] = 2
 
     def __init__(self) -> None:
         self._runner: ModelRunner | None = None

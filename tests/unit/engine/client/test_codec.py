@@ -110,7 +110,7 @@ def events() -> StepEvents:
         [3, 4],
         [Start("a", 16, 1.0)],
         [Finish("b", "stop", 4), Finish("c", "error", None, RequestError("no", "x"))],
-        {"a": entry},
+        {"a": (entry,)},
         {"b": (1, (entry,))},
         {"c": np.array([[1.0, 2.0]], dtype=np.float32)},
         StepStats(7, 2, 1, 0.5),
@@ -125,7 +125,7 @@ def test_events() -> None:
     assert after.finished[0] == before.finished[0]
     assert after.finished[1].error.param == "x"
     assert after.stats == before.stats
-    assert after.logprobs["a"].values.tolist() == [-1.0, -2.0]
+    assert after.logprobs["a"][0].values.tolist() == [-1.0, -2.0]
     assert after.prompt_logprobs["b"][1][0].rank == 2
     assert after.pooled["c"].tolist() == [[1.0, 2.0]]
 

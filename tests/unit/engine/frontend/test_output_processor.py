@@ -164,7 +164,7 @@ def test_best_of_keeps_the_most_probable(words: Tokenizer) -> None:
     answer.ranks_only = True
     names = ["a#0", "a#1", "a#2"]
     entries = {
-        name: RowLogprobs(np.array([70 + i]), np.array([value], dtype=np.float32), 1)
+        name: (RowLogprobs(np.array([70 + i]), np.array([value], dtype=np.float32), 1),)
         for i, (name, value) in enumerate(zip(names, (-2.0, -0.5, -1.0), strict=True))
     }
     events = StepEvents(
@@ -186,7 +186,7 @@ def test_logprobs_show_the_chosen_token_first_and_ranks(words: Tokenizer) -> Non
             started=[Start("a", 1, 5.0)],
             requests=["a"],
             tokens=[9],
-            logprobs={"a": entry},
+            logprobs={"a": (entry,)},
             prompt_logprobs={"a": (1, (entry, entry))},
             finished=[LENGTH],
         )

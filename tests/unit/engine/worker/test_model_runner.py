@@ -97,9 +97,9 @@ class Rows:
         )
         self.steps, self.fresh, self.gone = self.steps + 1, [], []
         result = self.runner.run(plan)
-        for row, token in zip(rows[samples].tolist(), result.tokens.tolist(), strict=True):
-            if token >= 0:
-                self.history[row].append(token)
+        gave = rows[samples] if result.accepted is None else rows[samples][result.accepted > 0]
+        for row, token in zip(gave.tolist(), result.tokens.tolist(), strict=True):
+            self.history[row].append(token)
         return result
 
     def finish(self) -> None:
@@ -183,7 +183,7 @@ def test_logprobs_are_those_of_transformers(rows, oracle) -> None:
         best = wanted.topk(2)
         np.testing.assert_allclose(entry.values[1:], best.values, atol=1e-4)
         np.testing.assert_allclose(entry.values[0], wanted[int(entry.ids[0])], atol=1e-4)
-    got = result.logprobs[0]
+    got = result.logprobs[0][0]
     np.testing.assert_allclose(got.values, expected[-1][torch.tensor(got.ids)], atol=1e-4)
     assert got.rank == 1
 
@@ -196,7 +196,7 @@ def test_a_row_that_cannot_start_fails_alone(rows, oracle) -> None:
     rows.admit(0, PROMPTS[0], grammar=Broken())
     rows.admit(1, PROMPTS[1])
     result = rows.step({0: 7, 1: 1})
-    assert result.tokens[0] == -1
+    assert result.accepted.tolist() == [0, 1]
     assert "broken on purpose" in result.errors[0]
     assert rows.history[1][1:] == greedy(oracle, PROMPTS[1], 1)
 
@@ -212,7 +212,7 @@ def test_a_row_of_nan_fails_alone_and_stays_failed(folder, oracle) -> None:
     for _ in range(2):
         rows.history[1] = [*rows.history[1][: rows.computed[1]], 3]
         result = rows.step({0: 1, 1: 1, 2: 1})
-        assert result.tokens[1] == -1
+        assert result.accepted.tolist() == [1, 0, 1]
         assert list(result.errors) == [1]
         assert "NaN" in result.errors[1]
     for row in (0, 2):
@@ -281,7 +281,7 @@ def test_pooling_gives_the_same_for_every_way_of_cutting(folder, oracle, kind, s
         rows.admit(1, PROMPTS[1])
         for chunk in chunks:
             result = rows.step({4: chunk, **({1: 1} if chunk != 30 else {})})
-        assert result.tokens[0] == -1
+        assert result.accepted[0] == 0
         np.testing.assert_allclose(result.pooled[4], expected, atol=1e-4)
         rows.finish()
 
