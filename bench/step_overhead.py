@@ -17,9 +17,9 @@ import numpy as np
 
 from modulm.contracts.executor import Capacity, Plan, StepResult
 from modulm.contracts.policy import Policy
+from modulm.contracts.requests import Request
 from modulm.contracts.sampling import SamplingParams
 from modulm.engine.scheduling.scheduler import BudgetScheduler, Limits
-from modulm.engine.types.requests import Request
 from modulm.plugins import manager
 
 PROMPT = 128

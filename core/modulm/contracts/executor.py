@@ -70,7 +70,7 @@ class RowStart:
     media: tuple[MediaItem, ...] = ()
     positions: np.ndarray | None = None
     position_offset: int = 0
-    embeds: Any = None
+    embeds: np.ndarray | None = None
 
 
 @frozen(eq=False)

@@ -7,12 +7,13 @@ one's own is given by path (`--scheduler-cls`) and implements `Scheduler`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from modulm.contracts.executor import Plan, StepResult
+    from modulm.contracts.requests import Finish, Request, StepEvents, StepStats
 
 __all__ = ["API", "Candidate", "Policy", "Scheduler"]
 
@@ -37,7 +38,7 @@ class Policy(ABC):
     api: ClassVar[int | tuple[int, int]]
 
     @abstractmethod
-    def key(self, request: Candidate) -> Any:
+    def key(self, request: Candidate) -> float | tuple[float, ...]:
         """Sort key: the smallest waiting request is admitted first."""
 
     @abstractmethod
@@ -50,7 +51,7 @@ class Scheduler(ABC):
     `modulm.engine.scheduling.scheduler`.
 
     A class given by path is constructed as `(limits, capacity, policy)`, see there. Requests and
-    what becomes of them are the values of `modulm.engine.types.requests`. One thread uses it. Plans
+    what becomes of them are the values of `modulm.contracts.requests`. One thread uses it. Plans
     are committed (or failed) in the order in which they were made; several may be under way.
     """
 
@@ -74,28 +75,28 @@ class Scheduler(ABC):
         """Raise QueueFull if that many more cannot wait. May be called from other threads."""
 
     @abstractmethod
-    def add(self, request: Any) -> None:
+    def add(self, request: Request) -> None:
         """Queue a `Request`. Raises QueueFull, or RequestError if it can never run."""
 
     @abstractmethod
-    def abort(self, request: str) -> Any:
-        """End a request now and free what it holds: its `Finish`, or None for an unknown name."""
+    def abort(self, request: str) -> Finish | None:
+        """End a request now and free what it holds; None for an unknown name."""
 
     @abstractmethod
     def plan(self) -> Plan:
         """The next step; a plan without rows when there is nothing to do, which is not run."""
 
     @abstractmethod
-    def commit(self, plan: Plan, result: StepResult) -> Any:
-        """Take a step's result: `StepEvents`, in row order."""
+    def commit(self, plan: Plan, result: StepResult) -> StepEvents:
+        """Take a step's result: its events, in row order."""
 
     @abstractmethod
-    def fail(self, plan: Plan, error: Exception) -> Sequence[Any]:
-        """The step raised `error`: the `Finish` of each request it ran."""
+    def fail(self, plan: Plan, error: Exception) -> Sequence[Finish]:
+        """The step raised `error`: the end of each request it ran."""
 
     @abstractmethod
-    def gauges(self) -> Any:
-        """`StepStats` of this moment, with no step in them."""
+    def gauges(self) -> StepStats:
+        """The numbers of this moment, with no step in them."""
 
     @abstractmethod
     def forget_prefixes(self) -> None:

@@ -16,13 +16,13 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from modulm.config.sources import keywords
+from modulm.contracts.requests import StepEvents, StepStats
 from modulm.contracts.sampling import LogitsProcessor, PoolingParams, SamplingParams
 from modulm.engine.client.core_client import EngineCoreClient, ThreadCoreClient
 from modulm.engine.frontend.input_processor import InputProcessor, PromptLike, Search, Work
 from modulm.engine.frontend.metrics import Metrics
 from modulm.engine.frontend.output_processor import OutputProcessor, RequestState
 from modulm.engine.types.outputs import PoolingRequestOutput, RequestOutput
-from modulm.engine.types.requests import StepEvents, StepStats
 from modulm.errors import EngineDead, NotFound, QueueFull, RequestError
 from modulm.plugins import manager
 

@@ -11,6 +11,7 @@ from attrs import evolve
 from tqdm import tqdm
 
 from modulm.config.sources import keywords
+from modulm.contracts.requests import Finish, StepEvents
 from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
 from modulm.engine.core.engine_core import EngineCore
 from modulm.engine.frontend.beam_search import BeamSearchParams
@@ -26,7 +27,6 @@ from modulm.engine.types.outputs import (
     PoolingRequestOutput,
     RequestOutput,
 )
-from modulm.engine.types.requests import Finish, StepEvents
 from modulm.errors import EngineDead, ModulmError, RequestError, UnsupportedError
 from modulm.plugins import manager
 

@@ -9,9 +9,9 @@ from attrs import define, field
 
 from modulm.contracts.executor import Executor
 from modulm.contracts.policy import Candidate, Policy
+from modulm.contracts.requests import Finish, StepEvents, StepStats
 from modulm.engine.core.loop import EngineLoop
 from modulm.engine.scheduling.scheduler import BudgetScheduler, Limits
-from modulm.engine.types.requests import Finish, StepEvents, StepStats
 from modulm.errors import EngineDead, EngineError
 
 __all__ = ["ByArrival", "Recorder", "check_empty", "make_engine"]
@@ -23,7 +23,7 @@ class ByArrival(Policy):
     name: ClassVar[str] = "by-arrival"
     api: ClassVar[int | tuple[int, int]] = 1
 
-    def key(self, request: Candidate) -> Any:
+    def key(self, request: Candidate) -> float:
         return request.arrival
 
     def victim(self, running: Sequence[Candidate]) -> int:

@@ -23,13 +23,13 @@ from modulm_server.serve import make_server, open_socket
 
 from modulm.config import EngineConfig
 from modulm.contracts.executor import RowLogprobs
+from modulm.contracts.requests import Finish
 from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
 from modulm.engine.frontend.metrics import Metrics, StepStats
 from modulm.engine.frontend.output_processor import Choice
 from modulm.engine.sampling.validation import check, check_pooling, check_prompt, truncated
 from modulm.engine.types.engine_info import EngineInfo
 from modulm.engine.types.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
-from modulm.engine.types.requests import Finish
 from modulm.errors import EngineDead, EngineError, UnsupportedError
 from modulm.text.tokenizer import Tokenizer
 

@@ -20,9 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modulm.config import EngineConfig
+from modulm.contracts.requests import Request
 from modulm.contracts.sampling import SamplingParams
 from modulm.engine.core.engine_core import EngineCore
-from modulm.engine.types.requests import Request
 from modulm.testing.checkpoints import make_tiny
 from modulm.testing.engines import Recorder, check_empty
 

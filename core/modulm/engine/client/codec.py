@@ -16,10 +16,11 @@ import numpy as np
 import modulm.errors
 from modulm.config import EngineConfig
 from modulm.contracts.executor import RowLogprobs
+from modulm.contracts.media import MediaItem
 from modulm.contracts.pooling import TextRules
+from modulm.contracts.requests import Finish, Request, Start, StepEvents, StepStats
 from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams, StructuredOutputs
 from modulm.engine.types.engine_info import EngineInfo
-from modulm.engine.types.requests import Finish, Media, Request, Start, StepEvents, StepStats
 from modulm.errors import EngineError, ModulmError, RequestError
 from modulm.plugins.declaration import Declaration
 from modulm.plugins.explain import Decision, Verdict, as_data
@@ -109,7 +110,9 @@ def pack_request(request: Request) -> dict[str, Any]:
         "priority": request.priority,
         "salt": request.salt,
         "adapter": request.adapter,
-        "media": [attrs.astuple(item) for item in request.media],
+        "media": [_pack_media(item) for item in request.media],
+        "positions": None if request.positions is None else _pack_array(request.positions),
+        "position_offset": request.position_offset,
         "seed": request.seed,
         "bad_words": request.bad_words,
     }
@@ -121,9 +124,21 @@ def unpack_request(table: dict[str, Any]) -> Request:
         "prompt": np.frombuffer(table["prompt"], dtype=np.int64),
         "params": unpack_params(table["params"]),
         "eos": tuple(table["eos"]),
-        "media": tuple(Media(*item) for item in table["media"]),
+        "media": tuple(_unpack_media(item) for item in table["media"]),
+        "positions": None if table["positions"] is None else _unpack_array(table["positions"]),
         "bad_words": tuple(tuple(word) for word in table["bad_words"]),
     })  # fmt: skip
+
+
+def _pack_media(item: MediaItem) -> list[Any]:
+    tensors = {name: _pack_array(array) for name, array in item.tensors.items()}
+    return [item.kind, item.hash, item.start, item.length, tensors, item.spans]
+
+
+def _unpack_media(packed: list[Any]) -> MediaItem:
+    kind, digest, start, length, tensors, spans = packed
+    arrays = {name: _unpack_array(array) for name, array in tensors.items()}
+    return MediaItem(kind, digest, start, length, arrays, tuple(map(tuple, spans)))
 
 
 def pack_error(error: BaseException | None) -> list[Any] | None:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from modulm.contracts.requests import Request, StepEvents
 from modulm.engine.types.engine_info import EngineInfo, open_tokenizer
-from modulm.engine.types.requests import Request, StepEvents
 from modulm.errors import EngineDead
 
 if TYPE_CHECKING:

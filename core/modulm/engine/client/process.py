@@ -26,10 +26,10 @@ from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from modulm.contracts.requests import Finish, Request, StepEvents
 from modulm.engine.client import codec
 from modulm.engine.client.core_client import EngineCoreClient
 from modulm.engine.client.spawn import EngineProcess, connect
-from modulm.engine.types.requests import Finish, Request, StepEvents
 from modulm.errors import EngineDead, EngineError, ModulmError
 from modulm.plugins import manager
 from modulm.plugins.manager import PluginManager

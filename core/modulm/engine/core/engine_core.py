@@ -20,13 +20,13 @@ from modulm.config.resolve import Use, choose_platform, resolve
 from modulm.contracts.executor import Capacity, Executor
 from modulm.contracts.grammar import Grammar
 from modulm.contracts.policy import Policy, Scheduler
+from modulm.contracts.requests import Request
 from modulm.contracts.sampling import SamplingParams, StructuredOutputs
 from modulm.engine.core.loop import EngineLoop, Listener
 from modulm.engine.sampling.defaults import end_ids, sampling_defaults
 from modulm.engine.scheduling.scheduler import BudgetScheduler, Limits
 from modulm.engine.structured_output.compiler import open_compiler
 from modulm.engine.types.engine_info import EngineInfo, open_tokenizer
-from modulm.engine.types.requests import Request
 from modulm.errors import ConfigError, ModulmError, QueueFull, RequestError, UnsupportedError
 from modulm.loading import Checkpoint, open_checkpoint, pooling_recipe
 from modulm.plugins import manager

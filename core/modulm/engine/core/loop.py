@@ -7,13 +7,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import define, evolve, frozen
 
 from modulm.contracts.executor import Executor, Plan, StepResult
 from modulm.contracts.policy import Scheduler
-from modulm.engine.types.requests import Finish, Request, StepEvents
+from modulm.contracts.requests import Finish, Request, StepEvents
 from modulm.errors import (
     EngineDead,
     EngineError,
@@ -21,6 +21,9 @@ from modulm.errors import (
     RequestError,
     UnsupportedError,
 )
+
+if TYPE_CHECKING:
+    from modulm.contracts.grammar import Grammar
 
 __all__ = ["EngineLoop", "Listener"]
 
@@ -130,7 +133,7 @@ class EngineLoop:
         self._depth = depth
         self._inbox = _Inbox()
         self._flights: deque[_Flight] = deque()
-        self._compiling: dict[str, Request] = {}
+        self._compiling: dict[str, tuple[Request, Future[Grammar]]] = {}
         self._failures = 0
         self._ended_between = False
         self._stopping = False
@@ -187,9 +190,10 @@ class EngineLoop:
                 self._drop(item.request)
             else:
                 item.run()
-        for request in [r for r in self._compiling.values() if r.grammar.done()]:
-            del self._compiling[request.id]
-            self._receive(request, ended)
+        for request, grammar in list(self._compiling.values()):
+            if grammar.done():
+                del self._compiling[request.id]
+                self._receive(request, ended)
         if ended:
             self._tell(StepEvents(finished=ended))
 
@@ -198,7 +202,7 @@ class EngineLoop:
         try:
             if isinstance(request.grammar, Future):
                 if not request.grammar.done():
-                    self._compiling[request.id] = request
+                    self._compiling[request.id] = (request, request.grammar)
                     request.grammar.add_done_callback(lambda _: self._inbox.wake())
                     return
                 request = evolve(request, grammar=request.grammar.result())

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from attrs import evolve, frozen
 
+from modulm.contracts.requests import Finish, Reason, Request
 from modulm.contracts.sampling import LogitsProcessor, OutputKind, PoolingParams, SamplingParams
 from modulm.engine.frontend.beam_search import BeamSearch, BeamSearchParams
 from modulm.engine.frontend.output_processor import RequestState
@@ -22,7 +23,6 @@ from modulm.engine.sampling.validation import (
 )
 from modulm.engine.types.engine_info import EngineInfo
 from modulm.engine.types.outputs import Position, RequestOutput
-from modulm.engine.types.requests import Finish, Reason, Request
 from modulm.errors import EngineError, RequestError
 
 if TYPE_CHECKING:

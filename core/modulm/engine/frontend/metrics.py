@@ -19,8 +19,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from modulm.contracts.requests import StepStats
 from modulm.contracts.sampling import PoolingParams
-from modulm.engine.types.requests import StepStats
 
 if TYPE_CHECKING:
     from modulm.engine.frontend.output_processor import RequestState

@@ -14,6 +14,7 @@ import numpy as np
 from attrs import define, field
 
 from modulm.contracts.executor import RowLogprobs
+from modulm.contracts.requests import Finish, StepEvents
 from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
 from modulm.engine.types.outputs import (
     CompletionOutput,
@@ -24,7 +25,6 @@ from modulm.engine.types.outputs import (
     RequestMetrics,
     RequestOutput,
 )
-from modulm.engine.types.requests import Finish, StepEvents
 from modulm.errors import RequestError
 from modulm.text.detokenizer import Detokenizer
 from modulm.text.stops import StopScanner

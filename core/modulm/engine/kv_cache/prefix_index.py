@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from modulm.engine.types.requests import Request
+from modulm.contracts.requests import Request
 from modulm.errors import ConfigError
 
 __all__ = ["ALGORITHMS", "Chain", "Hasher", "PrefixIndex", "block_extra", "hasher"]

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from modulm.contracts.policy import Policy
+from modulm.contracts.requests import Request
 from modulm.engine.kv_cache.prefix_index import Chain
-from modulm.engine.types.requests import Request
 
 __all__ = ["Entry", "RequestQueue"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from modulm.contracts.executor import PENDING
-from modulm.engine.types.requests import Request
+from modulm.contracts.requests import Request
 
 __all__ = ["RowTable"]
 

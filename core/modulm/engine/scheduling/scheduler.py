@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,11 @@ from attrs import define, field, frozen
 
 from modulm.contracts.executor import PENDING, Capacity, Plan, RowStart, StepResult
 from modulm.contracts.policy import Policy, Scheduler
+from modulm.contracts.requests import Finish, Reason, Request, Start, StepEvents, StepStats
 from modulm.engine.kv_cache.manager import Hit, KVCacheManager
 from modulm.engine.scheduling.prefix_reuse import PrefixReuse
 from modulm.engine.scheduling.request_queue import Entry, RequestQueue
 from modulm.engine.scheduling.row_table import RowTable
-from modulm.engine.types.requests import Finish, Reason, Request, Start, StepEvents, StepStats
 from modulm.errors import EngineError, QueueFull, RequestError, RowError
 
 __all__ = ["BudgetScheduler", "Limits"]
@@ -484,8 +485,8 @@ class BudgetScheduler(Scheduler):
 
 def _row_start(entry: Entry) -> RowStart:
     request = entry.request
-    if entry.row is None:
-        raise EngineError(f"admitted request {request.id!r} has no row")
+    if entry.row is None or isinstance(request.grammar, Future):
+        raise EngineError(f"request {request.id!r} is admitted without a row or a grammar")
     return RowStart(
         row=entry.row,
         request=request.id,
@@ -497,5 +498,8 @@ def _row_start(entry: Entry) -> RowStart:
         stop_ids=request.stop_ids(),
         bad_words=request.bad_words,
         adapter=request.adapter,
+        media=request.media,
+        positions=request.positions,
+        position_offset=request.position_offset,
         embeds=request.embeds,
     )

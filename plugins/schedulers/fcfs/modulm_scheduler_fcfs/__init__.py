@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from modulm.contracts.policy import Candidate, Policy
 
@@ -16,7 +16,7 @@ class FirstCome(Policy):
     name: ClassVar[str] = "fcfs"
     api: ClassVar[int | tuple[int, int]] = 1
 
-    def key(self, request: Candidate) -> Any:
+    def key(self, request: Candidate) -> float:
         return request.arrival
 
     def victim(self, running: Sequence[Candidate]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from modulm.contracts.policy import Candidate, Policy
 
@@ -16,7 +16,7 @@ class Priority(Policy):
     name: ClassVar[str] = "priority"
     api: ClassVar[int | tuple[int, int]] = 1
 
-    def key(self, request: Candidate) -> Any:
+    def key(self, request: Candidate) -> tuple[float, float]:
         return (request.priority, request.arrival)
 
     def victim(self, running: Sequence[Candidate]) -> int:

@@ -8,6 +8,8 @@ import pytest
 
 from modulm.config import EngineConfig
 from modulm.contracts.executor import RowLogprobs
+from modulm.contracts.media import MediaItem
+from modulm.contracts.requests import Finish, Request, Start, StepEvents, StepStats
 from modulm.contracts.sampling import (
     OutputKind,
     PoolingParams,
@@ -16,7 +18,6 @@ from modulm.contracts.sampling import (
 )
 from modulm.engine.client import codec
 from modulm.engine.client.process import split
-from modulm.engine.types.requests import Finish, Media, Request, Start, StepEvents, StepStats
 from modulm.errors import (
     ConfigError,
     ContextLengthExceeded,
@@ -58,16 +59,28 @@ def test_requests(params: SamplingParams | PoolingParams) -> None:
         priority=-3,
         salt="s",
         adapter="a",
-        media=(Media(1, 2, b"hash"),),
+        positions=np.arange(9).reshape(3, 3),
+        position_offset=-4,
         seed=2**63 - 1,
         bad_words=((1, 2), (3,)),
     )
     back = codec.unpack_request(crossed(codec.pack_request(request)))
     for field in attrs.fields(Request):
         before, after = getattr(request, field.name), getattr(back, field.name)
-        same = np.array_equal(before, after) if field.name == "prompt" else before == after
+        arrays = field.name in ("prompt", "positions")
+        same = np.array_equal(before, after) if arrays else before == after
         assert same, field.name
     assert back.prompt.dtype == np.int64
+
+
+def test_media_of_requests() -> None:
+    pixels = np.arange(6, dtype=np.float32).reshape(1, 2, 3)
+    item = MediaItem("image", b"hash", 1, 2, {"pixel_values": pixels}, ((1, 3),))
+    request = Request(id="r", prompt=[1, 2, 3], params=SamplingParams(), media=(item,))
+    (back,) = codec.unpack_request(crossed(codec.pack_request(request))).media
+    assert (back.kind, back.hash, back.start, back.length) == ("image", b"hash", 1, 2)
+    assert back.spans == ((1, 3),)
+    np.testing.assert_array_equal(back.tensors["pixel_values"], pixels)
 
 
 def test_what_cannot_cross_is_an_error() -> None:

@@ -9,9 +9,9 @@ from concurrent.futures import Future
 
 import pytest
 
+from modulm.contracts.requests import Request
 from modulm.contracts.sampling import SamplingParams
 from modulm.engine.scheduling.scheduler import Limits
-from modulm.engine.types.requests import Request
 from modulm.errors import EngineDead, EngineError, RequestError, RowError
 from modulm.testing.engines import check_empty, make_engine
 from modulm.testing.fakes import FakeExecutor, Group, Script, reference_tokens

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modulm.contracts.executor import RowLogprobs
+from modulm.contracts.requests import Finish, Start, StepEvents
 from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
 from modulm.engine.frontend.output_processor import OutputProcessor, RequestState
-from modulm.engine.types.requests import Finish, Start, StepEvents
 from modulm.errors import EngineDead, RequestError
 from modulm.testing.checkpoints import make_tokenizer
 from modulm.text.tokenizer import Tokenizer, load_tokenizer

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modulm.contracts.executor import Capacity
+from modulm.contracts.media import MediaItem
+from modulm.contracts.requests import Request
 from modulm.contracts.sampling import PoolingParams, SamplingParams
 from modulm.engine.kv_cache.manager import Hit, KVCacheManager
 from modulm.engine.kv_cache.prefix_index import Chain, PrefixIndex, hasher
-from modulm.engine.types.requests import Media, Request
 from modulm.errors import ConfigError
 
 TOKENS = list(range(100, 120))
@@ -39,7 +40,7 @@ def test_only_full_blocks_are_named_and_the_chain_carries_the_past(algorithm: st
 
 
 def test_salt_adapter_and_media_separate() -> None:
-    media = (Media(start=5, length=2, hash=b"cat"),)
+    media = (MediaItem("image", b"cat", start=5, length=2),)
     kinds = [
         names(),
         names(salt="a"),
@@ -47,8 +48,8 @@ def test_salt_adapter_and_media_separate() -> None:
         names(adapter="a"),
         names(salt="a", adapter="a"),
         names(media=media),
-        names(media=(Media(start=5, length=2, hash=b"dog"),)),
-        names(media=(Media(start=6, length=2, hash=b"cat"),)),
+        names(media=(MediaItem("image", b"dog", start=5, length=2),)),
+        names(media=(MediaItem("image", b"cat", start=6, length=2),)),
     ]
     seen = [name for kind in kinds for name in kind[1:]]
     assert len(set(seen)) == len(seen)

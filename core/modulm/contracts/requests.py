@@ -1,31 +1,31 @@
-"""What a front end asks of the engine, and what the engine answers: plain values both ways."""
+"""Requests and step events: what a front end asks of the engine, and what the engine answers."""
 
 from __future__ import annotations
 
 import time
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from attrs import field, frozen
 
-from modulm.contracts.executor import RowLogprobs
 from modulm.contracts.sampling import PoolingParams, SamplingParams
 
-__all__ = ["Finish", "Media", "Reason", "Request", "Start", "StepEvents", "StepStats"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from concurrent.futures import Future
+
+    from modulm.contracts.executor import RowLogprobs
+    from modulm.contracts.grammar import Grammar
+    from modulm.contracts.media import MediaItem
+
+__all__ = ["API", "Finish", "Reason", "Request", "Start", "StepEvents", "StepStats"]
+
+API = 1
 
 Reason = Literal["stop", "length", "abort", "error"]
 
 
-@frozen
-class Media:
-    """An item inside a prompt: the placeholder tokens it stands at, and a hash of its content."""
-
-    start: int
-    length: int
-    hash: bytes
-
-
-def _ids(tokens: Any) -> np.ndarray:
+def _ids(tokens: np.ndarray | Sequence[int]) -> np.ndarray:
     return np.ascontiguousarray(tokens, dtype=np.int64)
 
 
@@ -36,7 +36,8 @@ class Request:
     prompt: [tokens] int64. eos: ids that end it unless `params.ignore_eos`; arrival: seconds of
     the monotonic clock; salt: prefixes are only shared among requests of equal salt; seed: of
     this sequence's random stream; grammar: a compiled grammar, a future of one, or None; bad_words:
-    the token sequences of `params.bad_words`.
+    the token sequences of `params.bad_words`. media, positions, position_offset: as `RowStart` of
+    `modulm.contracts.executor` has them, media in the order of their places.
     """
 
     id: str
@@ -47,11 +48,13 @@ class Request:
     priority: int = 0
     salt: str | None = None
     adapter: str | None = None
-    media: tuple[Media, ...] = ()
+    media: tuple[MediaItem, ...] = ()
+    positions: np.ndarray | None = None
+    position_offset: int = 0
     seed: int | None = None
-    grammar: Any = None
+    grammar: Grammar | Future[Grammar] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
-    embeds: Any = None
+    embeds: np.ndarray | None = None
 
     @property
     def prompt_len(self) -> int:
