@@ -18,7 +18,7 @@ __all__ = ["PromptInputs"]
 
 @frozen(eq=False)
 class _Row:
-    """What a row brought. embeds: [prompt tokens, hidden] fp32; positions: [axes, prompt tokens]."""
+    """What a row brought. embeds: [tokens, hidden]; positions: [axes, tokens], of its prompt."""
 
     media: tuple[MediaItem, ...]
     embeds: torch.Tensor | None
