@@ -1,4 +1,4 @@
-"""Scheduling beside states of recurrent layers: prompts are cut where a state can be found again."""
+"""Scheduling beside states of recurrent layers: prompts are cut where a state can be kept."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from modulm.contracts.executor import Capacity, StepResult
+from modulm.contracts.requests import Request
 from modulm.contracts.sampling import SamplingParams
 from modulm.engine.scheduling.scheduler import BudgetScheduler, Limits
-from modulm.engine.types.requests import Request
 from modulm.ops.chunked_scan import SEGMENT
 from modulm.testing.engines import ByArrival
 
