@@ -44,8 +44,8 @@ class DraftStep:
     tokens, int64; empty if not needed. most: per row, how many tokens may be proposed. batch: what
     the model ran on, with the tensors of the drafter's own caches in `batch.caches` after the
     model's. kept: [rows] int64, the place in the batch of each row's last position that counts
-    (what follows it was rejected). hidden: [tokens, hidden] of the whole batch, or None; layers: the
-    same of the layers asked for.
+    (what follows it was rejected). hidden: [tokens, hidden] of the whole batch, or None; layers:
+    the same of the layers asked for.
     """
 
     rows: Sequence[int]

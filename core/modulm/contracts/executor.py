@@ -7,7 +7,8 @@ one or on another machine. Plans and results are numpy and plain values: they se
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, ClassVar
 
 from attrs import field, frozen
 
@@ -15,25 +16,31 @@ from modulm.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from concurrent.futures import Future
 
     import numpy as np
 
+    from modulm.config import EngineConfig
     from modulm.contracts.connector import TransferPlan, TransferResult
-    from modulm.contracts.grammar import Grammar
     from modulm.contracts.media import MediaItem
-    from modulm.contracts.sampling import PoolingParams, SamplingParams
+    from modulm.contracts.sampling import PoolingParams, SamplingParams, StructuredOutputs
+    from modulm.plugins.explain import Decision
 
 __all__ = [
     "API",
     "PENDING",
     "Capacity",
     "Executor",
+    "ModelDescription",
     "Plan",
     "RowLogprobs",
     "RowStart",
     "StepResult",
 ]
+
+API = 2
+
+#: In a plan's tokens: the token that the row sampled in the step before (asynchronous scheduling).
+PENDING = -1
 
 API = 2
 
@@ -47,10 +54,10 @@ class RowStart:
 
     prompt: [tokens] int64; output: tokens that the row had produced before it was preempted.
     seed: of the row's random stream, always set for rows that are not greedy: the front end draws
-    one where the request gives none, and gives each of n choices its own. grammar: a compiled
-    `contracts.grammar.Grammar` or None; the runner makes the matcher and replays `output`.
-    stop_ids: tokens that min_tokens holds back (end of sequence unless ignored, stop_token_ids).
-    bad_words: token sequences of `params.bad_words`, see `modulm.engine.sampling.validation`.
+    one where the request gives none, and gives each of n choices its own. A constraint on the text
+    (`params.structured_outputs`) is compiled by the worker (`Executor.prepare`), which makes the
+    matcher and replays `output`. stop_ids: tokens that min_tokens holds back (end of sequence
+    unless ignored, stop_token_ids). bad_words: token sequences of `params.bad_words`.
     adapter: name of the row's adapter, which `Plan.adapters` gave a slot, or None. media: the
     items of the prompt, whose tokens are replaced by what an encoder makes of them. positions:
     [axes, tokens] int64 of the prompt where a model counts positions along several axes; later
@@ -63,7 +70,6 @@ class RowStart:
     prompt: np.ndarray
     output: np.ndarray
     seed: int | None = None
-    grammar: Grammar | None = None
     stop_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     adapter: str | None = None
@@ -172,15 +178,37 @@ class Capacity:
     encoder_cache: int = 0
 
 
+@frozen(kw_only=True)
+class ModelDescription:
+    """What an executor says of the model that it has loaded. Plain values.
+
+    tasks: what requests may ask for; width: of embeddings; pooling: how, by the names of
+    `--pooler-config`; weight_bytes: what the weights take; decisions: why it runs the way it does.
+    """
+
+    dtype: str = ""
+    tasks: tuple[str, ...] = ("generate",)
+    width: int = 0
+    pooling: Mapping[str, object] = field(factory=dict)
+    platform: str = ""
+    device: str = ""
+    weight_bytes: int = 0
+    decisions: tuple[Decision, ...] = ()
+
+
 class Executor(ABC):
-    """Runs plans on a model."""
+    """Carries plans to a worker, or to several, and their results back.
+
+    Only `prepare` and `forget` may be called while steps run, from any thread. What an executor
+    cannot do raises UnsupportedError.
+    """
 
     name: ClassVar[str]
     api: ClassVar[int | tuple[int, int]]
 
     @abstractmethod
-    def start(self, config: Any) -> Capacity:
-        """Load the model and allocate its caches. `config`: modulm.config.EngineConfig."""
+    def start(self, config: EngineConfig) -> Capacity:
+        """Load the model and allocate its caches."""
 
     @abstractmethod
     def run(self, plan: Plan) -> StepResult:
@@ -188,8 +216,6 @@ class Executor(ABC):
 
     def submit(self, plan: Plan) -> Future[StepResult]:
         """Start one step; plans are run in the order submitted. The default runs it at once."""
-        from concurrent.futures import Future
-
         future: Future[StepResult] = Future()
         try:
             future.set_result(self.run(plan))
@@ -197,14 +223,48 @@ class Executor(ABC):
             future.set_exception(error)
         return future
 
-    def call(self, name: str, *args: Any) -> Any:
-        """A named operation outside the step loop (sleep, profile, add_adapter, ...).
+    def describe(self) -> ModelDescription:
+        """The model that was loaded."""
+        return ModelDescription()
 
-        "describe" returns a table for people (dtype, tasks, platform ...); "check" is called after
-        a failed step and raises if the executor does not work any more. Both may be unsupported.
+    def prepare(self, request: str, constraint: StructuredOutputs) -> Future[None]:
+        """Get ready for the rows of a request whose text is constrained: compile its grammar.
+
+        Done before the request is scheduled, beside the steps. A constraint that is wrong, or too
+        complex, is a RequestError. Raises QueueFull when too many are being compiled.
         """
-        raise UnsupportedError(f"executor {self.name} has no operation {name!r}")
+        raise self._lacks("structured outputs")
+
+    def forget(self, request: str) -> None:
+        """A request that was prepared has ended, or will not come."""
+
+    def check(self) -> None:
+        """Called after a failed step: raise if the executor does not work any more."""
+        raise self._lacks("check")
+
+    def sleep(self, level: int) -> None:
+        """Give back the caches (level 1), and the weights as well (level 2)."""
+        raise self._lacks("sleep")
+
+    def wake_up(self) -> None:
+        """Have again what `sleep` gave back; the caches are empty, and as large as before."""
+        raise self._lacks("wake up")
+
+    def profile(self, folder: str | None) -> None:
+        """Record what the steps spend their time on; write it into `folder` when told None."""
+        raise self._lacks("profile")
+
+    def add_adapter(self, name: str, path: str) -> None:
+        """Load an adapter, so that plans may name it."""
+        raise self._lacks("adapters")
+
+    def remove_adapter(self, name: str) -> None:
+        """No plan names the adapter any more."""
+        raise self._lacks("adapters")
 
     @abstractmethod
     def stop(self) -> None:
         """Release everything; may be called twice."""
+
+    def _lacks(self, operation: str) -> UnsupportedError:
+        return UnsupportedError(f"executor {self.name} does not support this: {operation}")

@@ -62,6 +62,11 @@ class Scheduler(ABC):
 
     @property
     @abstractmethod
+    def max_len(self) -> int:
+        """Most tokens that one sequence can have, by the model and by what the caches hold."""
+
+    @property
+    @abstractmethod
     def running(self) -> int:
         """Requests that have a row."""
 

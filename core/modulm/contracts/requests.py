@@ -12,11 +12,10 @@ from modulm.contracts.sampling import PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from concurrent.futures import Future
 
     from modulm.contracts.executor import RowLogprobs
-    from modulm.contracts.grammar import Grammar
     from modulm.contracts.media import MediaItem
+    from modulm.contracts.sampling import StructuredOutputs
 
 __all__ = ["API", "Finish", "Reason", "Request", "Start", "StepEvents", "StepStats"]
 
@@ -35,8 +34,8 @@ class Request:
 
     prompt: [tokens] int64. eos: ids that end it unless `params.ignore_eos`; arrival: seconds of
     the monotonic clock; salt: prefixes are only shared among requests of equal salt; seed: of
-    this sequence's random stream; grammar: a compiled grammar, a future of one, or None; bad_words:
-    the token sequences of `params.bad_words`. media, positions, position_offset: as `RowStart` of
+    this sequence's random stream; bad_words: the token sequences of
+    `params.bad_words`. media, positions, position_offset: as `RowStart` of
     `modulm.contracts.executor` has them, media in the order of their places.
     """
 
@@ -52,7 +51,6 @@ class Request:
     positions: np.ndarray | None = None
     position_offset: int = 0
     seed: int | None = None
-    grammar: Grammar | Future[Grammar] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     embeds: np.ndarray | None = None
 
@@ -60,6 +58,11 @@ class Request:
     def prompt_len(self) -> int:
         """Tokens in the prompt."""
         return len(self.prompt)
+
+    @property
+    def constraint(self) -> StructuredOutputs | None:
+        """What its text is held to."""
+        return self.params.structured_outputs if isinstance(self.params, SamplingParams) else None
 
     @property
     def reads_prefix(self) -> bool:

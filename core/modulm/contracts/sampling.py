@@ -71,8 +71,8 @@ class SamplingParams:
     """How the tokens of one request are chosen and when it ends.
 
     `logprobs=k` asks for the k best tokens beside the chosen one, -1 for the whole vocabulary.
-    Ranges that do not depend on the model are checked by `modulm.engine.sampling.validation`, which names
-    the field in a RequestError; making the value never fails on a range.
+    Ranges that do not depend on the model are checked by `modulm.engine.sampling.validation`, which
+    names the field in a RequestError; making the value never fails on a range.
     """
 
     n: int = 1

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from attrs import define, field
 
+from modulm.config import EngineConfig
 from modulm.contracts.executor import Executor
 from modulm.contracts.policy import Candidate, Policy
 from modulm.contracts.requests import Finish, StepEvents, StepStats
@@ -72,7 +73,7 @@ def make_engine(
     notify: Any = _silent,
 ) -> tuple[EngineLoop, Recorder]:
     """An engine on a started executor; call `engine.tick()` until it returns False."""
-    capacity = executor.start(None)
+    capacity = executor.start(EngineConfig())
     scheduler = BudgetScheduler(limits or Limits(), capacity, policy or ByArrival())
     recorder = Recorder()
     return EngineLoop(scheduler, executor, recorder, notify, depth), recorder

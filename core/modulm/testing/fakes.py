@@ -16,9 +16,10 @@ from typing import Any, ClassVar
 import numpy as np
 from attrs import define, field, frozen
 
+from modulm.config import EngineConfig
 from modulm.contracts.executor import Capacity, Executor, Plan, RowLogprobs, RowStart, StepResult
-from modulm.contracts.sampling import PoolingParams
-from modulm.errors import EngineError, UnsupportedError
+from modulm.contracts.sampling import PoolingParams, StructuredOutputs
+from modulm.errors import EngineError
 
 __all__ = ["FakeExecutor", "FakeFault", "Group", "Script", "reference_tokens"]
 
@@ -141,7 +142,8 @@ class FakeExecutor(Executor):
 
     scripts: request id -> Script, or a function of the RowStart. step_delay: seconds per step.
     fail_steps: index of the step as run (from 0) -> the exception it raises. `plans` keeps the
-    plans that ran, `released` counts releases; `resume` lets hanging steps go on.
+    plans that ran; `resume` lets hanging steps go on. compiling: request -> what `prepare` gives;
+    `prepared`: the requests that were prepared and not forgotten.
     """
 
     name = "fake"
@@ -158,6 +160,7 @@ class FakeExecutor(Executor):
         step_delay: float = 0.0,
         fail_steps: Mapping[int, Exception] | None = None,
         keep_plans: bool = False,
+        compiling: Mapping[str, Future[None]] | None = None,
     ) -> None:
         self.groups = tuple(groups)
         self.vocabulary = vocabulary
@@ -167,6 +170,8 @@ class FakeExecutor(Executor):
         self.step_delay = step_delay
         self.fail_steps = dict(fail_steps or {})
         self.plans: list[Plan] | None = [] if keep_plans else None
+        self.compiling = dict(compiling or {})
+        self.prepared: list[str] = []
         self.steps = 0
         self.resume = threading.Event()
         self.rows: dict[int, _Row] = {}
@@ -174,7 +179,7 @@ class FakeExecutor(Executor):
         self._positions = [np.full((g.blocks, g.block_size), _NEVER) for g in self.groups]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fake-executor")
 
-    def start(self, config: Any = None) -> Capacity:
+    def start(self, config: EngineConfig | None = None) -> Capacity:
         groups = tuple(("attention", g.block_size, g.window, g.blocks) for g in self.groups)
         return Capacity(groups=groups, vocabulary=self.vocabulary, max_model_len=self.max_model_len)
 
@@ -185,9 +190,14 @@ class FakeExecutor(Executor):
         self.resume.set()
         self._thread.shutdown(wait=True)
 
-    def call(self, name: str, *args: Any) -> Any:
-        if name == "check":
-            raise UnsupportedError("the fake executor does not know whether it works")
+    def prepare(self, request: str, constraint: StructuredOutputs) -> Future[None]:
+        self.prepared.append(request)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return self.compiling.get(request, done)
+
+    def forget(self, request: str) -> None:
+        self.prepared.remove(request)
 
     def run(self, plan: Plan) -> StepResult:
         began = time.perf_counter()

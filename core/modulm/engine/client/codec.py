@@ -15,7 +15,7 @@ import numpy as np
 
 import modulm.errors
 from modulm.config import EngineConfig
-from modulm.contracts.executor import RowLogprobs
+from modulm.contracts.executor import ModelDescription, RowLogprobs
 from modulm.contracts.media import MediaItem
 from modulm.contracts.pooling import TextRules
 from modulm.contracts.requests import Finish, Request, Start, StepEvents, StepStats
@@ -23,7 +23,7 @@ from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams,
 from modulm.engine.types.engine_info import EngineInfo
 from modulm.errors import EngineError, ModulmError, RequestError
 from modulm.plugins.declaration import Declaration
-from modulm.plugins.explain import Decision, Verdict, as_data
+from modulm.plugins.explain import Decision, Verdict
 from modulm.plugins.manager import PluginSet
 from modulm.plugins.selection import Selection
 
@@ -99,7 +99,7 @@ def unpack_params(packed: list[Any]) -> SamplingParams | PoolingParams:
 
 def pack_request(request: Request) -> dict[str, Any]:
     """Raises RequestError for what cannot leave the process."""
-    if request.embeds is not None or request.grammar is not None:
+    if request.embeds is not None:
         raise RequestError("prompts of embeddings to an engine in another process: not yet")
     return {
         "id": request.id,
@@ -241,24 +241,30 @@ def unpack_config(flags: Mapping[str, Any]) -> EngineConfig:
 
 
 def pack_info(info: EngineInfo) -> dict[str, Any]:
-    table = attrs.asdict(info, recurse=False)
-    description = dict(info.description)
-    description["decisions"] = as_data(description.get("decisions", ()))
-    texts = attrs.asdict(info.texts)
-    return table | {"config": pack_config(info.config), "description": description, "texts": texts}
+    return attrs.asdict(info, recurse=False) | {
+        "config": pack_config(info.config),
+        "description": attrs.asdict(info.description),
+        "texts": attrs.asdict(info.texts),
+    }
 
 
 def unpack_info(table: Mapping[str, Any]) -> EngineInfo:
     lists = {name: tuple(table[name]) for name in ("models", "eos", "tasks", "notes")}
-    described = dict(table["description"])
-    described["decisions"] = tuple(
+    made = {
+        "config": unpack_config(table["config"]),
+        "description": unpack_description(table["description"]),
+        "texts": TextRules(**table["texts"]),
+    }
+    return EngineInfo(**{**table, **lists, **made})
+
+
+def unpack_description(table: Mapping[str, Any]) -> ModelDescription:
+    """From its fields as plain values."""
+    decisions = tuple(
         Decision(**{**found, "candidates": tuple(Verdict(**one) for one in found["candidates"])})
-        for found in described["decisions"]
+        for found in table["decisions"]
     )
-    config = unpack_config(table["config"])
-    texts = TextRules(**table["texts"])
-    made = {**lists, "config": config, "description": described, "texts": texts}
-    return EngineInfo(**{**table, **made})
+    return ModelDescription(**{**table, "tasks": tuple(table["tasks"]), "decisions": decisions})
 
 
 def pack_plugins(plugins: PluginSet) -> list[Any]:

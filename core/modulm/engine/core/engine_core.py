@@ -7,41 +7,32 @@ loop, or in a process of its own. Front ends meet it through `EngineInfo`, reque
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from importlib import import_module
-from threading import Thread
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
 
 from modulm.config.resolve import Use, choose_platform, resolve
 from modulm.contracts.executor import Capacity, Executor
-from modulm.contracts.grammar import Grammar
 from modulm.contracts.policy import Policy, Scheduler
 from modulm.contracts.requests import Request
-from modulm.contracts.sampling import SamplingParams, StructuredOutputs
 from modulm.engine.core.loop import EngineLoop, Listener
 from modulm.engine.sampling.defaults import end_ids, sampling_defaults
 from modulm.engine.scheduling.scheduler import BudgetScheduler, Limits
-from modulm.engine.structured_output.compiler import open_compiler
 from modulm.engine.types.engine_info import EngineInfo, open_tokenizer
-from modulm.errors import ConfigError, ModulmError, QueueFull, RequestError, UnsupportedError
+from modulm.errors import ConfigError, QueueFull, RequestError, UnsupportedError
 from modulm.loading import Checkpoint, open_checkpoint, pooling_recipe
 from modulm.plugins import manager
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from modulm.config import EngineConfig
     from modulm.text.tokenizer import Tokenizer
 
 __all__ = ["EngineCore", "limits_of"]
 
 log = logging.getLogger("modulm.engine")
-
-_Compile: TypeAlias = 'Callable[[StructuredOutputs, np.ndarray], "Future[Grammar]"]'
 
 
 def limits_of(config: EngineConfig, use: Use) -> Limits:
@@ -91,33 +82,23 @@ class EngineCore:
         name = self.config.parallel.distributed_executor_backend or "uni"
         self.executor: Executor = plugins.load("executors", name)()
         capacity = self.executor.start(self.config)
-        scheduler = _scheduler(self.config, capacity, use, _describe(self.executor))
-        if isinstance(scheduler, BudgetScheduler):
-            _check_length(config.model.max_model_len, capacity, scheduler.most)
+        scheduler = _scheduler(self.config, capacity, use, self.executor.describe().tasks)
+        _check_length(config.model.max_model_len, capacity, scheduler.max_len)
         depth = 2 if self.config.scheduler.async_scheduling else 1
         self.engine = EngineLoop(scheduler, self.executor, listener, plugins.notify, depth)
         notes = (*map(str, resolved.notices), *capacity.notes)
         info = _info(self.config, checkpoint, capacity, scheduler, self.executor, notes)
         self.info = evolve(info, texts=recipe.texts)
-        self._grammars = _Grammars(self._open_compiler)
-        # While it sleeps: what the executor has to be told when it is woken.
-        self._asleep: tuple[Any] | None = None
+        self._asleep = False
         self._notify = plugins.notify
         for note in notes:
             log.info("%s", note)
         self._notify("modulm_engine_started", config=self.config)
 
     def submit(self, *requests: Request) -> None:
-        """Hand in requests; a grammar that they ask for is compiled beside the steps.
-
-        Raises QueueFull also while the engine sleeps.
-        """
-        if self._asleep is not None:
+        """Hand in requests. Raises QueueFull also while the engine sleeps."""
+        if self._asleep:
             raise QueueFull("the engine sleeps; wake it up first")
-        params = requests[0].params
-        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
-            grammar = self._grammars(params.structured_outputs, requests[0].prompt)
-            requests = tuple(evolve(request, grammar=grammar) for request in requests)
         self.engine.submit(*requests)
 
     def operation(self, name: str, *arguments: Any) -> Callable[[], Any]:
@@ -126,7 +107,7 @@ class EngineCore:
             "reset_prefix_cache": self.engine.scheduler.forget_prefixes,
             "sleep": self._sleep,
             "wake_up": self._wake_up,
-            "is_sleeping": lambda: self._asleep is not None,
+            "is_sleeping": lambda: self._asleep,
         }
         if name not in known:
             raise UnsupportedError(f"the engine has no operation {name!r}")
@@ -140,14 +121,15 @@ class EngineCore:
             raise RequestError("level must be 1 (caches) or 2 (weights as well)", "level")
         if self.engine.busy:
             raise RequestError("requests are running: wait for them or abort them before sleeping")
-        if self._asleep is None:
+        if not self._asleep:
             self.engine.scheduler.forget_prefixes()
-            self._asleep = (self.executor.call("sleep", level),)
+            self.executor.sleep(level)
+            self._asleep = True
 
     def _wake_up(self) -> None:
-        if self._asleep is not None:
-            self.executor.call("wake_up", *self._asleep)
-            self._asleep = None
+        if self._asleep:
+            self.executor.wake_up()
+            self._asleep = False
 
     def stop(self) -> None:
         """Stop the loop and release the model; may be called twice."""
@@ -160,65 +142,6 @@ class EngineCore:
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer; loaded when first asked for."""
         return open_tokenizer(self.config, self.info.path)
-
-    def _open_compiler(self) -> _Compile:
-        if self.tokenizer is None:
-            raise RequestError("structured outputs need a tokenizer", "structured_outputs")
-        ends = tuple(dict.fromkeys((*self.tokenizer.stop_ids, *self.info.eos)))
-        return open_compiler(
-            self.config, self.tokenizer, self.info.vocabulary, ends, manager.current()
-        )
-
-
-class _Grammars:
-    """The grammar compiler, opened by a thread when the first request needs it."""
-
-    def __init__(self, opener: Callable[[], _Compile]) -> None:
-        self._opener = opener
-        self._compile: Future[_Compile] | None = None
-
-    def __call__(self, constraint: StructuredOutputs, prompt: np.ndarray) -> Future[Grammar]:
-        """prompt: [tokens] int64. Raises QueueFull; any other trouble is the future's."""
-        if self._compile is None:
-            self._compile = Future()
-            Thread(target=self._open, args=(self._compile,), daemon=True).start()
-        if self._compile.done() and self._compile.exception() is None:
-            return self._compile.result()(constraint, prompt)
-        answer: Future[Grammar] = Future()
-        self._compile.add_done_callback(lambda opened: _chain(opened, constraint, prompt, answer))
-        return answer
-
-    def _open(self, opened: Future[_Compile]) -> None:
-        try:
-            opened.set_result(self._opener())
-        except Exception as error:
-            opened.set_exception(error)
-
-
-def _chain(
-    opened: Future[_Compile],
-    constraint: StructuredOutputs,
-    prompt: np.ndarray,
-    answer: Future[Grammar],
-) -> None:
-    """Compile when the compiler is there; what fails is the request's."""
-    try:
-        compiled = opened.result()(constraint, prompt)
-    except ModulmError as error:
-        answer.set_exception(RequestError(str(error), "structured_outputs"))
-        return
-    except Exception as error:
-        answer.set_exception(error)
-        return
-    compiled.add_done_callback(lambda done: _copy(done, answer))
-
-
-def _copy(done: Future[Grammar], answer: Future[Grammar]) -> None:
-    error = done.exception()
-    if error is None:
-        answer.set_result(done.result())
-    else:
-        answer.set_exception(error)
 
 
 def _check_length(wanted: int | None, capacity: Capacity, most: int) -> None:
@@ -238,15 +161,8 @@ def _check_length(wanted: int | None, capacity: Capacity, most: int) -> None:
     )
 
 
-def _describe(executor: Executor) -> Mapping[str, Any]:
-    try:
-        return executor.call("describe") or {}
-    except UnsupportedError:
-        return {}
-
-
 def _scheduler(
-    config: EngineConfig, capacity: Capacity, use: Use, description: Mapping[str, Any]
+    config: EngineConfig, capacity: Capacity, use: Use, tasks: Sequence[str]
 ) -> Scheduler:
     policy: Policy = manager.current().load("schedulers", config.scheduler.scheduling_policy)()
     path = config.scheduler.scheduler_cls
@@ -254,7 +170,7 @@ def _scheduler(
     if path is not None:
         made = _class_at(path)
     limits = limits_of(config, use)
-    if not capacity.groups and "generate" not in description.get("tasks", ("generate",)):
+    if not capacity.groups and "generate" not in tasks:
         # An encoder keeps nothing between steps: it must see a prompt whole.
         limits = evolve(limits, chunked=False)
     scheduler: Scheduler = made(limits, capacity, policy)
@@ -281,20 +197,19 @@ def _info(
     executor: Executor,
     notes: tuple[str, ...],
 ) -> EngineInfo:
-    description = _describe(executor)
-    most = scheduler.most if isinstance(scheduler, BudgetScheduler) else capacity.max_model_len
+    description = executor.describe()
     return EngineInfo(
         config=config,
         models=config.model.served_model_name or (config.model.model,),
         path=str(checkpoint.path),
         architecture=checkpoint.architecture,
-        max_model_len=most,
+        max_model_len=scheduler.max_len,
         vocabulary=capacity.vocabulary,
-        hidden=int(description.get("width") or checkpoint.config.get("hidden_size", 0)),
-        dtype=description.get("dtype", config.model.dtype),
+        hidden=description.width or int(checkpoint.config.get("hidden_size", 0)),
+        dtype=description.dtype or config.model.dtype,
         eos=end_ids(config, checkpoint.generation_config, checkpoint.config),
         defaults=sampling_defaults(config, checkpoint.generation_config),
-        tasks=description.get("tasks", ("generate",)),
+        tasks=description.tasks,
         notes=notes,
         description=description,
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
-from attrs import define, evolve, frozen
+from attrs import define, frozen
 
 from modulm.contracts.executor import Executor, Plan, StepResult
 from modulm.contracts.policy import Scheduler
@@ -23,7 +23,7 @@ from modulm.errors import (
 )
 
 if TYPE_CHECKING:
-    from modulm.contracts.grammar import Grammar
+    pass
 
 __all__ = ["EngineLoop", "Listener"]
 
@@ -133,7 +133,9 @@ class EngineLoop:
         self._depth = depth
         self._inbox = _Inbox()
         self._flights: deque[_Flight] = deque()
-        self._compiling: dict[str, tuple[Request, Future[Grammar]]] = {}
+        # By request: done when its constraint is compiled; kept until the request has ended.
+        self._prepared: dict[str, Future[None]] = {}
+        self._compiling: dict[str, Request] = {}
         self._failures = 0
         self._ended_between = False
         self._stopping = False
@@ -174,6 +176,7 @@ class EngineLoop:
 
     def _tell(self, events: StepEvents) -> None:
         for finish in events.finished:
+            self._forget(finish.request)
             self._notify("modulm_request_finished", request=finish.request, reason=finish.reason)
         if events.stats is not None:
             self._notify("modulm_step_finished", stats=events.stats)
@@ -190,22 +193,22 @@ class EngineLoop:
                 self._drop(item.request)
             else:
                 item.run()
-        for request, grammar in list(self._compiling.values()):
-            if grammar.done():
-                del self._compiling[request.id]
-                self._receive(request, ended)
+        for request in [r for r in self._compiling.values() if self._prepared[r.id].done()]:
+            del self._compiling[request.id]
+            self._receive(request, ended)
         if ended:
             self._tell(StepEvents(finished=ended))
 
     def _receive(self, request: Request, ended: list[Finish]) -> None:
-        """Queue a request, once its grammar is compiled."""
+        """Queue a request, once its constraint is compiled."""
         try:
-            if isinstance(request.grammar, Future):
-                if not request.grammar.done():
-                    self._compiling[request.id] = (request, request.grammar)
-                    request.grammar.add_done_callback(lambda _: self._inbox.wake())
-                    return
-                request = evolve(request, grammar=request.grammar.result())
+            ready = self._prepared.get(request.id)
+            if ready is not None and not ready.done():
+                self._compiling[request.id] = request
+                ready.add_done_callback(lambda _: self._inbox.wake())
+                return
+            if ready is not None:
+                ready.result()
             self.scheduler.add(request)
         except Exception as error:
             if not isinstance(error, ModulmError):
@@ -213,9 +216,15 @@ class EngineLoop:
                 error = RequestError(f"the request could not be queued: {error}")
             ended.append(Finish(request.id, "error", None, error))
 
+    def _forget(self, request: str) -> None:
+        """A request has ended: its compiled constraint may go."""
+        if self._prepared.pop(request, None) is not None:
+            self.executor.forget(request)
+
     def _drop(self, request: str) -> None:
         """Aborts are not events: who aborts knows."""
         compiling = self._compiling.pop(request, None)
+        self._forget(request)
         if compiling is not None or self.scheduler.abort(request) is not None:
             self._ended_between = True
             self._notify("modulm_request_finished", request=request, reason="abort")
@@ -228,8 +237,21 @@ class EngineLoop:
         inbox = self._inbox
         tokens = sum(request.prompt_len for request in requests)
         self.scheduler.check_room(inbox.requests + len(requests), inbox.tokens + tokens)
+        self._prepare(requests)
         for request in requests:
             inbox.put(request)
+
+    def _prepare(self, requests: Sequence[Request]) -> None:
+        """Have constraints compiled beside the steps. Raises QueueFull."""
+        try:
+            for request in requests:
+                if request.constraint is not None:
+                    ready = self.executor.prepare(request.id, request.constraint)
+                    self._prepared[request.id] = ready
+        except Exception:
+            for request in requests:
+                self._forget(request.id)
+            raise
 
     def abort(self, request: str) -> None:
         """End a request before the next step; unknown ones are ignored. There is no event."""
@@ -302,7 +324,7 @@ class EngineLoop:
         An executor that says it does not work has used up all patience.
         """
         try:
-            self.executor.call("check")
+            self.executor.check()
         except UnsupportedError:
             return False
         except Exception as error:

@@ -181,7 +181,7 @@ class PoolingInputs:
         vectors = np.stack([output.outputs.data for output in found])
         mean = np.average(vectors, axis=0, weights=sizes)
         wishes = (params.normalize, params.use_activation)
-        default = self._info.description.get("pooling", {}).get("normalize", True)
+        default = self._info.description.pooling.get("normalize", True)
         if next((wish for wish in wishes if wish is not None), default):
             mean /= max(float(np.linalg.norm(mean)), 1e-12)
         ids = [token for output in found for token in output.prompt_token_ids]

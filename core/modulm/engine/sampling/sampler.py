@@ -15,7 +15,7 @@ import torch
 from attrs import define, field, frozen
 
 from modulm.contracts.executor import RowLogprobs, RowStart
-from modulm.contracts.grammar import Matcher
+from modulm.contracts.grammar import Grammar, Matcher
 from modulm.contracts.kernels import Ops
 from modulm.contracts.sampling import RowView, SamplingParams
 from modulm.engine.sampling.logit_constraints import LogitConstraint, MinTokens, edits_for
@@ -103,7 +103,9 @@ class Sampler:
         self._seeds = np.zeros(rows, dtype=np.int64)
         self._best = np.zeros(rows, dtype=np.int32)
 
-    def admit(self, start: RowStart, params: SamplingParams) -> None:
+    def admit(
+        self, start: RowStart, params: SamplingParams, grammar: Grammar | None = None
+    ) -> None:
         """A row starts. Whatever its grammar or a processor raises is the row's error."""
         row = start.row
         flags = self._numbers(row, start, params)
@@ -112,7 +114,7 @@ class Sampler:
         edits = edits_for(start, params, self.device)
         penalised = wants_penalties(params)
         seen = Seen(params, start.prompt, output, self.vocabulary) if penalised else None
-        matcher = _replayed(start) if start.grammar is not None else None
+        matcher = None if grammar is None else _replayed(grammar, start.output)
         early, late = self.processors.admit(view)
         flags |= _EDITED * bool(edits) | _PENALISED * penalised | _GRAMMAR * (matcher is not None)
         flags |= _EARLY * early | _LATE * (late and not params.greedy)
@@ -315,13 +317,11 @@ def _edit(row: _Row, logits: torch.Tensor) -> None:
             edit.apply(logits, row.output)
 
 
-def _replayed(start: RowStart) -> Matcher:
+def _replayed(grammar: Grammar, output: np.ndarray) -> Matcher:
     """A matcher that has taken what the row produced before it was preempted."""
-    if start.grammar is None:
-        raise ValueError("the row has no grammar")
-    matcher = start.grammar.matcher()
-    for token in start.output:
-        if not matcher.accept(int(token)):
+    matcher = grammar.matcher()
+    for token in output.tolist():
+        if not matcher.accept(token):
             raise ValueError(f"the grammar does not accept token {token} of the output so far")
     return matcher
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -135,10 +134,9 @@ class BudgetScheduler(Scheduler):
         self.cache = KVCacheManager(capacity, limits.rows)
         self.sharing = PrefixReuse(self.cache, self.table, limits.hash, limits.prefixes)
         self.queue = RequestQueue(policy)
-        #: Most tokens that one sequence can have: the model's context, or what the cache holds.
-        self.most = min(capacity.max_model_len, self.cache.most(limits.tokens))
+        self._max_len = min(capacity.max_model_len, self.cache.most(limits.tokens))
         if not (limits.chunked or capacity.groups):
-            self.most = min(self.most, limits.tokens)
+            self._max_len = min(self._max_len, limits.tokens)
         self._entries: dict[str, Entry] = {}
         self._running: dict[int, Entry] = {}
         self._prefilling: set[int] = set()
@@ -156,6 +154,10 @@ class BudgetScheduler(Scheduler):
     @property
     def busy(self) -> bool:
         return bool(self._entries or self._flights)
+
+    @property
+    def max_len(self) -> int:
+        return self._max_len
 
     @property
     def running(self) -> int:
@@ -180,13 +182,13 @@ class BudgetScheduler(Scheduler):
         """Queue a request. Raises QueueFull, or RequestError if it can never run."""
         if request.id in self._entries:
             raise RequestError(f"request id {request.id!r} is in use", "request_id")
-        limit = request.limit(self.most)
+        limit = request.limit(self._max_len)
         if not request.prompt_len:
             raise RequestError("the prompt has no tokens", "prompt")
-        if request.prompt_len > self.most or limit <= request.prompt_len:
+        if request.prompt_len > self._max_len or limit <= request.prompt_len:
             raise RequestError(
                 f"the prompt has {request.prompt_len} tokens; together with the answer there may "
-                f"be {self.most}", "prompt",
+                f"be {self._max_len}", "prompt",
             )  # fmt: skip
         if not self.limits.chunked and request.prompt_len > self.limits.tokens:
             raise RequestError(
@@ -501,7 +503,7 @@ class BudgetScheduler(Scheduler):
 
 def _row_start(entry: Entry) -> RowStart:
     request = entry.request
-    if entry.row is None or isinstance(request.grammar, Future):
+    if entry.row is None:
         raise EngineError(f"request {request.id!r} is admitted without a row or a grammar")
     return RowStart(
         row=entry.row,
@@ -510,7 +512,6 @@ def _row_start(entry: Entry) -> RowStart:
         prompt=request.prompt,
         output=entry.history[request.prompt_len :],
         seed=request.seed,
-        grammar=request.grammar,
         stop_ids=request.stop_ids(),
         bad_words=request.bad_words,
         adapter=request.adapter,

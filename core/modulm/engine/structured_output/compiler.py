@@ -15,22 +15,24 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from queue import SimpleQueue
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from attrs import asdict, evolve
+from attrs import asdict, evolve, frozen
 
 from modulm.contracts.grammar import Grammar, GrammarBackend
 from modulm.contracts.sampling import StructuredOutputs
-from modulm.engine.structured_output.reasoning import gate_for
-from modulm.errors import QueueFull, RequestError, UnsupportedError
+from modulm.engine.structured_output.reasoning import Gate, gate_for
+from modulm.errors import ModulmError, QueueFull, RequestError, UnsupportedError
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
+    from modulm.contracts.executor import RowStart
     from modulm.plugins.manager import PluginManager
     from modulm.text.tokenizer import Tokenizer
 
-__all__ = ["GrammarCompiler", "open_compiler"]
+__all__ = ["ConstraintCompiler", "GrammarCompiler", "RequestGrammars", "open_compiler"]
 
 _FIELD = "structured_outputs"
 #: Limits of a JSON schema, and of the counts in a regular expression multiplied out.
@@ -176,18 +178,110 @@ class GrammarCompiler:
         raise RequestError(f"{_FIELD} cannot be carried out: {'; '.join(reasons)}", _FIELD)
 
 
+class RequestGrammars:
+    """The grammars of the requests that a worker was told of, kept until they are forgotten.
+
+    opener: makes the compiler, in a thread, when the first request needs it.
+    """
+
+    def __init__(self, opener: Callable[[], ConstraintCompiler]) -> None:
+        self._opener = opener
+        self._opened: Future[ConstraintCompiler] | None = None
+        self._compiled: dict[str, Future[Grammar]] = {}
+
+    def prepare(self, request: str, constraint: StructuredOutputs) -> Future[None]:
+        """Compile beside the steps. Raises QueueFull; any other trouble is the future's."""
+        compiled = self._compiled[request] = self._compile(constraint)
+        ready: Future[None] = Future()
+        compiled.add_done_callback(lambda done: _settle(ready, done.exception(), None))
+        return ready
+
+    def forget(self, request: str) -> None:
+        """Drop the request's grammar; unknown ones are ignored."""
+        self._compiled.pop(request, None)
+
+    def of(self, start: RowStart, constraint: StructuredOutputs) -> Grammar:
+        """The grammar of a row that starts; compiled now if nobody prepared it."""
+        compiled = self._compiled.get(start.request) or self._compile(constraint)
+        grammar = compiled.result()
+        opened = self._open().result()
+        return grammar if opened.gate is None else opened.gate(grammar, start.prompt)
+
+    def _open(self) -> Future[ConstraintCompiler]:
+        if self._opened is None:
+            opened = self._opened = Future()
+            Thread(target=self._run_opener, args=(opened,), daemon=True).start()
+        return self._opened
+
+    def _run_opener(self, opened: Future[ConstraintCompiler]) -> None:
+        try:
+            opened.set_result(self._opener())
+        except ModulmError as error:
+            opened.set_exception(RequestError(str(error), _FIELD))
+        except Exception as error:
+            opened.set_exception(error)
+
+    def _compile(self, constraint: StructuredOutputs) -> Future[Grammar]:
+        opened = self._open()
+        if opened.done() and opened.exception() is None:
+            return opened.result().compile(constraint)
+        answer: Future[Grammar] = Future()
+        opened.add_done_callback(lambda done: _compile_into(answer, done, constraint))
+        return answer
+
+
+def _compile_into(
+    answer: Future[Grammar], opened: Future[ConstraintCompiler], constraint: StructuredOutputs
+) -> None:
+    """Compile now that the compiler is there; what fails is the request's."""
+    try:
+        compiled = opened.result().compile(constraint)
+    except ModulmError as error:
+        answer.set_exception(RequestError(str(error), _FIELD))
+    except Exception as error:
+        answer.set_exception(error)
+    else:
+        compiled.add_done_callback(
+            lambda done: _settle(answer, error := done.exception(), error or done.result())
+        )
+
+
+def _settle(target: Future[Any], error: BaseException | None, value: Any) -> None:
+    if error is None:
+        target.set_result(value)
+    else:
+        target.set_exception(error)
+
+
+@frozen
+class ConstraintCompiler:
+    """The compiler of `--structured-outputs-config`, whose flags are added to each constraint.
+
+    gate: makes a grammar wait for the end of the reasoning, by the end of a prompt; or None.
+    """
+
+    grammars: GrammarCompiler
+    spaces: bool
+    extras: bool
+    gate: Gate | None
+
+    def compile(self, constraint: StructuredOutputs) -> Future[Grammar]:
+        """Raises QueueFull; any other trouble is the future's."""
+        return self.grammars(evolve(
+            constraint,
+            disable_any_whitespace=constraint.disable_any_whitespace or self.spaces,
+            disable_additional_properties=constraint.disable_additional_properties or self.extras,
+        ))  # fmt: skip
+
+
 def open_compiler(
     config: EngineConfig,
     tokenizer: Tokenizer,
     vocabulary: int,
     stop_ids: tuple[int, ...],
     plugins: PluginManager,
-) -> Callable[[StructuredOutputs, np.ndarray], Future[Grammar]]:
-    """The compiler of `--structured-outputs-config`, whose flags are added to each constraint.
-
-    It takes a constraint and the prompt's token ids, whose end tells a reasoning parser, where one
-    is set, whether the reasoning has begun. Raises UnsupportedError without a grammar backend.
-    """
+) -> ConstraintCompiler:
+    """Load the grammar backends. Raises UnsupportedError if there is none."""
     settings = config.structured_outputs
     name = settings.guided_decoding_backend or settings.backend
     names = [name] if name != "auto" else [d.name for d in plugins.names("grammars")]
@@ -197,22 +291,12 @@ def open_compiler(
         raise UnsupportedError(
             "structured outputs need a grammar backend; pip install modulm-grammar-xgrammar"
         )
-    compiler = GrammarCompiler([cls(tokenizer, vocabulary, stop_ids) for cls in classes])
-    gate = gate_for(config, tokenizer, vocabulary, plugins)
-    spaces = settings.disable_any_whitespace
-    extras = settings.disable_additional_properties
-
-    def compile_one(constraint: StructuredOutputs, prompt: np.ndarray) -> Future[Grammar]:
-        compiled = compiler(
-            evolve(
-                constraint,
-                disable_any_whitespace=constraint.disable_any_whitespace or spaces,
-                disable_additional_properties=constraint.disable_additional_properties or extras,
-            )
-        )
-        return compiled if gate is None else gate(compiled, prompt)
-
-    return compile_one
+    return ConstraintCompiler(
+        GrammarCompiler([cls(tokenizer, vocabulary, stop_ids) for cls in classes]),
+        settings.disable_any_whitespace,
+        settings.disable_additional_properties,
+        gate_for(config, tokenizer, vocabulary, plugins),
+    )
 
 
 def _as_request_error(error: Exception) -> RequestError:

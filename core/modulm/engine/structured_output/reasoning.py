@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,8 +16,10 @@ if TYPE_CHECKING:
     from modulm.plugins.manager import PluginManager
     from modulm.text.tokenizer import Tokenizer
 
-__all__ = ["AfterReasoning", "gate_for", "openers_of"]
+__all__ = ["AfterReasoning", "Gate", "gate_for", "openers_of"]
 
+#: A grammar and a prompt [tokens] int64 -> a grammar.
+Gate = Callable[[Grammar, np.ndarray], Grammar]
 _ParserMaker = Callable[[ParseContext], ReasoningParser]
 #: Prompt tokens whose text says whether the template has opened the reasoning already.
 _TAIL = 32
@@ -46,13 +47,13 @@ class AfterReasoning(Grammar):
         self.openers = tuple(t for t in openers if _opens(make, self.context, t))
 
     def matcher(self) -> Matcher:
-        return _Gate(self)
+        return _GatedMatcher(self)
 
 
 def gate_for(
     config: EngineConfig, tokenizer: Tokenizer, vocabulary: int, plugins: PluginManager
-) -> Callable[[Future[Grammar], np.ndarray], Future[Grammar]] | None:
-    """What turns a grammar to come, and a prompt, into one that waits for the reasoning's end.
+) -> Gate | None:
+    """What turns a grammar, and a prompt, into one that waits for the reasoning's end.
 
     None where no reasoning parser is set, or where the reasoning is held to the grammar as well.
     """
@@ -61,24 +62,7 @@ def gate_for(
         return None
     make: _ParserMaker = plugins.load("reasoning_parsers", settings.reasoning_parser)
     openers = openers_of(make, tokenizer, vocabulary)
-
-    def gated(compiled: Future[Grammar], prompt: np.ndarray) -> Future[Grammar]:
-        answer: Future[Grammar] = Future()
-
-        def settle(done: Future[Grammar]) -> None:
-            error = done.exception()
-            if error is not None:
-                answer.set_exception(error)
-                return
-            try:
-                answer.set_result(AfterReasoning(done.result(), make, tokenizer, prompt, openers))
-            except Exception as broken:
-                answer.set_exception(broken)
-
-        compiled.add_done_callback(settle)
-        return answer
-
-    return gated
+    return lambda grammar, prompt: AfterReasoning(grammar, make, tokenizer, prompt, openers)
 
 
 def _reasoning_start(tokenizer: Tokenizer, prompt: Sequence[int] | np.ndarray) -> ParseContext:
@@ -107,7 +91,7 @@ def _opens(make: _ParserMaker, context: ParseContext, token: int) -> bool:
     return parser.reasoning
 
 
-class _Gate(Matcher):
+class _GatedMatcher(Matcher):
     """Free while thinking, then the inner matcher. `_taken` tells, token by token, which it was."""
 
     def __init__(self, of: AfterReasoning) -> None:
@@ -148,7 +132,7 @@ class _Gate(Matcher):
         self._held -= inside
         if inside < tokens:
             again = self._free[: len(self._free) - (tokens - inside)]
-            fresh = _Gate(self._of)
+            fresh = _GatedMatcher(self._of)
             for token in again:
                 fresh.accept(token)
             self.__dict__.update(fresh.__dict__)

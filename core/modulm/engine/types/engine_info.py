@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
+from modulm.contracts.executor import ModelDescription
 from modulm.contracts.pooling import TextRules
 from modulm.contracts.sampling import SamplingParams
 
@@ -23,8 +24,8 @@ class EngineInfo:
 
     config: resolved; models: served names; path: the checkpoint's folder; vocabulary: width of
     the logits; eos: ids that end an answer; defaults: sampling defaults of the checkpoint, by
-    field of SamplingParams; tasks: what the model is for; notes: for people; description: of the
-    executor; texts: how they become prompts of a pooling model.
+    field of SamplingParams; tasks: what the model is for; notes: for people; description: the
+    executor's; texts: how they become prompts of a pooling model.
     """
 
     config: EngineConfig
@@ -39,7 +40,7 @@ class EngineInfo:
     defaults: Mapping[str, Any] = field(factory=dict)
     tasks: tuple[str, ...] = ("generate",)
     notes: tuple[str, ...] = ()
-    description: Mapping[str, Any] = field(factory=dict)
+    description: ModelDescription = field(factory=ModelDescription)
     texts: TextRules = field(factory=TextRules)
 
     def default_params(self) -> SamplingParams:

@@ -28,12 +28,13 @@ from modulm.engine.sampling.logits_processors import Processors, processor_class
 from modulm.engine.sampling.sampler import Sampled, Sampler
 from modulm.engine.worker.input_batch import BatchBuilder, GroupPlanner, alone
 from modulm.errors import EngineError
-from modulm.plugins import manager
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
     from modulm.contracts.platform import Platform
+    from modulm.engine.structured_output.compiler import RequestGrammars
     from modulm.loading import CacheGroup, Loaded
+    from modulm.plugins.manager import PluginManager
 
 __all__ = ["ModelRunner", "build_processors"]
 
@@ -53,6 +54,8 @@ class ModelRunner:
         config: EngineConfig,
         loaded: Loaded,
         platform: Platform,
+        plugins: PluginManager,
+        grammars: RequestGrammars,
         sizing: Sizing | None = None,
     ) -> None:
         rows, tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
@@ -78,13 +81,14 @@ class ModelRunner:
         self.builder = BatchBuilder(
             planners, caches, owners, rows=rows, tokens=tokens, device=platform.device
         )
+        self._grammars = grammars
         self.sampler = Sampler(
             loaded.ops,
             vocabulary=loaded.vocabulary,
             rows=rows,
             device=platform.device,
             mode=config.model.logprobs_mode,
-            processors=build_processors(config, loaded.vocabulary, platform.device),
+            processors=build_processors(config, loaded.vocabulary, platform.device, plugins),
         )
         pooling = PoolerConfig.from_table(loaded.pooling)
         self.pooler = Pooler(pooling, self._logits, loaded.layers)
@@ -198,8 +202,10 @@ class ModelRunner:
             return
         if params.prompt_logprobs is not None:
             self._prompts[start.row] = (start.prompt, params.prompt_logprobs)
+        constraint = params.structured_outputs
         try:
-            self.sampler.admit(start, params)
+            grammar = None if constraint is None else self._grammars.of(start, constraint)
+            self.sampler.admit(start, params, grammar)
         except Exception as error:
             self.sampler.release(start.row)
             self._failed[start.row] = f"the request could not be started: {error}"[:300]
@@ -299,9 +305,10 @@ def _size(
     )
 
 
-def build_processors(config: EngineConfig, vocabulary: int, device: torch.device) -> Processors:
+def build_processors(
+    config: EngineConfig, vocabulary: int, device: torch.device, plugins: PluginManager
+) -> Processors:
     """Processors of plugins and of the configuration, then the steps that hooks return."""
-    plugins = manager.current()
     classes = processor_classes(config.model.logits_processors, plugins)
     processors = [cls(vocabulary, device) for cls in classes]
     steps = plugins.gather("modulm_logits_steps", config=config, vocabulary=vocabulary)

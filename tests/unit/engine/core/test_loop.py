@@ -10,9 +10,9 @@ from concurrent.futures import Future
 import pytest
 
 from modulm.contracts.requests import Request
-from modulm.contracts.sampling import SamplingParams
+from modulm.contracts.sampling import SamplingParams, StructuredOutputs
 from modulm.engine.scheduling.scheduler import Limits
-from modulm.errors import EngineDead, EngineError, RequestError, RowError
+from modulm.errors import EngineDead, EngineError, QueueFull, RequestError, RowError
 from modulm.testing.engines import check_empty, make_engine
 from modulm.testing.fakes import FakeExecutor, Group, Script, reference_tokens
 
@@ -20,6 +20,13 @@ from modulm.testing.fakes import FakeExecutor, Group, Script, reference_tokens
 def request(name: str, prompt: list[int], tokens: int = 8, **fields: object) -> Request:
     params = SamplingParams(temperature=0, max_tokens=tokens)
     return Request(id=name, prompt=prompt, params=params, eos=(1,), **fields)
+
+
+def held(name: str) -> Request:
+    """A request whose text is constrained."""
+    constraint = StructuredOutputs(regex="a*")
+    params = SamplingParams(temperature=0, max_tokens=8, structured_outputs=constraint)
+    return Request(id=name, prompt=[9], params=params, eos=(1,))
 
 
 def finish_all(engine: object) -> None:
@@ -135,29 +142,41 @@ def test_notices_tell_who_came_and_went() -> None:
 
 
 def test_a_request_waits_for_its_grammar_and_others_do_not() -> None:
-    executor = FakeExecutor(keep_plans=True)
+    waits: dict[str, Future[None]] = {name: Future() for name in ("slow", "wrong", "dropped")}
+    executor = FakeExecutor(compiling=waits)
     engine, seen = make_engine(executor)
-    slow: Future[object] = Future()
-    wrong: Future[object] = Future()
-    dropped: Future[object] = Future()
-    engine.submit(request("slow", [9], grammar=slow))
-    engine.submit(request("wrong", [9], grammar=wrong))
-    engine.submit(request("dropped", [9], grammar=dropped))
+    for name in waits:
+        engine.submit(held(name))
     engine.submit(request("plain", [9]))
     finish_all(engine)
     assert set(seen.finished) == {"plain"}
     assert engine.busy
     engine.abort("dropped")
-    compiled = object()
-    slow.set_result(compiled)
-    wrong.set_exception(RequestError("not a regex", "regex"))
-    dropped.set_result(compiled)
+    waits["slow"].set_result(None)
+    waits["wrong"].set_exception(RequestError("not a regex", "regex"))
+    waits["dropped"].set_result(None)
     finish_all(engine)
     assert seen.finished["slow"].reason == "length"
     assert seen.finished["wrong"].error.param == "regex"
     assert "dropped" not in seen.finished
-    assert [s.grammar for p in executor.plans for s in p.admit if s.request == "slow"] == [compiled]
+    assert executor.prepared == []
     check_empty(engine)
+    executor.stop()
+
+
+def test_what_was_prepared_is_forgotten_when_the_queue_is_full() -> None:
+    class Full(FakeExecutor):
+        def prepare(self, request, constraint):
+            if request == "second":
+                raise QueueFull("too many")
+            return super().prepare(request, constraint)
+
+    executor = Full()
+    engine, _ = make_engine(executor)
+    with pytest.raises(QueueFull):
+        engine.submit(held("first"), held("second"))
+    assert executor.prepared == []
+    assert not engine.busy
     executor.stop()
 
 

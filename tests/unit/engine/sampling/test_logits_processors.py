@@ -59,6 +59,6 @@ def test_the_sampler_gets_those_of_the_flag_and_the_steps_of_hooks(plugins) -> N
 
     plugins.add(Hooks())
     config = EngineConfig.from_keywords(logits_processors=(Mine,))
-    found = build_processors(config, 100, torch.device("cpu")).all
+    found = build_processors(config, 100, torch.device("cpu"), plugins).all
     assert [type(processor) for processor in found] == [Mine, Step]
     assert [processor.vocabulary for processor in found] == [100, 100]

@@ -32,15 +32,16 @@ def new(processors=(), mode="raw_logprobs", vocabulary=V, rows=16) -> Sampler:
 
 
 def start(row, prompt=(1, 2), output=(), seed=0, **more) -> RowStart:
-    taken = {k: more.pop(k) for k in ("grammar", "stop_ids", "bad_words") if k in more}
+    taken = {k: more.pop(k) for k in ("stop_ids", "bad_words") if k in more}
     params = SamplingParams(**{"temperature": 0.0, **more})
     arrays = np.array(prompt), np.array(output, dtype=np.int64)
     return RowStart(row, f"r{row}", params, *arrays, seed, **taken)
 
 
-def admit(sampler: Sampler, *starts: RowStart) -> None:
-    for one in starts:
-        sampler.admit(one, one.params)
+def admit(sampler: Sampler, *starts: RowStart, grammar: Grammar | None = None) -> None:
+    """`grammar` is the first row's."""
+    for index, one in enumerate(starts):
+        sampler.admit(one, one.params, None if index else grammar)
 
 
 def logits(rows=1, seed=0, vocabulary=V) -> torch.Tensor:
@@ -252,20 +253,20 @@ class _FixedMatcher(Matcher):
 def test_a_grammar_decides_and_is_replayed_after_preemption() -> None:
     for cut in (0, 2):
         sampler = new()
-        admit(sampler, start(0, grammar=Fixed([31, 32, 5, 99]), output=[31, 32][:cut]))
+        admit(sampler, start(0, output=[31, 32][:cut]), grammar=Fixed([31, 32, 5, 99]))
         got = [int(pick(sampler, [0], logits(1, i)).tokens[0]) for i in range(5 - cut)]
         assert [31, 32][:cut] + got == [31, 32, 5, 99, 0]
 
 
 def test_a_finished_grammar_ends_before_min_tokens() -> None:
     sampler = new()
-    admit(sampler, start(0, grammar=Fixed([7]), min_tokens=9, stop_ids=(0,)))
+    admit(sampler, start(0, min_tokens=9, stop_ids=(0,)), grammar=Fixed([7]))
     assert [int(pick(sampler, [0], logits()).tokens[0]) for _ in range(2)] == [7, 0]
 
 
 def test_a_grammar_that_raises_ends_its_row() -> None:
     sampler = new()
-    admit(sampler, start(0, grammar=Fixed([3, 4, 5], breaks_at=1)), start(1, temperature=1.0))
+    admit(sampler, start(0), start(1, temperature=1.0), grammar=Fixed([3, 4, 5], breaks_at=1))
     alone = new()
     admit(alone, start(1, temperature=1.0))
     for step in range(2):
@@ -279,7 +280,7 @@ def test_a_grammar_that_raises_ends_its_row() -> None:
 def test_a_grammar_that_takes_too_long_ends_its_row(monkeypatch) -> None:
     monkeypatch.setattr("modulm.engine.sampling.sampler._GRAMMAR_SECONDS", -1.0)
     sampler = new()
-    admit(sampler, start(0, grammar=Fixed([3])), start(1))
+    admit(sampler, start(0), start(1), grammar=Fixed([3]))
     got = pick(sampler, [0, 1], x := logits(2))
     assert got.tokens.tolist() == [-1, int(x[1].argmax())]
     assert "too ambiguous" in got.errors[0]
@@ -287,7 +288,7 @@ def test_a_grammar_that_takes_too_long_ends_its_row(monkeypatch) -> None:
 
 def test_a_replay_that_the_grammar_refuses_is_an_error_of_the_admission() -> None:
     with pytest.raises(ValueError, match="does not accept token 8"):
-        admit(new(), start(0, grammar=Fixed([3]), output=[8]))
+        admit(new(), start(0, output=[8]), grammar=Fixed([3]))
 
 
 class Favourite(LogitsProcessor):

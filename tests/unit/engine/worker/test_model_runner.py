@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 from transformers import AutoModelForCausalLM
 
 from modulm.config import EngineConfig
 from modulm.contracts.executor import Plan, RowStart
-from modulm.contracts.sampling import PoolingParams, SamplingParams
+from modulm.contracts.sampling import PoolingParams, SamplingParams, StructuredOutputs
 from modulm.engine.pooling.pooler import Pooler, PoolerConfig
+from modulm.engine.structured_output.compiler import RequestGrammars
 from modulm.engine.worker.model_runner import ModelRunner
 from modulm.errors import EngineError
 from modulm.loading import load_model, open_checkpoint
@@ -31,6 +33,16 @@ def oracle(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
+class Grammars(RequestGrammars):
+    """Gives what is in `known`."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, object] = {}
+
+    def of(self, start, constraint):
+        return self.known[start.request]
+
+
 def new_runner(folder, **flags) -> ModelRunner:
     flags = {
         "max_num_seqs": 8,
@@ -44,7 +56,7 @@ def new_runner(folder, **flags) -> ModelRunner:
     plugins = manager.current()
     platform = plugins.load("platforms", "cpu")()
     loaded = load_model(config, open_checkpoint(config), platform, plugins)
-    return ModelRunner(config, loaded, platform)
+    return ModelRunner(config, loaded, platform, plugins, Grammars())
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +205,9 @@ def test_a_row_that_cannot_start_fails_alone(rows, oracle) -> None:
         def matcher(self):
             raise RuntimeError("broken on purpose")
 
-    rows.admit(0, PROMPTS[0], grammar=Broken())
+    rows.runner._grammars.known["r0"] = Broken()
+    held = evolve(GREEDY, structured_outputs=StructuredOutputs(regex="a"))
+    rows.admit(0, PROMPTS[0], held)
     rows.admit(1, PROMPTS[1])
     result = rows.step({0: 7, 1: 1})
     assert result.accepted.tolist() == [0, 1]

@@ -1,0 +1,131 @@
+"""A worker: one device's model, caches, sampler and grammars, built from a configuration.
+
+Executors carry plans to a worker and results back, from wherever the engine runs.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING
+
+from modulm.config.binding import binding_of
+from modulm.config.resolve import choose_platform
+from modulm.contracts.executor import ModelDescription
+from modulm.engine.sampling.defaults import end_ids
+from modulm.engine.structured_output.compiler import RequestGrammars, open_compiler
+from modulm.engine.types.engine_info import open_tokenizer
+from modulm.engine.worker.model_runner import ModelRunner
+from modulm.errors import EngineError, RequestError
+from modulm.loading import load_model, open_checkpoint
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from modulm.config import EngineConfig
+    from modulm.contracts.executor import Capacity, Plan, StepResult
+    from modulm.contracts.sampling import StructuredOutputs
+    from modulm.engine.kv_cache.sizing import Sizing
+    from modulm.engine.structured_output.compiler import ConstraintCompiler
+    from modulm.loading import Loaded
+    from modulm.plugins.manager import PluginManager
+
+__all__ = ["Worker"]
+
+
+class Worker:
+    """Loads the model when it is made, and runs plans on it.
+
+    config: with its automatic values resolved. Asleep, it has released its caches (level 1) and
+    its weights as well (level 2); awake again, it has as many blocks as before.
+    """
+
+    def __init__(self, config: EngineConfig, plugins: PluginManager) -> None:
+        self.config = config
+        self._plugins = plugins
+        self._platform, self._chosen = choose_platform(config, plugins)
+        binding = binding_of(config.device)
+        if binding is not None:
+            self._platform.bind(binding)
+        self._platform.start(threads=config.device.cpu_threads)
+        self._grammars = RequestGrammars(self._open_compiler)
+        self._loaded: Loaded | None = None
+        self._runner: ModelRunner | None = None
+        self._sizing: Sizing | None = None
+        self.description = self._build()
+
+    @property
+    def runner(self) -> ModelRunner:
+        """The model and its caches. Raises EngineError while there are none."""
+        if self._runner is None:
+            raise EngineError("the worker sleeps, or has been closed")
+        return self._runner
+
+    @property
+    def capacity(self) -> Capacity:
+        """What it can hold."""
+        return self.runner.capacity
+
+    def _build(self) -> ModelDescription:
+        """Load what is not loaded, and allocate caches, of the sizes they had before if any."""
+        loaded = self._loaded
+        if loaded is None:
+            checkpoint = open_checkpoint(self.config)
+            loaded = load_model(self.config, checkpoint, self._platform, self._plugins)
+        runner = ModelRunner(
+            self.config, loaded, self._platform, self._plugins, self._grammars, self._sizing
+        )
+        width = runner.check()
+        self._loaded, self._runner, self._sizing = loaded, runner, runner.sizing
+        return ModelDescription(
+            dtype=loaded.dtype,
+            tasks=loaded.tasks,
+            width=width,
+            pooling=dict(loaded.pooling),
+            platform=self._platform.name,
+            device=self._platform.describe(),
+            weight_bytes=loaded.weight_bytes,
+            decisions=(self._chosen, *loaded.decisions),
+        )
+
+    def run(self, plan: Plan) -> StepResult:
+        """Run one step. Raising means the whole step failed."""
+        return self.runner.run(plan)
+
+    def check(self) -> None:
+        """Raise EngineError if the model does not work any more."""
+        self.runner.check()
+
+    def prepare(self, request: str, constraint: StructuredOutputs) -> Future[None]:
+        """See `Executor.prepare`."""
+        return self._grammars.prepare(request, constraint)
+
+    def forget(self, request: str) -> None:
+        """See `Executor.forget`."""
+        self._grammars.forget(request)
+
+    def sleep(self, level: int) -> None:
+        """Release the caches, and the weights from level 2 on."""
+        self._runner = None
+        if level > 1:
+            self._loaded = None
+        gc.collect()
+        self._platform.empty_cache()
+
+    def wake_up(self) -> None:
+        """Load and allocate what `sleep` released."""
+        if self._runner is None:
+            self._build()
+
+    def close(self) -> None:
+        """Release everything; may be called twice."""
+        self._runner = self._loaded = None
+
+    def _open_compiler(self) -> ConstraintCompiler:
+        checkpoint = open_checkpoint(self.config)
+        tokenizer = open_tokenizer(self.config, str(checkpoint.path))
+        if tokenizer is None:
+            raise RequestError("structured outputs need a tokenizer", "structured_outputs")
+        eos = end_ids(self.config, checkpoint.generation_config, checkpoint.config)
+        stops = tuple(dict.fromkeys((*tokenizer.stop_ids, *eos)))
+        vocabulary = self.capacity.vocabulary
+        return open_compiler(self.config, tokenizer, vocabulary, stops, self._plugins)
