@@ -21,8 +21,8 @@ MODEL = 300
 
 #: "path" or "path:function" -> lines, each with the reason beside it.
 ALLOWED: dict[str, int] = {
-    # 260 flags with help texts, every field of the HTTP APIs, a server, pooling in all its modes
-    "core": 17_400,
+    # 260 flags with help texts, pooling in all its modes
+    "core": 15_400,
 }
 
 _LAYOUT = {
@@ -79,7 +79,7 @@ def over_budget() -> Iterator[str]:
         name = path.relative_to(ROOT).as_posix()
         source = path.read_text()
         lines = code_lines(source)
-        if name.startswith("core/") and not name.startswith("core/modulm/testing/"):
+        if name.startswith("core/modulm/") and not name.startswith("core/modulm/testing/"):
             core += len(lines)
         allowed = ALLOWED.get(name, MODEL if is_model(path) else FILE)
         if len(lines) > allowed:

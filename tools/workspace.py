@@ -17,10 +17,16 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "core"))
+sys.path[:0] = [str(ROOT / "core"), str(ROOT / "core/server")]
 
 from modulm.errors import ModulmError  # noqa: E402
-from modulm.plugins.kinds import HOOKS_GROUP, KINDS  # noqa: E402
+from modulm.plugins.kinds import HOOKS_GROUP, KINDS, KINDS_GROUP  # noqa: E402
+from modulm_server.kinds import ROUTES  # noqa: E402
+
+ALL_KINDS = {**KINDS, ROUTES.name: ROUTES}
+#: The server, which packages of these kinds may import.
+SERVER = "modulm_server"
+USES_SERVER = {"routes", "commands"}
 
 #: Folder under plugins/ -> (what its distributions are called after "modulm-", its groups).
 FOLDERS: dict[str, tuple[str, set[str]]] = {
@@ -29,7 +35,7 @@ FOLDERS: dict[str, tuple[str, set[str]]] = {
     "hooks": ("hooks-", set()),
     **{
         kind.name: (f"{kind.short}-", {kind.name})
-        for kind in KINDS.values()
+        for kind in ALL_KINDS.values()
         if kind.name not in ("models", "tool_parsers", "reasoning_parsers")
     },
 }
@@ -56,10 +62,10 @@ def root() -> dict[str, Any]:
     return project
 
 
-def bound() -> str:
-    """The range of core versions that a plugin of this version works with."""
+def bound(distribution: str = "modulm") -> str:
+    """The range of the core's, or the server's, versions that a plugin of this version needs."""
     major, minor = (int(part) for part in root()["version"].split(".")[:2])
-    return f"modulm>={major}.{minor},<{major}.{minor + 1}"
+    return f"{distribution}>={major}.{minor},<{major}.{minor + 1}"
 
 
 def plugins() -> list[Path]:
@@ -72,6 +78,11 @@ def plugins() -> list[Path]:
 def kernels() -> list[Path]:
     """Every folder of compiled or device kernels."""
     return sorted(path.parent for path in ROOT.glob("kernels/*/pyproject.toml"))
+
+
+def servers() -> list[Path]:
+    """The folder of the server, if it is here."""
+    return [path.parent for path in ROOT.glob("core/server/pyproject.toml")]
 
 
 def shown(path: Path) -> str:
@@ -88,6 +99,10 @@ def check() -> Iterator[str]:
         project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
         yield from check_shared(folder, project)
         yield from check_points(folder, project, {"kernels"})
+    for folder in servers():
+        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        yield from check_shared(folder, project)
+        yield from check_points(folder, project, {"commands"})
     everyone = set(packages.values())
     for folder, package in packages.items():
         yield from check_imports(folder, everyone - {package})
@@ -135,8 +150,9 @@ def check_shared(folder: Path, project: dict[str, Any]) -> Iterator[str]:
     """Name by rule; version, licence, Python range and core bound as everywhere."""
     where = f"{shown(folder)}/pyproject.toml"
     name = distribution(folder)
-    if folder.parent.name == "kernels":
-        name = f"modulm-kernels-{folder.name}"
+    if folder.parent.name in ("kernels", "core"):
+        name = f"modulm-{folder.relative_to(ROOT).as_posix().replace('/', '-')}"
+        name = name.replace("-core-", "-")
     if project.get("name") != name:
         yield f"{where}: name is {project.get('name')!r}, not {name!r}"
     if not project.get("description"):
@@ -151,8 +167,8 @@ def check_shared(folder: Path, project: dict[str, Any]) -> Iterator[str]:
 def check_points(folder: Path, project: dict[str, Any], kinds: set[str]) -> Iterator[str]:
     """Entry points: groups that exist and belong here, targets that are in the package."""
     where = f"{shown(folder)}/pyproject.toml"
-    known = {kind.group for kind in KINDS.values()} | {HOOKS_GROUP}
-    own = {KINDS[kind].group for kind in kinds}
+    known = {kind.group for kind in ALL_KINDS.values()} | {HOOKS_GROUP, KINDS_GROUP}
+    own = {ALL_KINDS[kind].group for kind in kinds}
     groups = project.get("entry-points", {})
     if not groups:
         yield f"{where}: offers nothing"
@@ -193,19 +209,26 @@ def defined(tree: ast.Module) -> set[str]:
 
 
 def check_imports(folder: Path, others: set[str]) -> Iterator[str]:
-    """No plugin imports another one."""
+    """No plugin imports another one; what imports the server may, and depends on it."""
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    served = bound("modulm-server") in project.get("dependencies", [])
     for path in sorted(folder.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            for module in modules:
-                if module.partition(".")[0] in others:
-                    yield f"{shown(path)}:{node.lineno}: imports another plugin, {module}"
+            for package in (module.partition(".")[0] for module in modules):
+                where = f"{shown(path)}:{node.lineno}"
+                if package in others:
+                    yield f"{where}: imports another plugin, {package}"
+                if package == SERVER and folder.parent.name not in USES_SERVER:
+                    yield f"{where}: imports the server, which only routes and commands may"
+                elif package == SERVER and not served:
+                    yield f"{where}: needs the dependency {bound('modulm-server')!r}"
 
 
 def sync() -> None:
     """Rewrite the shared keys of every package."""
-    for folder in plugins() + kernels():
+    for folder in plugins() + kernels() + servers():
         path = folder / "pyproject.toml"
         before = text = path.read_text()
         for key in ("version", "license", "requires-python"):
@@ -213,7 +236,8 @@ def sync() -> None:
             text, found = re.subn(rf"(?m)^{key} = .*$", line, text, count=1)
             if not found:
                 text = re.sub(r"(?m)^(description = .*)$", rf"\1\n{line}", text, count=1)
-        text = re.sub(r'"modulm(\s*[<>=][^"]*)?"', f'"{bound()}"', text)
+        for name in ("modulm", "modulm-server"):
+            text = re.sub(rf'"{name}\s*[<>=][^"]*"', f'"{bound(name)}"', text)
         if folder.is_relative_to(ROOT / "plugins"):
             text = re.sub(r"(?m)^requires = .*$", f'requires = ["{BUILD["requires"][0]}"]', text)
         if text != before:

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from modulm_server.chat_turn import with_declared_parsers
 
 from modulm import LLM, SamplingParams
 from modulm.config import EngineConfig
 from modulm.engine.async_llm import AsyncLLM
-from modulm.testing.server import serve_in_thread
+from modulm.parsing.choice import with_declared_parsers
 from modulm_demo.recipe.backends import http_backend, modulm_backend
 from modulm_demo.recipe.evaluate import is_right
 from modulm_demo.recipe.generator import heldout
+from modulm_server.testing import serve_in_thread
 
 WEATHER = {
     "type": "function",

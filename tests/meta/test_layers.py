@@ -10,78 +10,147 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-CORE = ROOT / "core/modulm"
+PACKAGES = {"modulm": ROOT / "core/modulm", "modulm_server": ROOT / "core/server/modulm_server"}
+CORE = PACKAGES["modulm"]
 
 #: Lowest first: a module may import from its own layer and from those before it.
 LAYERS = (
     ("errors",),
     ("contracts",),
-    ("config.sources.plugin_selection",),
     ("plugins",),
     ("config",),
     ("ops", "parallel"),
     ("nn", "text", "loading"),
     ("parsing", "engine"),
-    ("server",),
-    (
-        "cli",
-        "__main__",
-    ),
+    ("cli", "__main__"),
 )
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+#: The rooms of modulm.engine in the order of the flow, and the modules on top of them.
+ROOMS = (
+    ("types",),
+    ("kv_cache",),
+    ("scheduling",),
+    ("sampling",),
+    ("structured_output",),
+    ("pooling",),
+    ("worker",),
+    ("core",),
+    ("frontend",),
+    ("client",),
+    ("async_llm", "llm"),
+)
+#: The server: what route packages import, then the application, then the process.
+SERVER = (
+    ("kinds", "prompts"),
+    ("auth", "constraints", "errors", "json_body", "loopback", "metrics", "request_guard",
+     "request_log", "sampling", "sse", "template_sandbox"),
+    ("generation",),
+    ("chat_turn", "route"),
+    ("protocol",),
+    ("app",),
+    ("api_workers", "serve"),
+    ("api_worker", "command", "testing"),
+)  # fmt: skip
 #: Of the whole core's use: not on any layer.
-OUTSIDE = {"testing", "__init__", "version"}
-#: (importing module, imported name): lazy, and with the reason.
+OUTSIDE = ("modulm.testing", "modulm.__init__")
+#: (importing module, imported module): lazy, and with the reason.
 EXCEPTIONS = {
     # The process-wide manager reads the environment's selection on first use.
-    ("plugins.manager", "modulm.config.sources"),
+    ("modulm.plugins.manager", "modulm.config.sources"),
 }
 
 
-def modules() -> Iterator[tuple[str, Path]]:
-    for path in sorted(CORE.rglob("*.py")):
-        name = ".".join(path.relative_to(CORE).with_suffix("").parts).removesuffix(".__init__")
-        if name.partition(".")[0] not in OUTSIDE:
-            yield name, path
+def level_of(module: str, layers: tuple[tuple[str, ...], ...], prefix: str) -> int | None:
+    """The level of a module by its name's part after `prefix`; None outside of it."""
+    if not module.startswith(f"{prefix}."):
+        return None
+    part = module.removeprefix(f"{prefix}.").partition(".")[0]
+    found = [level for level, names in enumerate(layers) if part in names]
+    assert found, f"{module} is on no layer of {prefix}"
+    return found[0]
+
+
+def modules() -> dict[str, Path]:
+    """Name -> file of everything in the core and the server, packages by their own name."""
+    found = {}
+    for package, folder in PACKAGES.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            found[".".join((package, *parts)).removesuffix(".__init__")] = path
+    return found
+
+
+MODULES = modules()
+LAYERED = [name for name in MODULES if "." in name and not name.startswith(OUTSIDE)]
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Modules that a file imports when it runs, at whatever place."""
-    tree = ast.parse(path.read_text())
-    typing_only = {
-        child
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for statement in node.body
-        for child in ast.walk(statement)
-    }
-    for node in ast.walk(tree):
-        if node in typing_only:
-            continue
+    """The modules that a file imports at whatever place, also for types only.
+
+    `from package import module` is the module.
+    """
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module == "modulm":
-            yield from (f"modulm.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield node.module or ""
+            for alias in node.names:
+                module = f"{node.module}.{alias.name}"
+                yield module if module in MODULES else node.module or ""
 
 
-@pytest.mark.parametrize(("name", "path"), list(modules()), ids=lambda value: str(value)[-40:])
-def test_imports_go_down(name: str, path: Path) -> None:
-    level = LEVEL[name.partition(".")[0]]
-    for imported in imports(path):
-        if not imported.startswith("modulm.") or (name, imported) in EXCEPTIONS:
+@pytest.mark.parametrize("name", LAYERED)
+def test_imports_go_down(name: str) -> None:
+    """Through the layers, the rooms of the engine and the modules of the server."""
+    for imported in imports(MODULES[name]):
+        if (
+            imported not in MODULES
+            or (name, imported) in EXCEPTIONS
+            or imported.startswith(OUTSIDE)
+        ):
             continue
-        layer = imported.split(".")[1]
-        if layer.startswith("__"):
-            continue
-        assert layer in LEVEL, f"{name} imports {imported}"
-        assert LEVEL[layer] <= level, f"{name} imports {imported}, which is above it"
+        for layers, prefix in (
+            (LAYERS, "modulm"),
+            (ROOMS, "modulm.engine"),
+            (SERVER, "modulm_server"),
+        ):
+            own, other = level_of(name, layers, prefix), level_of(imported, layers, prefix)
+            if own is not None and other is not None:
+                assert other <= own, f"{name} imports {imported}, which is above it"
 
 
-@pytest.mark.parametrize(("name", "path"), list(modules()), ids=lambda value: str(value)[-40:])
-def test_the_core_imports_no_plugin(name: str, path: Path) -> None:
-    assert not [module for module in imports(path) if module.startswith("modulm_")]
+def test_no_circle_of_imports() -> None:
+    """Not even one that only types close."""
+    graph = {
+        name: {found for found in imports(path) if found in MODULES and found != name}
+        for name, path in MODULES.items()
+    }
+    assert not circles(graph)
+
+
+def circles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Groups of modules that reach one another."""
+    reach = {name: set(targets) for name, targets in graph.items()}
+    for middle in graph:
+        for targets in reach.values():
+            if middle in targets:
+                targets |= reach[middle]
+    rings = {
+        frozenset(other for other in targets if name in reach[other])
+        for name, targets in reach.items()
+        if name in targets
+    }
+    return [set(ring) for ring in rings]
+
+
+def test_a_circle_is_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a", "e"}, "e": set[str]()}
+    assert circles(graph) == [{"a", "b", "c"}]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_core_and_server_import_no_plugin(name: str) -> None:
+    own = "modulm_server" if name.startswith("modulm_server") else "modulm"
+    packages = {module.partition(".")[0] for module in imports(MODULES[name])} - {own}
+    assert not [package for package in packages if package.startswith("modulm_")]
 
 
 def test_contracts_import_no_torch() -> None:
@@ -113,11 +182,11 @@ def folders(kind: str) -> Iterator[Path]:
 #: Start of a module's name -> names it may mention: words that users or checkpoints bring.
 MENTIONS: dict[str, set[str]] = {
     # vLLM's names of flags
-    "config.schema": {"cuda", "mamba", "cohere"},
-    "engine.caches": {"mamba"},
-    "loading.model": {"mamba"},
+    "modulm.config.schema": {"cuda", "mamba", "cohere"},
+    "modulm.engine.kv_cache.sizing": {"mamba"},
+    "modulm.loading.model": {"mamba"},
     # a value of `rope_type` in config.json, whoever's model it is
-    "nn.rope": {"llama"},
+    "modulm.nn.rope": {"llama"},
 }
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
@@ -131,9 +200,9 @@ def test_the_core_names_no_plugin() -> None:
     """Names of drivers come in as data; text for people (docstrings) may give examples."""
     names = installed_names()
     found = []
-    for module, path in modules():
+    for module in (name for name in LAYERED if name.startswith("modulm.")):
         allowed = {w for start, some in MENTIONS.items() if module.startswith(start) for w in some}
-        for line, text in literals(path):
+        for line, text in literals(MODULES[module]):
             if words(text) & (names - allowed):
                 found.append(f"{module}:{line}: {text.strip()[:80]}")
     assert not found, "\n".join(found)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-CORE = ROOT / "core/modulm"
+CORE = ROOT / "core"
 MODULES = [
     path
     for path in sorted(CORE.rglob("*.py"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,8 +12,9 @@ import pytest
 from modulm.config import EngineConfig
 from modulm.errors import QueueFull
 from modulm.testing.checkpoints import make_tokenizer
-from modulm.testing.server import Live, Reply, ScriptedEngine, scripted_info, serve_in_thread
+from modulm.testing.scripted import Reply, ScriptedEngine, scripted_info
 from modulm.text.tokenizer import Tokenizer, load_tokenizer
+from modulm_server.testing import Live, serve_in_thread
 
 
 @pytest.fixture(scope="session")
@@ -82,10 +82,3 @@ def live(make_server: ServerMaker) -> Live:
 def http(live: Live) -> Iterator[httpx.Client]:
     with live.client() as client:
         yield client
-
-
-@pytest.fixture(scope="session")
-def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from modulm.testing.checkpoints import make_tiny
-
-    return make_tiny(tmp_path_factory.mktemp("tiny"))

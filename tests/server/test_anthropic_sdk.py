@@ -9,7 +9,7 @@ import anthropic
 import httpx
 import pytest
 
-from modulm.testing.server import Live
+from modulm_server.testing import Live
 
 TOOL: Any = {
     "name": "get_weather",

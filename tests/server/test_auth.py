@@ -10,15 +10,15 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import APIRouter, FastAPI
-from modulm_server import auth
-from modulm_server.auth import OPEN_PATHS, Keys, guard, read_keys
-from modulm_server.serve import check_exposure
 from starlette.routing import Mount, Route
 from starlette.websockets import WebSocket
 
 from modulm.config import EngineConfig
 from modulm.errors import ConfigError
-from modulm.testing.server import Live
+from modulm_server import auth
+from modulm_server.auth import OPEN_PATHS, Keys, guard, read_keys
+from modulm_server.serve import check_exposure
+from modulm_server.testing import Live
 
 ServerMaker = Callable[..., Live]
 

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from modulm.testing.server import Live
+from modulm_server.testing import Live
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from modulm.testing.server import Live, error_of
+from modulm_server.testing import Live, error_of
 
 ServerMaker = Callable[..., Live]
 

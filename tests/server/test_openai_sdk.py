@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from modulm.testing.server import Live
+from modulm_server.testing import Live
 
 TOOL: Any = {
     "type": "function",

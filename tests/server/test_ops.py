@@ -9,12 +9,12 @@ from typing import Any
 
 import httpx
 import pytest
-from modulm_server.template_sandbox import ForeignRenderer
 
 import modulm
 from modulm.errors import QueueFull
-from modulm.testing.server import Live, error_of
 from modulm.text.templates import TemplateFailed
+from modulm_server.template_sandbox import ForeignRenderer
+from modulm_server.testing import Live, error_of
 
 ServerMaker = Callable[..., Live]
 

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from modulm.testing.server import Live, error_of
+from modulm_server.testing import Live, error_of
 
 ServerMaker = Callable[..., Live]
 

@@ -10,9 +10,9 @@ import httpx
 import openai
 import pytest
 
-from modulm.testing.server import Live, error_of
 from modulm_route_responses.events import Log
 from modulm_route_responses.store import Store, Stored
+from modulm_server.testing import Live, error_of
 
 ServerMaker = Callable[..., Live]
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from modulm.testing.server import Live
+from modulm_server.testing import Live
 
 ServerMaker = Callable[..., Live]
 

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from modulm.testing.server import Live, error_of
+from modulm_server.testing import Live, error_of
 
 ServerMaker = Callable[..., Live]
 

@@ -8,13 +8,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import field, mutable
 
 from modulm.errors import ConfigError
 
-__all__ = ["Shapes", "normalize"]
+if TYPE_CHECKING:
+    import click
+
+__all__ = ["Shapes", "TakesFlags", "normalize"]
+
+
+class TakesFlags(Protocol):
+    """A command that takes the engine's flags (`modulm.cli.options.FlagCommand`)."""
+
+    server: bool
+    fixed: frozenset[str]
+    params: list[click.Parameter]
+
+    @property
+    def flag_options(self) -> list[click.Option]: ...
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]: ...
 
 
 @mutable

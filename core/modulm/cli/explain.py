@@ -36,10 +36,9 @@ def decisions_for(draft: Draft) -> list[Decision]:
 
     Raises what serving would raise before it reads weights.
     """
-    from modulm_server.chat_turn import parser_decisions
-
     from modulm.config.resolve import choose_platform, resolve
     from modulm.loading import explain_model, open_checkpoint, pooling_recipe
+    from modulm.parsing.choice import parser_decisions
     from modulm.plugins import manager
 
     plugins = manager.current()

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import click
 
+from modulm.cli.arguments import TakesFlags
 from modulm.config.schema.engine import GROUPS
 from modulm.config.schema.flags import Flag, Kind, flags_of, suggest
-
-if TYPE_CHECKING:
-    from modulm.cli.options import FlagCommand
 
 __all__ = ["print_help", "write_flag", "write_group", "write_overview", "write_topic"]
 
@@ -68,7 +65,7 @@ def write_group(formatter: click.HelpFormatter, name: str) -> None:
         formatter.write_dl([write_flag(spec) for spec in flags_of(GROUPS[name]) if spec.own])
 
 
-def write_overview(formatter: click.HelpFormatter, command: FlagCommand) -> None:
+def write_overview(formatter: click.HelpFormatter, command: TakesFlags) -> None:
     """The flags that most users need, and where the others are."""
     shown = [name for name in GROUPS if command.server or name != "frontend"]
     flags = {spec.name: spec for name in shown for spec in flags_of(GROUPS[name])}

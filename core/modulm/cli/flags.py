@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
-from modulm.cli.arguments import Shapes, normalize
+from modulm.cli.arguments import Shapes, TakesFlags, normalize
 from modulm.cli.flag_help import print_help
 from modulm.config.schema.engine import GROUPS, TABLES, all_flags
 from modulm.config.schema.flags import Flag, flags_of
 from modulm.config.sources import Draft, Source, draft, environment, read_yaml
 from modulm.errors import ConfigError
-
-if TYPE_CHECKING:
-    from modulm.cli.options import FlagCommand
 
 __all__ = ["FlagOption", "Names", "groups_of", "make_options", "option_of", "parse_flags"]
 
@@ -77,7 +74,7 @@ def _table_option(table: str) -> click.Option:
     return click.Option([name, *short, table], help=f"{group} as JSON.", metavar="JSON")
 
 
-def make_options(command: FlagCommand) -> list[click.Option]:
+def make_options(command: TakesFlags) -> list[click.Option]:
     """`--config`, one option per flag and one per group that has a table."""
     own = frozenset(
         name for parameter in command.params for name in (*parameter.opts, parameter.name or "")
@@ -94,13 +91,13 @@ def make_options(command: FlagCommand) -> list[click.Option]:
     return [config, *made]
 
 
-def groups_of(command: FlagCommand) -> list[str]:
+def groups_of(command: TakesFlags) -> list[str]:
     """The groups whose flags a command takes."""
     return [name for name in GROUPS if command.server or name != "frontend"]
 
 
 def parse_flags(
-    command: FlagCommand,
+    command: TakesFlags,
     ctx: click.Context,
     args: list[str],
     parse: Callable[[click.Context, list[str]], list[str]],
@@ -117,7 +114,7 @@ def parse_flags(
     return rest
 
 
-def _shapes(command: FlagCommand, ctx: click.Context) -> Shapes:
+def _shapes(command: TakesFlags, ctx: click.Context) -> Shapes:
     options = [param for param in command.get_params(ctx) if isinstance(param, click.Option)]
     flags = [option for option in options if isinstance(option, FlagOption)]
     tables = {option.spec.option for option in flags if option.spec.base.startswith("Mapping")}
@@ -139,7 +136,7 @@ def _shapes(command: FlagCommand, ctx: click.Context) -> Shapes:
     )
 
 
-def _file(command: FlagCommand, ctx: click.Context, words: Sequence[str]) -> Source | None:
+def _file(command: TakesFlags, ctx: click.Context, words: Sequence[str]) -> Source | None:
     """Flags of `--config FILE`; keys that are the command's own options become its defaults."""
     path = _option_value(words, "--config")
     if path is None:
@@ -150,7 +147,7 @@ def _file(command: FlagCommand, ctx: click.Context, words: Sequence[str]) -> Sou
     return Source(f"file {path}", {key: value for key, value in table.items() if key not in own})
 
 
-def _draft(command: FlagCommand, params: dict[str, Any], file: Source | None) -> Draft:
+def _draft(command: TakesFlags, params: dict[str, Any], file: Source | None) -> Draft:
     """Take the flag values out of `params` and join them with file and environment."""
     params.pop("config", None)
     given: dict[str, Any] = {}

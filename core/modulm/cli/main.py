@@ -17,6 +17,20 @@ __all__ = ["CommandGroup", "cli", "main"]
 _INTERRUPTED = 130
 _USAGE = 2
 
+#: Commands of this project's own packages -> the distribution to install.
+_PACKAGES = {
+    "bench": "modulm-command-bench",
+    "chat": "modulm-command-chat",
+    "collect-env": "modulm-command-collect-env",
+    "complete": "modulm-command-chat",
+    "config": "modulm-command-config",
+    "generate": "modulm-command-generate",
+    "parse": "modulm-command-parse",
+    "plugins": "modulm-command-plugins",
+    "run-batch": "modulm-command-run-batch",
+    "serve": "modulm-server",
+}
+
 
 class CommandGroup(click.Group):
     """Finds its commands in the entry-point group `modulm.commands`.
@@ -43,9 +57,13 @@ class CommandGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does, with close matches in the error."""
+        """As click does; the error says what to install, or close matches."""
         name = args[0]
         if not name.startswith("-") and name not in self.list_commands(ctx):
+            if any(d.name == name for d in plugins.current().everything() if d.kind == "commands"):
+                ctx.fail(f"{name!r} is switched off by --plugins={plugins.current().selection}")
+            if name in _PACKAGES:
+                ctx.fail(f"{name!r} is not installed: pip install {_PACKAGES[name]}")
             close = get_close_matches(name, self.list_commands(ctx), n=2)
             hint = f" Did you mean {' or '.join(close)}?" if close else ""
             ctx.fail(f"No such command {name!r}.{hint}")

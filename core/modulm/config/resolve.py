@@ -16,7 +16,7 @@ from modulm.contracts.platform import Platform
 from modulm.errors import ConfigError, PluginError
 from modulm.plugins import defaults
 from modulm.plugins.explain import Decision, Verdict
-from modulm.plugins.kinds import KINDS
+from modulm.plugins.kinds import kind_names
 from modulm.plugins.manager import PluginManager
 from modulm.plugins.selection import Selection
 
@@ -149,8 +149,8 @@ def _check_options(kind: str, name: str, table: Mapping[str, Any], plugins: Plug
         known = [entry.name for entry in plugins.everything() if entry.kind == kind]
         if name not in known:
             raise ConfigError(kind, f"no hook plugin {name!r} is installed{suggest(name, known)}")
-    elif kind not in KINDS:
-        raise ConfigError(kind, f"there is no such kind{suggest(kind, [*KINDS, 'hooks'])}")
+    elif kind not in kind_names():
+        raise ConfigError(kind, f"there is no such kind{suggest(kind, [*kind_names(), 'hooks'])}")
     else:
         plugins.find(kind, name)
     if kind not in _SELF_CHECKED:

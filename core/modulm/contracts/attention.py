@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from modulm.contracts.kernels import Ops
+    from modulm.contracts.ops import Ops
     from modulm.contracts.platform import Platform
 
 __all__ = ["API", "AttentionBackend", "AttentionSpec", "KVLayout", "StepLayout"]

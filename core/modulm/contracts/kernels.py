@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+from modulm.contracts.ops import Op, Ops
 from modulm.contracts.platform import Probe
 
 if TYPE_CHECKING:
@@ -18,21 +19,8 @@ __all__ = ["API", "Forward", "KernelProvider", "Op", "Ops"]
 
 API = 1
 
-Op = Callable[..., Any]
-
 #: `Model.forward`: a batch to hidden states [tokens, hidden].
 Forward: TypeAlias = "Callable[[Batch], torch.Tensor]"
-
-
-class Ops(Protocol):
-    """The table that the engine binds once: `ops.rms_norm(...)` is a provider's op or its twin.
-
-    `providers` names, for each op, who computes it.
-    """
-
-    providers: Mapping[str, str]
-
-    def __getattr__(self, name: str) -> Op: ...
 
 
 class KernelProvider(ABC):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from modulm.contracts.kernels import Ops
+    from modulm.contracts.ops import Ops
     from modulm.contracts.platform import Platform
 
 __all__ = [

@@ -39,9 +39,7 @@ class ObjectReader:
     """One object, member by member, from its opening brace on; in time linear in the text.
 
     `feed` gives the members' values as they grow. Afterwards `done` says that the closing brace
-    was read (what follows it is in the second result), `broken` that this is not a JSON object
-    (the second result begins with the first character that cannot be part of one, wherever the
-    text was cut).
+    was read (what follows it is in the second result), `broken` that this is not a JSON object.
     """
 
     def __init__(self) -> None:
@@ -58,7 +56,7 @@ class ObjectReader:
         self._events: list[Member] = []
 
     def feed(self, text: str) -> tuple[list[Member], str]:
-        """Read more; the second result is the text that is not part of the object."""
+        """Read more; the second result is the text after the object's end."""
         self._events = []
         at = 0
         while at < len(text) and not (self.done or self.broken):
@@ -81,7 +79,7 @@ class ObjectReader:
             self._in_string(token)
         else:
             self._outside(token)
-        return at + len(token) - len(token.lstrip()) if self.broken else match.end()
+        return match.end()
 
     def _in_string(self, token: str) -> None:
         self._put(token)

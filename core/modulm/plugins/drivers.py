@@ -16,11 +16,10 @@ from typing import Any
 
 from modulm.errors import PluginBroken
 from modulm.plugins.declaration import Declaration
-from modulm.plugins.kinds import HOOKS_GROUP, KINDS
+from modulm.plugins.kinds import kind_of
 
 __all__ = ["import_driver", "installed", "normalized"]
 
-_GROUPS = {kind.group: kind.name for kind in KINDS.values()} | {HOOKS_GROUP: "hooks"}
 _HEADER = re.compile(r"^(Name|Version):\s*(\S+)", re.MULTILINE)
 
 
@@ -51,11 +50,12 @@ def installed() -> Iterator[Declaration]:
             continue
         seen.add(normalized(name))
         for point in distribution.entry_points:
-            if point.group in _GROUPS:
+            kind = kind_of(point.group)
+            if kind is not None:
                 yield Declaration(
                     name=point.name,
                     target=point.value,
-                    kind=_GROUPS[point.group],
+                    kind=kind,
                     distribution=name,
                     version=version,
                     source="entry point",

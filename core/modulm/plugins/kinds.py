@@ -1,20 +1,28 @@
-"""The kinds of drivers: entry-point group, contract, and how their packages are named."""
+"""The kinds of drivers: entry-point group, contract, and how their packages are named.
+
+A package can bring a kind of its own: an entry point of group `modulm.kinds` whose name is the
+kind's and whose object is a `Kind`. It is imported when its contract is needed.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 
 from attrs import frozen
 
-from modulm.errors import PluginNotFound
+from modulm.errors import PluginBroken, PluginNotFound
 
-__all__ = ["HOOKS_GROUP", "KINDS", "Kind", "find_kind"]
+__all__ = ["HOOKS_GROUP", "KINDS", "KINDS_GROUP", "Kind", "find_kind", "kind_names", "kind_of"]
 
 #: Entry-point group of hook plugins: modules or objects with `modulm_*` functions.
 HOOKS_GROUP = "modulm"
+#: Entry-point group of kinds that packages bring.
+KINDS_GROUP = "modulm.kinds"
 
 _FAMILY = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
@@ -119,13 +127,39 @@ KINDS: Mapping[str, Kind] = _table(
         "checkpoints", "named checkpoint", "checkpoint", f"{_CONTRACTS}.checkpoint:NamedCheckpoint"
     ),
     Kind("commands", "command", "command"),
-    Kind("routes", "route family", "route", f"{_CONTRACTS}.route:RouteFamily"),
 )
 
 
+@cache
+def _brought() -> Mapping[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=KINDS_GROUP)}
+
+
+def kind_names() -> tuple[str, ...]:
+    """The names of all kinds, the core's first; imports none."""
+    return (*KINDS, *(name for name in _brought() if name not in KINDS))
+
+
+def kind_of(group: str) -> str | None:
+    """The kind whose drivers an entry-point group holds, or None for a group of other things."""
+    if group == HOOKS_GROUP:
+        return "hooks"
+    prefix, _, name = group.partition(".")
+    return name if prefix == HOOKS_GROUP and group != KINDS_GROUP else None
+
+
+@cache
 def find_kind(name: str) -> Kind:
-    """The kind called `name`. Raises PluginNotFound with the names there are."""
-    kind = KINDS.get(name)
-    if kind is None:
-        raise PluginNotFound(f"there is no kind {name!r}; kinds are {', '.join(KINDS)}")
+    """The kind called `name`. Raises PluginNotFound with the names there are, or PluginBroken."""
+    if name in KINDS:
+        return KINDS[name]
+    point = _brought().get(name)
+    if point is None:
+        raise PluginNotFound(f"there is no kind {name!r}; kinds are {', '.join(kind_names())}")
+    try:
+        kind = point.load()
+    except Exception as error:
+        raise PluginBroken(f"kind {name} cannot be imported: {error}") from error
+    if not isinstance(kind, Kind) or kind.name != name:
+        raise PluginBroken(f"{point.value} is not a Kind called {name!r}")
     return kind

@@ -9,8 +9,8 @@ import socket
 import sys
 
 from modulm.engine.async_llm import AsyncLLM
+from modulm.parsing.choice import with_declared_parsers
 from modulm_server.app import create_app
-from modulm_server.chat_turn import with_declared_parsers
 from modulm_server.serve import make_server
 
 __all__ = ["main"]

@@ -16,7 +16,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Route
 
 import modulm
-from modulm.contracts.route import RouteContext, RouteFamily
 from modulm.errors import ConfigError, ModulmError, PluginConflict
 from modulm.plugins import manager
 from modulm.text.chat import load_template
@@ -29,6 +28,7 @@ from modulm_server.loopback import LoopbackClient
 from modulm_server.metrics import HttpMetrics, exposition
 from modulm_server.request_guard import RequestGuard
 from modulm_server.request_log import RequestLog
+from modulm_server.route import RouteContext, RouteFamily
 from modulm_server.template_sandbox import ForeignRenderer
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from attrs import define, field, frozen
+from attrs import define, field
 
 from modulm.contracts.sampling import OutputKind
 from modulm.engine.frontend.beam_search import BeamSearchParams
@@ -20,6 +20,7 @@ from modulm.errors import EngineError, RequestError
 from modulm.text.chat import encode_chat
 from modulm.text.templates import execute
 from modulm_server.errors import ApiError, model_error
+from modulm_server.prompts import ChatOptions, Prompt
 from modulm_server.request_log import RequestLog
 
 if TYPE_CHECKING:
@@ -28,33 +29,12 @@ if TYPE_CHECKING:
     from modulm.contracts.sampling import PoolingParams, SamplingParams
     from modulm.engine.types.outputs import RequestOutput
 
-__all__ = ["ChatOptions", "GenerationService", "Prompt", "Running", "merged"]
+__all__ = ["GenerationService", "Running", "merged"]
 
 #: Characters up to which a prompt is tokenized where it stands: a thread costs more than that.
 _INLINE = 20_000
 #: Seconds after which a request that was not refused counts as accepted.
 _ACCEPTED = 1.0
-
-
-@frozen
-class Prompt:
-    """A prompt in both forms; `text` is None where the client sent ids."""
-
-    ids: tuple[int, ...]
-    text: str | None = None
-
-
-@frozen(kw_only=True)
-class ChatOptions:
-    """How messages are made into a prompt. `template`: source that the client sent, trusted."""
-
-    tools: Sequence[Mapping[str, Any]] = ()
-    documents: Sequence[Mapping[str, Any]] | None = None
-    template: str | None = None
-    variables: Mapping[str, Any] = field(factory=dict)
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    add_special_tokens: bool = False
 
 
 @define(eq=False)

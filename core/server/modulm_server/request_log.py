@@ -11,7 +11,7 @@ from modulm_server.errors import escape
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
-    from modulm_server.generation import Prompt
+    from modulm_server.prompts import Prompt
 
 __all__ = ["RequestLog"]
 

@@ -21,12 +21,12 @@ import uvicorn
 
 from modulm.errors import ConfigError
 from modulm.loading import open_checkpoint
+from modulm.parsing.choice import with_declared_parsers
 from modulm.plugins import manager
 from modulm.text.chat import load_template
 from modulm_server.api_workers import Workers
 from modulm_server.app import Served, create_app, served_names
 from modulm_server.auth import read_keys
-from modulm_server.chat_turn import with_declared_parsers
 
 if TYPE_CHECKING:
     from collections.abc import Callable

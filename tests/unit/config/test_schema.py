@@ -241,7 +241,7 @@ def test_plugin_terms_are_split() -> None:
 
 def test_every_flag_that_works_is_read_somewhere() -> None:
     root = Path(__file__).parents[3]
-    sources = [*(root / "core" / "modulm").rglob("*.py"), *(root / "plugins").rglob("*.py")]
+    sources = [*(root / "core").rglob("*.py"), *(root / "plugins").rglob("*.py")]
     read = {
         word
         for path in sources

@@ -212,7 +212,7 @@ def test_failure(watcher: Watcher, checkpoint: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_choosing_a_parser(watcher: Watcher, checkpoint: Path) -> None:
-    from modulm_server.chat_turn import with_declared_parsers
+    from modulm.parsing.choice import with_declared_parsers
 
     config = with_declared_parsers(EngineConfig.from_keywords(model=str(checkpoint)))
     assert config.frontend.tool_call_parser == "hermes"
@@ -223,7 +223,7 @@ def test_choosing_a_parser(watcher: Watcher, checkpoint: Path) -> None:
 
 
 def test_a_model_that_is_to_call_tools_needs_a_parser(checkpoint: Path) -> None:
-    from modulm_server.chat_turn import with_declared_parsers
+    from modulm.parsing.choice import with_declared_parsers
 
     asked = {"enable_auto_tool_choice": True}
     with pytest.raises(ConfigError, match="tool_call_parser.*declares none"):
@@ -233,11 +233,11 @@ def test_a_model_that_is_to_call_tools_needs_a_parser(checkpoint: Path) -> None:
 
 
 def test_server(watcher: Watcher, tmp_path: Path) -> None:
-    from modulm_server.serve import banner
-
     from modulm.testing.checkpoints import make_tokenizer
-    from modulm.testing.server import Reply, ScriptedEngine, scripted_info, serve_in_thread
+    from modulm.testing.scripted import Reply, ScriptedEngine, scripted_info
     from modulm.text.tokenizer import load_tokenizer
+    from modulm_server.serve import banner
+    from modulm_server.testing import serve_in_thread
 
     tokenizer = load_tokenizer(make_tokenizer(tmp_path))
     engine = ScriptedEngine(tokenizer, lambda prompt, params: Reply(), scripted_info(tokenizer))

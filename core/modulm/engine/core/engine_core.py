@@ -1,7 +1,7 @@
-"""The engine's side of the wall: everything from a configuration to a running engine.
+"""Builds and owns scheduler, executor and loop: from a configuration to a running engine.
 
-A `EngineCore` lives where steps are run: in the caller's thread (`LLM`), in a thread beside an event
-loop, or in a process of its own. Front ends meet it through `EngineInfo`, requests and events.
+An `EngineCore` lives where steps are run: in the caller's thread (`LLM`), in a thread beside an
+event loop, or in a process of its own. Front ends exchange requests and events with it.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from attrs import frozen
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -23,9 +24,10 @@ from modulm.contracts.requests import StepStats
 from modulm.contracts.sampling import PoolingParams
 
 if TYPE_CHECKING:
-    from modulm.engine.frontend.output_processor import RequestState
+    from modulm.contracts.sampling import SamplingParams
+    from modulm.engine.types.outputs import RequestMetrics
 
-__all__ = ["Histogram", "Metrics", "StepStats"]
+__all__ = ["Finished", "Histogram", "Metrics", "StepStats"]
 
 _PREFIX = "modulm:"
 _SECONDS = (
@@ -62,6 +64,17 @@ _GAUGES = {
     "num_requests_waiting": "Sequences that wait for one.",
     "kv_cache_usage_perc": "Share of cache blocks in use, 0 to 1.",
 }
+
+
+@frozen
+class Finished:
+    """A request that has ended: its times, and per answer the tokens and why it ended."""
+
+    times: RequestMetrics
+    params: SamplingParams | PoolingParams
+    prompt: int
+    generated: Sequence[int]
+    reasons: Sequence[str]
 
 
 class Histogram:
@@ -132,11 +145,11 @@ class Metrics(Collector):
         if seconds:
             self._histograms["inter_token_latency_seconds"].add(seconds)
 
-    def finished(self, answer: RequestState) -> None:
+    def finished(self, request: Finished) -> None:
         """A request has ended."""
-        times, tokens = answer.metrics, [len(choice.tokens) for choice in answer.choices]
-        self._counters["prompt_tokens"] += len(answer.prompt_ids)
-        self._add("request_prompt_tokens", len(answer.prompt_ids))
+        times, params = request.times, request.params
+        self._counters["prompt_tokens"] += request.prompt
+        self._add("request_prompt_tokens", request.prompt)
         self._between("e2e_request_latency_seconds", times.arrival_time, times.finished_time)
         begun, first, last = (
             times.first_scheduled_time,
@@ -148,20 +161,17 @@ class Metrics(Collector):
         self._between("request_prefill_time_seconds", begun, first)
         self._between("request_decode_time_seconds", first, last)
         self._between("request_inference_time_seconds", begun, last)
-        self._count_reasons(answer)
-        if isinstance(answer.params, PoolingParams):
-            return
-        self._add("request_generation_tokens", sum(tokens))
-        self._add("request_params_n", answer.params.n)
-        if answer.params.max_tokens is not None:
-            self._add("request_params_max_tokens", answer.params.max_tokens)
-        if first is not None and last is not None and max(tokens) > 1:
-            self._add("request_time_per_output_token_seconds", (last - first) / (max(tokens) - 1))
-
-    def _count_reasons(self, answer: RequestState) -> None:
-        reasons = [choice.reason or "abort" for choice in answer.choices] or ["stop"]
-        for reason in ["error"] if answer.error is not None else reasons:
+        for reason in request.reasons:
             self._success[reason] += 1
+        if isinstance(params, PoolingParams):
+            return
+        self._add("request_generation_tokens", sum(request.generated))
+        self._add("request_params_n", params.n)
+        if params.max_tokens is not None:
+            self._add("request_params_max_tokens", params.max_tokens)
+        gaps = max(request.generated) - 1
+        if first is not None and last is not None and gaps > 0:
+            self._add("request_time_per_output_token_seconds", (last - first) / gaps)
 
     def _add(self, name: str, value: float) -> None:
         self._histograms[name].add((value,))

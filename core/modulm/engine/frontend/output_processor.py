@@ -1,7 +1,7 @@
-"""The consumer's side: from the engine's events to text, piece by piece, for many requests.
+"""Detokenizes what the engine gives: from step events to the outputs of many requests.
 
-An `RequestState` gathers what the n sequences of a request gave. It is fed once per step and read when
-its caller gets round to it, so a slow caller finds several deltas merged into one.
+A `RequestState` gathers what the n sequences of a request gave. It is fed once per step and read
+when its caller gets round to it, so a slow caller finds several deltas merged into one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from attrs import define, field
 from modulm.contracts.executor import RowLogprobs
 from modulm.contracts.requests import Finish, StepEvents
 from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
+from modulm.engine.frontend.metrics import Finished
 from modulm.engine.types.outputs import (
     CompletionOutput,
     Logprob,
@@ -195,6 +196,17 @@ class RequestState:
         if isinstance(self.params, PoolingParams):
             return self._pooled is not None
         return all(choice.reason is not None for choice in self.choices)
+
+    def summary(self) -> Finished:
+        """What is counted of it once it has ended."""
+        reasons = [choice.reason or "abort" for choice in self.choices] or ["stop"]
+        return Finished(
+            times=self.metrics,
+            params=self.params,
+            prompt=len(self.prompt_ids),
+            generated=[len(choice.tokens) for choice in self.choices],
+            reasons=reasons if self.error is None else ["error"],
+        )
 
     def started(self, cached: int, time: float) -> None:
         """A sequence got its row; the first one counts."""
@@ -396,4 +408,4 @@ class OutputProcessor:
         if answer.metrics.finished_time is None:
             answer.metrics.finished_time = time.monotonic()
             if self._metrics is not None and answer.parent is None:
-                self._metrics.finished(answer)
+                self._metrics.finished(answer.summary())

@@ -11,7 +11,7 @@ import click
 from modulm import plugins
 from modulm.errors import PluginError, PluginNotFound
 from modulm.plugins.declaration import Declaration
-from modulm.plugins.kinds import KINDS, find_kind
+from modulm.plugins.kinds import find_kind, kind_names
 
 __all__ = ["command"]
 
@@ -101,8 +101,9 @@ def new(kind: str, name: str, into: Path) -> None:
 def _of_kind(kind: str | None) -> list[Declaration]:
     if kind is not None and kind != "hooks":
         find_kind(kind)
-    found = [d for d in plugins.current().everything() if kind in (None, d.kind)]
-    order = ["hooks", *KINDS]
+    order = ["hooks", *kind_names()]
+    everything = plugins.current().everything()
+    found = [d for d in everything if d.kind in order and kind in (None, d.kind)]
     return sorted(found, key=lambda d: (order.index(d.kind), d.name, d.distribution))
 
 

@@ -10,6 +10,7 @@ from uuid import uuid4
 
 import httpx
 from attrs import frozen
+
 from modulm_server.app import Served
 
 __all__ = ["Line", "answer_all", "read_line"]

@@ -10,13 +10,13 @@ from typing import Any
 
 import click
 import uvicorn
-from modulm_server.app import Served, create_app
 from tqdm import tqdm
 
 from modulm.config import EngineConfig
 from modulm.engine.async_llm import AsyncLLM
 from modulm_command_run_batch.batch import answer_all
 from modulm_command_run_batch.files import Answers, is_url, read_lines, upload
+from modulm_server.app import Served, create_app
 
 __all__ = ["run"]
 

@@ -131,7 +131,7 @@ class Local:
     """A model in this process: the engine runs on an event loop of its own thread."""
 
     def __init__(self, draft: Draft) -> None:
-        from modulm_server.chat_turn import with_declared_parsers
+        from modulm.parsing.choice import with_declared_parsers
 
         # One conversation does not need a process of its own, and starts sooner without.
         config = draft.config.with_(disable_frontend_multiprocessing=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter
-from modulm_server.errors import ApiError
-from modulm_server.json_body import json_response
 from starlette.responses import Response
 
-from modulm.contracts.route import RouteFamily
+from modulm_server.errors import ApiError
+from modulm_server.json_body import json_response
+from modulm_server.route import RouteFamily
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

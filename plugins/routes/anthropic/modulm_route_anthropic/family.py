@@ -6,15 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 from fastapi import APIRouter, Request
-from modulm_server.chat_turn import Parsers, Turn
-from modulm_server.constraints import forced_tool
-from modulm_server.errors import ClientGone, error_body, report
-from modulm_server.generation import ChatOptions
-from modulm_server.json_body import bad_field, json_response, read, takes
-from modulm_server.sse import EventStream, event, until_gone
 from starlette.responses import Response
 
-from modulm.contracts.route import RouteFamily
 from modulm_route_anthropic.events import Events, blocks_of, stop_of, usage_of
 from modulm_route_anthropic.schema import (
     CountRequest,
@@ -23,6 +16,13 @@ from modulm_route_anthropic.schema import (
     params_of,
     tools_of,
 )
+from modulm_server.chat_turn import Parsers, Turn
+from modulm_server.constraints import forced_tool
+from modulm_server.errors import ClientGone, error_body, report
+from modulm_server.json_body import bad_field, json_response, read, takes
+from modulm_server.prompts import ChatOptions
+from modulm_server.route import RouteFamily
+from modulm_server.sse import EventStream, event, until_gone
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-from modulm_server.constraints import check_tools
-from modulm_server.json_body import bad_field
-from modulm_server.sampling import LIMITS
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from modulm.contracts.sampling import OutputKind, SamplingParams
+from modulm_server.constraints import check_tools
+from modulm_server.json_body import bad_field
+from modulm_server.sampling import LIMITS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

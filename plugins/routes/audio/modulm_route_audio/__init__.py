@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from fastapi import APIRouter
-from modulm_server.errors import ApiError
 from starlette.responses import Response
 
-from modulm.contracts.route import RouteFamily
+from modulm_server.errors import ApiError
+from modulm_server.route import RouteFamily
 
 __all__ = ["Audio"]
 

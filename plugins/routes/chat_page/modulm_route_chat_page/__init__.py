@@ -10,7 +10,7 @@ from importlib.resources import files
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from modulm.contracts.route import RouteFamily
+from modulm_server.route import RouteFamily
 
 __all__ = ["ChatPage"]
 

@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import IO
 
-    from modulm_server.loopback import LoopbackClient
-
     from modulm_route_files.store import FileStore, StoredFile
+    from modulm_server.loopback import LoopbackClient
 
 __all__ = ["ENDPOINTS", "Batch"]
 

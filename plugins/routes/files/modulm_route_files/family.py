@@ -6,18 +6,18 @@ import asyncio
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from modulm_server.auth import owner_of
-from modulm_server.errors import ApiError
-from modulm_server.json_body import bad_field, json_response, read, takes
-from modulm_server.sampling import LIMITS
 from msgspec import Meta, Struct
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, Response
 
-from modulm.contracts.route import RouteFamily
 from modulm_route_files.batch import ENDPOINTS, Batch
 from modulm_route_files.store import FileStore
+from modulm_server.auth import owner_of
+from modulm_server.errors import ApiError
+from modulm_server.json_body import bad_field, json_response, read, takes
+from modulm_server.route import RouteFamily
+from modulm_server.sampling import LIMITS
 
 __all__ = ["Files"]
 

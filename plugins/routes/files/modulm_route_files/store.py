@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from attrs import define
+
 from modulm_server.errors import ApiError
 
 if TYPE_CHECKING:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
+import modulm
 from modulm_server.json_body import bad_field
 from modulm_server.request_guard import safe_id
-
-import modulm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from modulm_server.sampling import SamplingFields
     from starlette.requests import Request
+
+    from modulm_server.sampling import SamplingFields
 
 __all__ = [
     "StreamUsage",

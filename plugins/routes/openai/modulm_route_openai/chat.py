@@ -6,17 +6,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
-from modulm_server.chat_turn import Message, Parsers, Started, Step, Turn
-from modulm_server.constraints import (
-    asked,
-    check_tools,
-    forced_tool,
-    only_one,
-)
-from modulm_server.generation import ChatOptions
-from modulm_server.json_body import bad_field, json_response
-from modulm_server.sampling import not_yet, sampling_params
-from modulm_server.sse import DONE, EventStream, frame, until_gone
 
 from modulm.contracts.parser import Content, Reasoning, ToolArguments, ToolStart
 from modulm.parsing import new_call_id
@@ -29,6 +18,17 @@ from modulm_route_openai.answers import (
     prompt_logprobs,
     usage,
 )
+from modulm_server.chat_turn import Message, Parsers, Started, Step, Turn
+from modulm_server.constraints import (
+    asked,
+    check_tools,
+    forced_tool,
+    only_one,
+)
+from modulm_server.json_body import bad_field, json_response
+from modulm_server.prompts import ChatOptions
+from modulm_server.sampling import not_yet, sampling_params
+from modulm_server.sse import DONE, EventStream, frame, until_gone
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from modulm.contracts.route import RouteContext
     from modulm.contracts.sampling import SamplingParams
     from modulm.engine.frontend.beam_search import BeamSearchParams
     from modulm_route_openai.schema import ChatRequest
+    from modulm_server.route import RouteContext
 
 __all__ = ["Chat"]
 

@@ -8,11 +8,6 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
-from modulm_server.constraints import asked, only_one
-from modulm_server.generation import Prompt, Running, merged
-from modulm_server.json_body import bad_field, json_response
-from modulm_server.sampling import LIMITS, not_yet, sampling_params
-from modulm_server.sse import DONE, EventStream, frame, until_gone
 
 from modulm.engine.frontend.beam_search import BeamSearchParams
 from modulm_route_openai.answers import (
@@ -24,6 +19,12 @@ from modulm_route_openai.answers import (
     prompt_logprobs,
     usage,
 )
+from modulm_server.constraints import asked, only_one
+from modulm_server.generation import Running, merged
+from modulm_server.json_body import bad_field, json_response
+from modulm_server.prompts import Prompt
+from modulm_server.sampling import LIMITS, not_yet, sampling_params
+from modulm_server.sse import DONE, EventStream, frame, until_gone
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from modulm.contracts.route import RouteContext
     from modulm.contracts.sampling import SamplingParams, StructuredOutputs
     from modulm_route_openai.schema import CompletionRequest
+    from modulm_server.route import RouteContext
 
 __all__ = ["Completions"]
 

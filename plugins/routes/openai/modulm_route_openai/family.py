@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, Request
-from modulm_server.errors import model_error
-from modulm_server.json_body import json_response, read, takes
 from starlette.responses import Response
 
-from modulm.contracts.route import RouteFamily
 from modulm_route_openai.chat import Chat
 from modulm_route_openai.completions import Completions
 from modulm_route_openai.schema import ChatRequest, CompletionRequest
+from modulm_server.errors import model_error
+from modulm_server.json_body import json_response, read, takes
+from modulm_server.route import RouteFamily
 
 __all__ = ["OpenAI"]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from modulm_server.sampling import LIMITS, SamplingFields
 from msgspec import Meta
+
+from modulm_server.sampling import LIMITS, SamplingFields
 
 __all__ = ["ChatRequest", "CompletionRequest"]
 

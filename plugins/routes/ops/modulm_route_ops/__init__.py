@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter
-from modulm_server.errors import ApiError
-from modulm_server.json_body import json_response
-from modulm_server.metrics import exposition, merged
 from starlette.responses import Response
 
 import modulm
-from modulm.contracts.route import RouteFamily
+from modulm_server.errors import ApiError
+from modulm_server.json_body import json_response
+from modulm_server.metrics import exposition, merged
+from modulm_server.route import RouteFamily
 
 __all__ = ["Ops"]
 

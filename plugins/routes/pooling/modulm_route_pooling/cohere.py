@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from modulm_server.json_body import bad_field
 
 from modulm_route_pooling.prompts import text_of
 from modulm_route_pooling.schema import CohereEmbedRequest, EmbedRequest
 from modulm_route_pooling.vectors import bits
+from modulm_server.json_body import bad_field
 
 __all__ = ["answer", "question", "refuse_images"]
 

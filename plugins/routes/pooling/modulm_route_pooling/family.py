@@ -14,12 +14,8 @@ from uuid import uuid4
 
 import numpy as np
 from fastapi import APIRouter, Request
-from modulm_server.generation import Prompt
-from modulm_server.json_body import bad_field, json_response, read, takes
-from modulm_server.sse import until_gone
 from starlette.responses import Response
 
-from modulm.contracts.route import RouteFamily
 from modulm.contracts.sampling import PoolingParams
 from modulm.engine.pooling.inputs import PoolingInputs
 from modulm.errors import RequestError
@@ -34,6 +30,10 @@ from modulm_route_pooling.schema import (
     ScoreRequest,
 )
 from modulm_route_pooling.vectors import bytes_response, is_binary, shown
+from modulm_server.json_body import bad_field, json_response, read, takes
+from modulm_server.prompts import Prompt
+from modulm_server.route import RouteFamily
+from modulm_server.sse import until_gone
 
 __all__ = ["Pooling"]
 

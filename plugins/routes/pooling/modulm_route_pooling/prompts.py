@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from modulm_server.generation import ChatOptions, GenerationService
-from modulm_server.json_body import bad_field
-from modulm_server.sampling import LIMITS
-
 from modulm.contracts.sampling import PoolingParams
 from modulm.engine.pooling.inputs import PoolingInputs, paired
 from modulm.errors import RequestError
 from modulm_route_pooling.schema import ClassifyRequest, EmbedRequest, RerankRequest, ScoreRequest
+from modulm_server.generation import GenerationService
+from modulm_server.json_body import bad_field
+from modulm_server.prompts import ChatOptions
+from modulm_server.sampling import LIMITS
 
 __all__ = ["Part", "pairs_of", "prompts_of", "text_of"]
 

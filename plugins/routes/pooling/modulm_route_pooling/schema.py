@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from modulm_server.sampling import LIMITS
 from msgspec import UNSET, Meta, Struct, UnsetType
+
+from modulm_server.sampling import LIMITS
 
 __all__ = [
     "ClassifyRequest",

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from modulm_server.errors import ApiError
-from modulm_server.json_body import bad_field
 from starlette.responses import Response
 
 from modulm_route_pooling.schema import EmbedRequest
+from modulm_server.errors import ApiError
+from modulm_server.json_body import bad_field
 
 __all__ = ["bits", "bytes_response", "is_binary", "shown"]
 

@@ -10,15 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 from fastapi import APIRouter, Request
-from modulm_server.auth import owner_of
-from modulm_server.chat_turn import Parsers, Turn
-from modulm_server.errors import ApiError, describe, escape
-from modulm_server.generation import ChatOptions, Prompt
-from modulm_server.json_body import bad_field, json_response, read, takes
-from modulm_server.sse import EventStream, event, until_gone
 from starlette.responses import Response
 
-from modulm.contracts.route import RouteFamily
 from modulm_route_responses.body import page, refuse, response, usage
 from modulm_route_responses.events import Log
 from modulm_route_responses.output import Output
@@ -32,6 +25,13 @@ from modulm_route_responses.schema import (
     tools_of,
 )
 from modulm_route_responses.store import Store, Stored
+from modulm_server.auth import owner_of
+from modulm_server.chat_turn import Parsers, Turn
+from modulm_server.errors import ApiError, describe, escape
+from modulm_server.json_body import bad_field, json_response, read, takes
+from modulm_server.prompts import ChatOptions, Prompt
+from modulm_server.route import RouteFamily
+from modulm_server.sse import EventStream, event, until_gone
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
+
 from modulm_server.errors import ApiError
 
 if TYPE_CHECKING:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from modulm_server.constraints import check_tools
-from modulm_server.generation import ChatOptions
-from modulm_server.json_body import bad_field, json_response, read, takes
-from modulm_server.sampling import LIMITS
 from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.responses import Response
 
-from modulm.contracts.route import RouteFamily
+from modulm_server.constraints import check_tools
+from modulm_server.json_body import bad_field, json_response, read, takes
+from modulm_server.prompts import ChatOptions
+from modulm_server.route import RouteFamily
+from modulm_server.sampling import LIMITS
 
 __all__ = ["Tokens"]
 

@@ -17,7 +17,7 @@ import torch
 from modulm.config import EngineConfig
 from modulm.engine.async_llm import AsyncLLM
 from modulm.testing.checkpoints import make_tiny
-from modulm.testing.server import error_of, serve_in_thread
+from modulm_server.testing import error_of, serve_in_thread
 
 TEXTS = ["It is a cat.", "No", "The capital of France is Paris."]
 

@@ -24,11 +24,11 @@ API = 1
 class RouteContext:
     """What a family is built with.
 
-    engine: modulm.engine.async_llm.AsyncLLM. config: the resolved EngineConfig. models: names that the
-    model is served under, the first one is shown in answers. created: Unix time in seconds at
-    which the server was built. desk: modulm_server.generation.Desk, which turns messages and prompts
-    into running generations. registry: the prometheus_client registry behind /metrics. inside:
-    modulm_server.loopback.Inside, which lets a family call the server's other routes.
+    engine: modulm.engine.async_llm.AsyncLLM. config: the resolved EngineConfig. models: names that
+    the model is served under, the first one is shown in answers. created: Unix time in seconds at
+    which the server was built. desk: the GenerationService, which turns messages and prompts into
+    running generations. registry: the prometheus_client registry behind /metrics. inside: the
+    LoopbackClient, which lets a family call the server's other routes.
     """
 
     engine: Any

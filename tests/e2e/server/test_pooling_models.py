@@ -22,7 +22,7 @@ from modulm.config import EngineConfig
 from modulm.engine.async_llm import AsyncLLM
 from modulm.errors import ConfigError, RequestError
 from modulm.testing.checkpoints import make_tiny
-from modulm.testing.server import serve_in_thread
+from modulm_server.testing import serve_in_thread
 
 ONE = {"id2label": {"0": "fits"}, "label2id": {"fits": 0}}
 

@@ -14,7 +14,7 @@ import torch
 from modulm import AsyncLLM
 from modulm.config import EngineConfig
 from modulm.testing.engines import check_empty
-from modulm.testing.server import Live, error_of, serve_in_thread
+from modulm_server.testing import Live, error_of, serve_in_thread
 
 WIDTH, TOKENS = 3, 10
 PROMPTS = [[5, 9, 77, 300, 12], [400, 3, 3, 60], [250] * 40]

@@ -37,10 +37,9 @@ def command(draft: Draft, model_tag: str | None) -> None:
 
 def _serve(draft: Draft, process: EngineProcess | None) -> int:
     """The exit code of a server; `process` gets ready for its engine meanwhile."""
-    from modulm_server.serve import serve
-
     from modulm.cli.logs import configure_logging
     from modulm.engine.async_llm import AsyncLLM
+    from modulm_server.serve import serve
 
     configure_logging(draft.config)
     print_notices(draft.notices)

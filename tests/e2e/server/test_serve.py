@@ -18,10 +18,10 @@ import httpx
 import openai
 import pytest
 from attrs import define
-from modulm_server.serve import open_socket, serve
 
 from modulm.config import EngineConfig
 from modulm.errors import CheckpointError, ConfigError
+from modulm_server.serve import open_socket, serve
 
 CHAT = "/v1/chat/completions"
 

@@ -1,25 +1,13 @@
-"""A scripted engine with AsyncLLM's interface, and a server around it on a free port.
-
-For tests of routes, of clients and of route plugins: real tokenizer, real HTTP, no model.
-"""
+"""A scripted engine, as front ends see one: for tests of servers, routes and clients, no model."""
 
 from __future__ import annotations
 
 import asyncio
-import re
-import socket
-import threading
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
-import httpx
 import numpy as np
-import uvicorn
 from attrs import define, field, frozen
-from modulm_server.app import Served, create_app
-from modulm_server.serve import make_server, open_socket
 
 from modulm.config import EngineConfig
 from modulm.contracts.executor import RowLogprobs
@@ -33,7 +21,7 @@ from modulm.engine.types.outputs import PoolingOutput, PoolingRequestOutput, Req
 from modulm.errors import EngineDead, EngineError, UnsupportedError
 from modulm.text.tokenizer import Tokenizer
 
-__all__ = ["Live", "Reply", "ScriptedEngine", "error_of", "scripted_info", "serve_in_thread"]
+__all__ = ["Reply", "ScriptedEngine", "scripted_info"]
 
 
 @frozen
@@ -302,67 +290,3 @@ class _Play:
             finished=finished,
             num_cached_tokens=0,
         )
-
-
-@define(eq=False)
-class Live:
-    """A running server."""
-
-    url: str
-    engine: Any
-    served: Served
-
-    def client(self, **options: Any) -> httpx.Client:
-        """A client of this server; close it, or use it in a `with` statement."""
-        return httpx.Client(base_url=self.url, timeout=20, **options)
-
-    def raw(self, data: bytes, wait: float = 5.0) -> bytes:
-        """What the server answers to these bytes until it closes or is silent for `wait` s."""
-        where = urlsplit(self.url)
-        received = b""
-        with socket.create_connection((where.hostname, where.port), timeout=wait) as sock:
-            try:
-                sock.sendall(data)
-                while piece := sock.recv(65536):
-                    received += piece
-            except (TimeoutError, ConnectionError):
-                return received
-        return received
-
-
-#: Anything that tells about the machine: addresses, tracebacks, paths.
-_PRIVATE = re.compile(r"0x[0-9a-f]{6,}|Traceback|site-packages|/root|/home|/tmp/|\.py\b")
-
-
-def error_of(response: httpx.Response) -> dict[str, Any]:
-    """The error of a response, which must have OpenAI's shape and tell nothing of the machine."""
-    body = response.json()
-    assert set(body) == {"error"}, body
-    error: dict[str, Any] = body["error"]
-    assert set(error) == {"message", "type", "param", "code"}, error
-    assert error["message"]
-    assert not _PRIVATE.search(response.text), response.text
-    return error
-
-
-@contextmanager
-def serve_in_thread(engine: Any, config: EngineConfig) -> Iterator[Live]:
-    """A real server on a free port of the loopback interface."""
-    config = config.with_(host="127.0.0.1", port=0)
-    served = create_app(engine, config)
-    sock = open_socket(config.frontend)
-    server = make_server(served, config.frontend)
-    thread = threading.Thread(target=_run, args=(server, sock), name="test-server")
-    thread.start()
-    try:
-        while not server.started and thread.is_alive():
-            threading.Event().wait(0.01)
-        yield Live(f"http://127.0.0.1:{sock.getsockname()[1]}", engine, served)
-    finally:
-        server.should_exit = True
-        thread.join(30)
-        sock.close()
-
-
-def _run(server: uvicorn.Server, sock: Any) -> None:
-    server.run(sockets=[sock])
