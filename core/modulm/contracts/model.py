@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from attrs import field, frozen
 
 from modulm.contracts.attention import AttentionSpec
+from modulm.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     import torch
+
+    from modulm.contracts.media import MediaItem
 
 __all__ = ["API", "Batch", "CacheSpec", "Model", "StatePlan", "StateSpec"]
 
@@ -70,6 +73,7 @@ class Batch:
     CacheSpec of the model, in its order. plans: one entry per cache group; `groups[i]` is the
     group of cache i. sample: [n] int64, the token positions whose logits are wanted. embeds:
     [tokens, hidden] or None, replaces the embedding where `embeds_mask` [tokens] is true.
+    axis_positions: [axes, tokens] int64 for models that count along several axes, else None.
     extras: named tensors that only some models read ("token_types", ...).
     """
 
@@ -82,6 +86,7 @@ class Batch:
     sample: torch.Tensor
     embeds: torch.Tensor | None = None
     embeds_mask: torch.Tensor | None = None
+    axis_positions: torch.Tensor | None = None
     extras: Mapping[str, torch.Tensor] = field(factory=dict)
 
     def plan(self, cache: int) -> Any:
@@ -101,6 +106,8 @@ class Model(ABC):
     config_type: ClassVar[type]
     #: What the model is for: "generate", or a pooling task ("embed", "classify", "score", ...).
     tasks: ClassVar[tuple[str, ...]] = ("generate",)
+    #: Along how many axes it counts the positions of tokens (time, height and width of an image).
+    axes: ClassVar[int] = 1
 
     @classmethod
     @abstractmethod
@@ -135,6 +142,13 @@ class Model(ABC):
         "LAST" token, "CLS" (the first) or "MEAN" of all.
         """
         return "LAST"
+
+    def encode(self, items: Sequence[MediaItem]) -> Sequence[torch.Tensor]:
+        """Run the encoder over media: per item [item.length, hidden], in the order given.
+
+        Items of several kinds may be mixed; what is given together may be computed together.
+        """
+        raise UnsupportedError(f"{type(self).__name__} takes no images, video or sound")
 
     @abstractmethod
     def forward(self, batch: Batch) -> torch.Tensor:

@@ -25,10 +25,11 @@ class Cursor:
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
-        self._before = ""  # the last two characters consumed: enough to see an opening quote
+        self._before = ""  # two characters before the text: enough to see an opening quote
 
     def push(self, text: str) -> None:
         """More text has arrived."""
+        self._before = (self._before + self._text[: self._at][-2:])[-2:]
         self._text = self._text[self._at :] + text
         self._at = 0
 
@@ -56,6 +57,10 @@ class Cursor:
         """Consume `count` characters."""
         return self._consume(self._at + count)
 
+    def back(self, count: int) -> None:
+        """Give back the last `count` characters that were taken since the last `push`."""
+        self._at -= count
+
     def starts(self, word: str) -> bool | None:
         """Whether the text begins with `word`; None while it could still become that."""
         head = self._text[self._at : self._at + len(word)]
@@ -71,7 +76,8 @@ class Cursor:
         """
         search = _pattern(markers)
         start = self._at
-        while match := search.search(self._text, start):
+        end = self._certain(markers, start, final=final)
+        while (match := search.search(self._text, start)) and match.start() < end:
             quoted = self._quoted(match.start(), match.end(), final)
             if quoted is None:
                 return self._consume(match.start()), None
@@ -79,18 +85,17 @@ class Cursor:
                 text = self._consume(match.start())
                 return text, self._consume(match.end())
             start = match.end()
-        end = len(self._text) if final else self._certain(markers, start)
+            end = self._certain(markers, start, final=final)
         return self._consume(end), None
 
     def _consume(self, end: int) -> str:
         end = min(end, len(self._text))
         text = self._text[self._at : end]
         self._at = end
-        self._before = (self._before + text[-2:])[-2:]
         return text
 
     def _quoted(self, start: int, end: int, final: bool) -> bool | None:
-        before = (self._before + self._text[max(self._at, start - 2) : start])[-2:]
+        before = (self._before + self._text[max(0, start - 2) : start])[-2:]
         quote = before[-1:]
         if not quote or quote not in _QUOTES:
             return False
@@ -100,13 +105,15 @@ class Cursor:
             return False if final else None
         return self._text[end] == quote
 
-    def _certain(self, markers: tuple[str, ...], start: int) -> int:
-        """Where a tail begins that could grow into a marker."""
+    def _certain(self, markers: tuple[str, ...], start: int, *, final: bool) -> int:
+        """Where a tail begins that more text could make a marker, also a longer one than it is."""
         size = len(self._text)
+        if final:
+            return size
         longest = max(map(len, markers))
         for at in range(max(start, self._at, size - longest + 1), size):
             tail = self._text[at:]
-            if any(marker.startswith(tail) for marker in markers):
+            if any(marker.startswith(tail) and marker != tail for marker in markers):
                 return at
         return size
 

@@ -53,7 +53,7 @@ class CallReader:
     @property
     def broken(self) -> bool:
         """Whether the text is no call: not an object, no name, or arguments of another type."""
-        return self._reader.broken or self._name == "" or (self.done and not self._valid())
+        return self._reader.broken or (self.done and not self._valid())
 
     def feed(self, text: str) -> tuple[list[Event], str]:
         """Read more; the second result is what follows the object."""
@@ -129,7 +129,8 @@ class NamedCall(ToolParser):
         _, rest = self._reader.feed(text)
         used = text[: len(text) - len(rest)]
         self._text += used
-        events.append(ToolArguments(0, used))
+        if used:
+            events.append(ToolArguments(0, used))
         if self._reader.done and isinstance(loads(self._text), dict):
             events.append(ToolEnd(0))
         return events

@@ -39,7 +39,9 @@ class ObjectReader:
     """One object, member by member, from its opening brace on; in time linear in the text.
 
     `feed` gives the members' values as they grow. Afterwards `done` says that the closing brace
-    was read (what follows it is in the second result), `broken` that this is not a JSON object.
+    was read (what follows it is in the second result), `broken` that this is not a JSON object
+    (the second result begins with the first character that cannot be part of one, wherever the
+    text was cut).
     """
 
     def __init__(self) -> None:
@@ -56,7 +58,7 @@ class ObjectReader:
         self._events: list[Member] = []
 
     def feed(self, text: str) -> tuple[list[Member], str]:
-        """Read more; the second result is the text after the object's end."""
+        """Read more; the second result is the text that is not part of the object."""
         self._events = []
         at = 0
         while at < len(text) and not (self.done or self.broken):
@@ -79,7 +81,7 @@ class ObjectReader:
             self._in_string(token)
         else:
             self._outside(token)
-        return match.end()
+        return at + len(token) - len(token.lstrip()) if self.broken else match.end()
 
     def _in_string(self, token: str) -> None:
         self._put(token)

@@ -1,11 +1,18 @@
-"""Hook plugins: registered whole or not at all, told of events without being able to hurt them."""
+"""Hook plugins: registered whole or not at all, called by pluggy, switched off where they fail.
+
+pluggy makes every call, so `tryfirst`, `trylast`, `wrapper=True`, `firstresult` and history mean
+what pluggy says. It lets an error of one plugin end the call for all, which is right where raising
+is meant to stop something (`hookspecs.STOPPING`) and wrong anywhere else: there an implementation
+is registered behind a guard that logs the error, switches its plugin off and answers nothing.
+"""
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from difflib import get_close_matches
+from functools import partial, wraps
 from typing import Any
 
 import pluggy
@@ -25,24 +32,43 @@ _KINDS_OF = {
     hook: tuple(kind.name for kind in KINDS.values() if kind.hook == hook)
     for hook in {kind.hook for kind in KINDS.values() if kind.hook}
 }
+#: Hooks whose errors reach whoever called them.
+_UNGUARDED = hookspecs.STOPPING | _KINDS_OF.keys()
+
+
+class _Member:
+    """What pluggy is given in place of a plugin: the same implementations, guarded."""
+
+    def __init__(self, plugin: object, options: Mapping[str, pluggy.HookimplOpts]) -> None:
+        self.plugin = plugin
+        self.options = options
+
+
+class _Manager(pluggy.PluginManager):
+    """pluggy's manager; a member's functions keep the marks of its plugin's."""
+
+    def parse_hookimpl_opts(self, plugin: object, name: str) -> pluggy.HookimplOpts | None:
+        if isinstance(plugin, _Member):
+            return plugin.options.get(name)
+        return super().parse_hookimpl_opts(plugin, name)
 
 
 class Hooks:
-    """The pluggy manager of one set of plugins."""
+    """The hook plugins of one `PluginManager`."""
 
     def __init__(self) -> None:
-        self._manager = pluggy.PluginManager("modulm")
+        self._manager = _Manager("modulm")
         self._manager.add_hookspecs(hookspecs)
         self._known = [name for name in hookspecs.__all__ if name.startswith(_PREFIX)]
 
     @property
-    def relay(self) -> Any:
+    def relay(self) -> pluggy.HookRelay:
         """pluggy's relay: `relay.modulm_report_header(config=...)`."""
         return self._manager.hook
 
     def has(self, plugin: object) -> bool:
         """Whether the object is registered."""
-        return self._manager.is_registered(plugin)
+        return any(member.plugin is plugin for member in self._manager.get_plugins())
 
     def add(self, plugin: object, name: str) -> tuple[Declaration, ...]:
         """Register a plugin and return what it declares. After an error nothing of it is left.
@@ -51,66 +77,115 @@ class Hooks:
         declaration, or anything that the plugin itself raises.
         """
         try:
-            self._check_names(plugin)
-            self._manager.register(plugin, name)
+            member = self._member(plugin, name)
+        except PluginBroken as error:
+            raise PluginBroken(f"hook plugin {name}: {error}") from error
+        try:
+            self._manager.register(member, name)
             self._manager.check_pending()
-            return tuple(self._declarations(plugin))
+            return tuple(self._declarations(member))
         except Exception as error:
-            self.remove(plugin)
+            self._remove(member)
             reason = str(error) or type(error).__name__
             raise PluginBroken(f"hook plugin {name}: {reason}") from error
 
-    def remove(self, plugin: object) -> None:
-        """Take a plugin out again; unknown ones are ignored."""
-        if self._manager.is_registered(plugin):
-            self._manager.unregister(plugin)
+    def _member(self, plugin: object, name: str) -> _Member:
+        """The plugin's implementations, its misspelt and its unmarked ones refused.
 
-    def notify(self, hook: str, **arguments: Any) -> list[Any]:
-        """Ask everybody; the answers that are not None, in the order of registration.
-
-        An implementation that raises is logged and its plugin switched off.
+        pluggy itself would look for misspelt ones only after it has told them of history.
         """
-        caller = getattr(self._manager.hook, hook)
-        answers = []
-        for implementation in caller.get_hookimpls():
-            try:
-                given = (arguments[name] for name in implementation.argnames)
-                answers.append(implementation.function(*given))
-            except Exception:
-                log.exception(
-                    "plugin %s raised in %s and is switched off", implementation.plugin_name, hook
-                )
-                self.remove(implementation.plugin)
-        return [answer for answer in answers if answer is not None]
-
-    def replay(self, hook: str, **arguments: Any) -> None:
-        """Deliver a historic notice, now and to every plugin that is registered later."""
-        getattr(self._manager.hook, hook).call_historic(kwargs=arguments)
-
-    def _check_names(self, plugin: object) -> None:
-        """Before pluggy, which looks for misspelt hooks only when history has been delivered."""
+        options: dict[str, pluggy.HookimplOpts] = {}
+        member = _Member(plugin, options)
         for attribute in dir(plugin):
-            options = self._manager.parse_hookimpl_opts(plugin, attribute)
-            if options is not None:
-                hook = options.get("specname") or attribute
-                if hook not in self._known:
-                    close = get_close_matches(hook, self._known, n=1)
-                    hint = f"; did you mean {close[0]}?" if close else ""
-                    raise PluginBroken(f"there is no hook {hook}{hint}")
-            elif attribute.startswith(_PREFIX) and inspect.isroutine(
-                inspect.getattr_static(plugin, attribute)
-            ):
-                raise PluginBroken(
-                    f"{attribute} is not marked as a hook; "
-                    "put @hookimpl (from modulm.plugins) above it"
-                )
+            marked = self._manager.parse_hookimpl_opts(plugin, attribute)
+            if marked is None:
+                _check_unmarked(plugin, attribute)
+                continue
+            hook = marked.get("specname") or attribute
+            self._check_known(hook)
+            function = getattr(plugin, attribute)
+            if hook not in _UNGUARDED:
+                around = marked["wrapper"] or marked["hookwrapper"]
+                generates = around and inspect.isgeneratorfunction(function)
+                guard = _guard_wrapper if generates else _guard
+                function = guard(function, partial(self._failed, member, name, hook))
+            options[attribute] = marked
+            setattr(member, attribute, function)
+        return member
 
-    def _declarations(self, plugin: object) -> Iterator[Declaration]:
+    def _check_known(self, hook: str) -> None:
+        if hook not in self._known:
+            close = get_close_matches(hook, self._known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise PluginBroken(f"there is no hook {hook}{hint}")
+
+    def _failed(self, member: _Member, name: str, hook: str, error: Exception) -> None:
+        log.error("plugin %s raised in %s and is switched off", name, hook, exc_info=error)
+        self._remove(member)
+
+    def _remove(self, member: _Member) -> None:
+        if self._manager.is_registered(member):
+            self._manager.unregister(member)
+
+    def _declarations(self, member: _Member) -> Iterator[Declaration]:
         for hook, kinds in _KINDS_OF.items():
             for implementation in getattr(self._manager.hook, hook).get_hookimpls():
-                if implementation.plugin is plugin:
+                if implementation.plugin is member:
                     for declared in implementation.function():
                         yield _complete(declared, hook, kinds)
+
+
+def _check_unmarked(plugin: object, attribute: str) -> None:
+    if attribute.startswith(_PREFIX) and inspect.isroutine(
+        inspect.getattr_static(plugin, attribute)
+    ):
+        raise PluginBroken(
+            f"{attribute} is not marked as a hook; put @hookimpl (from modulm.plugins) above it"
+        )
+
+
+def _guard(function: Callable[..., Any], failed: Callable[[Exception], None]) -> Callable[..., Any]:
+    """The function, answering None where it raises."""
+
+    @wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        try:
+            return function(*given, **named)
+        except Exception as error:
+            failed(error)
+            return None
+
+    return call
+
+
+def _guard_wrapper(
+    function: Callable[..., Generator[None, Any, Any]], failed: Callable[[Exception], None]
+) -> Callable[..., Generator[None, Any, Any]]:
+    """The wrapper, passing on the result that it was given where it raises or yields wrongly.
+
+    For both of pluggy's styles: the return value of an old `hookwrapper` is ignored.
+    """
+
+    @wraps(function)
+    def call(*given: Any, **named: Any) -> Generator[None, Any, Any]:
+        inner = function(*given, **named)
+        try:
+            next(inner)
+        except Exception as error:
+            failed(error)
+            return (yield)
+        result = yield
+        try:
+            inner.send(result)
+        except StopIteration as end:
+            return end.value
+        except Exception as error:
+            failed(error)
+        else:
+            failed(RuntimeError(f"{function.__qualname__} yields twice"))
+        return result
+
+    return call
 
 
 def _complete(declared: object, hook: str, kinds: tuple[str, ...]) -> Declaration:

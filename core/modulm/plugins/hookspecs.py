@@ -2,8 +2,10 @@
 
 A hook plugin is a module (or object) named in the entry-point group `modulm` whose functions are
 marked with `modulm.plugins.hookimpl`. An implementation may leave out arguments it does not need.
-Notices are delivered by `PluginManager.notify`: an implementation that raises is reported and
-switched off, nothing else is hurt. No hook is called per token or per layer.
+pluggy calls them: the plugin that was registered last is asked first, unless `tryfirst`, `trylast`
+or `wrapper=True` say otherwise. An implementation that raises is reported and its plugin switched
+off, and the others' answers count, except in the hooks of `STOPPING`. No hook is called per token
+or per layer.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from modulm.contracts.sampling import LogitsProcessor, PoolingParams, SamplingParams
 
 __all__ = [
+    "STOPPING",
     "hookimpl",
     "hookspec",
     "modulm_app_created",
@@ -51,6 +54,17 @@ __all__ = [
     "modulm_request_finished",
     "modulm_step_finished",
 ]
+
+#: Hooks in which raising stops what they are told of.
+STOPPING = frozenset(
+    {
+        "modulm_app_created",
+        "modulm_config_final",
+        "modulm_model_built",
+        "modulm_model_loaded",
+        "modulm_pooling",
+    }
+)
 
 hookspec = pluggy.HookspecMarker("modulm")
 hookimpl = pluggy.HookimplMarker("modulm")
@@ -137,8 +151,8 @@ def modulm_choose_parser(kind: str, checkpoint: CheckpointInfo) -> Choice | None
     """Choose the parser for a model's output.
 
     `kind` is "tool_parsers" or "reasoning_parsers", `checkpoint` the model's `CheckpointInfo`.
-    First result. Asked once per served model and
-    kind, when the flag is not given; with no answer there is no parser.
+    First result. Asked once per served model and kind, when neither a flag nor a named checkpoint
+    says; with no answer there is no parser.
     """
 
 
@@ -234,16 +248,13 @@ def modulm_logits_steps(config: Any, vocabulary: int) -> Sequence[LogitsProcesso
     """Logits processors that every request of the engine passes through.
 
     `config` is the EngineConfig, `vocabulary` the width of the logits. Called once, when the
-    sampler is built; the objects are then called directly by it, in the order of registration.
+    sampler is built; the objects are then called directly by it, in the order of the answers.
     """
 
 
 @hookspec
 def modulm_step_finished(stats: Any) -> None:
-    """One engine step is done. `stats` is a `modulm.contracts.requests.StepStats`.
-
-    Notice: be quick.
-    """
+    """One engine step is done. `stats`: `modulm.contracts.requests.StepStats`. Be quick."""
 
 
 # Front ends.

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, frozen
 
@@ -25,6 +25,11 @@ from modulm.plugins.declaration import Declaration
 from modulm.plugins.drivers import import_driver, installed
 from modulm.plugins.kinds import Kind, find_kind
 from modulm.plugins.selection import Selection
+
+if TYPE_CHECKING:
+    from pluggy import HookRelay
+
+    from modulm.plugins.hooks import Hooks
 
 __all__ = [
     "PluginManager",
@@ -70,7 +75,7 @@ class PluginManager:
         self._added: dict[tuple[str, str, str], Declaration] = {}
         self._drivers: dict[Declaration, Any] = {}
         self._hook_modules: dict[str, str | None] = {}
-        self._hooks: Any = None
+        self._hooks: Hooks | None = None
         self._hooks_loaded = False
 
     # Listing.
@@ -233,25 +238,22 @@ class PluginManager:
     # Hooks.
 
     @property
-    def hook(self) -> Any:
-        """The relay for asking hooks: `plugins.hook.modulm_report_header(config=config)`."""
+    def hook(self) -> HookRelay:
+        """pluggy's relay, to call a hook: `plugins.hook.modulm_report_header(config=config)`."""
         self.load_hooks()
         return self._pluggy().relay
 
     def notify(self, hook: str, **arguments: Any) -> None:
-        """Deliver a notice to every hook plugin; one that raises is logged and switched off."""
-        self.load_hooks()
-        self._pluggy().notify(hook, **arguments)
+        """Call the hook of this name; an implementation that raises is logged and switched off."""
+        getattr(self.hook, hook)(**arguments)
 
     def gather(self, hook: str, **arguments: Any) -> list[Any]:
-        """The items of everybody's answers, e.g. lines of the banner; faults as in `notify`."""
-        self.load_hooks()
-        return [item for items in self._pluggy().notify(hook, **arguments) for item in items]
+        """The items of everybody's answers, e.g. lines of the banner."""
+        return [item for items in getattr(self.hook, hook)(**arguments) for item in items]
 
     def config_final(self, config: Any) -> None:
         """Deliver `modulm_config_final`, also to hook plugins that are added later."""
-        self.load_hooks()
-        self._pluggy().replay("modulm_config_final", config=config)
+        self.hook.modulm_config_final.call_historic(kwargs={"config": config})
 
     def load_hooks(self) -> None:
         """Import and register the hook plugins that are installed and allowed; once.
@@ -280,7 +282,7 @@ class PluginManager:
                 declared = self._pluggy().add(plugin, title)
                 self._commit(declared, declaration.distribution, declaration.version)
 
-    def _pluggy(self) -> Any:
+    def _pluggy(self) -> Hooks:
         if self._hooks is None:
             from modulm.plugins.hooks import Hooks
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from modulm.contracts.parser import ParseContext, ToolEnd
 from modulm.errors import PluginNotFound, RequestError
-from modulm.parsing import merge, message_parser, parse
+from modulm.parsing import Cursor, merge, message_parser, parse
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
@@ -87,22 +87,72 @@ PIECES = st.sampled_from(
 )  # fmt: skip
 
 
+PROMPTS = st.sampled_from(["assistant\n", "<think>\n", None])
+PARSERS = st.sampled_from([("hermes", "qwen3"), ("hermes", None), (None, "qwen3")])
+CHOICES = st.sampled_from(["auto", "required", {"function": {"name": "f"}}])
+
+
+def events(chunks, context, parsers=("hermes", "qwen3")):
+    parser = message_parser(context, *parsers)
+    found = [event for chunk in chunks for event in parser.feed(chunk)]
+    return merge(found + parser.finish())
+
+
 @settings(max_examples=400, deadline=None)
-@given(st.lists(PIECES, max_size=12), st.data())
-def test_every_way_of_cutting_gives_the_same(parts, data):
+@given(st.lists(PIECES, max_size=12), PROMPTS, PARSERS, CHOICES, st.data())
+def test_every_way_of_cutting_gives_the_same(parts, prompt, parsers, choice, data):
     text = "".join(parts)
     places = data.draw(st.lists(st.integers(0, len(text)), max_size=6).map(sorted))
     pieces = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+    context = ParseContext(prompt_tail=prompt, tool_choice=choice)
+    whole = events([text], context, parsers)
+    assert events(pieces, context, parsers) == whole
+    assert events(list(text), context, parsers) == whole
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{<tool_call><tool_call>{"name": "f", "arguments": {}}',
+        '<tool_call>{  x<tool_call>{"name": "f", "arguments": {}}',
+        '<tool_call>{"name": 3, "a": "<tool_call>"}{"name": "f", "arguments": {}}',
+        '<tool_call>{`<tool_call>`{"name": "f", "arguments": {}}',
+    ],
+)
+def test_where_an_object_breaks_does_not_depend_on_the_cut(text):
     context = ParseContext(prompt_tail="assistant\n")
+    whole = events([text], context)
+    for place in range(len(text)):
+        assert events([text[:place], text[place:]], context) == whole
+    assert events(list(text), context) == whole
 
-    def events(chunks):
-        parser = message_parser(context, "hermes", "qwen3")
-        found = [event for chunk in chunks for event in parser.feed(chunk)]
-        return merge(found + parser.finish())
 
-    whole = events([text])
-    assert events(pieces) == whole
-    assert events(list(text)) == whole
+def test_a_call_behind_a_broken_object_is_read():
+    text = '<tool_call>{<tool_call>{"name": "f", "arguments": {}}'
+    message = parse(text, tool_parser="hermes")
+    assert message.content == "<tool_call>{"
+    assert [call.name for call in message.tool_calls] == ["f"]
+
+
+@given(st.text("ab<", max_size=12), st.data())
+def test_markers_that_begin_or_hold_one_another_are_found_in_any_pieces(text, data):
+    markers = ("<ab", "<", "ab<b", "b<")
+    places = data.draw(st.lists(st.integers(0, len(text)), max_size=6).map(sorted))
+
+    def found(pieces):
+        cursor, seen = Cursor(), []
+        for piece in pieces:
+            cursor.push(piece)
+            while (step := cursor.until(markers))[1]:
+                seen += step
+            seen.append(step[0])
+        while (step := cursor.until(markers, final=True))[1]:
+            seen += step
+        parts = "\0".join([*seen, step[0]]).split("\0")
+        return [part for part in parts if part in markers], "".join(parts)
+
+    cut = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+    assert found(cut) == found([text])
 
 
 HOSTILE = (
@@ -110,6 +160,7 @@ HOSTILE = (
     "<tool_call>" * 6_000,
     '<tool_call>{"a":' * 4_000,
     "<" * 60_000,
+    "<tool_call>{" * 5_000,
     "<think>" * 9_000,
     '{"a":' * 12_000,
 )

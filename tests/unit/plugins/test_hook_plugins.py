@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from modulm.errors import PluginBroken, PluginConflict, PluginIncompatible
-from modulm.plugins import Declaration, PluginManager, hookimpl
+from modulm.plugins import Choice, Declaration, PluginManager, hookimpl
 from modulm.plugins.selection import Selection
 
 HOOK = {"modulm": {"extra": "mod_hook"}}
@@ -177,3 +178,212 @@ def test_object_plugins_cannot_go_to_workers():
 def test_declaration_is_plain_data():
     declaration = Declaration("Extra", "a.b:C", kind="models", distribution="modulm-a", version="1")
     assert str(declaration) == "models/Extra (modulm-a 1)"
+
+
+class Told(list[str]):
+    """Plugins made of functions; each notes its name when it is called."""
+
+    def plugin(self, name: str, answer: Any = None, **options: Any) -> object:
+        class Plugin:
+            @hookimpl(**options)
+            def modulm_choose_platform(plugin, probes: Any) -> Any:
+                self.append(name)
+                return answer
+
+            @hookimpl(**options)
+            def modulm_report_header(plugin, config: Any) -> Any:
+                self.append(name)
+                return answer
+
+        return Plugin()
+
+
+def make(*plugins: object) -> PluginManager:
+    """A manager that has these hook plugins and no installed ones."""
+    manager = PluginManager(Selection(allow=("commands/plugins",)))
+    for number, plugin in enumerate(plugins):
+        manager.add(plugin, f"plugin{number} (modulm-p{number} 1.0)")
+    return manager
+
+
+def test_last_registered_first_but_for_tryfirst_and_trylast():
+    told = Told()
+    manager = make(
+        told.plugin("first", ["a"], tryfirst=True),
+        told.plugin("one", ["b"]),
+        told.plugin("last", ["c"], trylast=True),
+        told.plugin("two", ["d"]),
+        told.plugin("silent"),
+    )
+    assert manager.gather("modulm_report_header", config=None) == ["a", "d", "b", "c"]
+    assert told == ["first", "silent", "two", "one", "last"]
+
+
+def test_firstresult_stops_at_the_first_answer():
+    told = Told()
+    choice = Choice("chip", "mine")
+    manager = make(told.plugin("never"), told.plugin("answers", choice), told.plugin("silent"))
+    assert manager.hook.modulm_choose_platform(probes={}) is choice
+    assert told == ["silent", "answers"]
+
+
+class Upper:
+    """Both styles of wrapper around the lines of the banner."""
+
+    @hookimpl(wrapper=True)
+    def modulm_report_header(self, config):
+        answers = yield
+        return [[line.upper() for line in lines] for lines in answers]
+
+
+class OldUpper:
+    @hookimpl(hookwrapper=True)
+    def modulm_report_header(self, config):
+        outcome = yield
+        outcome.force_result([[f"{line}!" for line in lines] for lines in outcome.get_result()])
+
+
+def test_wrappers_run_around_the_result():
+    told = Told()
+    manager = make(Upper(), told.plugin("a", ["hello"]), OldUpper(), told.plugin("b", ["you"]))
+    assert manager.gather("modulm_report_header", config=None) == ["YOU!", "HELLO!"]
+
+
+def test_a_wrapper_sees_an_error_where_raising_stops():
+    seen = []
+
+    class Around:
+        @hookimpl(wrapper=True)
+        def modulm_model_built(self, model, config):
+            try:
+                return (yield)
+            except ValueError as error:
+                seen.append(str(error))
+                raise RuntimeError("explained") from error
+
+    class Raises:
+        @hookimpl
+        def modulm_model_built(self, model, config):
+            raise ValueError("no such layer")
+
+    manager = make(Raises(), Around())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="explained"):
+            manager.hook.modulm_model_built(model=None, config=None)
+    assert seen == ["no such layer"] * 2
+
+
+def failing_before() -> object:
+    class Fails:
+        @hookimpl(wrapper=True)
+        def modulm_report_header(self, config):
+            raise ValueError("before")
+            yield
+
+    return Fails()
+
+
+def failing_after() -> object:
+    class Fails:
+        @hookimpl(wrapper=True)
+        def modulm_report_header(self, config):
+            yield
+            raise ValueError("after")
+
+    return Fails()
+
+
+def failing_old() -> object:
+    class Fails:
+        @hookimpl(hookwrapper=True)
+        def modulm_report_header(self, config):
+            yield
+            raise ValueError("old")
+
+    return Fails()
+
+
+def yielding_twice() -> object:
+    class Fails:
+        @hookimpl(wrapper=True)
+        def modulm_report_header(self, config):
+            yield
+            yield
+
+    return Fails()
+
+
+def never_yielding() -> object:
+    class Fails:
+        @hookimpl(wrapper=True)
+        def modulm_report_header(self, config):
+            return []
+            yield
+
+    return Fails()
+
+
+@pytest.mark.parametrize(
+    "fails", [failing_before, failing_after, failing_old, yielding_twice, never_yielding]
+)
+def test_a_wrapper_that_fails_is_switched_off_and_the_result_survives(fails, caplog):
+    told = Told()
+    manager = make(told.plugin("a", ["hello"]), fails(), Upper())
+    for _ in range(2):
+        assert manager.gather("modulm_report_header", config=None) == ["HELLO"]
+    said = "plugin plugin1 (modulm-p1 1.0) raised in modulm_report_header and is switched off"
+    assert caplog.text.count(said) == 1
+
+
+def test_one_that_raises_is_switched_off_alone_and_altogether(caplog):
+    class Raises:
+        @hookimpl
+        def modulm_choose_platform(self, probes):
+            raise ValueError("no")
+
+        @hookimpl
+        def modulm_report_header(self, config):
+            return ["never"]
+
+    told = Told()
+    choice = Choice("chip", "mine")
+    manager = make(told.plugin("answers", choice), Raises())
+    assert manager.hook.modulm_choose_platform(probes={}) is choice
+    assert "plugin plugin1 (modulm-p1 1.0) raised in modulm_choose_platform" in caplog.text
+    assert "ValueError: no" in caplog.text
+    assert ["never"] not in manager.hook.modulm_report_header(config=None)
+
+
+def test_only_generators_wrap():
+    class NotOne:
+        @hookimpl(wrapper=True)
+        def modulm_report_header(self, config):
+            return []
+
+    class Notes:
+        @hookimpl(wrapper=True)
+        def modulm_config_final(self, config):
+            return (yield)
+
+    with pytest.raises(PluginBroken, match="not a generator"):
+        make(NotOne())
+    with pytest.raises(PluginBroken, match="historic incompatible"):
+        make(Notes())
+
+
+def test_arguments_are_given_by_name_and_may_be_left_out():
+    class Static:
+        @staticmethod
+        @hookimpl
+        def modulm_choose_parser(checkpoint):
+            return Choice(checkpoint, "s")
+
+    class Named:
+        @classmethod
+        @hookimpl(specname="modulm_choose_model")
+        def pick(cls, config):
+            return Choice(config["name"], "n")
+
+    manager = make(Static(), Named())
+    assert manager.hook.modulm_choose_parser(kind="x", checkpoint="c").name == "c"
+    assert manager.hook.modulm_choose_model(architectures=[], config={"name": "m"}).name == "m"

@@ -75,9 +75,12 @@ class _Draft:
 class _Intake:
     """How much of the budget a waiting request gets, given what was handed out before it."""
 
-    def __init__(self, limits: Limits, left: int, unfinished: list[int], unit: int) -> None:
+    def __init__(
+        self, limits: Limits, left: int, unfinished: list[int], unit: int, patient: bool
+    ) -> None:
         self.left = left
         self._unit = unit
+        self._patient = patient
         self._limits = limits
         self._partial = len(unfinished)
         self._long = sum(tokens > limits.long for tokens in unfinished)
@@ -90,6 +93,8 @@ class _Intake:
         count = min(missing, self.left, limits.long or missing)
         if count == missing:
             return count
+        if self._patient and count < self._unit:
+            return 0
         count = count - count % self._unit or count
         if limits.partial is not None and self._partial >= limits.partial:
             return 0
@@ -254,9 +259,21 @@ class BudgetScheduler(Scheduler):
     def _cut(self, starts: np.ndarray, counts: np.ndarray, known: np.ndarray) -> np.ndarray:
         """Prompts that stay unfinished end at a multiple of the cache's unit if they reach one."""
         ends = starts + counts
-        whole = ends - ends % self.cache.unit
-        cut: np.ndarray = np.where((ends < known) & (whole > starts), whole - starts, counts)
+        whole = np.maximum(ends - ends % self.cache.unit, starts)
+        unfinished = ends < known
+        if not self._patient():
+            unfinished &= whole > starts
+        cut: np.ndarray = np.where(unfinished, whole - starts, counts)
         return cut
+
+    def _patient(self) -> bool:
+        """Whether a prompt waits rather than end within a unit, where nothing could be kept of it.
+
+        Rows that decode leave the others a unit per step then, so the first of them goes on.
+        """
+        decoding = len(self._running) - len(self._prefilling)
+        room = min(self.limits.tokens - decoding, self.limits.long or self.limits.tokens)
+        return 1 < self.cache.unit <= room
 
     def _ordered(self) -> np.ndarray:
         """Running rows in order of admission; the same array until a row comes or goes."""
@@ -280,9 +297,8 @@ class BudgetScheduler(Scheduler):
     def _join(self, draft: _Draft) -> _Draft:
         """Admit waiting requests into what is left of the budget."""
         unfinished = [self._running[row].tokens for row in self._prefilling]
-        intake = _Intake(
-            self.limits, self.limits.tokens - int(draft.counts.sum()), unfinished, self.cache.unit
-        )
+        left = self.limits.tokens - int(draft.counts.sum())
+        intake = _Intake(self.limits, left, unfinished, self.cache.unit, self._patient())
         joined: list[tuple[Entry, Hit, int]] = []
         skipped: list[Entry] = []
         while intake.left > 0 and self.table.free > len(skipped):

@@ -21,6 +21,9 @@ __all__ = ["HermesToolParser"]
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
+#: Characters read at a time: what is no object is given back, and must not cost a whole text.
+CHUNK = 4096
+
 
 class HermesToolParser(ToolParser):
     """Content, then calls; white space around a block is framing and is dropped.
@@ -134,12 +137,12 @@ class HermesToolParser(ToolParser):
         call = self._call
         if call is None or self._cursor.empty:
             return [], False
-        text = self._cursor.rest()
+        text = self._cursor.take(CHUNK)
         events, rest = call.feed(text)
         self._block = "" if call.announced else self._block + text[: len(text) - len(rest)]
         if not (call.done or call.broken):
-            return events, False
-        self._cursor.push(rest)
+            return events, True
+        self._cursor.back(len(rest))
         self._call = None
         if call.announced:
             self._calls += 1

@@ -1,0 +1,144 @@
+"""What stands in prompts instead of tokens: outputs of encoders, embeddings, positions on axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from attrs import frozen
+
+from modulm.contracts.executor import Plan, RowStart
+from modulm.contracts.media import MediaItem
+from modulm.contracts.model import Model
+from modulm.errors import EngineError
+
+__all__ = ["PromptInputs"]
+
+
+@frozen(eq=False)
+class _Row:
+    """What a row brought. embeds: [tokens, hidden]; positions: [axes, tokens], of its prompt."""
+
+    media: tuple[MediaItem, ...]
+    embeds: torch.Tensor | None
+    positions: np.ndarray | None
+    offset: int
+
+
+class PromptInputs:
+    """Runs the encoders that plans name, keeps their outputs by hash, and puts them into batches.
+
+    Rows of plain tokens cost nothing: they are not known here.
+    """
+
+    def __init__(self, model: Model, device: torch.device) -> None:
+        self._model = model
+        self._device = device
+        self._rows: dict[int, _Row] = {}
+        self._outputs: dict[bytes, torch.Tensor] = {}
+
+    def __bool__(self) -> bool:
+        """Whether any row has more than tokens."""
+        return bool(self._rows)
+
+    def admit(self, start: RowStart) -> None:
+        """A row starts; rows of plain tokens are not kept."""
+        embeds = None
+        if start.embeds is not None:
+            embeds = torch.from_numpy(np.array(start.embeds)).to(self._device)
+        if start.media or embeds is not None or start.positions is not None:
+            self._rows[start.row] = _Row(
+                start.media, embeds, start.positions, start.position_offset
+            )
+
+    def release(self, row: int) -> None:
+        """The row is gone; outputs of encoders stay until the scheduler drops them."""
+        self._rows.pop(row, None)
+
+    def encode(self, plan: Plan) -> None:
+        """Drop and make what the plan says. Raises EngineError for an encoder's wrong output."""
+        for hashed in plan.drop_media:
+            self._outputs.pop(hashed, None)
+        items = {
+            item.hash: item
+            for row, index in plan.encode
+            if (item := self._rows[row].media[index]).hash not in self._outputs
+        }
+        if items:
+            self._keep(tuple(items.values()), self._model.encode(tuple(items.values())))
+
+    def _keep(self, items: Sequence[MediaItem], outputs: Sequence[torch.Tensor]) -> None:
+        for item, output in zip(items, outputs, strict=True):
+            if len(output) != item.length:
+                raise EngineError(
+                    f"the encoder gave {len(output)} embeddings for an item of kind {item.kind!r} "
+                    f"that stands at {item.length} tokens"
+                )
+            # Encoders may give views of one large tensor, which would stay as long as any of them.
+            self._outputs[item.hash] = output.clone()
+
+    def embeds(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(embeddings [tokens, hidden], mask [tokens] bool) of the plan's tokens, or None.
+
+        Raises EngineError where an item's output is needed and is not there.
+        """
+        pieces = list(self._pieces(plan))
+        if not pieces:
+            return None
+        width, dtype = pieces[0][1].shape[1], pieces[0][1].dtype
+        found = torch.zeros(len(plan.tokens), width, dtype=dtype, device=self._device)
+        mask = np.zeros(len(plan.tokens), dtype=bool)
+        for place, piece in pieces:
+            found[place : place + len(piece)] = piece
+            mask[place : place + len(piece)] = True
+        return found, torch.from_numpy(mask).to(self._device)
+
+    def _pieces(self, plan: Plan) -> Iterator[tuple[int, torch.Tensor]]:
+        """(place in the step, embeddings) of every run of tokens that embeddings replace."""
+        firsts = np.cumsum(plan.counts) - plan.counts
+        for i, row in enumerate(plan.rows.tolist()):
+            brought = self._rows.get(row)
+            if brought is None:
+                continue
+            start, count = int(plan.starts[i]), int(plan.counts[i])
+            if brought.embeds is not None:
+                piece = brought.embeds[start : start + count]
+                if len(piece):
+                    yield int(firsts[i]), piece
+            for item in brought.media:
+                begin, end = max(start, item.start), min(start + count, item.start + item.length)
+                if begin < end:
+                    output = self._output(item)
+                    yield (
+                        int(firsts[i]) + begin - start,
+                        output[begin - item.start : end - item.start],
+                    )
+
+    def _output(self, item: MediaItem) -> torch.Tensor:
+        output = self._outputs.get(item.hash)
+        if output is None:
+            raise EngineError(f"an item of kind {item.kind!r} was needed before it was encoded")
+        return output
+
+    def axis_positions(self, plan: Plan, positions: np.ndarray) -> torch.Tensor | None:
+        """[axes, tokens] int64 for a model that has several axes, else None.
+
+        positions: [tokens] of the step, along one axis. Past its prompt a row goes on alike on all
+        axes, `position_offset` further.
+        """
+        axes = self._model.axes
+        if axes == 1:
+            return None
+        found = np.repeat(positions[None], axes, axis=0)
+        firsts = np.cumsum(plan.counts) - plan.counts
+        for i, row in enumerate(plan.rows.tolist()):
+            brought = self._rows.get(row)
+            if brought is None or brought.positions is None:
+                continue
+            first, count = int(firsts[i]), int(plan.counts[i])
+            own = positions[first : first + count]
+            known = int(np.count_nonzero(own < brought.positions.shape[1]))
+            found[:, first : first + known] = brought.positions[:, own[:known]]
+            found[:, first + known : first + count] += brought.offset
+        return torch.from_numpy(found).to(self._device)
