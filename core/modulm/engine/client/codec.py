@@ -39,6 +39,7 @@ __all__ = [
     "pack_request",
     "unpack",
     "unpack_config",
+    "unpack_description",
     "unpack_error",
     "unpack_events",
     "unpack_info",
