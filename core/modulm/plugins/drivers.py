@@ -1,20 +1,19 @@
-"""Entry points, read without importing anything, and the import of one of them.
+"""What distributions offer, read without importing anything, and the import of one of them.
 
-Importing goes through stevedore's DriverManager, which imports the named entry point and no
-other. Three of its habits are worked around here: it keeps a listing per process and on disk that
-does not know distributions (so `_Pinned` is given the entry point that was picked), it imports
-every provider of a name before it looks for conflicts (so conflicts are found on the listing),
-and `.driver` confuses a false object with no object (so the extension's `plugin` is taken).
+stevedore imports drivers and hook plugins: a `DriverManager` of its own for each, with its callback
+for failures (`extension.py`). Which entry point it gets is decided here, because stevedore knows an
+entry point only by name and target: it cannot say whose it is (a list, a selection, a conflict and
+every message need that), it imports all providers of a name before it looks for a conflict, and its
+cache on disk does not see a package that was installed again within 128 seconds (ADR 0030).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from importlib.metadata import Distribution, EntryPoint, distributions
+from importlib.metadata import Distribution, distributions
 from typing import Any
 
-from modulm.errors import PluginBroken
 from modulm.plugins.declaration import Declaration
 from modulm.plugins.kinds import kind_of
 
@@ -66,18 +65,6 @@ def import_driver(declaration: Declaration) -> Any:
     """Import what a declaration points at. Raises PluginBroken, which names the distribution."""
     if declaration.driver is not None:
         return declaration.driver
-    from stevedore.driver import DriverManager
+    from modulm.plugins.extension import PickedDriver
 
-    point = EntryPoint(declaration.name, declaration.target, f"modulm.{declaration.kind}")
-
-    class _Pinned(DriverManager[Any]):
-        def list_entry_points(self) -> list[EntryPoint]:
-            return [point]
-
-    try:
-        return _Pinned(point.group, point.name).extensions[0].plugin
-    except (Exception, SystemExit) as error:
-        raise PluginBroken(
-            f"{declaration} cannot be imported from {declaration.target!r}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+    return PickedDriver(declaration).extensions[0].plugin

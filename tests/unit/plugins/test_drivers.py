@@ -124,6 +124,21 @@ def test_distribution_found_twice_counts_once(install, driver, tmp_path, monkeyp
     assert names(PluginManager()).count("shortest") == 1
 
 
+def test_entry_points_installed_again_are_seen_at_once(install, driver):
+    folder = install("modulm-a", {SCHEDULER: {"old": "mod_a:Shortest"}}, {"mod_a": driver})
+    assert "old" in names(PluginManager())
+    points = folder / "modulm_a-1.0.dist-info/entry_points.txt"
+    points.write_text(f"[{SCHEDULER}]\nnew = mod_a:Shortest\n")
+    assert {"old", "new"} & set(names(PluginManager())) == {"new"}
+
+
+@pytest.mark.parametrize("source", ["assert False, 'not here'", "from modulm.nn.latent import X"])
+def test_what_stevedore_lets_pass_and_what_has_moved(install, source):
+    install("modulm-a", {SCHEDULER: {"bad": "mod_bad:X"}}, {"mod_bad": source})
+    with pytest.raises(PluginBroken, match=r"modulm-a 1.0.*(not here|is now modulm.nn.mla)"):
+        PluginManager().load("schedulers", "bad")
+
+
 def test_unknown_name_has_close_matches_and_a_package(install, driver):
     install("modulm-a", {SCHEDULER: {"shortest": "mod_a:Shortest"}}, {"mod_a": driver})
     with pytest.raises(PluginNotFound) as error:

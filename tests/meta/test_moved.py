@@ -1,0 +1,75 @@
+"""Whoever imports a name of the last release finds it, or is told what it is called now."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from modulm.plugins.moved import moved, new_home
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def released() -> list[str]:
+    """Modules of the last release, and `module.name` of what plugins are written with."""
+    found = []
+    for line in (ROOT / "tests/canaries/released.txt").read_text().splitlines():
+        if not line.startswith("#"):
+            module, *names = line.split()
+            found += [module, *(f"{module}.{name}" for name in names)]
+    return found
+
+
+def is_there(path: str) -> bool:
+    """Whether a dotted path is a module, or a name of one."""
+    parent, _, name = path.rpartition(".")
+    try:
+        if find_spec(path) is not None:
+            return True
+    except ModuleNotFoundError:
+        pass
+    try:
+        return bool(parent) and hasattr(import_module(parent), name)
+    except ModuleNotFoundError:
+        return False
+
+
+def test_what_the_release_had_is_there_or_has_a_new_name() -> None:
+    lost = [path for path in released() if not is_there(path) and not known(path)]
+    assert not lost, "add to core/modulm/plugins/moved.txt"
+
+
+def known(path: str) -> bool:
+    return path in moved() or path.rpartition(".")[0] in moved()
+
+
+@pytest.mark.parametrize("old", moved())
+def test_the_new_name_is_there(old: str) -> None:
+    new = moved()[old]
+    assert " " in new or is_there(new), new
+    assert old == "modulm.engine.pooling" or not is_there(old), f"{old} is there: no need to say"
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("import modulm.engine.runner", "modulm.engine.worker.model_runner"),
+        ("from modulm.engine.pooling import Pooler", "modulm.engine.pooling.pooler"),
+        ("from modulm.server.desk import Desk", "is now modulm_server"),
+        ("from modulm_server.generation import Desk", "modulm_server.generation.GenerationService"),
+    ],
+)
+def test_the_error_says_where_it_is(statement: str, said: str) -> None:
+    with pytest.raises(ImportError) as error:
+        exec(statement)
+    assert said in new_home(error.value)
+
+
+@pytest.mark.parametrize("statement", ["import no_such_module", "from modulm import nothing"])
+def test_other_errors_say_no_more(statement: str) -> None:
+    with pytest.raises(ImportError) as error:
+        exec(statement)
+    assert new_home(error.value) == ""
