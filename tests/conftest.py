@@ -25,6 +25,19 @@ def loggers() -> list[logging.Logger]:
     return [logging.getLogger(), *named]
 
 
+@pytest.fixture(autouse=True, scope="session")
+def plans_go_through_bytes() -> Iterator[None]:
+    """Every plan and every result of the suite is bytes once, as on its way between processes."""
+    from modulm.engine.worker.model_runner import ModelRunner
+    from modulm.testing.fakes import FakeExecutor
+    from modulm.testing.process_executor import through_bytes
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (ModelRunner, FakeExecutor):
+            patch.setattr(kind, "run", through_bytes(kind.run))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def logging_as_it_was() -> Iterator[None]:
     """Commands under test, and fixtures that live for a module, set logging up for the whole

@@ -10,17 +10,23 @@ from collections.abc import Mapping
 from typing import Any
 
 import attrs
-import msgspec
-import numpy as np
 
 import modulm.errors
 from modulm.config import EngineConfig
-from modulm.contracts.executor import ModelDescription, RowLogprobs
-from modulm.contracts.media import MediaItem
+from modulm.contracts.executor import ModelDescription
 from modulm.contracts.pooling import TextRules
 from modulm.contracts.requests import Finish, Request, Start, StepEvents, StepStats
-from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams, StructuredOutputs
 from modulm.engine.types.engine_info import EngineInfo
+from modulm.engine.types.packing import (
+    decode,
+    encode,
+    pack_logprobs,
+    pack_media,
+    pack_params,
+    unpack_logprobs,
+    unpack_media,
+    unpack_params,
+)
 from modulm.errors import EngineError, ModulmError, RequestError
 from modulm.plugins.declaration import Declaration
 from modulm.plugins.explain import Decision, Verdict
@@ -34,7 +40,6 @@ __all__ = [
     "pack_error",
     "pack_events",
     "pack_info",
-    "pack_params",
     "pack_plugins",
     "pack_request",
     "unpack",
@@ -43,7 +48,6 @@ __all__ = [
     "unpack_error",
     "unpack_events",
     "unpack_info",
-    "unpack_params",
     "unpack_plugins",
     "unpack_request",
 ]
@@ -51,95 +55,35 @@ __all__ = [
 #: Bytes that a frame may have: nobody makes the other side allocate more.
 LIMIT = 1 << 30
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder()
-
 
 def pack(*frame: Any) -> bytes:
     """A frame as bytes, with its length in front. Raises TypeError for what is not plain."""
-    body = _encoder.encode(frame)
+    body = encode(frame)
     return len(body).to_bytes(4, "big") + body
 
 
 def unpack(body: bytes | bytearray) -> list[Any]:
     """The frame in `body`, which comes without its length."""
-    frame: list[Any] = _decoder.decode(body)
+    frame: list[Any] = decode(body)
     return frame
-
-
-def _changed(value: Any) -> dict[str, Any]:
-    """The fields of an attrs value that differ from their defaults."""
-    return {
-        spec.name: current
-        for spec in attrs.fields(type(value))
-        if (current := getattr(value, spec.name)) != spec.default
-    }
-
-
-def pack_params(params: SamplingParams | PoolingParams) -> list[Any]:
-    table = _changed(params)
-    if isinstance(params, PoolingParams):
-        return ["pooling", table]
-    if params.structured_outputs is not None:
-        table["structured_outputs"] = _changed(params.structured_outputs)
-    if "output_kind" in table:
-        table["output_kind"] = params.output_kind.value
-    return ["sampling", table]
-
-
-def unpack_params(packed: list[Any]) -> SamplingParams | PoolingParams:
-    kind, table = packed
-    if kind == "pooling":
-        return PoolingParams(**table)
-    if "structured_outputs" in table:
-        table["structured_outputs"] = StructuredOutputs(**table["structured_outputs"])
-    if "output_kind" in table:
-        table["output_kind"] = OutputKind(table["output_kind"])
-    return SamplingParams(**table)
 
 
 def pack_request(request: Request) -> dict[str, Any]:
     """Raises RequestError for what cannot leave the process."""
     if request.embeds is not None:
         raise RequestError("prompts of embeddings to an engine in another process: not yet")
-    return {
-        "id": request.id,
-        "prompt": request.prompt.tobytes(),
-        "params": pack_params(request.params),
-        "eos": request.eos,
-        "arrival": request.arrival,
-        "priority": request.priority,
-        "salt": request.salt,
-        "adapter": request.adapter,
-        "media": [_pack_media(item) for item in request.media],
-        "positions": None if request.positions is None else _pack_array(request.positions),
-        "position_offset": request.position_offset,
-        "seed": request.seed,
-        "bad_words": request.bad_words,
-    }
+    packed = {"params": pack_params(request.params), "media": pack_media(request.media)}
+    return attrs.asdict(request, recurse=False) | packed
 
 
 def unpack_request(table: dict[str, Any]) -> Request:
     return Request(**{
         **table,
-        "prompt": np.frombuffer(table["prompt"], dtype=np.int64),
         "params": unpack_params(table["params"]),
         "eos": tuple(table["eos"]),
-        "media": tuple(_unpack_media(item) for item in table["media"]),
-        "positions": None if table["positions"] is None else _unpack_array(table["positions"]),
+        "media": unpack_media(table["media"]),
         "bad_words": tuple(tuple(word) for word in table["bad_words"]),
     })  # fmt: skip
-
-
-def _pack_media(item: MediaItem) -> list[Any]:
-    tensors = {name: _pack_array(array) for name, array in item.tensors.items()}
-    return [item.kind, item.hash, item.start, item.length, tensors, item.spans]
-
-
-def _unpack_media(packed: list[Any]) -> MediaItem:
-    kind, digest, start, length, tensors, spans = packed
-    arrays = {name: _unpack_array(array) for name, array in tensors.items()}
-    return MediaItem(kind, digest, start, length, arrays, tuple(map(tuple, spans)))
 
 
 def pack_error(error: BaseException | None) -> list[Any] | None:
@@ -165,24 +109,6 @@ def unpack_error(packed: list[Any] | None) -> ModulmError | None:
     return error
 
 
-def _pack_array(array: np.ndarray) -> list[Any]:
-    return [array.dtype.str, array.shape, np.ascontiguousarray(array).tobytes()]
-
-
-def _unpack_array(packed: list[Any]) -> np.ndarray:
-    dtype, shape, data = packed
-    return np.frombuffer(data, dtype=dtype).reshape(shape)
-
-
-def _pack_logprobs(entry: RowLogprobs) -> list[Any]:
-    return [_pack_array(entry.ids), _pack_array(entry.values), int(entry.rank)]
-
-
-def _unpack_logprobs(packed: list[Any]) -> RowLogprobs:
-    ids, values, rank = packed
-    return RowLogprobs(_unpack_array(ids), _unpack_array(values), rank)
-
-
 def pack_events(events: StepEvents) -> list[Any]:
     return [
         events.time,
@@ -190,15 +116,12 @@ def pack_events(events: StepEvents) -> list[Any]:
         events.tokens,
         events.started,
         [[f.request, f.reason, f.stop, pack_error(f.error)] for f in events.finished],
+        {name: pack_logprobs(entries) for name, entries in events.logprobs.items()},
         {
-            name: [_pack_logprobs(entry) for entry in entries]
-            for name, entries in events.logprobs.items()
-        },
-        {
-            name: [first, [_pack_logprobs(entry) for entry in entries]]
+            name: [first, pack_logprobs(entries)]
             for name, (first, entries) in events.prompt_logprobs.items()
         },
-        {name: _pack_array(values) for name, values in events.pooled.items()},
+        events.pooled,
         events.stats,
     ]
 
@@ -211,15 +134,9 @@ def unpack_events(packed: list[Any]) -> StepEvents:
         tokens,
         [Start(*start) for start in started],
         [Finish(name, why, stop, unpack_error(error)) for name, why, stop, error in finished],
-        {
-            name: tuple(_unpack_logprobs(entry) for entry in entries)
-            for name, entries in logprobs.items()
-        },
-        {
-            name: (first, tuple(_unpack_logprobs(entry) for entry in entries))
-            for name, (first, entries) in prompts.items()
-        },
-        {name: _unpack_array(values) for name, values in pooled.items()},
+        {name: unpack_logprobs(entries) for name, entries in logprobs.items()},
+        {name: (first, unpack_logprobs(entries)) for name, (first, entries) in prompts.items()},
+        pooled,
         None if stats is None else StepStats(*stats),
     )
 
@@ -228,7 +145,7 @@ def pack_config(config: EngineConfig) -> dict[str, Any]:
     """The flags that differ from their defaults. Raises EngineError for a class among them."""
     flags = config.changed()
     try:
-        _encoder.encode(flags)
+        encode(flags)
     except TypeError as error:
         raise EngineError(
             f"a flag holds an object that an engine process cannot be given ({error}); name it "

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
@@ -20,6 +19,7 @@ from modulm.contracts.policy import Policy, Scheduler
 from modulm.contracts.requests import Request
 from modulm.engine.core.loop import EngineLoop, Listener
 from modulm.engine.sampling.defaults import end_ids, sampling_defaults
+from modulm.engine.sampling.logits_processors import class_at
 from modulm.engine.scheduling.scheduler import BudgetScheduler, Limits
 from modulm.engine.types.engine_info import EngineInfo, open_tokenizer
 from modulm.errors import ConfigError, QueueFull, RequestError, UnsupportedError
@@ -168,25 +168,13 @@ def _scheduler(
     path = config.scheduler.scheduler_cls
     made: type[Any] = BudgetScheduler
     if path is not None:
-        made = _class_at(path)
+        made = class_at(path, Scheduler, "scheduler_cls")
     limits = limits_of(config, use)
     if not capacity.groups and "generate" not in tasks:
         # An encoder keeps nothing between steps: it must see a prompt whole.
         limits = evolve(limits, chunked=False)
     scheduler: Scheduler = made(limits, capacity, policy)
     return scheduler
-
-
-def _class_at(path: str) -> type[Any]:
-    """The scheduler class at "pkg.mod:Class" or "pkg.mod.Class"."""
-    module, _, name = path.replace(":", ".").rpartition(".")
-    try:
-        found = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError("scheduler_cls", f"{path!r} cannot be imported: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, Scheduler)):
-        raise ConfigError("scheduler_cls", f"{path!r} is not a modulm.contracts.policy.Scheduler")
-    return found
 
 
 def _info(

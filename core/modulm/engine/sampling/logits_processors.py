@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -14,20 +14,20 @@ from modulm.errors import ConfigError
 if TYPE_CHECKING:
     from modulm.plugins.manager import PluginManager
 
+T = TypeVar("T")
+
 __all__ = ["Processors", "class_at", "processor_classes"]
 
 
-def class_at(path: str) -> type[LogitsProcessor]:
-    """The processor class at "pkg.mod:Class" or "pkg.mod.Class"; ConfigError if there is none."""
+def class_at(path: str, kind: type[T], field: str) -> type[T]:
+    """The class at "pkg.mod:Class" or "pkg.mod.Class", a `kind`; else ConfigError for `field`."""
     module, _, name = path.replace(":", ".").rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError("logits_processors", f"{path!r} cannot be imported: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, LogitsProcessor)):
-        raise ConfigError(
-            "logits_processors", f"{path!r} is not a modulm.contracts.sampling.LogitsProcessor"
-        )
+        raise ConfigError(field, f"{path!r} cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, kind)):
+        raise ConfigError(field, f"{path!r} is not a {kind.__module__}.{kind.__name__}")
     return found
 
 
@@ -42,7 +42,7 @@ def processor_classes(
     found = [plugins.load("logits_processors", name) for name in installed]
     for entry in given or ():
         if isinstance(entry, str) and entry not in installed:
-            found.append(class_at(entry))
+            found.append(class_at(entry, LogitsProcessor, "logits_processors"))
         elif isinstance(entry, type):
             found.append(entry)
     return tuple(dict.fromkeys(found))

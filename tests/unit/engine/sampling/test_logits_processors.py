@@ -33,15 +33,19 @@ def plugins():
         yield made
 
 
+def at(path: str) -> type[LogitsProcessor]:
+    return class_at(path, LogitsProcessor, "logits_processors")
+
+
 def test_a_class_by_path() -> None:
-    assert class_at("modulm.contracts.sampling:LogitsProcessor") is LogitsProcessor
-    assert class_at("modulm.contracts.sampling.LogitsProcessor") is LogitsProcessor
+    assert at("modulm.contracts.sampling:LogitsProcessor") is LogitsProcessor
+    assert at("modulm.contracts.sampling.LogitsProcessor") is LogitsProcessor
 
 
 @pytest.mark.parametrize("path", ["no.such.module:X", "modulm:Nothing", "json:loads", "X", ""])
 def test_a_path_to_nothing_names_the_flag(path) -> None:
     with pytest.raises(ConfigError) as caught:
-        class_at(path)
+        at(path)
     assert caught.value.field == "logits_processors"
 
 

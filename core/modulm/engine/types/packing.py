@@ -1,0 +1,113 @@
+"""Values of requests, plans and results as bytes: msgpack with arrays, no pickle.
+
+Both codecs are made of this: of front ends with an engine, and of an engine with its workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import attrs
+import msgspec
+import numpy as np
+
+from modulm.contracts.executor import RowLogprobs
+from modulm.contracts.media import MediaItem
+from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams, StructuredOutputs
+
+__all__ = [
+    "changed",
+    "decode",
+    "encode",
+    "pack_logprobs",
+    "pack_media",
+    "pack_params",
+    "unpack_logprobs",
+    "unpack_media",
+    "unpack_params",
+]
+
+_ARRAY = 1
+
+
+def _extension(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        head = msgspec.msgpack.encode((value.dtype.str, value.shape))
+        data = np.ascontiguousarray(value).tobytes()
+        return msgspec.msgpack.Ext(_ARRAY, b"".join((len(head).to_bytes(2, "big"), head, data)))
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"a {type(value).__name__} is not plain data")
+
+
+def _array(code: int, data: memoryview) -> np.ndarray:
+    """A copy, so that it can be written to and lies on a boundary of its type."""
+    start = 2 + int.from_bytes(data[:2], "big")
+    dtype, shape = msgspec.msgpack.decode(data[2:start])
+    array: np.ndarray = np.frombuffer(data[start:], dtype=np.uint8).copy().view(dtype)
+    return array.reshape(shape)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_extension)
+_decoder = msgspec.msgpack.Decoder(ext_hook=_array)
+
+
+def encode(value: Any) -> bytes:
+    """Plain values and arrays as bytes. Raises TypeError for anything else."""
+    return _encoder.encode(value)
+
+
+def decode(data: bytes | bytearray | memoryview) -> Any:
+    """What was encoded; tuples have become lists."""
+    return _decoder.decode(data)
+
+
+def changed(value: Any) -> dict[str, Any]:
+    """The fields of an attrs value that differ from their defaults."""
+    return {
+        spec.name: current
+        for spec in attrs.fields(type(value))
+        if (current := getattr(value, spec.name)) != spec.default
+    }
+
+
+def pack_params(params: SamplingParams | PoolingParams) -> list[Any]:
+    table = changed(params)
+    if isinstance(params, PoolingParams):
+        return ["pooling", table]
+    if params.structured_outputs is not None:
+        table["structured_outputs"] = changed(params.structured_outputs)
+    if "output_kind" in table:
+        table["output_kind"] = params.output_kind.value
+    return ["sampling", table]
+
+
+def unpack_params(packed: list[Any]) -> SamplingParams | PoolingParams:
+    kind, table = packed
+    if kind == "pooling":
+        return PoolingParams(**table)
+    if "structured_outputs" in table:
+        table["structured_outputs"] = StructuredOutputs(**table["structured_outputs"])
+    if "output_kind" in table:
+        table["output_kind"] = OutputKind(table["output_kind"])
+    return SamplingParams(**table)
+
+
+def pack_media(items: Iterable[MediaItem]) -> list[Any]:
+    return [[i.kind, i.hash, i.start, i.length, dict(i.tensors), i.spans] for i in items]
+
+
+def unpack_media(packed: list[Any]) -> tuple[MediaItem, ...]:
+    return tuple(
+        MediaItem(kind, digest, start, length, tensors, tuple(map(tuple, spans)))
+        for kind, digest, start, length, tensors, spans in packed
+    )
+
+
+def pack_logprobs(entries: Iterable[RowLogprobs]) -> list[Any]:
+    return [[entry.ids, entry.values, entry.rank] for entry in entries]
+
+
+def unpack_logprobs(packed: list[Any]) -> tuple[RowLogprobs, ...]:
+    return tuple(RowLogprobs(*entry) for entry in packed)

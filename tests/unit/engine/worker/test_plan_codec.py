@@ -1,0 +1,121 @@
+"""Plans and results through bytes, with every field filled; and a worker in another process."""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+import pytest
+
+from modulm import LLM, SamplingParams
+from modulm.contracts.connector import BlockTransfer, TransferPlan, TransferResult
+from modulm.contracts.executor import Plan, RowLogprobs, RowStart, StepResult
+from modulm.contracts.media import MediaItem
+from modulm.contracts.sampling import OutputKind, PoolingParams, StructuredOutputs
+from modulm.engine.worker.plan_codec import (
+    decode_plan,
+    decode_result,
+    encode_plan,
+    encode_result,
+)
+from modulm.plugins import manager
+from modulm.plugins.manager import PluginManager
+from modulm.testing.checkpoints import make_tiny
+from modulm.testing.process_executor import ProcessExecutor
+
+I32, I64 = np.int32, np.int64
+
+
+def same(one: object, other: object) -> bool:
+    """Equal in type, shape and value, at every depth."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if attrs.has(type(one)):
+        return all(
+            same(getattr(one, f.name), getattr(other, f.name)) for f in attrs.fields(type(one))
+        )
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+def full_plan() -> Plan:
+    params = SamplingParams(
+        temperature=0.5, logit_bias={3: -1.5}, bad_words=("no",), stop=("a", "b"),
+        structured_outputs=StructuredOutputs(json={"type": "object"}), extra_args={"x": [1]},
+        output_kind=OutputKind.DELTA,
+    )  # fmt: skip
+    pixels = {"pixels": np.arange(12, dtype=np.float32).reshape(3, 4)}
+    media = MediaItem("image", b"\x00\x01", 2, 3, pixels, ((2, 5),))
+    start = RowStart(
+        3, "r", params, np.arange(5), np.arange(2), 2**63 + 5, (1, 2), ((3, 4), (5,)), "ada",
+        (media,), np.arange(15).reshape(3, 5), -2, np.ones((1, 4), np.float16),
+    )  # fmt: skip
+    pooled = RowStart(4, "p", PoolingParams(task="embed"), np.arange(3), np.zeros(0, I64))
+    move = BlockTransfer(7, "r", (b"n1", b"n2"), ((1, 2), (3,)))
+    return Plan(
+        9, np.array([3, 4], I32), np.array([0, 1], I32), np.array([2, 3], I32), np.arange(5),
+        (np.ones((2, 3), I32), np.ones((2, 1), I32)), np.array([True, False]), (start, pooled),
+        (0, 2), np.array([1, 0], I32), (None, np.ones((2, 1), I32)), ((3, 0),), (b"\xff",),
+        ((1, "ada"),), TransferPlan((move,), (move, move)),
+    )  # fmt: skip
+
+
+def full_result() -> StepResult:
+    entry = RowLogprobs(np.arange(3), np.arange(3, dtype=np.float32), 2)
+    return StepResult(
+        9, np.arange(3), np.array([2, 1], I32), {3: (entry, entry)}, {4: (entry,)},
+        {4: np.ones((2, 2), np.float32)}, {5: "broken"}, {3: np.arange(2)},
+        TransferResult((1,), ((2, "gone"),)), 0.25,
+    )  # fmt: skip
+
+
+def test_every_field_is_filled() -> None:
+    for value in (full_plan(), full_result(), full_plan().admit[0]):
+        for field in attrs.fields(type(value)):
+            given = getattr(value, field.name)
+            assert given is not None, field.name
+            assert isinstance(given, np.ndarray) or given not in ((), {}), field.name
+
+
+def test_plans_and_results_come_back_as_they_were() -> None:
+    plan, result = full_plan(), full_result()
+    assert same(plan, decode_plan(encode_plan(plan)))
+    assert same(result, decode_result(encode_result(result)))
+    empty = Plan(0, *(np.zeros(0, I32) for _ in range(3)), np.zeros(0, I64), (), np.zeros(0, bool))
+    assert same(empty, decode_plan(encode_plan(empty)))
+    assert decode_plan(encode_plan(plan)).tokens.flags.writeable
+
+
+def test_what_is_not_plain_is_refused() -> None:
+    params = SamplingParams(extra_args={"x": object()})
+    start = RowStart(0, "r", params, np.arange(1), np.zeros(0, I64))
+    with pytest.raises(TypeError, match="object is not plain data"):
+        encode_plan(attrs.evolve(full_plan(), admit=(start,)))
+
+
+def test_a_worker_in_another_process_gives_the_same_bits(tmp_path) -> None:
+    folder = str(make_tiny(tmp_path / "tiny"))
+    params = [
+        SamplingParams(temperature=0, max_tokens=9, logprobs=2),
+        SamplingParams(temperature=1.0, seed=4, max_tokens=9, repetition_penalty=1.3),
+        SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1),
+    ]
+    prompts = [{"prompt_token_ids": [5, 9, 40 + i] * 7} for i in range(3)]
+    told = []
+    with manager.using(PluginManager()) as plugins:
+        plugins.register("executors", "process", ProcessExecutor)
+        for name in ("uni", "process"):
+            llm = LLM(
+                folder, distributed_executor_backend=name, num_gpu_blocks_override=64,
+                max_num_batched_tokens=16,
+            )  # fmt: skip
+            told.append([output.outputs[0] for output in llm.generate(prompts, params)])
+            assert llm.info.description.platform == "cpu"
+            llm.shutdown()
+    for here, there in zip(*told, strict=True):
+        assert (here.token_ids, here.text) == (there.token_ids, there.text)
+        assert here.logprobs == there.logprobs
