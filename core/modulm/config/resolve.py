@@ -112,7 +112,7 @@ def _check_name(spec: Flag, name: str, plugins: PluginManager) -> None:
 
 
 #: Kinds whose drivers check their table themselves: when they are made, or told the configuration.
-_SELF_CHECKED = frozenset({"attention", "hooks", "loaders", "quantization"})
+_SELF_CHECKED = frozenset({"adapters", "attention", "hooks", "loaders", "quantization"})
 
 
 def _check_selection(config: EngineConfig, plugins: PluginManager) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from attrs import frozen
+from attrs import field, frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -13,20 +13,35 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["API", "StoredTensor", "WeightLoader"]
+__all__ = ["API", "StoredTensor", "TokenizerFiles", "WeightLoader"]
 
 API = 1
 
 
 @frozen
 class StoredTensor:
-    """A tensor on disk, known from the file's header: nothing of it has been read."""
+    """A tensor on disk, known from the file's header: nothing of it has been read.
+
+    `dtype` is torch's name of what `read` gives; raw blocks of bytes are "uint8".
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     file: str
     bytes: int
+
+
+@frozen
+class TokenizerFiles:
+    """A tokenizer that lies in the weights: what its files would say, had it some.
+
+    `tokenizer` is the text of tokenizer.json; `settings` the table of tokenizer_config.json
+    (`eos_token` and other special tokens, `chat_template`).
+    """
+
+    tokenizer: str
+    settings: Mapping[str, object] = field(factory=dict)
 
 
 class WeightLoader(ABC):
@@ -40,8 +55,23 @@ class WeightLoader(ABC):
     def opens(cls, path: Path) -> str | None:
         """A reason why this loader is the one for the file or folder `path`, or None."""
 
-    def __init__(self, path: Path, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, path: Path, options: Mapping[str, object] | None = None) -> None:
         self.path = path
+
+    # Asked only of weights that have no config.json beside them.
+
+    def configuration(self) -> Mapping[str, object] | None:
+        """What config.json would say, by its names; a table `quantization_config` tells the
+        method how each layer is stored. None: the weights say nothing of it."""
+        return None
+
+    def generation_configuration(self) -> Mapping[str, object] | None:
+        """What generation_config.json would say."""
+        return None
+
+    def tokenizer(self) -> TokenizerFiles | None:
+        """The tokenizer and chat template that are stored with the weights."""
+        return None
 
     def expect(self, tensors: Mapping[str, StoredTensor]) -> bool:
         """What the model takes, by its own names, told before `index` is asked.

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from itertools import accumulate
+from math import gcd
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from modulm.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import torch
 
@@ -19,13 +21,19 @@ if TYPE_CHECKING:
 
 __all__ = [
     "API",
+    "INPUTS",
+    "OUTPUTS",
+    "PARTS",
+    "Axis",
     "CheckpointInfo",
     "LinearSpec",
     "ParamSpec",
     "QuantizationMethod",
+    "Shard",
+    "fixed",
 ]
 
-API = 1
+API = 2
 
 
 @frozen
@@ -36,10 +44,19 @@ class CheckpointInfo:
     `files` the names of the files beside it; `dtype` the dtype the weights are stored in.
     """
 
-    config: Mapping[str, Any]
-    quantization: Mapping[str, Any] | None = None
+    config: Mapping[str, object]
+    quantization: Mapping[str, object] | None = None
     files: tuple[str, ...] = ()
     dtype: str = "bfloat16"
+
+
+@frozen
+class Shard:
+    """What this rank holds of a dimension: `size` of its `whole` entries, from `start`."""
+
+    start: int
+    size: int
+    whole: int
 
 
 @frozen
@@ -50,6 +67,9 @@ class LinearSpec:
     of the fused pieces on this rank, `kind` is "linear", "lm_head", "embedding", "router" or
     "expert".
     `experts` > 0 means that many maps of this shape stacked in front.
+    `part_names` are the paths that a checkpoint gives the parts (those of the first expert).
+    `shards` and `input_shard` are where the parts and inputs of this rank lie in the whole ones;
+    without them they are whole.
     """
 
     name: str
@@ -59,29 +79,128 @@ class LinearSpec:
     dtype: str
     kind: str = "linear"
     experts: int = 0
+    part_names: tuple[str, ...] = ()
+    _shards: tuple[Shard, ...] = ()
+    _input_shard: Shard | None = None
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """What this rank holds of each part."""
+        return self._shards or tuple(Shard(0, size, size) for size in self.parts)
+
+    @property
+    def input_shard(self) -> Shard:
+        """What this rank holds of the inputs."""
+        return self._input_shard or Shard(0, self.inputs, self.inputs)
 
     @property
     def outputs(self) -> int:
         """Output size of all parts together."""
         return sum(self.parts)
 
+    def only(self, part: int) -> LinearSpec:
+        """The map of one of the parts."""
+        one = slice(part, part + 1)
+        names, shards = self.part_names[one], self.shards[one]
+        return evolve(self, parts=self.parts[one], part_names=names, shards=shards)
+
+    def output_block(self, block: int) -> int:
+        """How many outputs share an entry of an axis `OUTPUTS.blocks(block)` on this rank.
+
+        That is `block`, or less where a part begins inside a block: entries are then repeated,
+        so that output r always has entry r // output_block(block).
+        """
+        starts = [shard.start for shard in self.shards]
+        ends = accumulate(shard.whole for shard in self.shards)
+        joined = [start + end for start, end in zip(starts[1:], ends, strict=False)]
+        return gcd(block, *starts, *joined, *accumulate(self.parts[:-1]))
+
+    def input_block(self, block: int) -> int:
+        """The same for an axis `INPUTS.blocks(block)`."""
+        return gcd(block, self.input_shard.start)
+
+
+@frozen
+class Axis:
+    """One dimension of a stored tensor, and what of the layer it runs along.
+
+    `along`: "outputs", "inputs", "parts" (an entry for each fused part) or "" (`size` entries,
+    whatever the layer). Each `block` of the layer's numbers have `entries` entries together; the
+    last block may hold fewer numbers. `whole`: blocks must not be cut; else entries are repeated
+    where a part or a rank begins inside a block.
+    """
+
+    along: Literal["outputs", "inputs", "parts", ""]
+    size: int = 1
+    block: int = 1
+    entries: int = 1
+    whole: bool = False
+
+    def blocks(self, block: int) -> Axis:
+        """This axis with an entry for each `block` numbers: scales, zero points."""
+        return evolve(self, block=block)
+
+    def packed(self, values: int, entries: int = 1) -> Axis:
+        """This axis with `values` numbers in `entries` entries that cannot be taken apart.
+
+        Words of eight 4-bit codes: 8 in 1; of 3-bit codes: 32 in 3; raw blocks: 32 in 34 bytes.
+        """
+        return evolve(self, block=values, entries=entries, whole=True)
+
+    def held(self, spec: LinearSpec) -> int:
+        """How many entries this rank has of it."""
+        if self.along == "parts":
+            return len(spec.parts)
+        if self.along == "":
+            return self.size
+        size = spec.outputs if self.along == "outputs" else spec.inputs
+        return -(-size // self.step(spec)) * self.entries
+
+    def step(self, spec: LinearSpec) -> int:
+        """How many outputs or inputs have `entries` entries together on this rank."""
+        if self.whole:
+            return self.block
+        return (spec.output_block if self.along == "outputs" else spec.input_block)(self.block)
+
+
+OUTPUTS = Axis("outputs")
+INPUTS = Axis("inputs")
+PARTS = Axis("parts")
+
+
+def fixed(size: int) -> Axis:
+    """An axis of `size` entries, whatever the layer."""
+    return Axis("", size)
+
 
 @frozen
 class ParamSpec:
-    """A tensor that the checkpoint supplies for a layer.
+    """A tensor that the checkpoint supplies for a layer, by what its dimensions run along.
 
-    `output_dim` is the dimension along which fused parts are laid side by side (None: shared by
-    all parts), `input_dim` the one along which a row-parallel layer is cut; `scale` is how many
-    values of the unquantized dimension one entry stands for (8 for eight 4-bit values per word).
+    `axes` say all that is needed to find each part, expert and rank its place: with OUTPUTS the
+    fused parts lie side by side, with PARTS each has entries of its own (the scale of q, of k, of
+    v), with neither all parts share the values and a checkpoint in which they differ is refused.
+    A stack of experts puts one more dimension in front by itself. Dimensions of size one may be
+    there in the file or not.
+
+    `transform` changes a stored piece before it is checked and cut: transpose, unpack, bitcast,
+    reorder. It must also work on tensors of the meta device. `stored` is the name in the file
+    where it is not the parameter's. `part`: the parameter is that one's of the fused parts alone
+    (parts stored in different forms). `optional`: may be missing, and is None then.
     """
 
-    shape: tuple[int, ...]
+    axes: tuple[Axis, ...]
     dtype: str
-    output_dim: int | None = None
-    input_dim: int | None = None
-    output_scale: int = 1
-    input_scale: int = 1
+    stored: str = ""
+    part: int | None = None
+    transform: Callable[[torch.Tensor], torch.Tensor] | None = None
     optional: bool = False
+
+    def shape(self, spec: LinearSpec) -> tuple[int, ...]:
+        """The parameter's shape on this rank, experts in front."""
+        one = spec if self.part is None else spec.only(self.part)
+        found = tuple(axis.held(one) for axis in self.axes)
+        return (spec.experts, *found) if spec.experts else found
 
 
 class QuantizationMethod(ABC):
@@ -109,7 +228,10 @@ class QuantizationMethod(ABC):
         A rejected layer of a method that quantizes at load stays unquantized.
         """
 
-    def __init__(self, config: Any, platform: Platform, ops: Ops) -> None:
+    #: A driver says in its class body which: `config: MyConfig`.
+    config: object
+
+    def __init__(self, config: object, platform: Platform, ops: Ops) -> None:
         self.config = config
         self.platform = platform
         self.ops = ops
@@ -119,8 +241,18 @@ class QuantizationMethod(ABC):
         """The tensors the checkpoint supplies, by name ("weight", "scales", ...), bias excluded."""
 
     def skips(self, name: str) -> bool:
-        """Whether the layer called `name` is left unquantized by the checkpoint's settings."""
+        """Whether the layer called `name` is left unquantized by the checkpoint's settings.
+
+        Asked for a layer, and for each of its parts by the name that the checkpoint gives it.
+        """
         return False
+
+    def rename(self, name: str) -> str | None:
+        """The name by which `create` asks for what is stored as `name`, or None if it is needless.
+
+        `name` is what the model's own table of names made of it.
+        """
+        return name
 
     def note(self, spec: LinearSpec) -> str | None:
         """What `modulm explain` says of a layer that is held in another form than most."""
@@ -140,7 +272,7 @@ class QuantizationMethod(ABC):
     ) -> torch.Tensor:
         """x: [tokens, inputs] -> [tokens, outputs], in x's dtype."""
 
-    def experts(self, layer: torch.nn.Module) -> Any:
+    def experts(self, layer: torch.nn.Module) -> object:
         """The stack that `kind == "expert"` created, as the op `fused_experts` takes it.
 
         That is the op's own packed form, or anything that gives the weight [outputs, inputs] of

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from modulm.loading.cache_groups import CacheGroup
-    from modulm.loading.checkpoint import Checkpoint, open_checkpoint, pooling_recipe
+    from modulm.loading.checkpoint import (
+        Checkpoint,
+        open_checkpoint,
+        pooling_recipe,
+        stored_tokenizer,
+    )
     from modulm.loading.model import Loaded, explain_model, load_model
     from modulm.nn.names import Rewrite, WeightNames
 
@@ -24,6 +29,7 @@ __all__ = [
     "load_model",
     "open_checkpoint",
     "pooling_recipe",
+    "stored_tokenizer",
 ]
 
 _HOMES = {
@@ -36,6 +42,7 @@ _HOMES = {
     "load_model": "modulm.loading.model",
     "open_checkpoint": "modulm.loading.checkpoint",
     "pooling_recipe": "modulm.loading.checkpoint",
+    "stored_tokenizer": "modulm.loading.checkpoint",
 }
 
 

@@ -13,20 +13,23 @@ from modulm.contracts.pooling import PoolingRecipe
 from modulm.contracts.quantization import CheckpointInfo
 from modulm.errors import CheckpointError, PluginNotFound
 from modulm.loading.hub import download, is_hub_id
+from modulm.plugins import defaults
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
+    from modulm.contracts.loader import TokenizerFiles, WeightLoader
     from modulm.plugins.manager import PluginManager
 
-__all__ = ["Checkpoint", "open_checkpoint", "pooling_recipe"]
+__all__ = ["Checkpoint", "open_checkpoint", "open_loader", "pooling_recipe", "stored_tokenizer"]
 
 
 @frozen
 class Checkpoint:
-    """A folder with a model, and its JSON files as read, `--hf-overrides` applied.
+    """A model's files, and its JSON tables as read, `--hf-overrides` applied.
 
-    `architecture` is the first name that config.json gives; which driver runs it is decided when
-    the model is loaded.
+    `path` is a folder, or a file that a loader opens; `config_file` is where `config` is from;
+    `architecture` is the first name that it gives; which driver runs it is decided when the
+    model is loaded.
     """
 
     path: Path
@@ -34,6 +37,7 @@ class Checkpoint:
     generation_config: Mapping[str, Any]
     architecture: str
     info: CheckpointInfo
+    config_file: Path
 
     @property
     def architectures(self) -> tuple[str, ...]:
@@ -42,32 +46,72 @@ class Checkpoint:
 
 
 def open_checkpoint(config: EngineConfig) -> Checkpoint:
-    """The checkpoint of `--model`: a folder, a short name of an installed package, or a hub id.
+    """The checkpoint of `--model`: a folder or file, a short name of an installed package, or a
+    hub id.
 
     Downloads what is missing. Raises CheckpointError naming the file and the key.
     """
     from modulm.plugins import manager
 
-    path = _locate(config, manager.current())
-    source = path
+    plugins = manager.current()
+    path = _locate(config, plugins)
+    file, stored, generation = path / "config.json", None, None
     if config.model.hf_config_path is not None:
-        source = _folder_or_hub(config.model.hf_config_path, config)
-    table = {**_read_json(source / "config.json"), **config.model.hf_overrides}
+        file = _folder_or_hub(config.model.hf_config_path, config) / "config.json"
+    elif (loader := _describing(config, path, plugins)) is not None:
+        stored, generation = loader.configuration(), loader.generation_configuration()
+        file = file if stored is None else path
+    table = {**(_read_json(file) if stored is None else stored), **config.model.hf_overrides}
     architectures = table.get("architectures")
     if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
         architectures = []
     if not architectures:
         raise CheckpointError(
-            f"{source / 'config.json'}: architectures: a list with the name of the model's class "
+            f"{file}: architectures: a list with the name of the model's class "
             "is needed (--hf-overrides '{\"architectures\": [...]}' adds one)"
         )
     return Checkpoint(
         path=path,
         config=table,
-        generation_config=_read_generation(path),
+        generation_config=_read_generation(path) if generation is None else generation,
         architecture=architectures[0],
-        info=_info(path, table),
+        info=_info(path, file, table),
+        config_file=file,
     )
+
+
+def open_loader(
+    config: EngineConfig, path: Path, plugins: PluginManager
+) -> defaults.Chosen[WeightLoader]:
+    """The loader of --load-format, or the one that opens `path`.
+
+    Raises CheckpointError if no installed loader does.
+    """
+    wanted = config.load.load_format
+    chosen = defaults.choose_loader(plugins, path, None if wanted == "auto" else wanted)
+    given = config.device.options("loaders", str(chosen.decision.winner))
+    made = chosen.driver(path, {**config.load.model_loader_extra_config, **given})
+    return defaults.Chosen(made, chosen.decision)
+
+
+def stored_tokenizer(config: EngineConfig, path: Path) -> TokenizerFiles | None:
+    """The tokenizer that a loader finds in the weights; None where there are files of it."""
+    from modulm.plugins import manager
+
+    loader = _describing(config, path, manager.current())
+    return None if loader is None else loader.tokenizer()
+
+
+def _describing(config: EngineConfig, path: Path, plugins: PluginManager) -> WeightLoader | None:
+    """The loader of weights that describe themselves: no config.json is beside them."""
+    if (path / "config.json").exists() or not path.exists():
+        return None
+    try:
+        return open_loader(config, path, plugins).driver
+    except CheckpointError:
+        if path.is_file():
+            raise
+        return None
 
 
 def pooling_recipe(
@@ -93,11 +137,9 @@ def _locate(config: EngineConfig, plugins: PluginManager) -> Path:
 
 
 def _folder_or_hub(name: str, config: EngineConfig, plugins: PluginManager | None = None) -> Path:
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.is_file():
-        raise CheckpointError(f"{name}: a checkpoint is a folder; single files: not yet")
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
     if is_hub_id(name):
         return download(name, config)
     known = ", ".join(d.name for d in plugins.names("checkpoints")) if plugins else ""
@@ -107,15 +149,15 @@ def _folder_or_hub(name: str, config: EngineConfig, plugins: PluginManager | Non
     )
 
 
-def _info(path: Path, config: Mapping[str, Any]) -> CheckpointInfo:
+def _info(path: Path, file: Path, config: Mapping[str, Any]) -> CheckpointInfo:
     quantization = config.get("quantization_config")
     if quantization is not None and not isinstance(quantization, Mapping):
-        raise CheckpointError(f"{path / 'config.json'}: quantization_config: a table is needed")
+        raise CheckpointError(f"{file}: quantization_config: a table is needed")
     stored = config.get("dtype") or config.get("torch_dtype") or "float32"
     return CheckpointInfo(
         config=config,
         quantization=quantization,
-        files=tuple(sorted(file.name for file in path.iterdir())),
+        files=tuple(sorted(one.name for one in (path.iterdir() if path.is_dir() else [path]))),
         dtype=str(stored).removeprefix("torch."),
     )
 

@@ -12,8 +12,8 @@ from attrs import evolve, field, frozen
 
 from modulm.contracts.attention import AttentionBackend, AttentionSpec
 from modulm.contracts.quantization import LinearSpec, QuantizationMethod
-from modulm.errors import UnsupportedError
-from modulm.loading.checkpoint import pooling_recipe
+from modulm.errors import ConfigError, UnsupportedError
+from modulm.loading.checkpoint import open_loader, pooling_recipe
 from modulm.loading.pooling import conversion, convert, pooling_settings
 from modulm.ops import OpTable, bind
 from modulm.plugins import defaults
@@ -21,6 +21,7 @@ from modulm.plugins.explain import Decision, Verdict
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
+    from modulm.contracts.adapter import AdapterBank
     from modulm.contracts.kernels import KernelProvider
     from modulm.contracts.loader import WeightLoader
     from modulm.contracts.model import Model
@@ -141,14 +142,25 @@ class Choices:
         return method
 
     def loader(self) -> WeightLoader:
-        """The loader of --load-format, or the one that opens the folder.
+        """The loader of --load-format, or the one that opens the checkpoint.
 
         Raises CheckpointError if no installed loader does.
         """
-        wanted, path = self.config.load.load_format, self.checkpoint.path
-        chosen = defaults.choose_loader(self.plugins, path, None if wanted == "auto" else wanted)
-        given = self.config.device.options("loaders", str(chosen.decision.winner))
-        return self._keep(chosen)(path, {**self.config.load.model_loader_extra_config, **given})
+        return self._keep(open_loader(self.config, self.checkpoint.path, self.plugins))
+
+    def adapters(self, ops: OpTable) -> AdapterBank | None:
+        """The bank of adapters that the configuration has a table for."""
+        tables = self.config.device.plugin_config.get("adapters") or {}
+        if not tables:
+            return None
+        if len(tables) > 1:
+            raise ConfigError("plugin_config", f"adapters: one of {', '.join(tables)}, not several")
+        (name,) = tables
+        driver = self.plugins.load("adapters", name)
+        options = self.plugins.options("adapters", name, tables[name])
+        self.decisions.append(Decision("adapters", (Verdict(name),), name, "has a configuration"))
+        bank: AdapterBank = driver(options, self.platform, ops)
+        return bank
 
     def backend(self, spec: AttentionSpec, ops: OpTable) -> AttentionBackend:
         """The attention backend of a spec; layers with equal specs share one."""
@@ -190,7 +202,7 @@ class Methods:
 
     def of(self, spec: LinearSpec) -> QuantizationMethod:
         """The method that holds a layer; what differs from most layers is kept with its reason."""
-        if self.main is self.plain or self.main.skips(spec.name):
+        if self.main is self.plain or self._skipped(spec):
             return self.plain
         reason = self.main.rejects(spec, self.platform)
         note = self.main.note(spec) if reason is None else None
@@ -202,6 +214,16 @@ class Methods:
             if found not in self.decisions:
                 self.decisions.append(found)
         return winner
+
+    def _skipped(self, spec: LinearSpec) -> bool:
+        """Raises UnsupportedError if the checkpoint quantizes some parts of a fused layer only."""
+        parts = [self.main.skips(name) for name in spec.part_names] or [False]
+        if self.main.skips(spec.name) or all(parts):
+            return True
+        if any(parts):
+            names = ", ".join(spec.part_names)
+            raise UnsupportedError(f"{names}: {self.main.name} for some of them only: not yet")
+        return False
 
 
 def _describe(spec: AttentionSpec) -> str:

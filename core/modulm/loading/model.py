@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,22 +11,24 @@ from attrs import field, frozen
 
 from modulm.errors import CheckpointError, ConfigError, UnsupportedError
 from modulm.loading.cache_groups import CacheGroup, group_caches
-from modulm.loading.choices import Choices
+from modulm.loading.choices import Choices, Methods
 from modulm.loading.pooling import pooling_settings, pooling_table, pooling_tasks
 from modulm.loading.weights import WeightPlan, fill, plan_weights, wanted, weight_bytes
 from modulm.nn.builder import Builder, Shared
 from modulm.nn.config import read_config
-from modulm.nn.names import WeightNames
 from modulm.ops.chunked_scan import SEGMENT
-from modulm.parallel import Group, Mesh
+from modulm.parallel import Mesh
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
+    from modulm.contracts.adapter import AdapterBank
     from modulm.contracts.attention import AttentionBackend, AttentionSpec
     from modulm.contracts.loader import WeightLoader
     from modulm.contracts.model import Model
     from modulm.contracts.platform import Platform
+    from modulm.contracts.quantization import QuantizationMethod
     from modulm.loading.checkpoint import Checkpoint
+    from modulm.nn.names import WeightNames
     from modulm.ops import OpTable
     from modulm.plugins.explain import Decision
     from modulm.plugins.manager import PluginManager
@@ -53,7 +55,7 @@ class Loaded:
 
     `vocabulary` is the width of the logits; `weight_bytes` what the weights took before
     repacking; `tasks` what requests may ask for; `pooling` how, by names of `--pooler-config`;
-    `layers` those that a pooled vector passes.
+    `layers` those that a pooled vector passes; `adapters` the bank around its layers, if any.
     """
 
     model: Model
@@ -67,6 +69,7 @@ class Loaded:
     tasks: tuple[str, ...] = ("generate",)
     pooling: Mapping[str, Any] = field(factory=dict)
     layers: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
+    adapters: AdapterBank | None = None
 
 
 def load_model(
@@ -104,6 +107,7 @@ def load_model(
         tasks=pooling_tasks(config, checkpoint, built.model, settings),
         pooling=pooling_table(checkpoint, built.model, settings),
         layers=recipe.layers(platform.device),
+        adapters=built.shared.adapters,
     )
 
 
@@ -124,6 +128,7 @@ class _Built:
     ops: OpTable
     shared: Shared
     choices: Choices
+    method: QuantizationMethod
     loader: WeightLoader
 
 
@@ -132,29 +137,43 @@ def _build(
 ) -> _Built:
     choices = Choices(config, checkpoint, platform, plugins)
     driver: Any = choices.model()
-    file = str(checkpoint.path / "config.json")
-    settings = read_config(checkpoint.config, driver.config_type, file)
+    settings = read_config(checkpoint.config, driver.config_type, str(checkpoint.config_file))
     dtype = _choose_dtype(config, checkpoint, platform)
     length = _choose_length(config, settings, checkpoint)
     ops = choices.ops(dtype)
-    shared = _shared(config, choices, ops, dtype, length)
+    methods = choices.method(ops)
+    shared = _shared(config, choices, methods, ops, dtype, length)
     model = driver(settings, Builder(shared)).eval()
-    return _Built(model, settings, dtype, ops, shared, choices, choices.loader())
+    return _Built(model, settings, dtype, ops, shared, choices, methods.main, choices.loader())
 
 
 def _plan(built: _Built, checkpoint: Checkpoint) -> WeightPlan:
     """Where each tensor of the checkpoint goes; raises CheckpointError if they do not fit."""
-    names = built.model.weights(built.settings)
-    if built.loader.expect(wanted(built.shared.units)):
-        names = WeightNames()
+    shared = built.shared
+    made_up = built.loader.expect(wanted(shared.units))
+    names = None if made_up else partial(_names, built.model.weights(built.settings), built.method)
     index = built.loader.index()
-    return plan_weights(built.shared.units, index, names, str(checkpoint.path))
+    return plan_weights(shared.units, index, names, str(checkpoint.path), shared.elsewhere)
+
+
+def _names(
+    table: WeightNames, method: QuantizationMethod, stored: str, tensor: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a stored tensor gives by the model's names, then the method's."""
+    for name, piece in table.apply(stored, tensor):
+        renamed = method.rename(name)
+        if renamed is not None:
+            yield renamed, piece
 
 
 def _shared(
-    config: EngineConfig, choices: Choices, ops: OpTable, dtype: str, length: int
+    config: EngineConfig,
+    choices: Choices,
+    methods: Methods,
+    ops: OpTable,
+    dtype: str,
+    length: int,
 ) -> Shared:
-    methods = choices.method(ops)
     wanted_kv = config.cache.kv_cache_dtype
     return Shared(
         dtype=getattr(torch, dtype),
@@ -166,6 +185,7 @@ def _shared(
         choose_backend=partial(_backend, choices, ops),
         kv_dtype=dtype if wanted_kv == "auto" else _KV_DTYPES.get(wanted_kv, wanted_kv),
         windows=not config.model.disable_sliding_window,
+        adapters=choices.adapters(ops),
     )
 
 
@@ -177,7 +197,7 @@ def _mesh(config: EngineConfig) -> Mesh:
     ranks = config.parallel.tensor_parallel_size
     if ranks > 1:
         raise UnsupportedError(f"tensor_parallel_size: {ranks} ranks: not yet")
-    return Mesh(Group())
+    return Mesh()
 
 
 def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint, platform: Platform) -> str:

@@ -7,46 +7,50 @@ is repacked as soon as it is complete, so that the peak is the weights and one t
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from modulm.contracts.loader import StoredTensor
 from modulm.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from modulm.contracts.loader import WeightLoader
-    from modulm.nn.names import WeightNames
     from modulm.nn.weight_slots import Part, Slot, Unit
 
 __all__ = ["WeightPlan", "fill", "plan_weights", "wanted", "weight_bytes"]
 
 _SHOWN = 5
 
+#: (stored name, tensor) -> what it gives by the model's names.
+Naming = Callable[[str, "Tensor"], Iterable[tuple[str, "Tensor"]]]
+
 
 @frozen(eq=False)
 class WeightPlan:
     """What goes where: for each tensor name, as the model calls it, the places it fills.
 
-    `read` are the stored names that are needed, `total` the bytes that pass by in reading.
+    `read` are the stored tensors that are needed, `total` the bytes that pass by in reading.
     """
 
     routes: Mapping[str, Sequence[tuple[Unit, Slot, Part]]]
     remaining: dict[int, int]
     units: Sequence[Unit]
-    names: WeightNames
+    names: Naming
     total: int
-    read: frozenset[str]
+    read: Mapping[str, StoredTensor]
 
 
 def wanted(units: Iterable[Unit]) -> Mapping[str, StoredTensor]:
     """What a checkpoint of the model could hold, by the model's names (for loaders that invent)."""
     found: dict[str, StoredTensor] = {}
     for slot in (slot for unit in units for slot in unit.slots):
-        for part in slot.parts:
+        for part in slot.ways[0]:
             size = prod(part.shape) * slot.dtype.itemsize
             dtype = str(slot.dtype).removeprefix("torch.")
             found[part.name] = StoredTensor(part.name, part.shape, dtype, "", size)
@@ -59,41 +63,48 @@ def weight_bytes(units: Iterable[Unit]) -> int:
 
 
 def plan_weights(
-    units: Sequence[Unit], index: Mapping[str, StoredTensor], names: WeightNames, where: str
+    units: Sequence[Unit],
+    index: Mapping[str, StoredTensor],
+    names: Naming | None,
+    where: str,
+    elsewhere: Iterable[Unit] = (),
 ) -> WeightPlan:
     """Match the checkpoint's tensors with the model's parameters.
 
-    Raises CheckpointError that lists missing, unexpected and wrongly shaped tensors. `where` is
-    the checkpoint's folder, for the message.
+    names: None if the loader made the tensors up, by the model's names and in its shapes. where:
+    the checkpoint, for the message. elsewhere: what other processes load. Raises CheckpointError
+    that lists missing, unexpected and wrongly shaped tensors.
     """
-    given = _rename(index, names, where)
-    tied = {unit.path for unit in units if unit.waits_for is not None}
+    given = _rename(index, names or _as_is, where)
+    ignored = {part.name for unit in elsewhere for s in unit.slots for w in s.ways for part in w}
+    tied = {unit.path for unit in (*units, *elsewhere) if unit.waits_for is not None}
     routes: dict[str, list[tuple[Unit, Slot, Part]]] = {}
     remaining: dict[int, int] = {id(unit): 0 for unit in units}
     missing: list[str] = []
     wrong: list[str] = []
     for unit in units:
         for slot in unit.slots:
-            parts = _choose(slot, given)
+            ways = slot.ways if names else _made_up(slot)
+            parts = next((way for way in ways if _fits(way, given)), None)
             if parts is None:
-                missing += (
-                    [] if slot.optional else [p.name for p in slot.parts if p.name not in given]
-                )
+                stored = next((way for way in ways if all(p.name in given for p in way)), None)
+                if stored is not None:
+                    wrong += [_mismatch(part, *given[part.name]) for part in stored]
+                elif not slot.optional:
+                    missing += [part.name for part in ways[0] if part.name not in given]
                 continue
             for part in parts:
                 routes.setdefault(part.name, []).append((unit, slot, part))
-                remaining[id(unit)] += 1
-                stored, shape = given[part.name]
-                if shape != part.shape:
-                    wrong.append(
-                        f"{stored.name} in {stored.file} is {list(shape)}, config.json asks for "
-                        f"{list(part.shape)}"
-                    )
-    unexpected = [n for n in given if n not in routes and n.rpartition(".")[0] not in tied]
-    _complain(where, missing, wrong, unexpected)
-    read = frozenset(given[name][0].name for name in routes)
+            remaining[id(unit)] += len(parts)
+    unexpected = [
+        n
+        for n in given
+        if n not in routes and n not in ignored and n.rpartition(".")[0] not in tied
+    ]
+    _complain(where, [words for words in wrong if words], missing, unexpected)
+    read = {given[name][0].name: given[name][0] for name in routes}
     total = sum(stored.bytes for stored in index.values())
-    return WeightPlan(routes, remaining, units, names, total, read)
+    return WeightPlan(routes, remaining, units, names or _as_is, total, read)
 
 
 def fill(plan: WeightPlan, loader: WeightLoader, *, device: torch.device, progress: bool) -> None:
@@ -107,9 +118,13 @@ def fill(plan: WeightPlan, loader: WeightLoader, *, device: torch.device, progre
             bar.update(tensor.nbytes)
             if stored not in plan.read:
                 continue
-            for name, piece in plan.names.apply(stored, tensor):
+            for name, piece in plan.names(stored, tensor):
                 for unit, slot, part in plan.routes.get(name, ()):
-                    slot.fill(part, piece, device)
+                    try:
+                        slot.fill(part, piece, device)
+                    except ValueError as error:
+                        file = plan.read[stored].file
+                        raise CheckpointError(f"{stored} in {file}: {error}") from error
                     plan.remaining[id(unit)] -= 1
                     if not plan.remaining[id(unit)]:
                         _finish(unit, plan, done)
@@ -143,15 +158,24 @@ def _drop_unfilled(unit: Unit) -> None:
             slot.module.register_parameter(slot.attribute, None)
 
 
+def _as_is(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+    yield name, tensor
+
+
+def _made_up(slot: Slot) -> Sequence[Sequence[Part]]:
+    """One way: in the form that it has when it was read."""
+    return [[evolve(part, transform=None, shared=False) for part in slot.ways[0]]]
+
+
 def _rename(
-    index: Mapping[str, StoredTensor], names: WeightNames, where: str
-) -> dict[str, tuple[StoredTensor, tuple[int, ...]]]:
-    """Model's name -> (stored tensor, shape after rewriting)."""
-    given: dict[str, tuple[StoredTensor, tuple[int, ...]]] = {}
+    index: Mapping[str, StoredTensor], names: Naming, where: str
+) -> dict[str, tuple[StoredTensor, Tensor]]:
+    """Model's name -> (stored tensor, what rewriting makes of it, without its values)."""
+    given: dict[str, tuple[StoredTensor, Tensor]] = {}
     for stored in index.values():
-        blank = torch.empty(stored.shape, device="meta")
+        blank = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="meta")
         try:
-            pieces = list(names.apply(stored.name, blank))
+            pieces = list(names(stored.name, blank))
         except (RuntimeError, ValueError, IndexError) as error:
             raise CheckpointError(
                 f"{where}: {stored.name} in {stored.file} has an impossible shape "
@@ -162,20 +186,29 @@ def _rename(
                 raise CheckpointError(
                     f"{where}: {stored.name} and {given[name][0].name} are both {name}"
                 )
-            given[name] = (stored, tuple(piece.shape))
+            given[name] = (stored, piece)
     return given
 
 
-def _choose(slot: Slot, given: Mapping[str, Any]) -> Sequence[Part] | None:
-    """The way in which the checkpoint holds the slot, or None if it does not."""
-    for parts in (slot.parts, slot.whole):
-        if parts and all(part.name in given for part in parts):
-            return parts
-    return None
+def _fits(way: Sequence[Part], given: Mapping[str, tuple[StoredTensor, Tensor]]) -> bool:
+    """Whether the checkpoint holds a parameter in this way."""
+    return all(part.name in given and not _mismatch(part, *given[part.name]) for part in way)
+
+
+def _mismatch(part: Part, stored: StoredTensor, piece: Tensor) -> str:
+    """What is wrong with the shape of a stored tensor, or nothing."""
+    if part.transform is None and piece.shape == part.shape:
+        return ""
+    try:
+        part.view(piece)
+    except (RuntimeError, ValueError, IndexError):
+        shape = list(piece.shape)
+        return f"{stored.name} in {stored.file} is {shape}, config.json asks for {list(part.shape)}"
+    return ""
 
 
 def _complain(
-    where: str, missing: Sequence[str], wrong: Sequence[str], unexpected: Sequence[str]
+    where: str, wrong: Sequence[str], missing: Sequence[str], unexpected: Sequence[str]
 ) -> None:
     problems = [
         f"{what}: {', '.join(items[:_SHOWN])}"

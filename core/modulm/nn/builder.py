@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from attrs import evolve, field, frozen
+from torch import Tensor
 from torch.nn import Module
 
 from modulm.contracts.model import CacheSpec
-from modulm.contracts.quantization import LinearSpec, ParamSpec
+from modulm.contracts.quantization import OUTPUTS, LinearSpec, ParamSpec
+from modulm.nn.adapted import adapted, same_method
 from modulm.nn.embedding import Embedding, Head
 from modulm.nn.linear import Linear, Router
 from modulm.nn.norm import LayerNorm, RMSNorm
 from modulm.nn.rope import Rope, RopeTable
+from modulm.nn.weight_layout import layout
 from modulm.nn.weight_slots import Part, Slot, Unit
+from modulm.parallel import ProcessGroup
 
 if TYPE_CHECKING:
+    from modulm.contracts.adapter import AdapterBank
     from modulm.contracts.attention import AttentionBackend, AttentionSpec
     from modulm.contracts.kernels import Ops
     from modulm.contracts.model import StateSpec
@@ -29,6 +34,9 @@ __all__ = ["Builder", "Parts", "Shared"]
 
 #: Outputs of a layer: a number, or the numbers of the parts it was fused from, by their names.
 Parts = int | Mapping[str, int]
+FusedExperts = Callable[..., Tensor]
+
+L = TypeVar("L", bound=Linear | Embedding)
 
 
 @frozen(eq=False)
@@ -49,9 +57,11 @@ class Shared:
     choose_backend: Callable[[AttentionSpec], AttentionBackend]
     kv_dtype: str
     windows: bool = True
+    adapters: AdapterBank | None = None
     units: list[Unit] = field(factory=list)
     caches: list[CacheSpec] = field(factory=list)
     ropes: dict[Rope, RopeTable] = field(factory=dict)
+    elsewhere: list[Unit] = field(factory=list)
 
 
 @frozen(eq=False)
@@ -68,6 +78,13 @@ class Builder:
     def at(self, path: str) -> Builder:
         """The builder for the part of the model called `path`, seen from here."""
         return evolve(self, prefix=self.name(path))
+
+    def stage(self, here: bool) -> Builder:
+        """This builder, or for what another pipeline stage has one that only learns its names."""
+        if here:
+            return self
+        away = evolve(self.shared, units=self.shared.elsewhere, caches=[], adapters=None)
+        return evolve(self, shared=away)
 
     def name(self, path: str) -> str:
         """The full weight name of `path`."""
@@ -98,33 +115,24 @@ class Builder:
         With several parts the checkpoint may hold them one by one, under their names beside
         `name`, or the whole under `name`.
         """
-        group = self.shared.mesh.tensor
-        parts = {name: outputs} if isinstance(outputs, int) else dict(outputs)
-        ranks = group.size if split else 1
-        own = {part: self._cut(part, n, ranks) for part, n in parts.items()}
-        spec = self._spec(name, inputs, tuple(own.values()), bias)
-        layer = Linear(spec, self.shared.choose_method(spec), None)
-        self._weights(name, layer, spec, parts, ranks=ranks)
-        return layer
+        spec = self._spec(name, inputs, outputs, bias=bias, split=split)
+        return self._weights(Linear(spec, self._method(spec), None))
 
     def row_linear(self, name: str, inputs: int, outputs: int, *, bias: bool = False) -> Linear:
         """A linear layer cut by inputs: each rank multiplies its share and the sums are added."""
         group = self.shared.mesh.tensor
-        spec = self._spec(name, self._cut(name, inputs, group.size), (outputs,), bias)
+        share = group.shard(inputs, self.name(name))
+        spec = self._spec(name, share.size, outputs, bias=bias, input_shard=share)
         reduce = group if group.size > 1 else None
-        layer = Linear(spec, self.shared.choose_method(spec), reduce)
-        self._weights(name, layer, spec, {name: outputs}, cut_inputs=group.size)
-        return layer
+        return self._weights(Linear(spec, self._method(spec), reduce))
 
     def router(
         self, name: str, inputs: int, experts: int, *, bias: bool = False, wide: bool = False
     ) -> Router:
         """What rates experts, on every rank; computed in fp32 if `wide`, whatever the model is."""
-        spec = evolve(self._spec(name, inputs, (experts,), bias), kind="router")
-        spec = evolve(spec, dtype="float32") if wide else spec
-        layer = Router(spec, self.shared.choose_method(spec), None)
-        self._weights(name, layer, spec, {name: experts})
-        return layer
+        dtype = "float32" if wide else self.dtype
+        spec = self._spec(name, inputs, experts, bias=bias, kind="router", dtype=dtype)
+        return self._weights(Router(spec, self._method(spec), None))
 
     def experts(
         self,
@@ -136,32 +144,35 @@ class Builder:
         *,
         bias: str | None = None,
     ) -> Linear:
-        """`experts` linear maps stacked, which the op `fused_experts` applies.
+        """`experts` linear maps stacked, which `fused_experts` applies.
 
         `stored` says how the checkpoint names one of them, from here, with {expert} and {part}:
         "experts.{expert}.{part}"; it may also hold the stack [experts, outputs, inputs] under
-        `name`. `bias` is the stored name of biases [experts, outputs], if there are any.
+        `name`, or one for each part. `bias` is the stored name of biases [experts, outputs], if
+        there are any.
         """
-        parts = {name: outputs} if isinstance(outputs, int) else dict(outputs)
-        spec = evolve(
-            self._spec(name, inputs, tuple(parts.values()), bias is not None),
-            kind="expert",
-            experts=experts,
-        )
-        layer = Linear(spec, self.shared.choose_method(spec), None)
-        self._stacks(name, layer, spec, parts, stored)
+        parts = {name: outputs} if isinstance(outputs, int) else outputs
+        paths = tuple(self.name(stored.replace("{part}", part)) for part in parts)
+        spec = self._spec(name, inputs, outputs, kind="expert", experts=experts)
+        spec = evolve(spec, part_names=tuple(path.format(expert=0) for path in paths))
+        layer = self._weights(Linear(spec, self._method(spec), None), paths)
         if bias is not None:
             self.parameter(bias, layer, "bias", (experts, spec.outputs))
         return layer
+
+    def fused_experts(self, gate_up: Linear, down: Linear) -> FusedExperts:
+        """The op `fused_experts` for two stacks, with what adapters change of it."""
+        bank = self.shared.adapters
+        changed = None if bank is None else bank.experts(gate_up.spec, down.spec)
+        plain: FusedExperts = self.ops.fused_experts
+        return plain if changed is None else partial(changed, plain)
 
     # Tables, norms, single tensors.
 
     def embedding(self, name: str, rows: int, hidden: int, *, scale: float = 1.0) -> Embedding:
         """A table of vectors [rows, hidden]; every rank holds all of it."""
-        spec = evolve(self._spec(name, hidden, (rows,), False), kind="embedding")
-        table = Embedding(spec, self.shared.choose_method(spec), scale)
-        self._weights(name, table, spec, {name: rows})
-        return table
+        spec = self._spec(name, hidden, rows, kind="embedding")
+        return self._weights(Embedding(spec, self._method(spec), scale))
 
     def head(
         self,
@@ -175,14 +186,14 @@ class Builder:
         cap: float = 0.0,
     ) -> Head:
         """The layer that gives logits; `tied` to an embedding it uses that table as its weight."""
-        spec = evolve(self._spec(name, hidden, (vocabulary,), bias), kind="lm_head")
-        method = self.shared.choose_method(spec)
-        head = Head(spec, method, self.shared.mesh.tensor, scale=scale, cap=cap)
+        group = self.shared.mesh.tensor
+        split = tied is None and vocabulary % group.size == 0
+        spec = self._spec(name, hidden, vocabulary, bias=bias, split=split, kind="lm_head")
+        gathered = group if split else ProcessGroup()
+        head = Head(spec, self._method(spec), gathered, scale=scale, cap=cap)
         if tied is None:
-            self._weights(name, head, spec, {name: vocabulary})
-            return head
-        source = next(unit for unit in self.shared.units if unit.module is tied)
-        unit = Unit(self.name(name), head, waits_for=source)
+            return self._weights(head)
+        unit = Unit(self.name(name), head, waits_for=self._unit_of(tied))
         unit.finish = partial(_tie, head, tied, spec)
         self.shared.units.append(unit)
         if bias:
@@ -216,12 +227,12 @@ class Builder:
         """Give `module` one parameter whose stored name is all of `name`."""
         kept = dtype or self.shared.dtype
         _register(module, attribute, shape, kept)
-        slot = Slot(module, attribute, shape, kept, (Part(self.name(name), shape),))
+        slot = Slot(module, attribute, shape, kept, ((Part(self.name(name), shape),),))
         self.shared.units.append(Unit(self.name(name), module, [slot]))
 
     def after(self, layer: Module, then: Callable[[], None]) -> None:
         """Call `then` once the weights of `layer` are loaded and its method has finished it."""
-        source = next(unit for unit in self.shared.units if unit.module is layer)
+        source = self._unit_of(layer)
         self.shared.units.append(Unit(f"{source.path}.after", layer, [], then, source))
 
     # What layers share.
@@ -243,11 +254,38 @@ class Builder:
 
     # Recording weights.
 
-    def _spec(self, name: str, inputs: int, parts: tuple[int, ...], bias: bool) -> LinearSpec:
-        return LinearSpec(self.name(name), inputs, parts, bias, self.dtype)
+    def _spec(
+        self,
+        name: str,
+        inputs: int,
+        outputs: Parts,
+        *,
+        split: bool = False,
+        dtype: str | None = None,
+        bias: bool = False,
+        **more: Any,
+    ) -> LinearSpec:
+        parts = {name: outputs} if isinstance(outputs, int) else outputs
+        group = self.shared.mesh.tensor if split else ProcessGroup()
+        shards = tuple(group.shard(size, self.name(part)) for part, size in parts.items())
+        return LinearSpec(
+            self.name(name),
+            inputs,
+            tuple(shard.size for shard in shards),
+            bias,
+            dtype or self.dtype,
+            part_names=tuple(map(self.name, parts)),
+            shards=shards,
+            **more,
+        )
 
-    def _cut(self, name: str, total: int, ranks: int) -> int:
-        return self.shared.mesh.tensor.part(total, self.name(name)) if ranks > 1 else total
+    def _method(self, spec: LinearSpec) -> QuantizationMethod:
+        """What holds and applies a layer: every one passes here, and adapters with it."""
+        return adapted(self.shared.choose_method(spec), spec, self.shared.adapters)
+
+    def _unit_of(self, module: Module) -> Unit:
+        units = (*self.shared.units, *self.shared.elsewhere)
+        return next(unit for unit in units if unit.module is module)
 
     def _unit(self, name: str, module: Module, **shapes: tuple[int, ...]) -> None:
         unit = Unit(self.name(name), module)
@@ -259,127 +297,23 @@ class Builder:
     def _slot(self, module: Module, attribute: str, shape: tuple[int, ...], stored: str) -> Slot:
         """A parameter that is stored as it is."""
         _register(module, attribute, shape, self.shared.dtype)
-        return Slot(module, attribute, shape, self.shared.dtype, (Part(self.name(stored), shape),))
+        part = Part(self.name(stored), shape)
+        return Slot(module, attribute, shape, self.shared.dtype, ((part,),))
 
-    def _weights(
-        self,
-        name: str,
-        layer: Linear | Embedding,
-        spec: LinearSpec,
-        parts: Mapping[str, int],
-        *,
-        ranks: int = 1,
-        cut_inputs: int = 1,
-    ) -> None:
-        """Slots for what the method wants, and for the bias."""
-        unit = Unit(self.name(name), layer, finish=partial(layer.method.finish, layer, spec))
-        wanted = dict(layer.method.create(spec))
+    def _weights(self, layer: L, paths: Sequence[str] = ()) -> L:
+        """Slots for what the layer's method wants, and for the bias; paths: as the parts lie."""
+        spec, method = layer.spec, layer.method
+        unit = Unit(spec.name, layer, finish=partial(method.finish, layer, spec))
+        wanted = dict(method.create(spec))
         if spec.bias:
-            cut = 0 if ranks > 1 or len(parts) > 1 else None
-            wanted["bias"] = ParamSpec((spec.outputs,), spec.dtype, output_dim=cut)
-        rank = self.shared.mesh.tensor.rank
+            wanted["bias"] = ParamSpec((OUTPUTS,), spec.dtype)
         for attribute, param in wanted.items():
-            dtype = getattr(torch, param.dtype)
-            _register(layer, attribute, param.shape, dtype)
-            cuts = _Cuts(param, rank, ranks, cut_inputs)
-            whole = cuts.whole(f"{self.name(name)}.{attribute}", tuple(parts.values()))
-            single = {self.name(part): n for part, n in parts.items()}
-            pieces = cuts.pieces(single, attribute) if len(parts) > 1 else whole
-            unit.slots.append(
-                Slot(layer, attribute, param.shape, dtype, pieces, whole, param.optional)
-            )
+            shape, dtype = param.shape(spec), getattr(torch, param.dtype)
+            ways = layout(param, param.stored or attribute, spec, paths or spec.part_names)
+            _register(layer, attribute, shape, dtype)
+            unit.slots.append(Slot(layer, attribute, shape, dtype, ways, param.optional))
         self.shared.units.append(unit)
-
-    def _stacks(
-        self, name: str, layer: Linear, spec: LinearSpec, parts: Mapping[str, int], stored: str
-    ) -> None:
-        unit = Unit(self.name(name), layer, finish=partial(layer.method.finish, layer, spec))
-        for attribute, param in layer.method.create(spec).items():
-            dtype = getattr(torch, param.dtype)
-            _register(layer, attribute, param.shape, dtype)
-            pieces: list[Part] = []
-            for expert in range(spec.experts):
-                start = 0
-                for part, outputs in parts.items():
-                    shape, target = _expert_region(param, expert, start, outputs)
-                    path = self.name(stored.format(expert=expert, part=part))
-                    pieces.append(Part(f"{path}.{attribute}", shape, (), target))
-                    start += outputs
-            full = self.name(name)
-            names = (
-                (full, f"{full}.{attribute}") if attribute == "weight" else (f"{full}.{attribute}",)
-            )
-            whole = (Part(names[0], param.shape),)
-            unit.slots.append(
-                Slot(layer, attribute, param.shape, dtype, tuple(pieces), whole, param.optional)
-            )
-        self.shared.units.append(unit)
-
-
-@frozen
-class _Cuts:
-    """How one parameter of a linear layer is laid out in the file and on this rank."""
-
-    param: ParamSpec
-    rank: int
-    ranks: int
-    cut_inputs: int
-
-    def pieces(self, parts: Mapping[str, int], attribute: str) -> tuple[Part, ...]:
-        """The parts stored one by one; a parameter without output dimension is stored with each."""
-        found: list[Part] = []
-        start = 0
-        for path, outputs in parts.items():
-            found.append(self._part(f"{path}.{attribute}", outputs, 0, outputs, start))
-            start += outputs // self.ranks
-        return tuple(found)
-
-    def whole(self, name: str, parts: tuple[int, ...]) -> tuple[Part, ...]:
-        """All parts stored as one tensor."""
-        if self.ranks == 1 or self.param.output_dim is None:
-            return (self._part(name, sum(parts), 0, sum(parts), 0),)
-        found: list[Part] = []
-        start = target = 0
-        for outputs in parts:
-            found.append(self._part(name, sum(parts), start, outputs, target))
-            start += outputs
-            target += outputs // self.ranks
-        return tuple(found)
-
-    def _part(self, name: str, stored: int, start: int, outputs: int, target: int) -> Part:
-        """`outputs` of `stored`, from `start`, of which this rank's share goes to `target`."""
-        param = self.param
-        shape = list(param.shape)
-        source = [slice(None)] * len(shape)
-        place = [slice(None)] * len(shape)
-        if param.output_dim is not None:
-            share = outputs // self.ranks
-            first = start + (self.rank * share if self.ranks > 1 else 0)
-            shape[param.output_dim] = stored // param.output_scale
-            source[param.output_dim] = _span(first, share, param.output_scale)
-            place[param.output_dim] = _span(target, share, param.output_scale)
-        if param.input_dim is not None and self.cut_inputs > 1:
-            own = shape[param.input_dim]
-            shape[param.input_dim] = own * self.cut_inputs
-            source[param.input_dim] = _span(self.rank * own, own, 1)
-        return Part(name, tuple(shape), tuple(source), tuple(place))
-
-
-def _span(start: int, length: int, scale: int) -> slice:
-    return slice(start // scale, (start + length) // scale)
-
-
-def _expert_region(
-    param: ParamSpec, expert: int, start: int, outputs: int
-) -> tuple[tuple[int, ...], tuple[slice, ...]]:
-    """(shape of one expert's part in the file, where it goes in the stack)."""
-    shape = list(param.shape)
-    target = [slice(None)] * len(shape)
-    target[0] = slice(expert, expert + 1)
-    if param.output_dim is not None:
-        shape[param.output_dim] = outputs // param.output_scale
-        target[param.output_dim] = _span(start, outputs, param.output_scale)
-    return tuple(shape[1:]), tuple(target)
+        return layer
 
 
 def _register(module: Module, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -392,5 +326,5 @@ def _tie(head: Head, table: Embedding, spec: LinearSpec) -> None:
     for name, tensor in table.named_parameters(recurse=False):
         head.register_parameter(name, tensor)
     head.method.finish(head, spec)
-    if head.method is table.method:
+    if same_method(head.method, table.method):
         head.method.share(head, table)

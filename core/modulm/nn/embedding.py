@@ -13,7 +13,7 @@ from modulm.nn.linear import Linear
 if TYPE_CHECKING:
     from modulm.contracts.model import Batch
     from modulm.contracts.quantization import LinearSpec, QuantizationMethod
-    from modulm.parallel import Group
+    from modulm.parallel import ProcessGroup
 
 __all__ = ["Embedding", "Head", "LearnedPositions", "softcap"]
 
@@ -50,7 +50,7 @@ class Head(Linear):
         self,
         spec: LinearSpec,
         method: QuantizationMethod,
-        group: Group,
+        group: ProcessGroup,
         *,
         scale: float = 1.0,
         cap: float = 0.0,

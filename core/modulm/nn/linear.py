@@ -10,7 +10,7 @@ from torch.nn import Module
 
 if TYPE_CHECKING:
     from modulm.contracts.quantization import LinearSpec, QuantizationMethod
-    from modulm.parallel import Group
+    from modulm.parallel import ProcessGroup
 
 __all__ = ["Linear", "Router"]
 
@@ -23,7 +23,9 @@ class Linear(Module):
 
     bias: Tensor | None
 
-    def __init__(self, spec: LinearSpec, method: QuantizationMethod, reduce: Group | None) -> None:
+    def __init__(
+        self, spec: LinearSpec, method: QuantizationMethod, reduce: ProcessGroup | None
+    ) -> None:
         super().__init__()
         self.spec = spec
         self.method = method

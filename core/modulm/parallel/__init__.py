@@ -1,5 +1,5 @@
-"""Who computes which part of a layer: groups of ranks and what they exchange."""
+"""Who computes which part of a model: groups of ranks and what they exchange."""
 
-from modulm.parallel.mesh import Group, Mesh
+from modulm.parallel.mesh import Mesh, ProcessGroup
 
-__all__ = ["Group", "Mesh"]
+__all__ = ["Mesh", "ProcessGroup"]

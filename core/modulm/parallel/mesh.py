@@ -1,4 +1,4 @@
-"""Ranks that share a layer. One rank is the ordinary case and a full object, never None."""
+"""Ranks that share a model. One rank is the ordinary case and a full object, never None."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from typing import TYPE_CHECKING
 
 from attrs import field, frozen
 
+from modulm.contracts.quantization import Shard
 from modulm.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Group", "Mesh"]
+__all__ = ["Mesh", "ProcessGroup"]
 
 
 @frozen
-class Group:
+class ProcessGroup:
     """A group of `size` ranks, of which this process is number `rank`.
 
-    The methods are what layers call; alone, each returns its input. A group of several ranks is
-    a subclass with real collectives.
+    The collectives are what layers and the worker call; alone, each returns its input. A group of
+    several ranks is a subclass with real ones.
     """
 
     rank: int = 0
@@ -27,27 +28,71 @@ class Group:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, on each of them."""
-        self._alone()
-        return x
+        return self._alone(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """All ranks' tensors side by side along the last dimension, on each of them."""
-        self._alone()
-        return x
+        return self._alone(x)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """This rank's rows of the sum over all ranks, which all have equally many."""
+        return self._alone(x)
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        """What rank `source` has, on each of them; x: of the shape to come elsewhere."""
+        return self._alone(x)
+
+    def send(self, x: Tensor, target: int) -> Tensor:
+        """Give a tensor to rank `target`, which receives it."""
+        return self._alone(x)
+
+    def recv(self, x: Tensor, source: int) -> Tensor:
+        """What rank `source` sends; x: of the shape to come."""
+        return self._alone(x)
 
     def part(self, total: int, what: str) -> int:
         """This rank's share of `total`. Raises UnsupportedError if it cannot be cut evenly."""
+        return self.shard(total, what).size
+
+    def shard(self, total: int, what: str) -> Shard:
+        """Where that share lies."""
         if total % self.size:
             raise UnsupportedError(f"{what}: {total} cannot be cut for {self.size} ranks")
-        return total // self.size
+        size = total // self.size
+        return Shard(self.rank * size, size, total)
 
-    def _alone(self) -> None:
+    def stage(self, layers: int) -> range:
+        """The layers of this rank where they run one rank after the other, the first ones more."""
+        each, more = divmod(layers, self.size)
+        first = self.rank * each + min(self.rank, more)
+        return range(first, first + each + (self.rank < more))
+
+    @property
+    def first(self) -> bool:
+        """Whether nobody is before this rank."""
+        return self.rank == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether nobody is after it."""
+        return self.rank == self.size - 1
+
+    def _alone(self, x: Tensor) -> Tensor:
         if self.size > 1:
             raise UnsupportedError(f"collectives between {self.size} ranks: not yet")
+        return x
 
 
 @frozen
 class Mesh:
-    """The groups of this process, by what they share."""
+    """The groups of this process, by what their ranks share.
 
-    tensor: Group = field(factory=Group)
+    tensor: each layer; pipeline: the model, some layers each; data: nothing, each has its own
+    requests; expert: the experts of a layer; context: the tokens of a sequence.
+    """
+
+    tensor: ProcessGroup = field(factory=ProcessGroup)
+    pipeline: ProcessGroup = field(factory=ProcessGroup)
+    data: ProcessGroup = field(factory=ProcessGroup)
+    expert: ProcessGroup = field(factory=ProcessGroup)
+    context: ProcessGroup = field(factory=ProcessGroup)

@@ -111,6 +111,7 @@ KINDS: Mapping[str, Kind] = _table(
         "modulm_parsers",
     ),
     Kind("kernels", "kernel provider", "kernels", f"{_CONTRACTS}.kernels:KernelProvider"),
+    Kind("adapters", "adapter bank", "adapter", f"{_CONTRACTS}.adapter:AdapterBank"),
     Kind("loaders", "weight loader", "loader", f"{_CONTRACTS}.loader:WeightLoader"),
     Kind("executors", "executor", "executor", f"{_CONTRACTS}.executor:Executor"),
     Kind("schedulers", "scheduling policy", "scheduler", f"{_CONTRACTS}.policy:Policy"),

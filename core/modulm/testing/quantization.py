@@ -79,9 +79,8 @@ def _check_layer(method: QuantizationMethod, spec: LinearSpec, what: str, fill: 
     device = method.platform.device
     layer = torch.nn.Module()
     for name, param in method.create(spec).items():
-        _check_param(param, spec, f"{what}: {name}")
         tensor = fill(spec, name, param).to(device)
-        assert tuple(tensor.shape) == param.shape, f"{what}: fill() gave {name} another shape"
+        assert tuple(tensor.shape) == param.shape(spec), f"{what}: fill() gave {name} another shape"
         layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
     method.finish(layer, spec)
     try:
@@ -96,7 +95,7 @@ def _check_layer(method: QuantizationMethod, spec: LinearSpec, what: str, fill: 
         return
     x = torch.randn(9, spec.inputs, device=device, dtype=dtype)
     if spec.experts:
-        stack = method.experts(layer)
+        stack: Any = method.experts(layer)
         for expert in range(spec.experts):
             found = stack[expert].float()
             _close(found, weight[expert], spec.dtype, f"{what}: experts()[{expert}]")
@@ -109,25 +108,13 @@ def _check_layer(method: QuantizationMethod, spec: LinearSpec, what: str, fill: 
         _close(found, expected[:rows], spec.dtype, f"{what}: apply() on {rows} rows")
 
 
-def _check_param(param: ParamSpec, spec: LinearSpec, what: str) -> None:
-    """What the loader relies on: dimensions and scales account for the layer's sizes."""
-    for dim, scale, size in (
-        (param.output_dim, param.output_scale, spec.outputs),
-        (param.input_dim, param.input_scale, spec.inputs),
-    ):
-        if dim is not None:
-            assert param.shape[dim] == -(-size // scale), (
-                f"{what}: dimension {dim} of {param.shape} is not {size} / {scale}"
-            )
-
-
 def _random(spec: LinearSpec, name: str, param: ParamSpec) -> Tensor:
     """Small normal numbers; scales are positive, whole numbers are any bits."""
     dtype: torch.dtype = getattr(torch, param.dtype)
     if not dtype.is_floating_point:
         limits = torch.iinfo(dtype)
-        return torch.randint(limits.min, limits.max, param.shape, dtype=dtype)
-    made: Tensor = torch.randn(param.shape) * float(spec.inputs**-0.5)
+        return torch.randint(limits.min, limits.max, param.shape(spec), dtype=dtype)
+    made: Tensor = torch.randn(param.shape(spec)) * float(spec.inputs**-0.5)
     return (made.abs() if "scale" in name else made).to(dtype)
 
 

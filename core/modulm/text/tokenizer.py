@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     import tokenizers
 
+    from modulm.contracts.loader import TokenizerFiles
+
 __all__ = ["Tokenizer", "load_tokenizer"]
 
 #: Tokenizer classes that add nothing to what tokenizer.json says.
@@ -248,8 +250,9 @@ def load_tokenizer(
     mode: str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    stored: TokenizerFiles | None = None,
 ) -> Tokenizer:
-    """The tokenizer of the checkpoint folder or Hugging Face id `path`.
+    """The tokenizer of the checkpoint folder or Hugging Face id `path`, or the `stored` one.
 
     mode: `auto` and `hf` prefer the Rust implementation, `slow` asks for the Python one. Raises
     CheckpointError when files are missing or broken, ConfigError when the tokenizer would need
@@ -260,6 +263,8 @@ def load_tokenizer(
             f"tokenizer_mode: {mode!r} is not there yet; use one of {', '.join(_MODES)}"
         )
     folder = Path(path)
+    if stored is not None:
+        return _open_stored(stored, folder)
     settings = _settings(folder) if folder.is_dir() else {}
     _refuse_code(path, settings, trust_remote_code)
 
@@ -275,6 +280,23 @@ def load_tokenizer(
     settings = {**settings, **backend.special_tokens_map}
     settings["chat_template"] = backend.chat_template
     return _build(codec, settings, folder, str(path), lambda: backend)
+
+
+def _open_stored(stored: TokenizerFiles, file: Path) -> Tokenizer:
+    from tokenizers import Tokenizer as Core
+
+    try:
+        core = Core.from_str(stored.tokenizer)
+    except Exception as error:
+        raise CheckpointError(f"{file}: not a tokenizer: {error}") from error
+
+    def open_backend() -> Any:
+        from transformers import PreTrainedTokenizerFast
+
+        named = {key: stored.settings[key] for key in _SPECIAL if stored.settings.get(key)}
+        return PreTrainedTokenizerFast(tokenizer_object=core, **named)
+
+    return _build(_RustCodec(core), stored.settings, file, str(file), open_backend)
 
 
 def _build(

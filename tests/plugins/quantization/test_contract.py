@@ -14,7 +14,7 @@ METHODS = [declared.name for declared in manager.current().names("quantization")
 def mxfp4_bytes(spec, name, param):
     """Any codes, with scales that keep weights within every dtype."""
     low, high = (115, 125) if name == "scales" else (0, 256)
-    return torch.randint(low, high, param.shape, dtype=torch.uint8)
+    return torch.randint(low, high, param.shape(spec), dtype=torch.uint8)
 
 
 #: What random numbers make no sense for.

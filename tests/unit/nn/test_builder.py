@@ -9,7 +9,7 @@ from attrs import evolve
 from modulm.errors import UnsupportedError
 from modulm.nn import Builder, Rope, Shared
 from modulm.ops import bind
-from modulm.parallel import Group, Mesh
+from modulm.parallel import Mesh, ProcessGroup
 from modulm.plugins import manager
 from modulm_quant_none.method import Plain, PlainConfig
 
@@ -22,7 +22,7 @@ def builder(rank=0, ranks=1):
         dtype=torch.float32,
         device=torch.device("cpu"),
         ops=ops,
-        mesh=Mesh(Group(rank, ranks)),
+        mesh=Mesh(ProcessGroup(rank, ranks)),
         max_length=16,
         choose_method=lambda spec: method,
         choose_backend=lambda spec: None,
@@ -35,7 +35,7 @@ def filled(build, stored, whole=False):
     """The parameters of the builder's last layer, filled from tensors by name."""
     unit = build.shared.units[-1]
     for slot in unit.slots:
-        for part in slot.whole if whole else slot.parts:
+        for part in slot.ways[int(whole)]:
             assert tuple(stored[part.name].shape) == part.shape
             slot.fill(part, stored[part.name], torch.device("cpu"))
     return dict(unit.module.named_parameters())

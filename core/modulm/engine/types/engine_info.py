@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
@@ -49,7 +50,8 @@ class EngineInfo:
 
 
 def open_tokenizer(config: EngineConfig, path: str) -> Tokenizer | None:
-    """The tokenizer of a checkpoint folder; None with --skip-tokenizer-init."""
+    """The tokenizer of the checkpoint at `path`; None with --skip-tokenizer-init."""
+    from modulm.loading import stored_tokenizer
     from modulm.text.tokenizer import load_tokenizer
 
     model = config.model
@@ -60,4 +62,5 @@ def open_tokenizer(config: EngineConfig, path: str) -> Tokenizer | None:
         model.tokenizer_mode,
         model.tokenizer_revision if model.tokenizer else None,
         model.trust_remote_code,
+        None if model.tokenizer else stored_tokenizer(config, Path(path)),
     )

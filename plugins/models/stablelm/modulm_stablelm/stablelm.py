@@ -62,7 +62,7 @@ class HeadNorms(Norm):
         self.weight = torch.nn.Parameter(empty, requires_grad=False)
         stored = partial("{}.norms.{}.weight".format, b.name(name))
         parts = tuple(Part(stored(i), (width,), (), (slice(i, i + 1),)) for i in range(heads))
-        slot = Slot(self, "weight", (heads, width), dtype, parts)
+        slot = Slot(self, "weight", (heads, width), dtype, (parts,))
         b.shared.units.append(Unit(b.name(name), self, [slot]))
 
     def forward(self, x: Tensor) -> Tensor:

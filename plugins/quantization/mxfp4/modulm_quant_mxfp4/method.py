@@ -19,10 +19,13 @@ from torch import Tensor
 
 from modulm.contracts.platform import Platform
 from modulm.contracts.quantization import (
+    INPUTS,
+    OUTPUTS,
     CheckpointInfo,
     LinearSpec,
     ParamSpec,
     QuantizationMethod,
+    fixed,
 )
 from modulm.errors import UnsupportedError
 
@@ -70,8 +73,9 @@ class Mxfp4(QuantizationMethod):
     """
 
     name = "mxfp4"
-    api = 1
+    api = 2
     Config: ClassVar[type] = Mxfp4Config
+    config: Mxfp4Config
 
     @classmethod
     def claims(cls, checkpoint: CheckpointInfo) -> str | None:
@@ -91,11 +95,8 @@ class Mxfp4(QuantizationMethod):
         return any(_below(path).match(name) for path in paths)
 
     def create(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:
-        shape = (spec.experts, spec.outputs, spec.inputs // _BLOCK)
-        scales = ParamSpec(shape, "uint8", output_dim=1, input_dim=2, input_scale=_BLOCK)
-        blocks = ParamSpec(
-            (*shape, _BLOCK // 2), "uint8", output_dim=1, input_dim=2, input_scale=_BLOCK
-        )
+        scales = ParamSpec((OUTPUTS, INPUTS.packed(_BLOCK)), "uint8")
+        blocks = ParamSpec((OUTPUTS, INPUTS.packed(_BLOCK), fixed(_BLOCK // 2)), "uint8")
         return {"blocks": blocks, "scales": scales}
 
     def finish(self, layer: torch.nn.Module, spec: LinearSpec) -> None:
@@ -113,7 +114,7 @@ class Mxfp4(QuantizationMethod):
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         raise UnsupportedError(f"{self.name} holds experts only")
 
-    def experts(self, layer: torch.nn.Module) -> Any:
+    def experts(self, layer: torch.nn.Module) -> object:
         return layer.packed
 
     def dequantize(self, layer: torch.nn.Module, spec: LinearSpec) -> Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from attrs import frozen
 
 from modulm.contracts.platform import Platform
 from modulm.contracts.quantization import (
+    INPUTS,
+    OUTPUTS,
     CheckpointInfo,
     LinearSpec,
     ParamSpec,
@@ -30,7 +31,7 @@ class Plain(QuantizationMethod):
     other tables keep the plain tensor."""
 
     name = "none"
-    api = 1
+    api = 2
     Config = PlainConfig
 
     @classmethod
@@ -42,12 +43,7 @@ class Plain(QuantizationMethod):
         return None if spec.dtype in platform.dtypes else f"{platform.name} has no {spec.dtype}"
 
     def create(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:
-        front = (spec.experts,) if spec.experts else ()
-        first = len(front)
-        shape = (*front, spec.outputs, spec.inputs)
-        return {
-            "weight": ParamSpec(shape, spec.dtype, output_dim=first, input_dim=first + 1),
-        }
+        return {"weight": ParamSpec((OUTPUTS, INPUTS), spec.dtype)}
 
     def finish(self, layer: torch.nn.Module, spec: LinearSpec) -> None:
         if spec.kind == "embedding":
@@ -76,7 +72,7 @@ class Plain(QuantizationMethod):
         out: torch.Tensor = self.ops.linear(x, layer.packed, bias)
         return out
 
-    def experts(self, layer: torch.nn.Module) -> Any:
+    def experts(self, layer: torch.nn.Module) -> object:
         return layer.packed
 
     def dequantize(self, layer: torch.nn.Module, spec: LinearSpec) -> torch.Tensor:

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from modulm.contracts.platform import Platform
 from modulm.contracts.quantization import (
+    INPUTS,
+    OUTPUTS,
     CheckpointInfo,
     LinearSpec,
     ParamSpec,
@@ -57,7 +59,7 @@ class FP8Config:
 class _Rounded(QuantizationMethod):
     """What the methods share; they differ in what `_form` says of a layer."""
 
-    api = 1
+    api = 2
     #: Kinds of layers that are rounded.
     HELD: ClassVar[tuple[str, ...]] = ("linear", "lm_head", "expert")
 
@@ -72,10 +74,7 @@ class _Rounded(QuantizationMethod):
         return None if spec.dtype in platform.dtypes else f"{platform.name} has no {spec.dtype}"
 
     def create(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:
-        front = (spec.experts,) if spec.experts else ()
-        first = len(front)
-        shape = (*front, spec.outputs, spec.inputs)
-        return {"weight": ParamSpec(shape, spec.dtype, output_dim=first, input_dim=first + 1)}
+        return {"weight": ParamSpec((OUTPUTS, INPUTS), spec.dtype)}
 
     def finish(self, layer: torch.nn.Module, spec: LinearSpec) -> None:
         form, group = self._form(spec)
@@ -100,7 +99,7 @@ class _Rounded(QuantizationMethod):
         out: Tensor = self.ops.linear(x, packed, bias)
         return out
 
-    def experts(self, layer: torch.nn.Module) -> Any:
+    def experts(self, layer: torch.nn.Module) -> object:
         return layer.packed
 
     def dequantize(self, layer: torch.nn.Module, spec: LinearSpec) -> Tensor:
@@ -127,6 +126,7 @@ class Int8(_Rounded):
 
     name = "int8"
     Config: ClassVar[type] = Int8Config
+    config: Int8Config
 
     def _form(self, spec: LinearSpec) -> tuple[str, int]:
         return "int8", 0
@@ -142,6 +142,7 @@ class Int4(_Rounded):
 
     name = "int4"
     Config: ClassVar[type] = Int4Config
+    config: Int4Config
 
     def note(self, spec: LinearSpec) -> str | None:
         if spec.kind == "lm_head":

@@ -1,0 +1,76 @@
+"""The seam of adapters: a quantization method with what a bank does around one of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+from modulm.contracts.quantization import CheckpointInfo, QuantizationMethod
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+    from modulm.contracts.adapter import AdaptedLayer, AdapterBank
+    from modulm.contracts.platform import Platform
+    from modulm.contracts.quantization import LinearSpec, ParamSpec
+
+__all__ = ["adapted", "same_method"]
+
+
+def adapted(
+    method: QuantizationMethod, spec: LinearSpec, bank: AdapterBank | None
+) -> QuantizationMethod:
+    """The method itself, unless a bank wants to be around the layer."""
+    around = None if bank is None else bank.layer(spec)
+    return method if around is None else _Adapted(method, around)
+
+
+def same_method(one: QuantizationMethod, other: QuantizationMethod) -> bool:
+    """Whether two layers are held by one method, whatever is around them."""
+    return _base(one) is _base(other)
+
+
+def _base(method: QuantizationMethod) -> QuantizationMethod:
+    return method.base if isinstance(method, _Adapted) else method
+
+
+class _Adapted(QuantizationMethod):
+    """Holds a layer as `base` does and lets `around` change what it gives."""
+
+    name = "adapted"
+    Config = object
+
+    def __init__(self, base: QuantizationMethod, around: AdaptedLayer) -> None:
+        super().__init__(base.config, base.platform, base.ops)
+        self.base, self.around = base, around
+
+    @classmethod
+    def claims(cls, checkpoint: CheckpointInfo) -> str | None:
+        return None
+
+    @classmethod
+    def rejects(cls, spec: LinearSpec, platform: Platform) -> str | None:
+        return None
+
+    def create(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:
+        return self.base.create(spec)
+
+    def finish(self, layer: Module, spec: LinearSpec) -> None:
+        self.base.finish(layer, spec)
+
+    def share(self, head: Module, table: Module) -> None:
+        self.base.share(head, table)
+
+    def dequantize(self, layer: Module, spec: LinearSpec) -> Tensor:
+        return self.base.dequantize(layer, spec)
+
+    def experts(self, layer: Module) -> object:
+        return self.base.experts(layer)
+
+    def apply(self, layer: Module, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self.around.apply(partial(self.base.apply, layer), x, bias)
+
+    def embed(self, layer: Module, ids: Tensor) -> Tensor:
+        return self.around.embed(partial(self.base.embed, layer), ids)
