@@ -85,9 +85,9 @@ class FakeFormat(QuantizationMethod):
     def _weight(self, layer: torch.nn.Module, spec: LinearSpec) -> Tensor:
         """[outputs, inputs] fp32, experts in front."""
         rows, columns = spec.output_block(ROWS), spec.input_block(COLUMNS)
-        blocks = layer.get_parameter("block_scale")
-        blocks = blocks.repeat_interleave(rows, -2)[..., : spec.outputs, :]
-        blocks = blocks.repeat_interleave(columns, -1)[..., : spec.inputs]
+        stored = layer.get_parameter("block_scale")
+        tall = stored.repeat_interleave(rows, -2)[..., : spec.outputs, :]
+        blocks = tall.repeat_interleave(columns, -1)[..., : spec.inputs]
         sizes = torch.tensor(spec.parts, device=blocks.device)
         scales = layer.get_parameter("scale").repeat_interleave(sizes, -1)
         powers = torch.exp2(layer.get_parameter("exponent").float())
@@ -151,7 +151,7 @@ def write_format(plain: Path, target: Path, layers: str) -> None:
         path, inputs = name.removesuffix(".weight"), tensor.shape[1]
         drawn = torch.randint(-1, 1, (inputs,), dtype=torch.int32)
         exponent = exponents.setdefault(f"{path.rpartition('.')[0]} {inputs}", drawn)
-        stored = encode(*tensor.shape, exponent)
+        stored = encode(tensor.shape[0], inputs, exponent)
         coded |= {f"{path}.{key}": value.clone() for key, value in stored.items()}
         tensors[name] = stored_weight(stored).to(tensor.dtype).contiguous()
     target.mkdir()
