@@ -19,7 +19,8 @@ from modulm.contracts.executor import Capacity, Plan, StepResult
 from modulm.contracts.policy import Policy
 from modulm.contracts.requests import Request
 from modulm.contracts.sampling import SamplingParams
-from modulm.engine.scheduling.scheduler import BudgetScheduler, Limits
+from modulm.engine.scheduling.limits import Limits
+from modulm.engine.scheduling.scheduler import BudgetScheduler
 from modulm.plugins import manager
 
 PROMPT = 128

@@ -42,11 +42,6 @@ API = 2
 #: In a plan's tokens: the token that the row sampled in the step before (asynchronous scheduling).
 PENDING = -1
 
-API = 2
-
-#: In a plan's tokens: the token that the row sampled in the step before (asynchronous scheduling).
-PENDING = -1
-
 
 @frozen(eq=False)
 class RowStart:

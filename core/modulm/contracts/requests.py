@@ -131,6 +131,7 @@ class StepStats(NamedTuple):
     """One step in numbers. Counts are of this step, except for the gauges running, waiting, usage.
 
     usage: share of the cache's blocks in use. computed: tokens that went through the model.
+    drafted, accepted: tokens that were verified, and those of them that were right.
     queried, hit: tokens looked up and found in the prefix cache by requests that joined.
     plan_seconds, run_seconds: host time of planning, time in the executor.
     """
@@ -146,6 +147,8 @@ class StepStats(NamedTuple):
     hit: int = 0
     plan_seconds: float = 0.0
     run_seconds: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
 
 
 @frozen(eq=False)

@@ -12,7 +12,8 @@ from modulm.contracts.executor import Executor
 from modulm.contracts.policy import Candidate, Policy
 from modulm.contracts.requests import Finish, StepEvents, StepStats
 from modulm.engine.core.loop import EngineLoop
-from modulm.engine.scheduling.scheduler import BudgetScheduler, Limits
+from modulm.engine.scheduling.limits import Limits
+from modulm.engine.scheduling.scheduler import BudgetScheduler
 from modulm.errors import EngineDead, EngineError
 
 __all__ = ["ByArrival", "Recorder", "check_empty", "make_engine"]

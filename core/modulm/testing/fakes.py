@@ -21,7 +21,10 @@ from modulm.contracts.executor import Capacity, Executor, Plan, RowLogprobs, Row
 from modulm.contracts.sampling import PoolingParams, StructuredOutputs
 from modulm.errors import EngineError
 
-__all__ = ["FakeExecutor", "FakeFault", "Group", "Script", "reference_tokens"]
+__all__ = ["FakeDrafter", "FakeExecutor", "FakeFault", "Group", "Script", "reference_tokens"]
+
+#: (a row's tokens, the tokens that will follow) -> those it proposes.
+FakeDrafter = Callable[[Sequence[int], Sequence[int]], Sequence[int]]
 
 _PRIME = np.uint64(0x9E3779B97F4A7C15)
 _NEVER = -1
@@ -33,11 +36,14 @@ class FakeFault(EngineError):
 
 @frozen
 class Group:
-    """One cache group of the fake model: window in tokens (None: full attention)."""
+    """One cache group of the fake model: window in tokens (None: full attention). state: the
+    group keeps a state, whose slots are its blocks.
+    """
 
     block_size: int = 16
     blocks: int = 64
     window: int | None = None
+    state: bool = False
 
     def first_visible(self, position: int) -> int:
         """The first position that the query at `position` reads."""
@@ -143,7 +149,9 @@ class FakeExecutor(Executor):
     scripts: request id -> Script, or a function of the RowStart. step_delay: seconds per step.
     fail_steps: index of the step as run (from 0) -> the exception it raises. `plans` keeps the
     plans that ran; `resume` lets hanging steps go on. compiling: request -> what `prepare` gives;
-    `prepared`: the requests that were prepared and not forgotten.
+    `prepared`: the requests that were prepared and not forgotten. drafter: given a row's tokens and
+    the next ones that will come, proposes up to `drafts`; stray_drafts: results also propose for
+    rows that did not run.
     """
 
     name = "fake"
@@ -161,6 +169,9 @@ class FakeExecutor(Executor):
         fail_steps: Mapping[int, Exception] | None = None,
         keep_plans: bool = False,
         compiling: Mapping[str, Future[None]] | None = None,
+        drafts: int = 0,
+        drafter: FakeDrafter | None = None,
+        stray_drafts: bool = False,
     ) -> None:
         self.groups = tuple(groups)
         self.vocabulary = vocabulary
@@ -172,16 +183,28 @@ class FakeExecutor(Executor):
         self.plans: list[Plan] | None = [] if keep_plans else None
         self.compiling = dict(compiling or {})
         self.prepared: list[str] = []
+        self.drafts = drafts
+        self.drafter = drafter
+        self.stray_drafts = stray_drafts
         self.steps = 0
         self.resume = threading.Event()
         self.rows: dict[int, _Row] = {}
         self._tokens = [np.zeros((g.blocks, g.block_size), dtype=np.int64) for g in self.groups]
         self._positions = [np.full((g.blocks, g.block_size), _NEVER) for g in self.groups]
+        self._states: list[dict[int, tuple[int, ...]]] = [{} for _ in self.groups]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fake-executor")
 
     def start(self, config: EngineConfig | None = None) -> Capacity:
-        groups = tuple(("attention", g.block_size, g.window, g.blocks) for g in self.groups)
-        return Capacity(groups=groups, vocabulary=self.vocabulary, max_model_len=self.max_model_len)
+        groups = tuple(
+            ("state" if g.state else "attention", g.block_size, g.window, g.blocks)
+            for g in self.groups
+        )
+        return Capacity(
+            groups=groups,
+            vocabulary=self.vocabulary,
+            max_model_len=self.max_model_len,
+            drafts=self.drafts,
+        )
 
     def submit(self, plan: Plan) -> Future[StepResult]:
         return self._thread.submit(self.run, plan)
@@ -211,10 +234,12 @@ class FakeExecutor(Executor):
             raise self.fail_steps[index]
         tokens = self._feed(plan)
         sampled, result = self._sample(plan, tokens)
+        accepted = np.array([len(run) for run in sampled], dtype=np.int32)
         return StepResult(
             step=plan.step,
             tokens=np.array([token for run in sampled for token in run], dtype=np.int64),
-            accepted=np.array([len(run) for run in sampled], dtype=np.int32),
+            accepted=None if (accepted == 1).all() else accepted,
+            drafts=self._propose(plan) if self.drafter is not None else {},
             seconds=time.perf_counter() - began,
             **result,
         )
@@ -248,10 +273,19 @@ class FakeExecutor(Executor):
             if state.failed is not None:
                 fed.append(np.zeros(0, dtype=np.int64))
                 continue
-            tokens = self._history(plan, state, row, start, plan.tokens[ends[i] - count : ends[i]])
-            for g in range(len(self.groups)):
-                self._write(g, row, plan.tables[g][i], start, tokens)
-            state.computed = start + count
+            drafted = 0 if plan.drafted is None else int(plan.drafted[i])
+            first, last = int(ends[i]) - count, int(ends[i]) - drafted
+            tokens = self._history(plan, state, row, start, plan.tokens[first:last])
+            state.computed = start + len(tokens)
+            if drafted:
+                drafts = plan.tokens[last : ends[i]]
+                self._check_drafts(plan, i, drafts)
+                tokens = np.concatenate([tokens, drafts])
+            for g, group in enumerate(self.groups):
+                if group.state:
+                    self._advance(g, plan, i, tokens)
+                else:
+                    self._write(g, row, plan.tables[g][i], start, tokens)
             fed.append(tokens)
         return fed
 
@@ -272,6 +306,56 @@ class FakeExecutor(Executor):
             raise FakeFault(
                 f"step {plan.step}: {len(plan.tables)} tables for {len(self.groups)} cache groups"
             )
+
+    def _check_drafts(self, plan: Plan, i: int, drafts: np.ndarray) -> None:
+        row, state = int(plan.rows[i]), self.rows[int(plan.rows[i])]
+        given = np.array(drafts)
+        if not plan.samples[i] or len(given) > self.drafts:
+            raise FakeFault(f"step {plan.step} row {row}: {len(given)} drafts where none belong")
+        if ((given < 0) | (given >= self.vocabulary)).any():
+            raise FakeFault(f"step {plan.step} row {row}: drafts {given.tolist()} do not exist")
+        params = state.start.params
+        most = None if isinstance(params, PoolingParams) else params.max_tokens
+        made = state.first + state.sampled
+        if most is not None and made + len(given) + 1 > most:
+            raise FakeFault(f"step {plan.step} row {row}: drafts go past max_tokens {most}")
+
+    def _advance(self, g: int, plan: Plan, i: int, tokens: np.ndarray) -> None:
+        """A state group: read the state before the row's first token, write those on the way."""
+        size, states, table = self.groups[g].block_size, self._states[g], plan.tables[g][i]
+        row, start, last = int(plan.rows[i]), int(plan.starts[i]), len(tokens) - 1
+        held = states.get(int(table[(start - 1) // size]), ()) if start else ()
+        if len(held) != start:
+            raise FakeFault(f"row {row} group {g}: a state of {len(held)} tokens, not {start}")
+        for offset, token in enumerate(tokens.tolist()):
+            held = (*held, token)
+            slots = [int(table[(start + offset) // size])]
+            if offset == last and not slots[0]:
+                raise FakeFault(f"row {row} group {g}: no slot for the state of {len(held)} tokens")
+            if offset < last and len(held) % size:
+                slots = []
+            if offset < last and plan.drafted is not None and plan.drafted[i]:
+                slots.append(int(self._state_slots(plan, g)[i, offset]))
+                if not slots[-1]:
+                    raise FakeFault(f"row {row} group {g}: no slot for the state of draft {offset}")
+            states.update(dict.fromkeys([slot for slot in slots if slot], held))
+
+    def _state_slots(self, plan: Plan, g: int) -> np.ndarray:
+        slots = plan.state_slots[g] if plan.state_slots else None
+        if slots is None:
+            raise FakeFault(f"step {plan.step} group {g}: drafts without slots for their states")
+        return slots
+
+    def _state(self, g: int, plan: Plan, i: int, position: int) -> tuple[int, np.ndarray]:
+        """The same as `_read`, from a state group."""
+        offset = position - int(plan.starts[i])
+        slot = int(plan.tables[g][i][position // self.groups[g].block_size])
+        if offset < int(plan.counts[i]) - 1:
+            slot = int(self._state_slots(plan, g)[i, offset])
+        held = self._states[g].get(slot, ())
+        if len(held) != position + 1:
+            raise FakeFault(f"row {plan.rows[i]} group {g}: slot {slot} holds {len(held)} tokens")
+        return 0, np.array(held, dtype=np.int64)
 
     def _history(
         self, plan: Plan, state: _Row, row: int, start: int, tokens: np.ndarray
@@ -360,17 +444,56 @@ class FakeExecutor(Executor):
             self._prompt_logprobs(state, row, int(plan.starts[i]), len(fed[i]), result)
             if not plan.samples[i]:
                 continue
-            end = int(plan.starts[i] + plan.counts[i])
+            drafted = 0 if plan.drafted is None else int(plan.drafted[i])
+            drafts = fed[i][len(fed[i]) - drafted :].tolist()
+            end = int(plan.starts[i] + plan.counts[i]) - drafted
             if end != len(state.history):
                 raise FakeFault(
                     f"step {plan.step} row {row} samples after {end} tokens, "
                     f"but knows {len(state.history)}"
                 )
-            parts = [
-                self._read(g, row, plan.tables[g][i], end - 1) for g in range(len(self.groups))
-            ]
-            sampled.append(self._next(row, state, _digest(parts, state.seed), result))
+            sampled.append(self._verify(plan, i, end - 1, drafts, result))
         return sampled, result
+
+    def _verify(
+        self, plan: Plan, i: int, position: int, drafts: list[int], result: dict[str, Any]
+    ) -> list[int]:
+        """The row's own tokens from `position` on, as far as its drafts agree, and one more."""
+        row, state = int(plan.rows[i]), self.rows[int(plan.rows[i])]
+        run: list[int] = []
+        for draft in (*drafts, None):
+            if run and state.first + state.sampled in (*state.script.errors, *state.script.nan):
+                break
+            parts = [
+                self._state(g, plan, i, position)
+                if group.state
+                else self._read(g, row, plan.tables[g][i], position)
+                for g, group in enumerate(self.groups)
+            ]
+            run += self._next(row, state, _digest(parts, state.seed), result)
+            if not run or run[-1] != draft:
+                break
+            position += 1
+        state.computed = (state.computed or 0) + max(len(run) - 1, 0)
+        return run
+
+    def _propose(self, plan: Plan) -> dict[int, np.ndarray]:
+        """Drafts for the rows that sampled."""
+        found = {}
+        for row in plan.rows[plan.samples].tolist():
+            state = self.rows[row]
+            if self.drafter is None or isinstance(state.start.params, PoolingParams):
+                continue
+            script = state.script.tokens[state.first + state.sampled :]
+            windows = [group.window for group in self.groups]
+            coming = reference_tokens(
+                state.history, self.drafts, vocabulary=self.vocabulary, reserved=self.reserved,
+                windows=windows, seed=state.seed, script=script,
+            )  # fmt: skip
+            found[row] = np.array(self.drafter(state.history, coming), dtype=np.int64)
+        if self.stray_drafts:
+            found |= {row: np.array([9, 9]) for row in range(64) if row not in found}
+        return found
 
     def _next(self, row: int, state: _Row, digest: int, result: dict[str, Any]) -> list[int]:
         params, script = state.start.params, state.script
@@ -388,7 +511,8 @@ class FakeExecutor(Executor):
         state.history.append(token)
         state.sampled += 1
         if params.logprobs is not None:
-            result["logprobs"][row] = (self._best(token, params.logprobs),)
+            entry = self._best(token, params.logprobs)
+            result["logprobs"][row] = (*result["logprobs"].get(row, ()), entry)
         return [token]
 
     def _incidents(self, script: Script, k: int) -> None:

@@ -20,7 +20,8 @@ from modulm.contracts.requests import Request
 from modulm.engine.core.loop import EngineLoop, Listener
 from modulm.engine.sampling.defaults import end_ids, sampling_defaults
 from modulm.engine.sampling.logits_processors import class_at
-from modulm.engine.scheduling.scheduler import BudgetScheduler, Limits
+from modulm.engine.scheduling.limits import Limits
+from modulm.engine.scheduling.scheduler import BudgetScheduler
 from modulm.engine.types.engine_info import EngineInfo, open_tokenizer
 from modulm.errors import ConfigError, QueueFull, RequestError, UnsupportedError
 from modulm.loading import Checkpoint, open_checkpoint, pooling_recipe

@@ -58,6 +58,8 @@ _COUNTERS = {
     "generation_tokens": "Tokens generated.",
     "prefix_cache_queries": "Tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Tokens found in the prefix cache.",
+    "spec_decode_num_draft_tokens": "Drafted tokens that were verified.",
+    "spec_decode_num_accepted_tokens": "Drafted tokens that were right.",
 }
 _GAUGES = {
     "num_requests_running": "Sequences that have a row.",
@@ -137,6 +139,8 @@ class Metrics(Collector):
         counters["generation_tokens"] += stats.generated
         counters["prefix_cache_queries"] += stats.queried
         counters["prefix_cache_hits"] += stats.hit
+        counters["spec_decode_num_draft_tokens"] += stats.drafted
+        counters["spec_decode_num_accepted_tokens"] += stats.accepted
         if stats.computed:
             self._histograms["iteration_tokens_total"].add((stats.computed,))
 

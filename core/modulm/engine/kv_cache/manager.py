@@ -1,4 +1,4 @@
-"""Cache groups: the block tables of all rows, one per group of layers that keep the same things.
+"""KV cache manager: the block tables of all rows, one per group of layers that keep the same.
 
 Layers with full attention keep every block of a row, layers with a sliding window give back the
 blocks that fell out of it, layers with a recurrent state keep one slot for the tokens so far and,
@@ -181,13 +181,15 @@ class _State(_Window):
     so it may be found by other rows, as long as whole segments led to it: a step that ended within
     one has rounded differently than the next reader's would. Slots of lengths that a step passes
     are optional, and taken while half of the pool is free. A block of the longest length is all
-    that a row needs where nothing is to be found again.
+    that a row needs where nothing is to be found again. A row with drafted tokens borrows a slot
+    for the state that each of them but the last leaves: see `Plan.state_slots`.
     """
 
     def __init__(self, size: int, blocks: int, rows: int, max_len: int) -> None:
         super().__init__(size, blocks, rows, max_len, window=2)
         self.kept = size < max_len
         self._whole = np.ones(rows, dtype=bool)
+        self._lent: dict[int, tuple[int, list[int]]] = {}
 
     def most(self, chunk: int) -> int:
         # One to read, one to write, and one whose release lags a step behind.
@@ -220,6 +222,36 @@ class _State(_Window):
     def passed(self, rows: np.ndarray, ends: np.ndarray) -> None:
         self._whole[rows] &= ends % SEGMENT == 0
 
+    def lend(self, rows: np.ndarray, counts: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        """Slots for the states of rows on their way from `starts` tokens: [rows, most] int32."""
+        slots = np.zeros((len(rows), int(counts.max())), dtype=np.int32)
+        for place in counts.nonzero()[0].tolist():
+            row, count = int(rows[place]), int(counts[place])
+            lent = self.pool.take(count)
+            self._lent[row] = (int(starts[place]), lent)
+            self._whole[row] = False
+            slots[place, :count] = lent
+        return slots
+
+    def settle(self, row: int, end: int) -> bool:
+        """The row stands at `end` tokens: the slot of that state is its own, the others go back.
+
+        Whether there were any.
+        """
+        if row not in self._lent:
+            return False
+        start, slots = self._lent.pop(row)
+        step, column = end - start - 1, (end - 1) // self.size
+        if step < len(slots):
+            own = int(self.tables[row, column])
+            self.tables[row, column], slots[step] = slots[step], own
+        self.pool.release(slots)
+        return True
+
+    def release(self, row: int) -> None:
+        self.pool.release(self._lent.pop(row, (0, []))[1])
+        super().release(row)
+
 
 def _build(spec: tuple[str, int, int | None, int], rows: int, max_len: int) -> BlockTables:
     kind, size, window, blocks = spec
@@ -238,14 +270,14 @@ class KVCacheManager:
     def __init__(self, capacity: Capacity, rows: int) -> None:
         max_len = capacity.max_model_len
         self.groups = tuple(_build(spec, rows, max_len) for spec in capacity.groups)
-        lost = [group for group in self.groups if isinstance(group, _State) and not group.kept]
+        self._states = [group for group in self.groups if isinstance(group, _State)]
+        lost = [group for group in self._states if not group.kept]
         #: Distinct block sizes: a row needs one chain of names for each.
         self.sizes = tuple(sorted({group.size for group in self.groups if group not in lost}))
         #: Whether prefixes can be reused at all.
         self.reusable = bool(self.groups) and not lost
-        states = any(isinstance(group, _State) for group in self.groups)
         #: Tokens at whose multiples a prompt is best cut, so that results do not depend on the cut.
-        self.unit = SEGMENT if states else 1
+        self.unit = SEGMENT if self._states else 1
         self._changes = 0
         self._gathered: tuple[np.ndarray, int, tuple[np.ndarray, ...]] | None = None
 
@@ -302,6 +334,33 @@ class KVCacheManager:
                 return False
         self._extend(rows, lacks)
         return True
+
+    def room(self, rows: np.ndarray) -> np.ndarray:
+        """[rows] how long each can become with the blocks that it has."""
+        room = np.full(len(rows), _BOUNDLESS)
+        for group in self.groups:
+            np.minimum(room, group.room[rows], out=room)
+        return room
+
+    def lend(
+        self, rows: np.ndarray, drafted: np.ndarray, starts: np.ndarray
+    ) -> tuple[np.ndarray, tuple[np.ndarray | None, ...]]:
+        """Slots for the states that the rows' `drafted` tokens leave: how many drafts have one
+        in every group, and the slots as in `Plan.state_slots`.
+        """
+        for group in self._states:
+            before = np.cumsum(drafted) - drafted
+            drafted = np.clip(group.pool.free - before, 0, drafted)
+        return drafted, tuple(
+            group.lend(rows, drafted, starts) if isinstance(group, _State) else None
+            for group in self.groups
+        )
+
+    def settle(self, rows: np.ndarray, ends: np.ndarray) -> None:
+        """Rows that borrowed slots for states stand at `ends` tokens."""
+        for group in self._states:
+            for row, end in zip(rows.tolist(), ends.tolist(), strict=True):
+                self._changes += group.settle(row, end)
 
     def _extend(self, rows: np.ndarray, lacks: Sequence[np.ndarray | None]) -> None:
         for group, lack in zip(self.groups, lacks, strict=True):

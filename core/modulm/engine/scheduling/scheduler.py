@@ -13,115 +13,27 @@ one runs. A result for a row that ended or was preempted in between is dropped.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from attrs import define, field, frozen
 
 from modulm.contracts.executor import PENDING, Capacity, Plan, RowStart, StepResult
 from modulm.contracts.policy import Policy, Scheduler
 from modulm.contracts.requests import Finish, Reason, Request, Start, StepEvents, StepStats
 from modulm.engine.kv_cache.manager import Hit, KVCacheManager
+from modulm.engine.scheduling.admission import Admission
+from modulm.engine.scheduling.drafting import Drafting
+from modulm.engine.scheduling.limits import Limits
 from modulm.engine.scheduling.prefix_reuse import PrefixReuse
 from modulm.engine.scheduling.request_queue import Entry, RequestQueue
 from modulm.engine.scheduling.row_table import RowTable
+from modulm.engine.scheduling.step import NextStep, StepInFlight
+from modulm.engine.scheduling.token_runs import TokenRuns
 from modulm.errors import EngineError, QueueFull, RequestError, RowError
 
-__all__ = ["BudgetScheduler", "Limits"]
-
-
-@frozen(kw_only=True)
-class Limits:
-    """What a step and the queue may hold.
-
-    rows: sequences that run at once; tokens: per step; chunked: whether prompts may be split over
-    steps; long: prompts are taken in chunks of at most this many tokens (0: no such bound);
-    partial, long_partial: how many prompts, and how many longer than `long`, may be unfinished at
-    once (None: any number); spare: share of blocks left free when a request joins others;
-    reserve: admit a request only if all its tokens fit now; prefixes, hash: prefix reuse;
-    queued_requests, queued_tokens: bounds of the queue (None: none).
-    """
-
-    rows: int = 256
-    tokens: int = 2048
-    chunked: bool = True
-    long: int = 0
-    partial: int | None = None
-    long_partial: int | None = None
-    spare: float = 0.0
-    reserve: bool = True
-    prefixes: bool = True
-    hash: str = "sha256"
-    queued_requests: int | None = None
-    queued_tokens: int | None = None
-
-
-@define(eq=False)
-class _Draft:
-    """A step in the making. starts: tokens computed before, counts: tokens to compute; one_each:
-    every row decodes, that is computes its last known token and samples the next.
-    """
-
-    rows: np.ndarray
-    starts: np.ndarray
-    counts: np.ndarray
-    one_each: bool = False
-    admit: tuple[RowStart, ...] = ()
-    started: list[Start] = field(factory=list)
-
-
-class _Intake:
-    """How much of the budget a waiting request gets, given what was handed out before it."""
-
-    def __init__(
-        self, limits: Limits, left: int, unfinished: list[int], unit: int, patient: bool
-    ) -> None:
-        self.left = left
-        self._unit = unit
-        self._patient = patient
-        self._limits = limits
-        self._partial = len(unfinished)
-        self._long = sum(tokens > limits.long for tokens in unfinished)
-
-    def portion(self, entry: Entry, missing: int) -> int | None:
-        """Tokens to compute of `missing`; 0: not now, but others may; None: nobody any more."""
-        limits = self._limits
-        if not limits.chunked:
-            return missing if missing <= self.left else None
-        count = min(missing, self.left, limits.long or missing)
-        if count == missing:
-            return count
-        if self._patient and count < self._unit:
-            return 0
-        count = count - count % self._unit or count
-        if limits.partial is not None and self._partial >= limits.partial:
-            return 0
-        many = limits.long_partial is not None and self._long >= limits.long_partial
-        return 0 if many and limits.long and entry.tokens > limits.long else count
-
-    def take(self, entry: Entry, count: int, missing: int) -> None:
-        """The request was admitted with `count` of the `missing` tokens."""
-        self.left -= count
-        if count < missing:
-            self._partial += 1
-            self._long += entry.tokens > self._limits.long
-
-
-@define(eq=False)
-class _Flight:
-    """A plan whose result is not in: its rows, where they will stand, and whose they were."""
-
-    plan: Plan
-    rows: np.ndarray
-    ends: np.ndarray
-    sampled: np.ndarray
-    places: np.ndarray
-    epochs: np.ndarray
-    generation: int
-    started: list[Start]
-    seconds: float
+__all__ = ["BudgetScheduler"]
 
 
 class BudgetScheduler(Scheduler):
@@ -133,6 +45,7 @@ class BudgetScheduler(Scheduler):
         self.table = RowTable(limits.rows, capacity.max_model_len)
         self.cache = KVCacheManager(capacity, limits.rows)
         self.sharing = PrefixReuse(self.cache, self.table, limits.hash, limits.prefixes)
+        self.drafting = Drafting(capacity, self.table, self.cache)
         self.queue = RequestQueue(policy)
         self._max_len = min(capacity.max_model_len, self.cache.most(limits.tokens))
         if not (limits.chunked or capacity.groups):
@@ -140,7 +53,7 @@ class BudgetScheduler(Scheduler):
         self._entries: dict[str, Entry] = {}
         self._running: dict[int, Entry] = {}
         self._prefilling: set[int] = set()
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[StepInFlight] = deque()
         self._released: list[int] = []
         self._arrivals = self._steps = self._preempted = 0
         # Counts releases: while it stands still, every planned row is still the same sequence.
@@ -224,28 +137,32 @@ class BudgetScheduler(Scheduler):
         """The next step; its rows are empty when there is nothing to do."""
         began = time.perf_counter()
         preempted = self._preempted
-        draft = self._continue()
+        step = self._continue()
         if len(self.queue) and self.table.free and self._preempted == preempted:
-            draft = self._join(draft)
-        return self._assemble(draft, began)
+            step = self._join(step)
+        if self.drafting.most and len(step.rows):
+            self.drafting.add(step, self.limits.tokens - int(step.counts.sum()))
+        return self._assemble(step, began)
 
-    def _continue(self) -> _Draft:
+    def _continue(self) -> NextStep:
         """The running rows' part; rows are preempted until the others have their blocks."""
         while True:
-            draft = self._share()
-            if not len(draft.rows) or self.cache.grow(draft.rows, draft.starts + draft.counts):
-                return draft
+            step = self._share()
+            if not len(step.rows) or self.cache.grow(step.rows, step.starts + step.counts):
+                return step
             self._preempt()
 
-    def _share(self) -> _Draft:
+    def _share(self) -> NextStep:
         """Divide the budget among running rows in their order of admission."""
         table, rows = self.table, self._ordered()
         starts = table.computed[rows]
         known = table.known[rows]
         # A row whose last token is being sampled already has nothing left to compute.
         open_ends = known < table.limit[rows]
+        if self.drafting.most:
+            open_ends &= ~self.drafting.awaited[rows]
         if not self._prefilling and len(rows) <= self.limits.tokens and open_ends.all():
-            return _Draft(rows, starts, self._ones[: len(rows)], one_each=True)
+            return NextStep(rows, starts, self._ones[: len(rows)], one_each=True)
         wants = np.where(open_ends, known - starts, 0)
         if self.limits.long:
             np.minimum(wants, self.limits.long, out=wants)
@@ -254,7 +171,7 @@ class BudgetScheduler(Scheduler):
         chosen = counts > 0
         if not chosen.all():
             rows, starts, counts = rows[chosen], starts[chosen], counts[chosen]
-        return _Draft(rows, starts, counts, one_each=not self._prefilling)
+        return NextStep(rows, starts, counts, one_each=not self._prefilling)
 
     def _cut(self, starts: np.ndarray, counts: np.ndarray, known: np.ndarray) -> np.ndarray:
         """Prompts that stay unfinished end at a multiple of the cache's unit if they reach one."""
@@ -294,31 +211,31 @@ class BudgetScheduler(Scheduler):
         self._preempted += 1
         self.queue.push(entry)
 
-    def _join(self, draft: _Draft) -> _Draft:
+    def _join(self, step: NextStep) -> NextStep:
         """Admit waiting requests into what is left of the budget."""
         unfinished = [self._running[row].tokens for row in self._prefilling]
-        left = self.limits.tokens - int(draft.counts.sum())
-        intake = _Intake(self.limits, left, unfinished, self.cache.unit, self._patient())
+        left = self.limits.tokens - int(step.counts.sum())
+        admission = Admission(self.limits, left, unfinished, self.cache.unit, self._patient())
         joined: list[tuple[Entry, Hit, int]] = []
         skipped: list[Entry] = []
-        while intake.left > 0 and self.table.free > len(skipped):
+        while admission.left > 0 and self.table.free > len(skipped):
             entry = self.queue.peek()
             if entry is None:
                 break
             hit = self.sharing.lookup(entry)
             missing = 0 if hit is None else entry.tokens - hit.tokens
-            count = 0 if hit is None else intake.portion(entry, missing)
+            count = 0 if hit is None else admission.portion(entry, missing)
             if hit is None or count == 0:
                 skipped.append(self.queue.pop())
                 continue
             if count is None or not self._admit(entry, hit, count):
                 break
             self.queue.pop()
-            intake.take(entry, count, missing)
+            admission.take(entry, count, missing)
             joined.append((entry, hit, count))
         for entry in skipped:
             self.queue.push(entry)
-        return self._extended(draft, joined) if joined else draft
+        return self._extended(step, joined) if joined else step
 
     def _admit(self, entry: Entry, hit: Hit, count: int) -> bool:
         """Give the entry a row and blocks; False if there are too few blocks."""
@@ -336,14 +253,14 @@ class BudgetScheduler(Scheduler):
             self._prefilling.add(row)
         return True
 
-    def _extended(self, draft: _Draft, joined: list[tuple[Entry, Hit, int]]) -> _Draft:
-        """The draft with the rows that were just admitted."""
+    def _extended(self, step: NextStep, joined: list[tuple[Entry, Hit, int]]) -> NextStep:
+        """The step with the rows that were just admitted."""
         now = time.monotonic()
         rows = [entry.row for entry, _, _ in joined]
-        return _Draft(
-            np.concatenate([draft.rows, rows]).astype(np.int64),
-            np.concatenate([draft.starts, [hit.tokens for _, hit, _ in joined]]).astype(np.int64),
-            np.concatenate([draft.counts, [count for _, _, count in joined]]).astype(np.int64),
+        return NextStep(
+            np.concatenate([step.rows, rows]).astype(np.int64),
+            np.concatenate([step.starts, [hit.tokens for _, hit, _ in joined]]).astype(np.int64),
+            np.concatenate([step.counts, [count for _, _, count in joined]]).astype(np.int64),
             admit=tuple(_row_start(entry) for entry, _, _ in joined),
             started=[
                 Start(entry.request.id, hit.tokens, now)
@@ -352,38 +269,44 @@ class BudgetScheduler(Scheduler):
             ],
         )
 
-    def _assemble(self, draft: _Draft, began: float) -> Plan:
+    def _assemble(self, step: NextStep, began: float) -> Plan:
         """Make the plan and advance the table as if it had run."""
-        table, rows, counts = self.table, draft.rows, draft.counts
-        ends = draft.starts + counts
-        if draft.one_each:
+        table, rows, counts = self.table, step.rows, step.counts
+        ends = step.starts + counts
+        if step.one_each:
             samples, sampled, places = self._true[: len(rows)], rows, ends
-            tokens = table.tokens[rows, draft.starts].astype(np.int64)
+            tokens = table.tokens[rows, step.starts].astype(np.int64)
         else:
             samples = ends == table.known[rows]
             sampled, places = rows[samples], ends[samples]
-            tokens = table.gather(rows, draft.starts, counts)
+            if step.drafted is not None:
+                counts = counts + step.drafted
+            tokens = table.gather(rows, step.starts, counts)
             self._prefilling.difference_update(sampled.tolist())
+        if self.drafting.most:
+            self.drafting.awaited[sampled] = True
         table.computed[rows] = ends
         table.tokens[sampled, places] = PENDING
         table.known[sampled] = places + 1
         plan = Plan(
             self._steps,
             self._order32 if rows is self._order else rows.astype(np.int32),
-            draft.starts.astype(np.int32),
-            self._ones32[: len(rows)] if draft.one_each else counts.astype(np.int32),
+            step.starts.astype(np.int32),
+            self._ones32[: len(rows)] if step.one_each else counts.astype(np.int32),
             tokens,
             self.cache.tables(rows),
             samples,
-            draft.admit,
+            step.admit,
             tuple(self._released),
+            None if step.drafted is None else step.drafted.astype(np.int32),
+            step.state_slots,
         )
         if len(rows):
             self._steps += 1
             self._released.clear()
-            self._flights.append(_Flight(
+            self._flights.append(StepInFlight(
                 plan, rows, ends, sampled, places, table.epoch[rows], self._generation,
-                draft.started, time.perf_counter() - began,
+                step.started, time.perf_counter() - began,
             ))  # fmt: skip
         return plan
 
@@ -394,29 +317,31 @@ class BudgetScheduler(Scheduler):
         flight = self._land(plan)
         table = self.table
         failed = self._fail_rows(flight, result.errors) if result.errors else []
-        rows, ends, sampled, places = flight.rows, flight.ends, flight.sampled, flight.places
-        tokens = result.tokens
-        if result.accepted is not None:
-            tokens = np.full(len(sampled), PENDING, dtype=np.int64)
-            tokens[result.accepted > 0] = result.tokens
+        runs = TokenRuns.of(flight, result)
         if flight.generation != self._generation:
-            alive = table.epoch[rows] == flight.epochs
-            heard = alive[plan.samples]
-            rows, ends = rows[alive], ends[alive]
-            sampled, places, tokens = sampled[heard], places[heard], tokens[heard]
-        table.tokens[sampled, places] = tokens
-        self.sharing.advance(rows, ends)
-        self.cache.trim(rows, ends)
-        stopped = table.stopped(sampled, tokens, places + 1)
-        ended = (stopped | (places + 1 >= table.limit[sampled])).nonzero()[0].tolist()
-        names, ids = table.names[sampled].tolist(), tokens.tolist()
+            alive = np.zeros(table.rows, dtype=np.bool_)
+            alive[flight.rows] = table.epoch[flight.rows] == flight.epochs
+            runs.keep(alive)
+        stopped = table.stopped(runs.owners, runs.tokens, runs.places + 1)
+        ended = stopped | (runs.places + 1 >= table.limit[runs.owners])
+        if plan.drafted is not None and ended.any():
+            left = runs.cut(ended.nonzero()[0].tolist())
+            stopped, ended = stopped[left], ended[left]
+        table.tokens[runs.owners, runs.places] = runs.tokens
+        if self.drafting.most:
+            self._settle(runs, result)
+        self.sharing.advance(runs.rows, runs.ends)
+        self.cache.trim(runs.rows, runs.ends)
+        names, ids = table.names[runs.owners].tolist(), runs.tokens.tolist()
         extras: dict[str, Any] = {}
         if result.logprobs or result.prompt_logprobs or result.pooled:
-            extras = self._extras(result, flight, rows)
-        finished = [self._end(int(sampled[i]), ids[i], bool(stopped[i])) for i in ended]
-        if result.pooled:
-            names = [name for name, token in zip(names, ids, strict=True) if token >= 0]
-            ids = [token for token in ids if token >= 0]
+            extras = self._extras(result, flight, runs, names)
+        finished = [
+            self._end(int(runs.owners[i]), ids[i], bool(stopped[i]))
+            for i in ended.nonzero()[0].tolist()
+        ]
+        if result.accepted is not None and not result.accepted.all():
+            finished += self._end_silent(runs, result)
         return StepEvents(
             requests=names,
             tokens=ids,
@@ -426,6 +351,23 @@ class BudgetScheduler(Scheduler):
             **extras,
         )
 
+    def _settle(self, runs: TokenRuns, result: StepResult) -> None:
+        """Rows stand where their runs end, and may be planned again."""
+        table = self.table
+        table.known[runs.owners] = runs.places + 1
+        table.computed[runs.owners] = runs.places
+        self.cache.settle(runs.rows, runs.ends)
+        self.drafting.awaited[runs.sampled] = False
+        self.drafting.propose(result.drafts, runs.owners)
+
+    def _end_silent(self, runs: TokenRuns, result: StepResult) -> list[Finish]:
+        """End the rows that gave no token: those that were pooled."""
+        finished = []
+        for row in runs.silent():
+            lost = None if row in result.pooled else RowError("the executor gave no token")
+            finished.append(self._finish(row, "error" if lost else "stop", error=lost))
+        return finished
+
     def fail(self, plan: Plan, error: Exception) -> list[Finish]:
         """The step raised: what it ran ends with `error`, as its memory is in doubt."""
         flight = self._land(plan)
@@ -433,13 +375,13 @@ class BudgetScheduler(Scheduler):
         rows = flight.rows[alive].tolist()
         return [self._finish(row, "error", error=error) for row in rows]
 
-    def _land(self, plan: Plan) -> _Flight:
+    def _land(self, plan: Plan) -> StepInFlight:
         flight = self._flights.popleft()
         if flight.plan is not plan:
             raise EngineError(f"step {plan.step} came in before step {flight.plan.step}")
         return flight
 
-    def _fail_rows(self, flight: _Flight, errors: Mapping[int, str]) -> list[Finish]:
+    def _fail_rows(self, flight: StepInFlight, errors: Mapping[int, str]) -> list[Finish]:
         """End the rows that failed; an executor repeats errors until a row is released."""
         epochs = dict(zip(flight.rows.tolist(), flight.epochs.tolist(), strict=True))
         return [
@@ -448,12 +390,21 @@ class BudgetScheduler(Scheduler):
             if epochs.get(row) == int(self.table.epoch[row])
         ]
 
-    def _extras(self, result: StepResult, flight: _Flight, rows: np.ndarray) -> dict[str, Any]:
-        """What the executor gave beside tokens, by request instead of by row."""
-        names = {row: self.table.names[row] for row in rows.tolist()}
+    def _extras(
+        self, result: StepResult, flight: StepInFlight, runs: TokenRuns, tokens: list[str]
+    ) -> dict[str, Any]:
+        """What the executor gave beside tokens, by request instead of by row; tokens: whose the
+        step's tokens are.
+        """
+        names = {row: self.table.names[row] for row in runs.rows.tolist()}
         starts = dict(zip(flight.rows.tolist(), flight.plan.starts.tolist(), strict=True))
+        counts = Counter(tokens)
         return {
-            "logprobs": {names[r]: given for r, given in result.logprobs.items() if r in names},
+            "logprobs": {
+                names[row]: given[: counts[names[row]]]
+                for row, given in result.logprobs.items()
+                if row in names
+            },
             "pooled": {names[r]: given for r, given in result.pooled.items() if r in names},
             "prompt_logprobs": {
                 names[row]: (starts[row] + 1, entries)
@@ -462,9 +413,10 @@ class BudgetScheduler(Scheduler):
             },
         }
 
-    def _stats(self, flight: _Flight, result: StepResult, generated: int) -> StepStats:
+    def _stats(self, flight: StepInFlight, result: StepResult, generated: int) -> StepStats:
         queried, hits = self.sharing.take_counts()
         preempted, self._preempted = self._preempted, 0
+        drafted, accepted = flight.plan.drafted, result.accepted
         return self.gauges()._replace(
             computed=len(flight.plan.tokens),
             generated=generated,
@@ -473,13 +425,15 @@ class BudgetScheduler(Scheduler):
             hit=hits,
             plan_seconds=flight.seconds,
             run_seconds=result.seconds,
+            drafted=0 if drafted is None else int(drafted.sum()),
+            accepted=0 if accepted is None else len(result.tokens) - int((accepted > 0).sum()),
         )
 
     def _end(self, row: int, token: int, stopped: bool) -> Finish:
         request = self._running[row].request
         if stopped:
             return self._finish(row, "stop", stop=request.stop_reason(token))
-        return self._finish(row, "stop" if token == PENDING else "length")
+        return self._finish(row, "length")
 
     def _finish(
         self, row: int, reason: Reason, stop: int | None = None, error: Exception | None = None
@@ -497,6 +451,7 @@ class BudgetScheduler(Scheduler):
         self._generation += 1
         self._released.append(row)
         self.sharing.release(row)
+        self.drafting.release(row)
         self.cache.release(row)
         return self.table.release(row)
 

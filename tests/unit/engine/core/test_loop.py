@@ -11,7 +11,7 @@ import pytest
 
 from modulm.contracts.requests import Request
 from modulm.contracts.sampling import SamplingParams, StructuredOutputs
-from modulm.engine.scheduling.scheduler import Limits
+from modulm.engine.scheduling.limits import Limits
 from modulm.errors import EngineDead, EngineError, QueueFull, RequestError, RowError
 from modulm.testing.engines import check_empty, make_engine
 from modulm.testing.fakes import FakeExecutor, Group, Script, reference_tokens

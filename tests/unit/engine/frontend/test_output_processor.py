@@ -102,6 +102,34 @@ def test_deltas_joined_are_the_text_and_end_before_the_stop(
         assert len(answers) == 0
 
 
+@pytest.mark.parametrize("stop", [None, "op", "zz"])
+@pytest.mark.parametrize("least", [0, 9])
+def test_a_run_of_tokens_gives_what_single_steps_give(
+    words: Tokenizer, stop: str | None, least: int
+) -> None:
+    """Several tokens of a step, with their logprobs; a stop string drops the rest of the run."""
+    params = SamplingParams(stop=stop, min_tokens=least, max_tokens=99, logprobs=0)
+    ids = words.encode("go on stop more, stop", add_special_tokens=False)
+    entries = [RowLogprobs(np.array([i]), np.array([-i / 8]), 1) for i in range(len(ids))]
+    found = []
+    for size in (1, 3, len(ids)):
+        answers, answer = open_answer(words, params, n=2)
+        answers.feed(StepEvents(requests=["a#1"], tokens=[ids[0]], logprobs={"a#1": (entries[0],)}))
+        for first in range(0, len(ids), size):
+            run = ids[first : first + size]
+            ends = [Finish("a#0", "length")] if first + size >= len(ids) else []
+            logprobs = {"a#0": tuple(entries[first : first + size]), "a#1": (entries[1],)}
+            names = ["a#0"] * len(run) + ["a#1"]
+            answers.feed(
+                StepEvents(requests=names, tokens=[*run, ids[1]], logprobs=logprobs, finished=ends)
+            )
+        found.append(answer.choices[0].output())
+        assert len(answers) == 1
+    assert found[0] == found[1] == found[2]
+    assert found[0].finish_reason == ("stop" if stop == "op" else "length")
+    assert len(found[0].logprobs) == len(found[0].token_ids)
+
+
 def test_a_match_aborts_the_row_and_late_tokens_are_ignored(words: Tokenizer) -> None:
     answers, answer = open_answer(words, SamplingParams(stop="stop", max_tokens=99))
     ids = words.encode("go on stop more", add_special_tokens=False)

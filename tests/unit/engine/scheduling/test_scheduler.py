@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from modulm.contracts.requests import Request
 from modulm.contracts.sampling import PoolingParams, SamplingParams
-from modulm.engine.scheduling.scheduler import Limits
+from modulm.engine.scheduling.limits import Limits
 from modulm.errors import QueueFull, RequestError
 from modulm.testing.engines import check_empty, make_engine
 from modulm.testing.fakes import FakeExecutor, Group, Script, reference_tokens

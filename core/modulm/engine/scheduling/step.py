@@ -1,0 +1,45 @@
+"""The scheduler's notes on a step: while it is put together, and while it is under way."""
+
+from __future__ import annotations
+
+import numpy as np
+from attrs import define, field
+
+from modulm.contracts.executor import Plan, RowStart
+from modulm.contracts.requests import Start
+
+__all__ = ["NextStep", "StepInFlight"]
+
+
+@define(eq=False)
+class NextStep:
+    """A step in the making. starts: tokens computed before, counts: known tokens to compute;
+    one_each: every row decodes, that is computes its last known token and samples the next.
+    drafted, state_slots: as in `Plan`; drafted tokens come on top of `counts`.
+    """
+
+    rows: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+    one_each: bool = False
+    admit: tuple[RowStart, ...] = ()
+    started: list[Start] = field(factory=list)
+    drafted: np.ndarray | None = None
+    state_slots: tuple[np.ndarray | None, ...] = ()
+
+
+@define(eq=False)
+class StepInFlight:
+    """A plan whose result is not in: its rows, where they stand if each sampling row gives one
+    token, the sampling ones and the places of those tokens, and whose the rows were.
+    """
+
+    plan: Plan
+    rows: np.ndarray
+    ends: np.ndarray
+    sampled: np.ndarray
+    places: np.ndarray
+    epochs: np.ndarray
+    generation: int
+    started: list[Start]
+    seconds: float
