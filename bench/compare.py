@@ -31,6 +31,8 @@ from pathlib import Path
 from probe import probe
 
 PEERS = Path(__file__).parent / "peers"
+#: The peer that is an earlier modulm: `--peer before=OTHER_CHECKOUT/.venv/bin/python`.
+EARLIER = "before"
 UNITS = {
     "decode": "tokens/s, one stream",
     "prompt": "prompt tokens/s, 2,048 tokens",
@@ -84,7 +86,7 @@ def peaks() -> dict[str, float]:
 
 def run(name: str, python: str, checkpoint: Path, cases: list[str], weights: str) -> dict:
     """Figures by case; a case that the engine cannot do is missing, with the reason printed."""
-    script = PEERS / f"{name}_peer.py"
+    script = PEERS / f"{'modulm' if name == EARLIER else name}_peer.py"
     command = [python, str(script), str(checkpoint), *cases, "--weights", weights]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     figures: dict[str, float] = {}
@@ -116,7 +118,7 @@ def main() -> None:
     size, rows, probed = shape(options.checkpoint), [], {}
     for weights in options.weights or [PLAIN, "int8", "int4"]:
         asked = cases if weights == PLAIN else [case for case in cases if case != "prefix"]
-        able = [name for name in engines if weights == PLAIN or name in ("modulm", "llama")]
+        able = [name for name in engines if weights == PLAIN or name in ("modulm", EARLIER, "llama")]
         around = [peaks()]
         found = {}
         for name in able:
