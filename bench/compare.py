@@ -117,8 +117,11 @@ def main() -> None:
         engines[name] = python or sys.executable
     size, rows, probed = shape(options.checkpoint), [], {}
     for weights in options.weights or [PLAIN, "int8", "int4"]:
+        known = ("modulm", EARLIER, "llama")
         asked = cases if weights == PLAIN else [case for case in cases if case != "prefix"]
-        able = [name for name in engines if weights == PLAIN or name in ("modulm", EARLIER, "llama")]
+        able = [
+            name for name in engines if weights == PLAIN or name in ("modulm", EARLIER, "llama")
+        ]
         around = [peaks()]
         found = {}
         for name in able:

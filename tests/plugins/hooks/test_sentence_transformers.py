@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 import modulm
 from modulm import PoolingParams
-from modulm.cli.explain import command
 from modulm.errors import CheckpointError, RequestError, UnsupportedError
 from modulm.testing.checkpoints import make_tiny
+from modulm_command_explain.command import command
 
 TEXT = "The capital of France is Paris."
 LAYERS = {"Dense": "2_Dense", "LayerNorm": "3_LayerNorm", "Normalize": "4_Normalize"}

@@ -1,0 +1,1 @@
+"""`modulm completion`: shells complete commands, flags and names."""

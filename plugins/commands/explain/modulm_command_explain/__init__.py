@@ -1,0 +1,1 @@
+"""`modulm explain`: every choice that running a model involves, and why it falls so."""
