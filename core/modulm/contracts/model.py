@@ -53,7 +53,8 @@ class StatePlan:
     row starts from zeros (its source holds garbage); query_starts: [rows + 1] int32. On the host:
     counts, the rows' tokens; starts, their first positions (empty: all 0, or no row has
     several tokens, so that they do not matter); kept: states on the way
-    that are wanted as well, as (row's place in the step, its tokens up to there, slot).
+    that are wanted as well, as (row's place in the step, its tokens up to there, slot), with the
+    bits that steps which end there leave.
     """
 
     slots: torch.Tensor

@@ -1,7 +1,8 @@
 """How a recurrence walks the rows of a step, by segments at fixed positions.
 
 A row is cut at the multiples of SEGMENT, whatever the steps are that bring its tokens: a step that
-ends at such a position leaves the state that a longer step has there, bit for bit. Segments of a
+ends at such a position leaves the state that a longer step has there, bit for bit. Where a state
+on the way is wanted, the row is cut too, so it is that of a step which ends there. Segments of a
 single token, such as all of a step that only decodes, are stepped; longer ones are filled up to
 SEGMENT with tokens that change nothing.
 """
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SEGMENT", "Walk", "begin", "walk"]
 
-#: Tokens that are computed together. States are only kept at multiples of it.
+#: Tokens that are computed together. States of prefixes are only kept at multiples of it.
 SEGMENT = 64
 
 #: (states [n, ...] changed in place, places [n] or [n, SEGMENT] of tokens) -> what they give.
@@ -73,18 +74,22 @@ def _waves(plan: StatePlan, tokens: int) -> list[_Wave]:
     """The step's segments in order; places past an end are `tokens`, the token of zeros."""
     counts, starts = plan.counts, plan.starts or (0,) * len(plan.counts)
     if max(counts) == 1:
-        return [_wave([(row, row, 1) for row in range(len(counts))], tokens, [])]
+        singles = [(row, row, 1) for row in range(len(counts))]
+        return [_wave(singles, tokens, [(row, slot) for row, _, slot in plan.kept])]
     pieces: list[list[tuple[int, int, int]]] = []
     ends: dict[tuple[int, int], int] = {}
+    wanted: dict[int, list[int]] = {}
+    for row, at, _ in plan.kept:
+        wanted.setdefault(row, []).append(at)
     first = 0
     for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        stops = {*range(SEGMENT - start % SEGMENT, count, SEGMENT), *wanted.get(row, ()), count}
         at = 0
-        for index in range((start % SEGMENT + count + SEGMENT - 1) // SEGMENT):
-            size = min(SEGMENT - (start + at) % SEGMENT, count - at)
+        for index, stop in enumerate(sorted(stops)):
             if index == len(pieces):
                 pieces.append([])
-            pieces[index].append((row, first + at, size))
-            at += size
+            pieces[index].append((row, first + at, stop - at))
+            at = stop
             ends[row, at] = index
         first += count
     kept: list[list[tuple[int, int]]] = [[] for _ in pieces]

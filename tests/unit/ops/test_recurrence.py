@@ -173,6 +173,27 @@ def test_states_on_the_way_are_those_of_steps_that_end_there(rule, paces):
 
 
 @RULES
+def test_a_run_whose_states_are_all_wanted_is_walked_token_by_token(rule, paces):
+    """Drafted tokens: each token has the bits of a step of its own, whatever runs beside it."""
+    rule = rule(200, paces)
+    rows, single = Rows(rule, (100, 100)), Rows(rule, (100, 100))
+    for each in (rows, single):
+        each.step({0: 61})
+    rows.step({0: 6, 1: 90}, kept=[(0, at, 1 + at) for at in range(1, 6)])
+    for at in range(1, 7):
+        single.step({0: 1})
+        state = rows.states[0 if at == 6 else 1 + at]
+        assert torch.equal(state, single.states[0])
+    assert torch.equal(rows.result(0)[0], single.result(0)[0])
+    assert torch.equal(rows.result(1)[0], whole(rule, (100, 100), 1)[0][:90])
+    rows.done[0] -= 3  # three of the tokens were wrong
+    rows.slots[0] = 1 + 3
+    rows.step({0: 1}, kept=[(0, 1, 7)])
+    assert torch.equal(rows.states[4], rows.states[5])
+    assert torch.equal(rows.states[7], rows.states[5])
+
+
+@RULES
 def test_a_row_may_read_one_slot_and_write_another(rule, paces):
     rule = rule(100, paces)
     rows = Rows(rule, (100,))

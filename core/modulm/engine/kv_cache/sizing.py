@@ -27,7 +27,7 @@ _UNSHARED = (
 )
 #: Slots per row where states are kept for reuse: one read, one written, two of earlier lengths.
 _KEPT_SLOTS = 4
-#: The fewest with which one sequence can go on: see `groups._State`.
+#: The fewest with which one sequence can go on: see `manager._State`.
 _LEAST_KEPT = 3
 
 
@@ -63,18 +63,20 @@ def share_out(
     max_model_len: int,
     chunk: int,
     rows: int,
+    drafts: int = 0,
     override: int | None = None,
 ) -> Sizing:
     """Blocks per group such that as many full-length sequences as possible fit, at most `rows`.
 
-    chunk: most tokens of one step; override: blocks of every paged group, whatever the budget.
+    chunk: most tokens of one step; drafts: most drafted tokens of a row, each of which leaves a
+    state; override: blocks of every paged group, whatever the budget.
     When not even one sequence of `max_model_len` fits: a shorter length. Raises ConfigError naming
     the figures where none does.
     """
     stateful = [g for g in groups if g.kind == "state"]
     kept = all(g.block_size < max_model_len for g in stateful)
     notes: tuple[str, ...] = () if kept else (_UNSHARED,)
-    wanted = rows * (_KEPT_SLOTS if kept else 1)
+    wanted = rows * ((_KEPT_SLOTS if kept else 1) + drafts)
     if override is not None:
         blocks = tuple(wanted + 1 if g.kind == "state" else max(override, 2) for g in groups)
         fits = _longest(groups, blocks, max_model_len, chunk)

@@ -38,6 +38,11 @@ def alone(plan: Plan, *, whole: bool) -> Iterator[Plan]:
                 samples=np.ones(1, dtype=bool),
                 admit=(),
                 release=(),
+                drafted=None,
+                state_slots=tuple(
+                    None if slots is None else slots[place : place + 1, offset : offset + size]
+                    for slots in plan.state_slots
+                ),
             )
         first += count
 
@@ -125,7 +130,8 @@ class BatchBuilder:
         for index, group in enumerate(self.groups):
             table = plan.tables[index]
             if group.backend is None:
-                plans.append(self._state_plan(plan, table, query_starts, group.block_size))
+                drafts = plan.state_slots[index] if plan.state_slots else None
+                plans.append(self._state_plan(plan, table, query_starts, group.block_size, drafts))
                 continue
             size = group.block_size
             slots = self._slots[index, : len(positions)]
@@ -136,9 +142,16 @@ class BatchBuilder:
         return tuple(plans)
 
     def _state_plan(
-        self, plan: Plan, table: np.ndarray, query_starts: np.ndarray, size: int
+        self,
+        plan: Plan,
+        table: np.ndarray,
+        query_starts: np.ndarray,
+        size: int,
+        drafts: np.ndarray | None,
     ) -> StatePlan:
-        """The last token so far of each block of `size` tokens left its state in the block."""
+        """The last token so far of each block of `size` tokens left its state in the block; drafts:
+        as in `Plan.state_slots`.
+        """
         rows, first = self._ramp[: len(plan.rows)], plan.starts // size
         last = (plan.starts + plan.counts - 1) // size
         kept = [
@@ -147,6 +160,10 @@ class BatchBuilder:
             for block in range(first[row], last[row])
             if table[row, block]
         ]
+        if drafts is not None:
+            places, ats = drafts.nonzero()
+            slots = drafts[places, ats].tolist()
+            kept += zip(places.tolist(), (ats + 1).tolist(), slots, strict=True)
         before = np.maximum(plan.starts - 1, 0) // size
         return StatePlan(
             slots=self._tensor(table[rows, last].astype(np.int64)),

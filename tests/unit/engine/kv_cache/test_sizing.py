@@ -72,6 +72,7 @@ def test_what_cannot_be_done_is_an_error_with_figures(budget) -> None:
 def test_an_override_is_taken_as_it_is() -> None:
     sizing = share_out([FULL, STATE], 0, override=65, **ASKS)
     assert sizing.blocks == (65, 9)
+    assert share_out([FULL, STATE], 0, override=65, drafts=3, **ASKS).blocks == (65, 33)
     assert sizing.max_model_len == 1024
     short = share_out([FULL], 0, override=5, **ASKS)
     assert short.max_model_len == 64
