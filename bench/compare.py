@@ -119,9 +119,7 @@ def main() -> None:
     for weights in options.weights or [PLAIN, "int8", "int4"]:
         known = ("modulm", EARLIER, "llama")
         asked = cases if weights == PLAIN else [case for case in cases if case != "prefix"]
-        able = [
-            name for name in engines if weights == PLAIN or name in ("modulm", EARLIER, "llama")
-        ]
+        able = [name for name in engines if weights == PLAIN or name in known]
         around = [peaks()]
         found = {}
         for name in able:
