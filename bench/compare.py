@@ -12,8 +12,9 @@ CHECKPOINT is a folder in bf16 (llama.cpp's conversion here knows the Qwen3 shap
 The probe's peaks are measured before and after modulm's turn; a fraction is of the mean of both.
 
 `--without-amx` holds every engine and the probe to AVX512 with bf16, as on processors without AMX:
-modulm by its kernels' level, torch and vLLM by oneDNN's own limit. llama.cpp decides when it is
-compiled, so it needs an environment of its own:
+modulm by its kernels' level (built with SKBUILD_CMAKE_DEFINE=MODULM_LEVELS=all make setup), torch
+and vLLM by oneDNN's own limit. llama.cpp decides when it is compiled, so it needs an environment of
+its own:
 
     CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_VNNI=ON -DGGML_AVX512_VBMI=ON \\
         -DGGML_AVX512_BF16=ON" pip install llama-cpp-python gguf numpy

@@ -1,7 +1,8 @@
 """Set up .venv with everything a clone needs. Needs only Python; does nothing when up to date.
 
 torch comes first and through pip, which takes a CPU build where pip is configured to find one;
-all packages of this repository then come in one call of uv. Settings: UV and pip's own variables.
+all packages of this repository then come in one call of uv. The kernels compile meanwhile, for this
+processor only; SKBUILD_CMAKE_DEFINE=MODULM_LEVELS=all builds all. Settings: UV and pip's variables.
 """
 
 from __future__ import annotations
@@ -55,9 +56,18 @@ def inputs() -> Iterator[Path]:
                 yield path
 
 
+def processor() -> list[str]:
+    """What decides for which processor the kernels are built, as far as it is told."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    flags = next((line for line in lines if line.startswith("flags")), "").split()
+    found = {flag for flag in flags if flag.startswith(("avx", "amx", "fma", "f16c", "bmi"))}
+    return [*sorted(found), os.environ.get("SKBUILD_CMAKE_DEFINE", "")]
+
+
 def fingerprint() -> str:
-    """Changes when an input, the interpreter or the compiler does."""
-    digest = hashlib.sha256(f"{sys.version_info[:2]} {compiler()} {VENV}".encode())
+    """Changes when an input, the interpreter, the compiler or the processor does."""
+    digest = hashlib.sha256(f"{sys.version_info[:2]} {compiler()} {VENV} {processor()}".encode())
     for path in inputs():
         digest.update(path.relative_to(ROOT).as_posix().encode())
         digest.update(path.read_bytes())
@@ -102,7 +112,9 @@ def get_torch() -> bool:
         say(f"keeping torch {'.'.join(map(str, found))}")
         return True
     say(f"installing {TORCH} (takes a while the first time)")
-    return run(PYTHON, "-m", "pip", "install", "--quiet", "--prefer-binary", TORCH)
+    # Bytecode of all of torch takes longer than that of what is imported, when it is.
+    fast = ("--quiet", "--prefer-binary", "--no-compile")
+    return run(PYTHON, "-m", "pip", "install", *fast, TORCH)
 
 
 #: Ends of the sentence that says what is lost.
@@ -116,25 +128,44 @@ NOT_BUILT = (
 )
 
 
-def get_packages() -> str | None:
-    """Install everything else, editable, in one call; without kernels if they cannot be built.
+def get_uv() -> bool:
+    """Have uv in .venv."""
+    return bool(installed("uv")) or run(PYTHON, "-m", "pip", "install", "--quiet", UV)
 
-    Returns what is lost, "" if nothing; None if even the rest cannot be installed.
-    """
-    if not installed("uv") and not run(PYTHON, "-m", "pip", "install", "--quiet", UV):
-        return None
-    install = [BIN / "uv", "pip", "install", "--quiet", "--python", PYTHON]
-    install += ["--constraints", "constraints.txt", "--group", "dev"]
-    pure = [part for folder in packages() for part in ("-e", folder)]
-    compiled = [part for folder in kernels() for part in ("-e", folder)]
-    possible = compiled if compiler() else []
-    say(f"installing {(len(pure) + len(possible)) // 2} packages of this repository")
-    if run(*install, *pure, *possible):
-        return "" if possible or not compiled else NO_COMPILER
-    if not possible:
-        return None
-    say("the above failed; trying again without the CPU kernels")
-    return NOT_BUILT if run(*install, *pure) else None
+
+def install(*options: str | Path) -> list[str]:
+    """The command that installs packages of this repository."""
+    uv = [BIN / "uv", "pip", "install", "--quiet", "--python", PYTHON]
+    return [str(part) for part in [*uv, "--constraints", "constraints.txt", *options]]
+
+
+def editable(folders: list[Path]) -> list[str | Path]:
+    """Options that install `folders` such that a change in them shows at once."""
+    return [part for folder in folders for part in ("-e", folder)]
+
+
+class Kernels:
+    """The compiled packages, which need nothing of what is installed beside them."""
+
+    def __init__(self) -> None:
+        self._build: subprocess.Popen[bytes] | None = None
+        if compiler() and kernels():
+            say(f"compiling {len(kernels())} packages of kernels meanwhile")
+            anew = [f"--reinstall-package=modulm-kernels-{folder.name}" for folder in kernels()]
+            command = install("--no-deps", *anew, *editable(kernels()))
+            self._build = subprocess.Popen(command, cwd=ROOT)
+
+    def wait(self) -> str:
+        """What is lost, "" if nothing, once they are built or have failed."""
+        if self._build is not None:
+            return NOT_BUILT if self._build.wait() else ""
+        return NO_COMPILER if kernels() else ""
+
+
+def get_packages() -> bool:
+    """Install everything that is not compiled, editable, in one call."""
+    say(f"installing {len(packages())} packages of this repository")
+    return run(*install("--group", "dev", *editable(packages())))
 
 
 def main() -> int:
@@ -149,8 +180,13 @@ def main() -> int:
         say(f"up to date {lost}".rstrip())
         return 0
     make_venv()
-    outcome = get_packages() if get_torch() else None
-    if outcome is None:
+    if not get_uv():
+        say("failed; see the messages above")
+        return 1
+    compiled = Kernels()
+    done = get_torch() and get_packages()
+    outcome = compiled.wait()
+    if not done:
         say("failed; see the messages above")
         return 1
     STAMP.write_text(f"{wanted}\n{outcome}")

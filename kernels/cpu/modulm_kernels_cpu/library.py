@@ -10,10 +10,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = ["LEVELS", "Calls", "Library", "LibraryMissing", "levels", "load", "use"]
+__all__ = [
+    "BUILD_ALL", "LEVELS", "Calls", "Library", "LibraryMissing", "check", "levels", "load",
+    "runnable", "use",
+]  # fmt: skip
 
 #: Instruction sets, weakest first; the position is the number that the library reports.
 LEVELS = ("scalar", "avx2", "avx512", "avx512_bf16", "amx")
+
+#: How to build the levels that an editable install leaves out.
+BUILD_ALL = "SKBUILD_CMAKE_DEFINE=MODULM_LEVELS=all make setup"
 
 _PREFIX = "libmodulm_cpu_"
 
@@ -110,11 +116,17 @@ def _path(level: str) -> Path:
 
 
 @cache
+def runnable() -> tuple[str, ...]:
+    """The levels that this processor runs, built or not, weakest first."""
+    highest = _load("scalar").call("highest_level", "", ctypes.c_int)()
+    return LEVELS[: highest + 1]
+
+
+@cache
 def levels() -> tuple[str, ...]:
     """The levels that this processor runs and that were built, weakest first."""
-    highest = _load("scalar").call("highest_level", "", ctypes.c_int)()
     found = []
-    for level in LEVELS[: highest + 1]:
+    for level in runnable():
         try:
             _path(level)
         except LibraryMissing:
@@ -126,15 +138,22 @@ def levels() -> tuple[str, ...]:
 def load(level: str | None = None) -> Library:
     """The library of `level`, by default the best one that runs here or what `use` said.
 
-    Raises LibraryMissing if it was not built, ValueError if the processor cannot run it.
+    Raises ValueError if it was not built or the processor cannot run it.
     """
     if level is None:
         return _load(_default or levels()[-1])
+    check(level)
+    return _load(level)
+
+
+def check(level: str) -> None:
+    """Raise ValueError unless `level` can be loaded."""
     if level not in LEVELS:
         raise ValueError(f"level must be one of {', '.join(LEVELS)}, not {level!r}")
+    if level not in runnable():
+        raise ValueError(f"this processor runs {', '.join(runnable())}, not {level}")
     if level not in levels():
-        raise ValueError(f"this processor runs {', '.join(levels())}, not {level}")
-    return _load(level)
+        raise ValueError(f"{level} was not built, {', '.join(levels())} were; all: {BUILD_ALL}")
 
 
 def use(level: str | None) -> None:

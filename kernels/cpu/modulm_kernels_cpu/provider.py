@@ -11,6 +11,7 @@ from attrs import Attribute, field, frozen
 import modulm_kernels_cpu
 from modulm.contracts.kernels import Forward, KernelProvider, Op
 from modulm.contracts.platform import Platform, Probe
+from modulm_kernels_cpu import library
 from modulm_kernels_cpu.replay import Replay
 
 __all__ = ["CpuKernels", "CpuOptions"]
@@ -21,9 +22,8 @@ _DTYPES = frozenset({"bfloat16", "float16", "float32"})
 
 
 def _known(options: CpuOptions, attribute: Attribute[Any], value: str | None) -> None:
-    if value is not None and value not in modulm_kernels_cpu.levels():
-        runs = ", ".join(modulm_kernels_cpu.levels())
-        raise ValueError(f"this machine runs {runs}, not {value!r}")
+    if value is not None:
+        library.check(value)
 
 
 @frozen
@@ -50,7 +50,9 @@ class CpuKernels(KernelProvider):
     def probe(cls, platform: Platform) -> Probe:
         if platform.device.type != "cpu":
             return Probe(0, "these kernels run on CPUs")
-        return Probe(2, f"compiled kernels, level {modulm_kernels_cpu.levels()[-1]} at best")
+        best, runs = library.levels()[-1], library.runnable()[-1]
+        unbuilt = "" if best == runs else f"; {runs} was not built: {library.BUILD_ALL}"
+        return Probe(2, f"compiled kernels, level {best} at best{unbuilt}")
 
     def ops(self) -> Mapping[str, Op]:
         """The table, with as many threads as torch was given."""

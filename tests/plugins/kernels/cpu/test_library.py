@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 
 import modulm_kernels_cpu as kernels
@@ -10,6 +12,8 @@ from modulm.errors import ConfigError
 from modulm.ops.table import twin_ops
 from modulm_kernels_cpu import library as loading
 from modulm_kernels_cpu.probe import instruction_rates, read_bandwidth
+from modulm_kernels_cpu.provider import CpuKernels
+from modulm_platform_cpu.platform import CpuPlatform
 
 
 def test_levels_are_ordered_and_the_best_is_the_default():
@@ -40,10 +44,44 @@ def test_a_model_runs_on_the_level_that_the_options_name(level):
 
 
 def test_a_level_that_does_not_run_here_is_refused():
-    with pytest.raises(ConfigError, match=r"kernels\.cpu.*this machine runs scalar.*'sse9'"):
+    with pytest.raises(ConfigError, match=r"kernels\.cpu.*level must be one of scalar.*'sse9'"):
         LLM("demo", plugin_config={"kernels": {"cpu": {"level": "sse9"}}})
-    with pytest.raises(ValueError, match="this processor runs|level must be"):
+    with pytest.raises(ValueError, match="level must be one of scalar"):
         kernels.use("sse9")
+
+
+def test_the_best_level_and_one_to_fall_back_on_are_built():
+    assert {"scalar", loading.runnable()[-1]} <= set(kernels.levels())
+
+
+@pytest.mark.parametrize("name", kernels.LEVELS)
+def test_a_level_is_what_its_name_says(name):
+    if name not in loading.runnable():
+        pytest.skip(f"this processor does not run {name}")
+    if name not in kernels.levels():
+        pytest.skip(f"{name} was not built; all levels: {loading.BUILD_ALL}")
+    assert kernels.load(name).call("level", "", ctypes.c_char_p)() == name.encode()
+
+
+@pytest.fixture
+def gappy(monkeypatch):
+    """A processor that runs three levels, of which the middle one was not built."""
+    monkeypatch.setattr(loading, "runnable", lambda: ("scalar", "avx2", "avx512"))
+    monkeypatch.setattr(loading, "levels", lambda: ("scalar", "avx512"))
+
+
+def test_a_level_that_was_not_built_is_refused_and_one_that_cannot_run(gappy):
+    with pytest.raises(ValueError, match=r"avx2 was not built, scalar, avx512 were; .*=all make"):
+        loading.load("avx2")
+    with pytest.raises(ValueError, match="this processor runs scalar, avx2, avx512, not amx"):
+        loading.load("amx")
+
+
+def test_kernels_built_on_a_lesser_processor_say_so(monkeypatch):
+    assert "not built" not in CpuKernels.probe(CpuPlatform()).reason
+    monkeypatch.setattr(loading, "levels", lambda: ("scalar",))
+    monkeypatch.setattr(loading, "runnable", lambda: ("scalar", "avx2"))
+    assert "level scalar at best; avx2 was not built" in CpuKernels.probe(CpuPlatform()).reason
 
 
 def test_ops_have_the_names_of_twins():
