@@ -7,11 +7,12 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 BIN := .venv/bin
 ARGS ?=
 
-.PHONY: help setup serve test lint types check clean
+.PHONY: help setup serve test fuzz lint types check clean
 
 help:
 	@echo "make serve   serve the embedded model on http://127.0.0.1:8000"
 	@echo "make test    run all tests"
+	@echo "make fuzz    property tests with new examples, for SECONDS=300, or the one round of SEED="
 	@echo "make lint    ruff and its formatter"
 	@echo "make types   mypy --strict on the core"
 	@echo "make check   lint, types, workspace and size rules: what CI runs before the tests"
@@ -26,6 +27,10 @@ serve: setup
 test: setup
 	@$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
+fuzz: setup
+	@$(BIN)/python tools/fuzz.py $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) \
+		-n auto --dist loadfile $(ARGS)
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -38,4 +43,4 @@ check: lint types
 	$(BIN)/python tools/size.py
 
 clean:
-	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build kernels/*/build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,18 +1,43 @@
 """One compute thread per test process: tests run side by side, and two threads that wait for each
-other on a busy core are many times slower than one."""
+other on a busy core are many times slower than one.
+
+Property tests draw the same examples in every run. `make fuzz` (tools/fuzz.py) names a seed in
+MODULM_FUZZ: then they draw others, by that seed.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import random
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MODULM_CPU_THREADS", "1")
 
+FUZZ = None if "CI" in os.environ else os.environ.get("MODULM_FUZZ")
+settings.register_profile("same", derandomize=True, database=None)
+settings.register_profile("fuzz", database=None, print_blob=True)
+settings.load_profile("same" if FUZZ is None else "fuzz")
+
 FAMILIES = ("modulm", "uvicorn")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what draws examples, for `make fuzz`."""
+    for item in items:
+        given = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
+        if given or "rng" in getattr(item, "fixturenames", ()):
+            item.add_marker("property")
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    """Random numbers: the same in every run, others in each round of `make fuzz`."""
+    return random.Random(int(FUZZ or 0))
 
 
 def loggers() -> list[logging.Logger]:

@@ -82,8 +82,7 @@ def llm(request: Any, folder: Path) -> Iterator[LLM]:
         yield made
 
 
-def prompts(count: int) -> list[dict[str, Any]]:
-    rng = random.Random(3)
+def prompts(count: int, rng: random.Random) -> list[dict[str, Any]]:
     stem = [rng.randrange(8, 400) for _ in range(40)]
     return [
         {"prompt_token_ids": [*stem[: rng.randrange(40)], rng.randrange(8, 400)]}
@@ -106,8 +105,8 @@ def bits(output: Any) -> list[Any]:
     ]
 
 
-def test_the_others_are_equal_to_the_bit(llm: LLM) -> None:
-    asked = prompts(len(GOOD))
+def test_the_others_are_equal_to_the_bit(llm: LLM, rng: random.Random) -> None:
+    asked = prompts(len(GOOD), rng)
     expected = [bits(output) for output in llm.generate(asked, GOOD, use_tqdm=False)]
     bad = [GREEDY.with_(**fields) for fields in BAD]
     mixed = [(p, g) for p, g in zip(asked, GOOD, strict=True)]
@@ -126,7 +125,7 @@ def test_the_others_are_equal_to_the_bit(llm: LLM) -> None:
     assert again == expected
 
 
-def test_a_soak_of_everything_at_once(folder: Path) -> None:
+def test_a_soak_of_everything_at_once(folder: Path, rng: random.Random) -> None:
     """Shared beginnings, priorities, grammars, choices, troubles, and 30% aborted."""
     llm = AsyncLLM(
         model=str(folder), dtype="float32", kernels="none", cpu_threads=1, max_num_seqs=12,
@@ -134,8 +133,7 @@ def test_a_soak_of_everything_at_once(folder: Path) -> None:
         scheduling_policy="priority", max_num_queued_reqs=60, logits_processors=[Trouble],
         disable_frontend_multiprocessing=True,
     )  # fmt: skip
-    rng = random.Random(6)
-    asked = prompts(240)
+    asked = prompts(240, rng)
     kinds = [*GOOD, *(GREEDY.with_(**fields) for fields in BAD[:8])]
     ends: list[str] = []
 

@@ -194,9 +194,8 @@ def test_calls_run_between_steps_and_return_or_raise() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_soak_of_two_thousand_requests_with_aborts(depth: int) -> None:
+def test_soak_of_two_thousand_requests_with_aborts(depth: int, rng: random.Random) -> None:
     """30% are aborted at random times; the pool, the rows and the queue end as they began."""
-    rng = random.Random(depth)
     executor = FakeExecutor((Group(8, 90), Group(8, 60, window=20)), max_model_len=120)
     engine, seen = make_engine(executor, Limits(rows=16, tokens=96), depth=depth)
     stems = [[rng.randrange(8, 500) for _ in range(40)] for _ in range(5)]
