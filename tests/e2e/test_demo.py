@@ -12,6 +12,7 @@ from modulm import LLM, SamplingParams
 from modulm.config import EngineConfig
 from modulm.engine.async_llm import AsyncLLM
 from modulm.parsing.choice import with_declared_parsers
+from modulm.plugins import current
 from modulm_demo.recipe.backends import http_backend, modulm_backend
 from modulm_demo.recipe.evaluate import is_right
 from modulm_demo.recipe.generator import heldout
@@ -33,7 +34,7 @@ WEATHER = {
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    config = with_declared_parsers(EngineConfig.from_keywords(model="demo"))
+    config = with_declared_parsers(EngineConfig.from_keywords(model="demo"), current())
     engine = AsyncLLM.from_config(config)
     try:
         with serve_in_thread(engine, config) as live:

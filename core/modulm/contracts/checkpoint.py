@@ -10,17 +10,18 @@ if TYPE_CHECKING:
 
 __all__ = ["API", "NamedCheckpoint"]
 
-API = 1
+API = 2
 
 
 class NamedCheckpoint(ABC):
-    """A model that is served by a short name, with what its files cannot say."""
+    """A model that is served by a short name.
+
+    What its files cannot say, such as the parsers that read its output, its package answers by
+    hooks (`modulm_choose_parser`).
+    """
 
     name: ClassVar[str]
     api: ClassVar[int | tuple[int, int]]
-    #: Parsers that read its output; a flag goes before them.
-    tool_parser: ClassVar[str | None] = None
-    reasoning_parser: ClassVar[str | None] = None
 
     @classmethod
     @abstractmethod

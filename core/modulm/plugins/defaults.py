@@ -68,7 +68,8 @@ def choose_platform(plugins: PluginManager, requested: str | None = None) -> Cho
     drivers, failed = _load_all(plugins, "platforms", _names(plugins, "platforms"))
     probes = {name: driver.probe() for name, driver in drivers.items()}
     verdicts = (*failed, *(Verdict(name, _unfit(probe)) for name, probe in probes.items()))
-    choice = plugins.hook.modulm_choose_platform(probes=probes) or _highest(probes)
+    asked = plugins.hook.modulm_choose_platform(probes=probes)
+    choice = _unless_off(plugins, "platforms", asked) or _highest(probes)
     return _settle("device", drivers, verdicts, choice)
 
 
@@ -91,7 +92,8 @@ def choose_model(
 
     Raises ArchitectureNotFound if none is, and whatever loading the chosen one raises.
     """
-    choice = plugins.hook.modulm_choose_model(architectures=architectures, config=config)
+    asked = plugins.hook.modulm_choose_model(architectures=architectures, config=config)
+    choice = _unless_off(plugins, "models", asked)
     installed = {declaration.name for declaration in plugins.names("models")}
     first = next((name for name in architectures if name in installed), architectures[0])
     name, reason = (choice.name, choice.reason) if choice else (first, "named by config.json")
@@ -129,10 +131,12 @@ def choose_attention(
     order = [*platform.attention, *(name for name in installed if name not in platform.attention)]
     drivers, failed = _load_all(plugins, "attention", order)
     rejections = {name: driver.rejects(spec, platform, ops) for name, driver in drivers.items()}
-    choice = plugins.hook.modulm_choose_attention(spec=spec, platform=platform)
+    asked = plugins.hook.modulm_choose_attention(spec=spec, platform=platform, ops=ops)
+    choice = _unless_off(plugins, "attention", asked)
     if choice is None:
         first = next((name for name in order if rejections.get(name, "") is None), None)
-        choice = first and Choice(first, f"first in the order of platform {platform.name}")
+        reason = f"first in the order of platform {platform.name}"
+        choice = None if first is None else Choice(first, reason)
     verdicts = (*failed, *(Verdict(name, reason) for name, reason in rejections.items()))
     return _settle(subject, drivers, verdicts, choice)
 
@@ -156,8 +160,8 @@ def choose_quantization(
         return _requested(plugins, subject, "quantization", requested, lambda driver: None)
     drivers, failed = _load_all(plugins, "quantization", _names(plugins, "quantization"))
     claims = {name: driver.claims(checkpoint) for name, driver in drivers.items()}
-    choice = plugins.hook.modulm_choose_quantization(checkpoint=checkpoint, platform=platform)
-    choice = choice or _claimant(claims, checkpoint, plain)
+    asked = plugins.hook.modulm_choose_quantization(checkpoint=checkpoint, platform=platform)
+    choice = _unless_off(plugins, "quantization", asked) or _claimant(claims, checkpoint, plain)
     unclaimed = "does not claim the checkpoint"
     verdicts = [Verdict(name, None if claim else unclaimed) for name, claim in claims.items()]
     if choice is None and checkpoint.quantization:
@@ -222,22 +226,23 @@ def choose_loader(
     raise CheckpointError(f"{path}: no weights that an installed loader reads ({formats})")
 
 
-def choose_parser(
-    plugins: PluginManager, kind: str, checkpoint: CheckpointInfo, requested: str | None = None
-) -> Chosen[Any]:
-    """The parser that was asked for, or the one a plugin chooses; else `driver` is None.
+def choose_parser(plugins: PluginManager, kind: str, checkpoint: CheckpointInfo) -> Decision:
+    """The parser that a plugin chooses for a checkpoint, or none.
 
     `kind` is "tool_parsers" or "reasoning_parsers".
     """
-    subject = find_kind(kind).noun
-    if requested is not None:
-        return _requested(plugins, subject, kind, requested, lambda driver: None)
-    choice = plugins.hook.modulm_choose_parser(kind=kind, checkpoint=checkpoint)
+    asked = plugins.hook.modulm_choose_parser(kind=kind, checkpoint=checkpoint)
+    choice = _unless_off(plugins, kind, asked)
     verdicts = tuple(Verdict(name) for name in _names(plugins, kind))
     if choice is None:
-        return Chosen(None, Decision(subject, verdicts, None, "no plugin chose one for this model"))
-    driver = plugins.load(kind, choice.name)
-    return Chosen(driver, Decision(subject, verdicts, choice.name, choice.reason))
+        return Decision(find_kind(kind).noun, verdicts, None, "no flag, and no plugin chooses one")
+    plugins.find(kind, choice.name)
+    return Decision(find_kind(kind).noun, verdicts, choice.name, choice.reason)
+
+
+def _unless_off(plugins: PluginManager, kind: str, choice: Choice | None) -> Choice | None:
+    """What a plugin chose; who switched that driver off does not want it chosen either."""
+    return choice if choice and plugins.switched_off(kind, choice.name) is None else None
 
 
 def _names(plugins: PluginManager, kind: str) -> list[str]:

@@ -19,6 +19,7 @@ from modulm.plugins.declaration import Check, Choice, Declaration, Proposal
 
 if TYPE_CHECKING:
     from modulm.contracts.attention import AttentionSpec
+    from modulm.contracts.kernels import Ops
     from modulm.contracts.platform import Platform, Probe
     from modulm.contracts.pooling import PoolingRecipe
     from modulm.contracts.quantization import CheckpointInfo
@@ -118,12 +119,12 @@ def modulm_choose_model(architectures: Sequence[str], config: Mapping[str, Any])
 
 
 @hookspec(firstresult=True)
-def modulm_choose_attention(spec: AttentionSpec, platform: Platform) -> Choice | None:
+def modulm_choose_attention(spec: AttentionSpec, platform: Platform, ops: Ops) -> Choice | None:
     """Choose the attention backend for the layers of one spec.
 
-    `spec` is the `AttentionSpec`, `platform` the platform in use. First result. Asked once per
-    distinct spec, when `--attention-backend` is not given; the chosen backend must still accept
-    the spec.
+    `spec` is the `AttentionSpec`, `platform` the platform in use, `ops` the table of operations
+    that the model runs on. First result. Asked once per distinct spec, when `--attention-backend`
+    is not given; the chosen backend must still accept the spec.
     """
 
 
@@ -151,8 +152,8 @@ def modulm_choose_parser(kind: str, checkpoint: CheckpointInfo) -> Choice | None
     """Choose the parser for a model's output.
 
     `kind` is "tool_parsers" or "reasoning_parsers", `checkpoint` the model's `CheckpointInfo`.
-    First result. Asked once per served model and kind, when neither a flag nor a named checkpoint
-    says; with no answer there is no parser.
+    First result. Asked once per served model and kind, when the flag is not given; with no answer
+    there is no parser.
     """
 
 

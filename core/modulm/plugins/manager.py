@@ -96,9 +96,11 @@ class PluginManager:
         return self._allowed(find_kind(kind).name)
 
     def _allowed(self, kind: str) -> tuple[Declaration, ...]:
-        of_kind = (d for d in self.everything() if d.kind == kind)
-        permitted = (d for d in of_kind if d.source == "registered" or self.selection.permits(d))
+        permitted = (d for d in self.everything() if d.kind == kind and self._permits(d))
         return tuple(sorted(permitted, key=lambda d: (d.name, d.distribution)))
+
+    def _permits(self, declaration: Declaration) -> bool:
+        return declaration.source == "registered" or self.selection.permits(declaration)
 
     # Finding and loading one.
 
@@ -121,6 +123,11 @@ class PluginManager:
                 f"switch one off: --plugins=-{best[-1].distribution}"
             )
         return best[0]
+
+    def switched_off(self, kind: str, name: str) -> Declaration | None:
+        """What `--plugins` keeps from being used under a name that nothing else has."""
+        named = [d for d in self.everything() if (d.kind, d.name) == (kind, name)]
+        return named[0] if named and not any(map(self._permits, named)) else None
 
     def load(self, kind: str, name: str) -> Any:
         """The driver of a name, imported, of the right class and contract version.
@@ -160,12 +167,10 @@ class PluginManager:
 
     def _not_found(self, kind: Kind, name: str) -> PluginNotFound:
         error = ArchitectureNotFound if kind.name == "models" else PluginNotFound
-        off = [d for d in self.everything() if (d.kind, d.name) == (kind.name, name)]
-        if off:
-            return error(
-                f"{kind.noun} {name!r} of {off[0].origin} is switched off "
-                f"by --plugins={self.selection}"
-            )
+        off = self.switched_off(kind.name, name)
+        if off is not None:
+            switched = f"is switched off by --plugins={self.selection}"
+            return error(f"{kind.noun} {name!r} of {off.origin} {switched}")
         names = sorted({d.name for d in self.names(kind.name)})
         close = get_close_matches(name, names, n=3)
         parts = [f"no installed plugin provides {kind.noun} {name!r}"]
@@ -209,15 +214,16 @@ class PluginManager:
     def add(self, plugin: object, name: str | None = None) -> None:
         """Register a hook plugin (a module or an object) and take over what it declares.
 
-        All or nothing; adding an object twice adds it once. Raises PluginBroken.
+        It is asked before the installed ones. All or nothing; adding an object twice adds it once.
+        Raises PluginBroken.
         """
-        hooks = self._pluggy()
-        if hooks.has(plugin):
+        self.load_hooks()
+        if self._pluggy().has(plugin):
             return
         module = plugin.__name__ if isinstance(plugin, ModuleType) else None
         title = name or module or type(plugin).__name__
         with self._transaction():
-            self._commit(hooks.add(plugin, title), title, "")
+            self._commit(self._pluggy().add(plugin, title), title, "")
         self._hook_modules[title] = module
 
     def _commit(self, declared: tuple[Declaration, ...], distribution: str, version: str) -> None:

@@ -9,7 +9,6 @@ import socket
 import sys
 
 from modulm.engine.async_llm import AsyncLLM
-from modulm.parsing.choice import with_declared_parsers
 from modulm_server.app import create_app
 from modulm_server.serve import make_server
 
@@ -23,7 +22,7 @@ def main(descriptor: int, address: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     engine = AsyncLLM.connect(address)
-    config = with_declared_parsers(engine.info.config)
+    config = engine.info.config
     served = create_app(engine, config)
     server = make_server(served, config.frontend)
     log.info("server process %d takes requests", os.getpid())

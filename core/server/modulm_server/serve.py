@@ -81,7 +81,7 @@ def serve(
     sock = open_socket(config.frontend)
     try:
         open_checkpoint(config)
-        config = with_declared_parsers(config)
+        config = with_declared_parsers(config, manager.current())
         engine = make_engine(config)
         try:
             served = create_app(engine, config)

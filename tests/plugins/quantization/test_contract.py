@@ -8,6 +8,7 @@ import torch
 from modulm.plugins import manager
 from modulm.testing.quantization import check_quantization
 
+manager.current().load_hooks()  # some declare methods
 METHODS = [declared.name for declared in manager.current().names("quantization")]
 
 

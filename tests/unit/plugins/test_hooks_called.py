@@ -14,7 +14,7 @@ from modulm import LLM, EngineConfig, SamplingParams
 from modulm.contracts.pooling import PoolingRecipe, TextRules
 from modulm.contracts.sampling import LogitsProcessor
 from modulm.errors import ConfigError, EngineDead, EngineError
-from modulm.plugins import Check, Choice, Declaration, PluginManager, hookimpl
+from modulm.plugins import Check, Choice, Declaration, PluginManager, current, hookimpl
 from modulm.plugins.manager import using
 from modulm.testing.checkpoints import make_tiny
 
@@ -214,7 +214,7 @@ def test_failure(watcher: Watcher, checkpoint: Path, monkeypatch: pytest.MonkeyP
 def test_choosing_a_parser(watcher: Watcher, checkpoint: Path) -> None:
     from modulm.parsing.choice import with_declared_parsers
 
-    config = with_declared_parsers(EngineConfig.from_keywords(model=str(checkpoint)))
+    config = with_declared_parsers(EngineConfig.from_keywords(model=str(checkpoint)), current())
     assert config.frontend.tool_call_parser == "hermes"
     assert config.frontend.enable_auto_tool_choice
     assert config.structured_outputs.reasoning_parser is None
@@ -226,9 +226,9 @@ def test_a_model_that_is_to_call_tools_needs_a_parser(checkpoint: Path) -> None:
     from modulm.parsing.choice import with_declared_parsers
 
     asked = {"enable_auto_tool_choice": True}
-    with pytest.raises(ConfigError, match="tool_call_parser.*declares none"):
-        with_declared_parsers(EngineConfig.from_keywords(model=str(checkpoint), **asked))
-    config = with_declared_parsers(EngineConfig.from_keywords(model="demo", **asked))
+    with pytest.raises(ConfigError, match="tool_call_parser.*no plugin knows one for"):
+        with_declared_parsers(EngineConfig.from_keywords(model=str(checkpoint), **asked), current())
+    config = with_declared_parsers(EngineConfig.from_keywords(model="demo", **asked), current())
     assert config.frontend.tool_call_parser == "hermes"
 
 
@@ -270,7 +270,5 @@ def test_declaring(hook: str, kind: str) -> None:
 
 
 def test_doctor_and_header_gathered(watcher: Watcher) -> None:
-    from modulm.plugins import current
-
     assert current().gather("modulm_doctor_checks") == [Check("watching", True)]
     assert current().gather("modulm_report_header", config=None) == ["watched over"]

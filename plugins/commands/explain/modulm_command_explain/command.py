@@ -56,4 +56,4 @@ def decisions_for(draft: Draft) -> list[Decision]:
     )
     model = explain_model(resolved.config, checkpoint, platform, plugins)
     flags = [decision for decision in resolved.decisions if decision.subject != device.subject]
-    return [device, *model, *parser_decisions(draft.config), *flags]
+    return [device, *model, *parser_decisions(draft.config, plugins), *flags]

@@ -132,10 +132,11 @@ class Local:
 
     def __init__(self, draft: Draft) -> None:
         from modulm.parsing.choice import with_declared_parsers
+        from modulm.plugins import current
 
         # One conversation does not need a process of its own, and starts sooner without.
         config = draft.config.with_(disable_frontend_multiprocessing=True)
-        self._config = with_declared_parsers(config)
+        self._config = with_declared_parsers(config, current())
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()

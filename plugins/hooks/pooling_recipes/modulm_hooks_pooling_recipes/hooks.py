@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["modulm_choose_model", "modulm_pooling"]
 
 
-@hookimpl
+@hookimpl(trylast=True)
 def modulm_choose_model(architectures: Sequence[str], config: Mapping[str, Any]) -> Choice | None:
     """ColBERT runs on the encoder that it is made of."""
     return Choice(ENCODER, "the encoder of ColBERT") if is_colbert(architectures) else None

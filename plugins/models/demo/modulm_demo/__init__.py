@@ -16,9 +16,7 @@ class Demo(NamedCheckpoint):
     """The checkpoint beside this file: config.json, weights, tokenizer, chat template."""
 
     name = "demo"
-    api = 1
-    tool_parser = "hermes"
-    reasoning_parser = "qwen3"
+    api = 2
 
     @classmethod
     def source(cls) -> Path:

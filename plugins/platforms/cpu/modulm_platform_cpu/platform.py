@@ -33,7 +33,7 @@ class CpuPlatform(Platform):
 
     name = "cpu"
     api = 1
-    attention = ("cpu_paged", "sdpa")
+    attention = ("sdpa",)
     kernels = ("cpu", "onednn")
     batched_tokens = (4096, 2048)
     sequences = (256, 128)

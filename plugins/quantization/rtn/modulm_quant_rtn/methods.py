@@ -29,7 +29,16 @@ from modulm.contracts.quantization import (
 from modulm_quant_rtn.codes import Codes, round_weight
 from modulm_quant_rtn.experts import round_experts
 
-__all__ = ["FP8", "FP8Config", "Int4", "Int4Config", "Int8", "Int8Config"]
+__all__ = [
+    "FP8",
+    "ExpertsInt4",
+    "ExpertsInt8",
+    "FP8Config",
+    "Int4",
+    "Int4Config",
+    "Int8",
+    "Int8Config",
+]
 
 _ACTIVATIONS = validators.in_(("int8", "bf16"))
 
@@ -70,7 +79,8 @@ class _Rounded(QuantizationMethod):
     @classmethod
     def rejects(cls, spec: LinearSpec, platform: Platform) -> str | None:
         if spec.kind not in cls.HELD:
-            return f"{cls.name} at load holds linear layers, not {spec.kind}"
+            held = "linear layers" if "linear" in cls.HELD else "experts"
+            return f"{cls.name} at load holds {held}, not {spec.kind}"
         return None if spec.dtype in platform.dtypes else f"{platform.name} has no {spec.dtype}"
 
     def create(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:
@@ -157,6 +167,20 @@ class Int4(_Rounded):
     def _activations(self) -> str:
         activations: str = self.config.activations
         return activations
+
+
+class ExpertsInt8(Int8):
+    """Stacks of experts in int8; what every token passes through stays as it is."""
+
+    name = "experts_int8"
+    HELD = ("expert",)
+
+
+class ExpertsInt4(Int4):
+    """Stacks of experts in int4; what every token passes through stays as it is."""
+
+    name = "experts_int4"
+    HELD = ("expert",)
 
 
 class FP8(_Rounded):

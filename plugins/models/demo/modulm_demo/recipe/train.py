@@ -54,6 +54,7 @@ class Stop:
 def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """Build the untrained network in float32."""
     config = Qwen3Config(
+        recipe="modulm-demo",  # by which modulm_demo.hooks knows its own checkpoints
         vocab_size=len(tokenizer), hidden_size=256, intermediate_size=768, num_hidden_layers=6,
         num_attention_heads=4, num_key_value_heads=2, head_dim=64, tie_word_embeddings=True,
         max_position_embeddings=CONTEXT, rope_theta=10_000.0, attn_implementation="sdpa",

@@ -1,0 +1,24 @@
+"""The hook: where this backend runs, it is the one to take."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from modulm.plugins import Choice, hookimpl
+
+if TYPE_CHECKING:
+    from modulm.contracts.attention import AttentionSpec
+    from modulm.contracts.kernels import Ops
+    from modulm.contracts.platform import Platform
+
+__all__ = ["modulm_choose_attention"]
+
+
+@hookimpl(trylast=True)
+def modulm_choose_attention(spec: AttentionSpec, platform: Platform, ops: Ops) -> Choice | None:
+    """Compiled kernels before whatever the platform's order has for every machine."""
+    from modulm_attention_cpu_paged.backend import CpuPagedAttention
+
+    if CpuPagedAttention.rejects(spec, platform, ops) is not None:
+        return None
+    return Choice("cpu_paged", "compiled kernels read the paged cache where it lies")
