@@ -15,7 +15,7 @@ CORE = PACKAGES["modulm"]
 
 #: Lowest first: a module may import from its own layer and from those before it.
 LAYERS = (
-    ("errors",),
+    ("errors", "structure"),
     ("contracts",),
     ("plugins",),
     ("config",),
@@ -40,7 +40,7 @@ ROOMS = (
 )
 #: The server: what route packages import, then the application, then the process.
 SERVER = (
-    ("kinds", "prompts"),
+    ("flags", "kinds", "prompts"),
     ("auth", "constraints", "errors", "json_body", "loopback", "metrics", "request_guard",
      "request_log", "sampling", "sse", "template_sandbox"),
     ("generation",),

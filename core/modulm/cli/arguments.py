@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import field, mutable
 
+from modulm.config.schema.flags import Flag
 from modulm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,52 +43,106 @@ class Shapes:
     takes_value: Callable[[str], bool]
     #: short option -> its long form
     shorts: Mapping[str, str] = field(factory=dict)
+    #: all options, long and short
+    names: frozenset[str] = frozenset()
+    #: a flag that the command has not, by its flat or short name
+    known: Callable[[str], Flag | None] = lambda name: None
 
     def long(self, name: str) -> str:
         """The long form of a short option; a long option with dashes for underscores."""
         return self.shorts.get(name, name.replace("_", "-") if name.startswith("--") else name)
 
 
-def normalize(args: list[str], shapes: Shapes) -> list[str]:
-    """The same arguments, with tables gathered and list flags repeated once per word.
+def normalize(args: list[str], shapes: Shapes) -> tuple[list[str], dict[str, Any]]:
+    """The same arguments, with tables gathered and list flags repeated once per word; and the
+    values of flags that are known although the command has not got them, by flat name.
 
     Raises ConfigError for a dotted argument that fits no table.
     """
-    tables: dict[str, Any] = {}
-    plain = list(_plain(list(args), shapes, tables))
-    gathered = [f"{name}={json.dumps(value)}" for name, value in tables.items()]
-    if "--" in plain:
-        place = plain.index("--")
-        return [*plain[:place], *gathered, *plain[place:]]
-    return [*plain, *gathered]
+    reader = _Reader(shapes, list(args))
+    plain = list(reader.plain())
+    gathered = [f"{name}={json.dumps(value)}" for name, value in reader.tables.items()]
+    place = plain.index("--") if "--" in plain else len(plain)
+    return [*plain[:place], *gathered, *plain[place:]], reader.known
 
 
-def _plain(rest: list[str], shapes: Shapes, tables: dict[str, Any]) -> Iterator[str]:
-    """Every argument that is not part of a table, rewritten; tables are filled on the way."""
-    while rest:
-        word = rest.pop(0)
-        if word == "--":
-            yield from (word, *rest)
-            return
-        if not _is_option(word):
-            yield word
-            continue
-        name, equals, value = _optimization(word, rest).partition("=")
-        base, dot, path = name.partition(".")
-        base = shapes.long(base)
-        given = value if equals else None
-        if base in shapes.tables:
-            _gather(tables, base, path if dot else "", _value(base, given, rest))
+@mutable
+class _Reader:
+    """Takes words from `rest`; tables and flags that are only known are filled on the way."""
+
+    shapes: Shapes
+    rest: list[str]
+    tables: dict[str, Any] = field(factory=dict)
+    known: dict[str, Any] = field(factory=dict)
+
+    def plain(self) -> Iterator[str]:
+        """Every argument that goes to Click, rewritten."""
+        while self.rest:
+            word = self.rest.pop(0)
+            if word == "--":
+                yield from (word, *self.rest)
+                return
+            if not _is_option(word):
+                yield word
+                continue
+            name, equals, value = _optimization(word, self.rest).partition("=")
+            base, dot, path = name.partition(".")
+            yield from self._option(self.shapes.long(base), path, dot, value if equals else None)
+
+    def _option(self, base: str, path: str, dot: str, given: str | None) -> Iterator[str]:
+        """One option, with its value where that is needed to find the next one."""
+        spec = None if base in self.shapes.names else self._known(base)
+        if base in self.shapes.tables:
+            _gather(self.tables, base, path, self._value(base, given))
+        elif spec is not None and spec.is_table:
+            _gather(self.known, spec.name, path, self._value(base, given))
         elif dot:
-            raise ConfigError(_field(base), f"takes no keys, so {name} means nothing")
-        elif base in shapes.lists:
-            yield from (f"{base}={item}" for item in _words(base, given, rest))
+            raise ConfigError(_field(base), f"takes no keys, so {base}.{path} means nothing")
+        elif spec is not None:
+            self.known[spec.name] = self._read(spec, base, given)
+        elif base in self.shapes.lists:
+            yield from (f"{base}={item}" for item in self._words(base, given))
         elif given is not None:
             yield f"{base}={given}"
         else:
             yield base
-            if shapes.takes_value(base) and rest:
-                yield rest.pop(0)
+            if self.shapes.takes_value(base) and self.rest:
+                yield self.rest.pop(0)
+
+    def _known(self, base: str) -> Flag | None:
+        """The flag that a long or short name means although the command has it not."""
+        name = _field(base) if base.startswith("--") else base
+        spec = self.shapes.known(name)
+        if spec is None and name.startswith("no_"):
+            spec = self.shapes.known(name.removeprefix("no_"))
+            return spec if spec is not None and spec.is_switch else None
+        return spec
+
+    def _read(self, spec: Flag, base: str, given: str | None) -> Any:
+        if spec.is_switch:
+            return given if given is not None else not base.startswith("--no-")
+        if not spec.is_list:
+            return self._value(base, given)
+        words = [*self.known.get(spec.name, ()), *self._words(base, given)]
+        return words[0] if words[0].lstrip().startswith("[") else words
+
+    def _value(self, name: str, given: str | None) -> str:
+        if given is not None:
+            return given
+        if not self.rest:
+            raise ConfigError(_field(name), "needs a value")
+        return self.rest.pop(0)
+
+    def _words(self, name: str, given: str | None) -> list[str]:
+        """The words of a list flag: the one after `=`, or all up to the next flag."""
+        if given is not None:
+            return [given]
+        words: list[str] = []
+        while self.rest and not _is_option(self.rest[0]):
+            words.append(self.rest.pop(0))
+        if not words:
+            raise ConfigError(_field(name), "needs a value")
+        return words
 
 
 def _is_option(word: str) -> bool:
@@ -110,26 +165,6 @@ def _optimization(word: str, rest: list[str]) -> str:
     if tail.isdigit():
         return f"--optimization-level={tail}"
     return f"--compilation-config={tail}"
-
-
-def _value(name: str, given: str | None, rest: list[str]) -> str:
-    if given is not None:
-        return given
-    if not rest:
-        raise ConfigError(_field(name), "needs a value")
-    return rest.pop(0)
-
-
-def _words(name: str, given: str | None, rest: list[str]) -> list[str]:
-    """The words of a list flag: the one after `=`, or all up to the next flag."""
-    if given is not None:
-        return [given]
-    words: list[str] = []
-    while rest and not _is_option(rest[0]):
-        words.append(rest.pop(0))
-    if not words:
-        raise ConfigError(_field(name), "needs a value")
-    return words
 
 
 def _gather(tables: dict[str, Any], name: str, path: str, text: str) -> None:

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import click
 
-from modulm.cli.arguments import TakesFlags
-from modulm.config.schema.engine import GROUPS
-from modulm.config.schema.flags import Flag, Kind, flags_of, suggest
+from modulm.config.schema.catalog import Group, catalog
+from modulm.config.schema.flags import Flag, Kind, suggest
 
 __all__ = ["print_help", "write_flag", "write_group", "write_overview", "write_topic"]
 
-_COMMON = (
-    "model", "dtype", "max_model_len", "quantization", "tokenizer", "served_model_name",
-    "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "kv_cache_memory_bytes",
-    "enable_prefix_caching", "cpu_threads", "attention_backend", "seed",
-    "host", "port", "api_key", "chat_template", "enable_auto_tool_choice", "tool_call_parser",
-    "reasoning_parser",
-)  # fmt: skip
+#: The topic for flags that no installed package has.
+_ELSEWHERE = "elsewhere"
 
 
-def print_help(shown: Sequence[str], ctx: click.Context, args: list[str]) -> None:
+def print_help(shown: Sequence[Group], ctx: click.Context, args: list[str]) -> None:
     """Answer `--help=TOPIC` about the groups `shown` and end; else do nothing."""
     before = args[: args.index("--")] if "--" in args else args
     topics = [word.partition("=")[2] for word in before if word.startswith("--help=")]
@@ -34,24 +28,24 @@ def print_help(shown: Sequence[str], ctx: click.Context, args: list[str]) -> Non
 
 
 def write_topic(
-    formatter: click.HelpFormatter, shown: Sequence[str], topic: str, ctx: click.Context
+    formatter: click.HelpFormatter, shown: Sequence[Group], topic: str, ctx: click.Context
 ) -> None:
-    """The help of `all`, a group, a flag, or every flag whose name holds the word.
+    """The help of `all`, a group, flags that are not here, or every flag whose name holds the word.
 
     Raises click.UsageError for a topic that fits nothing.
     """
-    titles = {_title(name).lower(): name for name in shown}
-    if topic.lower() == "all":
-        for name in shown:
-            write_group(formatter, name)
+    titles = {group.cls.title.lower(): group for group in shown}
+    wanted = topic.lower()
+    if wanted in ("all", _ELSEWHERE) or wanted in titles:
+        chosen = shown if wanted == "all" else [titles[wanted]] if wanted in titles else []
+        for group in chosen:
+            write_group(formatter, group)
+        if wanted in ("all", _ELSEWHERE):
+            _write_elsewhere(formatter)
         return
-    if topic.lower() in titles:
-        write_group(formatter, titles[topic.lower()])
-        return
-    word = topic.lstrip("-").replace("-", "_").lower()
-    flags = [spec for name in shown for spec in flags_of(GROUPS[name]) if spec.own]
-    exact = [spec for spec in flags if spec.name == word]
-    found = exact or [spec for spec in flags if word in spec.name]
+    word = wanted.lstrip("-").replace("-", "_")
+    flags = [spec for group in shown for spec in group.flags if spec.own]
+    found = _matching(word, flags) or _matching(word, catalog().elsewhere())
     if not found:
         known = [*titles, *(spec.name for spec in flags)]
         raise click.UsageError(f"no flag or group called {topic!r}{suggest(word, known)}", ctx)
@@ -59,25 +53,41 @@ def write_topic(
         formatter.write_dl([write_flag(spec) for spec in found])
 
 
-def write_group(formatter: click.HelpFormatter, name: str) -> None:
+def _matching(word: str, flags: Iterable[Flag]) -> list[Flag]:
+    """The flag of that name, or all whose names hold the word."""
+    holding = [spec for spec in flags if word in spec.name]
+    return [spec for spec in holding if spec.name == word] or holding
+
+
+def _write_elsewhere(formatter: click.HelpFormatter) -> None:
+    """vLLM's flags that nothing here reads, by the reason."""
+    by_reason: dict[str, list[str]] = {}
+    for spec in catalog().elsewhere():
+        by_reason.setdefault(str(spec.state), []).append(spec.option)
+    with formatter.section("Flags of vLLM that nothing here reads"):
+        for reason, options in by_reason.items():
+            formatter.write_text(f"{', '.join(options)} [{reason}]")
+
+
+def write_group(formatter: click.HelpFormatter, group: Group) -> None:
     """All flags of one group."""
-    with formatter.section(f"{_title(name)}: {_summary(name)}"):
-        formatter.write_dl([write_flag(spec) for spec in flags_of(GROUPS[name]) if spec.own])
+    with formatter.section(f"{group.cls.title}: {group.summary}"):
+        formatter.write_dl([write_flag(spec) for spec in group.flags if spec.own])
 
 
-def write_overview(formatter: click.HelpFormatter, command: TakesFlags) -> None:
+def write_overview(formatter: click.HelpFormatter, shown: Sequence[Group]) -> None:
     """The flags that most users need, and where the others are."""
-    shown = [name for name in GROUPS if command.server or name != "frontend"]
-    flags = {spec.name: spec for name in shown for spec in flags_of(GROUPS[name])}
+    common = [spec for group in shown for spec in group.flags if spec.common]
     with formatter.section("Flags used most"):
-        formatter.write_dl([write_flag(flags[name]) for name in _COMMON if name in flags])
+        formatter.write_dl([write_flag(spec) for spec in common])
     with formatter.section("Groups of flags"):
-        formatter.write_dl([(_title(name), _summary(name)) for name in shown])
+        formatter.write_dl([(group.cls.title, group.summary) for group in shown])
     with formatter.section("More help"):
         formatter.write_dl(
             [
                 ("--help=GROUP", "the flags of a group, e.g. --help=CacheConfig"),
                 ("--help=FLAG", "flags by a word in their name, e.g. --help=max-model-len"),
+                (f"--help={_ELSEWHERE}", "flags of vLLM that nothing here reads, and why"),
                 ("--help=all", "every flag"),
                 ("--config FILE", "read flags from a YAML file; the command line wins"),
             ]
@@ -87,9 +97,9 @@ def write_overview(formatter: click.HelpFormatter, command: TakesFlags) -> None:
 def write_flag(spec: Flag) -> tuple[str, str]:
     """One flag as a row: its names, and what it does, its unit, default and state."""
     names = ", ".join((spec.option, *spec.aliases))
-    if spec.base == "bool":
+    if spec.is_switch:
         names += ", --no-" + spec.option.removeprefix("--")
-    remarks = [spec.help]
+    remarks = [spec.help] if spec.help else []
     if spec.choices and spec.kind is None:
         remarks.append(f"One of {', '.join(spec.choices)}.")
     if spec.kind is not None:
@@ -101,7 +111,7 @@ def write_flag(spec: Flag) -> tuple[str, str]:
     if spec.deprecated:
         remarks.append(f"Deprecated: {spec.deprecated}.")
     if spec.state.kind is not Kind.WORKS:
-        remarks.append(f"[{spec.state.kind.value}: {spec.state.reason}]")
+        remarks.append(f"[{spec.state}]")
     return names, " ".join(remarks)
 
 
@@ -110,12 +120,3 @@ def _installed(spec: Flag) -> str:
 
     names = {declared.name for declared in manager.current().names(str(spec.kind))}
     return ", ".join([*spec.choices, *sorted(names)]) or "none"
-
-
-def _title(name: str) -> str:
-    title: str = GROUPS[name].TITLE  # type: ignore[attr-defined]
-    return title
-
-
-def _summary(name: str) -> str:
-    return (GROUPS[name].__doc__ or "").split("\n")[0].rstrip(".")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import click
@@ -10,8 +10,8 @@ from click.shell_completion import CompletionItem
 
 from modulm.cli.arguments import Shapes, TakesFlags, normalize
 from modulm.cli.flag_help import print_help
-from modulm.config.schema.engine import GROUPS, TABLES, all_flags
-from modulm.config.schema.flags import Flag, flags_of
+from modulm.config.schema.catalog import Group, catalog
+from modulm.config.schema.flags import Flag
 from modulm.config.sources import Draft, Source, draft, environment, read_yaml
 from modulm.errors import ConfigError
 
@@ -30,7 +30,7 @@ class Names(click.types.StringParamType):
         """What stands after the option in help."""
         if self.spec.choices and self.spec.kind is None:
             return "[" + "|".join(self.spec.choices) + "]"
-        return "JSON" if self.spec.base == "Mapping[str, Any]" else self.spec.name.upper()
+        return "JSON" if self.spec.is_table else self.spec.name.upper()
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
@@ -56,22 +56,19 @@ class FlagOption(click.Option):
 
 def option_of(spec: Flag, taken: frozenset[str] = frozenset()) -> FlagOption:
     """The option of one flag, without the short names that the command uses itself."""
-    aliases = [alias for alias in spec.aliases if alias not in taken and alias != "-O"]
-    if spec.base == "bool":
+    aliases = [alias for alias in spec.aliases if alias not in taken]
+    if spec.is_switch:
         switch = "--no-" + spec.option.removeprefix("--")
         return FlagOption(spec, [f"{spec.option}/{switch}", *aliases])
-    several = spec.base.startswith("tuple")
-    extra: dict[str, Any] = {"multiple": True} if several else {}
-    if spec.type == "str | bool | None":
+    extra: dict[str, Any] = {"multiple": True} if spec.is_list else {}
+    if bool in spec.kinds:
         extra = {"is_flag": False, "flag_value": "true"}
     return FlagOption(spec, [spec.option, *aliases], type=Names(spec), **extra)
 
 
-def _table_option(table: str) -> click.Option:
-    group = GROUPS[TABLES[table]].TITLE  # type: ignore[attr-defined]
-    name = "--" + table.replace("_", "-")
-    short = ["-ac"] if table == "attention_config" else []
-    return click.Option([name, *short, table], help=f"{group} as JSON.", metavar="JSON")
+def _table_option(table: str, group: Group) -> click.Option:
+    names = ["--" + table.replace("_", "-"), *group.cls.table_aliases, table]
+    return click.Option(names, help=f"{group.cls.title} as JSON.", metavar="JSON")
 
 
 def make_options(command: TakesFlags) -> list[click.Option]:
@@ -82,18 +79,18 @@ def make_options(command: TakesFlags) -> list[click.Option]:
     groups = groups_of(command)
     made: list[click.Option] = [
         option_of(spec, own)
-        for name in groups
-        for spec in flags_of(GROUPS[name])
+        for group in groups
+        for spec in group.flags
         if spec.own and spec.name not in command.fixed and spec.option not in own
     ]
-    made += [_table_option(table) for table, name in TABLES.items() if name in groups]
+    made += [_table_option(group.cls.table, group) for group in groups if group.cls.table]
     config = click.Option(["--config"], metavar="FILE", help="YAML file with flags.")
     return [config, *made]
 
 
-def groups_of(command: TakesFlags) -> list[str]:
+def groups_of(command: TakesFlags) -> list[Group]:
     """The groups whose flags a command takes."""
-    return [name for name in GROUPS if command.server or name != "frontend"]
+    return [group for group in catalog().groups if command.server or not group.cls.server]
 
 
 def parse_flags(
@@ -105,10 +102,10 @@ def parse_flags(
     """Parse with `parse`, then put one `draft` in the place of all flag values."""
     print_help(groups_of(command), ctx, args)
     try:
-        words = normalize(args, _shapes(command, ctx))
+        words, known = normalize(args, _shapes(command, ctx))
         file = _file(command, ctx, words)
         rest = parse(ctx, words)
-        ctx.params["draft"] = _draft(command, ctx.params, file)
+        ctx.params["draft"] = _draft(command, ctx.params, known, file)
     except ConfigError as error:
         raise _usage(error, ctx) from error
     return rest
@@ -117,9 +114,10 @@ def parse_flags(
 def _shapes(command: TakesFlags, ctx: click.Context) -> Shapes:
     options = [param for param in command.get_params(ctx) if isinstance(param, click.Option)]
     flags = [option for option in options if isinstance(option, FlagOption)]
-    tables = {option.spec.option for option in flags if option.spec.base.startswith("Mapping")}
-    tables |= {"--" + table.replace("_", "-") for table in TABLES}
-    lists = {option.spec.option for option in flags if option.spec.base.startswith("tuple")}
+    tables = {option.spec.option for option in flags if option.spec.is_table}
+    tables |= {"--" + table.replace("_", "-") for table in catalog().tables}
+    lists = {option.spec.option for option in flags if option.spec.is_list}
+    names = {name for option in options for name in (*option.opts, *option.secondary_opts)}
     shorts = {
         alias: option.opts[0]
         for option in options
@@ -133,6 +131,8 @@ def _shapes(command: TakesFlags, ctx: click.Context) -> Shapes:
         lists=frozenset(lists),
         takes_value=lambda name: name in valued and name not in optional,
         shorts=shorts,
+        names=frozenset(names),
+        known=catalog().known,
     )
 
 
@@ -147,10 +147,14 @@ def _file(command: TakesFlags, ctx: click.Context, words: Sequence[str]) -> Sour
     return Source(f"file {path}", {key: value for key, value in table.items() if key not in own})
 
 
-def _draft(command: TakesFlags, params: dict[str, Any], file: Source | None) -> Draft:
-    """Take the flag values out of `params` and join them with file and environment."""
+def _draft(
+    command: TakesFlags, params: dict[str, Any], known: Mapping[str, Any], file: Source | None
+) -> Draft:
+    """Take the flag values out of `params` and join them with those that no group here has, with
+    the file and the environment.
+    """
     params.pop("config", None)
-    given: dict[str, Any] = {}
+    given: dict[str, Any] = dict(known)
     for option in command.flag_options:
         value = params.pop(str(option.name), None)
         if value is not None and value != ():
@@ -190,12 +194,9 @@ def _use_plugins(joined: Draft) -> None:
     Raises ConfigError for a name that nothing offers: now, not after a model was loaded.
     """
     config = joined.config
-    files = {
-        "tool_parser_plugin": config.frontend.tool_parser_plugin,
-        "reasoning_parser_plugin": config.structured_outputs.reasoning_parser_plugin,
-    }
-    named = [spec.name for _, spec in all_flags() if spec.kind and spec.name in joined.origins]
-    if not (config.device.plugins or config.device.plugin_config or named or any(files.values())):
+    files = {spec.name: value for spec, value in config.values() if spec.registers and value}
+    named = [spec.name for spec, _ in config.values() if spec.kind and spec.name in joined.origins]
+    if not (config.device.plugins or config.device.plugin_config or named or files):
         return
     from modulm.config.resolve import check_names, check_plugin_config
     from modulm.plugins import PluginManager, configure, current
@@ -207,8 +208,7 @@ def _use_plugins(joined: Draft) -> None:
         PluginManager(Selection.parse(terms)).everything()
         configure(terms)
     for flag, path in files.items():
-        if path:
-            load_file(flag, path)
+        load_file(flag, path)
     check_names(config, current(), named)
     check_plugin_config(config, current())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import logging.config
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,15 +44,15 @@ def _visible(letter: str) -> str:
     return letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii")
 
 
-def configure_logging(config: EngineConfig) -> None:
+def configure_logging(config: EngineConfig, silent: Iterable[str] = ()) -> None:
     """Set logging up as `--log-level`, `--logging-config` and `--log-config-file` say.
 
-    Raises ConfigError for a logging configuration that cannot be read or used.
+    Requests for the paths in `silent` get no line in the access log. Raises ConfigError for a
+    logging configuration that cannot be read or used.
     """
     given = config.observability
-    silent = frozenset(config.frontend.disable_access_log_for_endpoints or ())
     if silent:
-        logging.getLogger("uvicorn.access").addFilter(_Silent(silent))
+        logging.getLogger("uvicorn.access").addFilter(_Silent(frozenset(silent)))
     logging.addLevelName(_TRACE, "TRACE")
     table = given.logging_config
     field = "logging_config"

@@ -48,13 +48,14 @@ class FlagCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Own options, and how to see the flags: there are hundreds."""
         from modulm.cli.flag_help import write_overview
+        from modulm.cli.flags import groups_of
 
         options = (param for param in self.params if isinstance(param, click.Option))
         own = [record for option in options if (record := option.get_help_record(ctx))]
         if own:
             with formatter.section("Options"):
                 formatter.write_dl(own)
-        write_overview(formatter, self)
+        write_overview(formatter, groups_of(self))
 
 
 def print_notices(notices: Iterable[object]) -> None:

@@ -8,39 +8,31 @@ if TYPE_CHECKING:
     from modulm.config.schema import (
         AttentionConfig,
         CacheConfig,
-        CompilationConfig,
         DeviceConfig,
         EngineConfig,
         LoadConfig,
-        LoRAConfig,
         ModelConfig,
-        MultiModalConfig,
         Notice,
         ObservabilityConfig,
         ParallelConfig,
         SchedulerConfig,
-        ServerConfig,
-        SpeculativeConfig,
         StructuredOutputsConfig,
+        ToolCallConfig,
     )
 
 __all__ = [
     "AttentionConfig",
     "CacheConfig",
-    "CompilationConfig",
     "DeviceConfig",
     "EngineConfig",
-    "LoRAConfig",
     "LoadConfig",
     "ModelConfig",
-    "MultiModalConfig",
     "Notice",
     "ObservabilityConfig",
     "ParallelConfig",
     "SchedulerConfig",
-    "ServerConfig",
-    "SpeculativeConfig",
     "StructuredOutputsConfig",
+    "ToolCallConfig",
 ]
 
 

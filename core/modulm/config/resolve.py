@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from attrs import field, frozen
 
-from modulm.config.schema.engine import EngineConfig, Notice, all_flags
+from modulm.config.schema.catalog import catalog
+from modulm.config.schema.engine import EngineConfig, Notice
 from modulm.config.schema.flags import Flag, suggest
 from modulm.contracts.platform import Platform
 from modulm.errors import ConfigError, PluginError
@@ -93,10 +94,9 @@ def check_names(
     limits the check to some flags.
     """
     chosen = None if only is None else frozenset(only)
-    for _, spec in all_flags():
+    for spec, value in config.values():
         if spec.kind is None or (chosen is not None and spec.name not in chosen):
             continue
-        value = config.value(spec.name)
         for name in value if isinstance(value, tuple) else (value,):
             if isinstance(name, str) and name and name not in spec.choices and ":" not in name:
                 _check_name(spec, name, plugins)
@@ -192,7 +192,7 @@ def _proposals(state: _Open, plugins: PluginManager) -> _Open:
     answers = plugins.hook.modulm_config_proposals(config=state.config)
     made: dict[str, Any] = {}
     for proposal in (one for answer in answers for one in answer or ()):
-        if proposal.field not in {spec.name for _, spec in all_flags()}:
+        if proposal.field not in catalog().specs:
             raise ConfigError(
                 proposal.field, f"is proposed by a plugin but is no flag ({proposal.reason})"
             )

@@ -83,7 +83,7 @@ def draft(*sources: Source) -> Draft:
     except ConfigError as error:
         raise _located(error, origins.get(error.field)) from None
     remarks = [remark for source in sources for remark in source.remarks]
-    if remarks and config.frontend.fail_on_environ_validation:
+    if remarks and config.device.fail_on_environ_validation:
         raise ConfigError("fail_on_environ_validation", "; ".join(remarks))
     noticed = tuple(Notice("environment", remark) for remark in remarks)
     return Draft(config, origins, (*noticed, *config.notices()))
@@ -113,29 +113,31 @@ def keywords(**flags: Any) -> Draft:
 
 def environment(environ: Mapping[str, str] | None = None) -> Source:
     """`MODULM_<FLAG>` for every flag; lists are separated by commas or written as JSON."""
-    from modulm.config.schema.engine import canonical, is_flag
+    from modulm.config.schema.catalog import catalog
 
+    known = catalog()
     table = os.environ if environ is None else environ
     values: dict[str, Any] = {}
     labels: dict[str, str] = {}
     remarks: list[str] = []
     for key in sorted(table):
         if key.startswith(_PREFIX):
-            name = canonical(key.removeprefix(_PREFIX).lower())
+            given = key.removeprefix(_PREFIX).lower()
+            name = known.canonical(given) or (given if known.known(given) else None)
             if name is None:
                 remarks.append(f"{key} is no flag of modulm and is not read")
                 continue
             values[name], labels[name] = _from_text(name, table[key]), key
-        elif key.startswith(_FOREIGN) and is_flag(key.removeprefix(_FOREIGN).lower()):
+        elif key.startswith(_FOREIGN) and known.canonical(key.removeprefix(_FOREIGN).lower()):
             remarks.append(f"{key} is not read; set {_PREFIX}{key.removeprefix(_FOREIGN)}")
     return Source("environment", values, labels, tuple(remarks))
 
 
 def _from_text(name: str, text: str) -> Any:
-    from modulm.config.schema.engine import spec_of
+    from modulm.config.schema.catalog import catalog
 
-    spec = spec_of(name)
-    if spec is None or not spec.base.startswith("tuple") or text.lstrip().startswith("["):
+    spec = catalog().spec(name)
+    if spec is None or not spec.is_list or text.lstrip().startswith("["):
         return text
     return [part.strip() for part in text.split(",") if part.strip()]
 
@@ -168,13 +170,13 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def _unnegated(name: str, value: Any) -> tuple[str, Any]:
-    from modulm.config.schema.engine import spec_of
+    from modulm.config.schema.catalog import catalog
 
     positive = name.removeprefix("no_")
-    spec = spec_of(positive)
-    if positive != name and spec is not None and spec.base == "bool" and isinstance(value, bool):
-        return positive, not value
-    return name, value
+    if positive == name or not isinstance(value, bool):
+        return name, value
+    spec = catalog().spec(positive)
+    return (positive, not value) if spec is not None and spec.is_switch else (name, value)
 
 
 def plugin_selection() -> str:

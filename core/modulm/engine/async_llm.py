@@ -69,7 +69,7 @@ class AsyncLLM:
 
     def _open(self, config: EngineConfig, process: EngineProcess | None = None) -> None:
         self._begin()
-        if config.frontend.disable_frontend_multiprocessing:
+        if config.parallel.disable_frontend_multiprocessing:
             self._attach(ThreadCoreClient(config, self._hear, self._hear_death))
             return
         from modulm.engine.client.process import ProcessCoreClient

@@ -179,7 +179,7 @@ def _shared(
         dtype=getattr(torch, dtype),
         device=choices.platform.device,
         ops=ops,
-        mesh=_mesh(config),
+        mesh=Mesh(),
         max_length=length,
         choose_method=methods.of,
         choose_backend=partial(_backend, choices, ops),
@@ -191,13 +191,6 @@ def _shared(
 
 def _backend(choices: Choices, ops: OpTable, spec: AttentionSpec) -> AttentionBackend:
     return choices.backend(spec, ops)
-
-
-def _mesh(config: EngineConfig) -> Mesh:
-    ranks = config.parallel.tensor_parallel_size
-    if ranks > 1:
-        raise UnsupportedError(f"tensor_parallel_size: {ranks} ranks: not yet")
-    return Mesh()
 
 
 def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint, platform: Platform) -> str:

@@ -96,7 +96,7 @@ def _classes(table: Mapping[str, Any]) -> int:
 
 def pooling_settings(config: EngineConfig, recipe: PoolingRecipe) -> dict[str, Any]:
     """What was given with `--pooler-config`, then what the checkpoint's other files say."""
-    given = config.model.pooler_config or config.model.override_pooler_config or {}
+    given = config.model.pooler_config or {}
     return {**recipe.settings, **given}
 
 

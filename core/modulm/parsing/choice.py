@@ -26,9 +26,9 @@ def with_declared_parsers(config: EngineConfig, plugins: PluginManager) -> Engin
     flags: dict[str, Any] = {}
     if config.structured_outputs.reasoning_parser is None and reasoning is not None:
         flags["reasoning_parser"] = reasoning
-    if config.frontend.tool_call_parser is None and tool is not None:
+    if config.tool_calls.tool_call_parser is None and tool is not None:
         flags |= {"tool_call_parser": tool, "enable_auto_tool_choice": True}
-    elif config.frontend.enable_auto_tool_choice and tool is None:
+    elif config.tool_calls.enable_auto_tool_choice and tool is None:
         raise ConfigError(
             "tool_call_parser",
             f"enable_auto_tool_choice needs one, and no plugin knows one for {config.model.model}: "
@@ -39,7 +39,7 @@ def with_declared_parsers(config: EngineConfig, plugins: PluginManager) -> Engin
 
 def parser_decisions(config: EngineConfig, plugins: PluginManager) -> tuple[Decision, Decision]:
     """Which tool parser and which reasoning parser, and why: by flag, or as a plugin chooses."""
-    given = config.frontend.tool_call_parser, config.structured_outputs.reasoning_parser
+    given = config.tool_calls.tool_call_parser, config.structured_outputs.reasoning_parser
     tool = _decision(config, plugins, "tool_parsers", given[0])
     return tool, _decision(config, plugins, "reasoning_parsers", given[1])
 

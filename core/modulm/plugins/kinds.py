@@ -128,6 +128,7 @@ KINDS: Mapping[str, Kind] = _table(
         "checkpoints", "named checkpoint", "checkpoint", f"{_CONTRACTS}.checkpoint:NamedCheckpoint"
     ),
     Kind("commands", "command", "command"),
+    Kind("flags", "group of flags", "flags"),
 )
 
 

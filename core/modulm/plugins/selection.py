@@ -22,7 +22,8 @@ class Selection:
     """An allow list ("a,b": only these), a deny list ("-c": all but this), or both ("a,-c").
 
     A term is a distribution ("modulm-foo"), a driver's name, or kind/name to be exact. Without
-    terms everything is allowed. No allow list shuts out commands: they run only when typed.
+    terms everything is allowed. No allow list shuts out commands and flags: they do nothing until
+    typed.
     """
 
     allow: tuple[str, ...] = ()
@@ -46,7 +47,7 @@ class Selection:
         """Whether the lists let the plugin be used."""
         if any(_matches(term, declaration) for term in self.deny):
             return False
-        asked = declaration.distribution == CORE or declaration.kind == "commands"
+        asked = declaration.distribution == CORE or declaration.kind in ("commands", "flags")
         return not self.allow or asked or self.names(declaration)
 
     def names(self, declaration: Declaration) -> bool:

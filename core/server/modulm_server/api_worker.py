@@ -10,6 +10,7 @@ import sys
 
 from modulm.engine.async_llm import AsyncLLM
 from modulm_server.app import create_app
+from modulm_server.flags import ServerConfig
 from modulm_server.serve import make_server
 
 __all__ = ["main"]
@@ -24,7 +25,7 @@ def main(descriptor: int, address: str) -> int:
     engine = AsyncLLM.connect(address)
     config = engine.info.config
     served = create_app(engine, config)
-    server = make_server(served, config.frontend)
+    server = make_server(served, config.group(ServerConfig))
     log.info("server process %d takes requests", os.getpid())
     try:
         server.run(sockets=[socket.socket(fileno=descriptor)])

@@ -22,6 +22,7 @@ from modulm.text.chat import load_template
 from modulm.text.templates import execute
 from modulm_server.auth import guard, read_keys
 from modulm_server.errors import answers, respond
+from modulm_server.flags import ServerConfig
 from modulm_server.generation import GenerationService
 from modulm_server.json_body import bad_field
 from modulm_server.loopback import LoopbackClient
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from fastapi import APIRouter
     from starlette.types import ASGIApp
 
-    from modulm.config import EngineConfig, ServerConfig
+    from modulm.config import EngineConfig
 
 __all__ = ["Served", "create_app", "served_names"]
 
@@ -74,7 +75,7 @@ def create_app(engine: Any, config: EngineConfig) -> Served:
     Raises ConfigError for a wrong template, key file or middleware, PluginConflict when two
     families claim one path.
     """
-    server = config.frontend
+    server = config.group(ServerConfig)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(engine.metrics)
     http = HttpMetrics(registry)
@@ -116,7 +117,7 @@ def served_names(config: EngineConfig) -> tuple[str, ...]:
 
 
 def _desk(engine: Any, config: EngineConfig) -> GenerationService:
-    server = config.frontend
+    server = config.group(ServerConfig)
     template = None if server.chat_template is None else load_template(server.chat_template)
     foreign = ForeignRenderer() if server.trust_request_chat_template else None
     return GenerationService(

@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute, Host, Match, Mount, Route, WebSocketRou
 
 from modulm.errors import ConfigError
 from modulm_server.errors import ApiError, respond
+from modulm_server.flags import ServerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from modulm.config import ServerConfig
 
 __all__ = ["INSIDE", "OPEN_PATHS", "Keys", "guard", "owner_of", "read_keys"]
 

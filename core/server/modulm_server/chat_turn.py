@@ -42,11 +42,11 @@ class Parsers:
     @classmethod
     def of(cls, config: EngineConfig) -> Parsers:
         """Those of a configuration."""
-        server = config.frontend
+        calls = config.tool_calls
         return cls(
-            server.tool_call_parser,
+            calls.tool_call_parser,
             config.structured_outputs.reasoning_parser,
-            server.enable_auto_tool_choice,
+            calls.enable_auto_tool_choice,
         )
 
 

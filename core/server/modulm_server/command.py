@@ -25,7 +25,7 @@ def command(draft: Draft, model_tag: str | None) -> None:
     """
     from modulm.engine.client.spawn import EngineProcess
 
-    several = not draft.config.frontend.disable_frontend_multiprocessing
+    several = not draft.config.parallel.disable_frontend_multiprocessing
     process = EngineProcess() if several else None
     try:
         code = _serve(draft, process)
@@ -39,9 +39,11 @@ def _serve(draft: Draft, process: EngineProcess | None) -> int:
     """The exit code of a server; `process` gets ready for its engine meanwhile."""
     from modulm.cli.logs import configure_logging
     from modulm.engine.async_llm import AsyncLLM
+    from modulm_server.flags import ServerConfig
     from modulm_server.serve import serve
 
-    configure_logging(draft.config)
+    server = draft.config.group(ServerConfig)
+    configure_logging(draft.config, server.disable_access_log_for_endpoints or ())
     print_notices(draft.notices)
     if "model" not in draft.origins:
         click.echo(

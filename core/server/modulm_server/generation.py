@@ -20,6 +20,7 @@ from modulm.errors import EngineError, RequestError
 from modulm.text.chat import encode_chat
 from modulm.text.templates import execute
 from modulm_server.errors import ApiError, model_error
+from modulm_server.flags import ServerConfig
 from modulm_server.prompts import ChatOptions, Prompt
 from modulm_server.request_log import RequestLog
 
@@ -98,7 +99,7 @@ class GenerationService:
 
         What users and tools say cannot become control tokens: it is tokenized as text.
         """
-        server = self.config.frontend
+        server = self.config.group(ServerConfig)
         template = options.template or self.template
         wanted = server.chat_template_content_format
         defaults = server.default_chat_template_kwargs or {}

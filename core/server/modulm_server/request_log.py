@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import field, frozen
 
 from modulm_server.errors import escape
+from modulm_server.flags import ServerConfig
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
@@ -33,7 +34,7 @@ class RequestLog:
     @classmethod
     def of(cls, config: EngineConfig) -> RequestLog:
         """As configured."""
-        server = config.frontend
+        server = config.group(ServerConfig)
         return cls(
             requests=config.observability.enable_log_requests,
             answers=server.enable_log_outputs,

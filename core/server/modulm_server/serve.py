@@ -27,12 +27,13 @@ from modulm.text.chat import load_template
 from modulm_server.api_workers import Workers
 from modulm_server.app import Served, create_app, served_names
 from modulm_server.auth import read_keys
+from modulm_server.flags import ServerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-    from modulm.config import EngineConfig, ServerConfig
+    from modulm.config import EngineConfig
 
 __all__ = [
     "Server",
@@ -76,18 +77,18 @@ def serve(
     gets the banner. Raises ConfigError for an address that cannot be used or must not be served
     without a key, CheckpointError for a model that is not there.
     """
-    check_exposure(config.frontend)
-    check_files(config.frontend)
-    sock = open_socket(config.frontend)
+    check_exposure(config.group(ServerConfig))
+    check_files(config.group(ServerConfig))
+    sock = open_socket(config.group(ServerConfig))
     try:
         open_checkpoint(config)
         config = with_declared_parsers(config, manager.current())
         engine = make_engine(config)
         try:
             served = create_app(engine, config)
-            server = make_server(served, config.frontend)
+            server = make_server(served, config.group(ServerConfig))
             server.announce = lambda: announce(banner(config, sock))
-            with _others(config.frontend, sock, engine) as workers:
+            with _others(config.group(ServerConfig), sock, engine) as workers:
                 server.workers = workers
                 server.run(sockets=[sock])
             return 1 if engine.dead or server.failed else 0
@@ -95,8 +96,8 @@ def serve(
             engine.shutdown()
     finally:
         sock.close()
-        if config.frontend.uds is not None:
-            Path(config.frontend.uds).unlink(missing_ok=True)
+        if config.group(ServerConfig).uds is not None:
+            Path(config.group(ServerConfig).uds).unlink(missing_ok=True)
 
 
 def _others(
@@ -220,7 +221,7 @@ def _answers(path: str) -> bool:
 
 def banner(config: EngineConfig, sock: socket.socket) -> str:
     """What a person needs to try the server."""
-    server, model = config.frontend, served_names(config)[0]
+    server, model = config.group(ServerConfig), served_names(config)[0]
     scheme = "http" if server.ssl_certfile is None else "https"
     if server.uds is not None:
         url, option = "http://localhost", f" --unix-socket {server.uds}"

@@ -16,6 +16,7 @@ from attrs import define
 
 from modulm.config import EngineConfig
 from modulm_server.app import Served, create_app
+from modulm_server.flags import ServerConfig
 from modulm_server.serve import make_server, open_socket
 
 __all__ = ["Live", "error_of", "serve_in_thread"]
@@ -67,8 +68,8 @@ def serve_in_thread(engine: Any, config: EngineConfig) -> Iterator[Live]:
     """A real server on a free port of the loopback interface."""
     config = config.with_(host="127.0.0.1", port=0)
     served = create_app(engine, config)
-    sock = open_socket(config.frontend)
-    server = make_server(served, config.frontend)
+    sock = open_socket(config.group(ServerConfig))
+    server = make_server(served, config.group(ServerConfig))
     thread = threading.Thread(target=_run, args=(server, sock), name="test-server")
     thread.start()
     try:

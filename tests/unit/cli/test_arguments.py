@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
 from modulm.cli.arguments import Shapes, normalize
+from modulm.config.schema import Flag
 from modulm.errors import ConfigError
 
 SHAPES = Shapes(
@@ -21,7 +24,7 @@ SHAPES = Shapes(
 
 
 def run(*args: str) -> list[str]:
-    return normalize(list(args), SHAPES)
+    return normalize(list(args), SHAPES)[0]
 
 
 def table(*args: str) -> Any:
@@ -76,6 +79,39 @@ def test_other_words(args: list[str], words: list[str]) -> None:
     assert run(*args) == words
 
 
+KNOWN = {
+    spec.name: spec for spec in (
+        Flag(name="max_loras", type=int | None), Flag(name="enable_lora", type=bool | None),
+        Flag(name="lora_modules", type=tuple[str, ...] | None),
+        Flag(name="sc", type=Mapping[str, Any] | None),
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("args", "values"),
+    [
+        (["--max_loras", "3", "x"], {"max_loras": "3"}),
+        (["x", "--max-loras=3"], {"max_loras": "3"}),
+        (["--enable-lora", "x"], {"enable_lora": True}),
+        (["--no-enable-lora", "x"], {"enable_lora": False}),
+        (["x", "--lora-modules", "a", "b"], {"lora_modules": ["a", "b"]}),
+        (["--lora-modules=a", "--lora-modules=b", "x"], {"lora_modules": ["a", "b"]}),
+        (["x", "--lora-modules", '["a"]'], {"lora_modules": '["a"]'}),
+        (["--sc.a.b", "1", "--sc", '{"c": 2}', "x"], {"sc": {"a": {"b": 1}, "c": 2}}),
+        (["--sc-a", "x"], {}),
+        (["--no-max-loras", "x"], {}),
+    ],
+)
+def test_flags_that_the_command_has_not(args: list[str], values: dict[str, Any]) -> None:
+    shapes = evolve(SHAPES, known=KNOWN.get)
+    words, known = normalize(args, shapes)
+    assert known == values
+    assert words == (["x"] if values else args)
+    mine = evolve(shapes, names=frozenset({"--max-loras"}))
+    assert normalize(["--max-loras", "3"], mine) == (["--max-loras", "3"], {})
+
+
 def test_tables_stand_before_the_double_dash() -> None:
     assert run("--hf-overrides.a=1", "--", "x") == ['--hf-overrides={"a": 1}', "--", "x"]
 
@@ -84,6 +120,8 @@ def test_tables_stand_before_the_double_dash() -> None:
     "args",
     [
         ["--dtype.x", "1"],
+        ["--max-loras.x", "1"],
+        ["--max-loras"],
         ["--hf-overrides"],
         ["--hf-overrides", "[1]"],
         ["--hf-overrides.a=1", "--hf-overrides.a.b=2"],
@@ -92,7 +130,7 @@ def test_tables_stand_before_the_double_dash() -> None:
 )
 def test_what_makes_no_sense_names_the_flag(args: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        run(*args)
+        normalize(args, evolve(SHAPES, known=KNOWN.get))
     assert caught.value.field == args[0].lstrip("-").split(".")[0].split("=")[0].replace("-", "_")
 
 

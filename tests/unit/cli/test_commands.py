@@ -42,7 +42,7 @@ def test_show_writes_a_file_that_says_the_same(tmp_path: Path) -> None:
 def test_show_everything() -> None:
     shown = yaml.safe_load(CliRunner().invoke(config, ["show", "--all"]).stdout)
     assert shown["port"] == 8000
-    assert shown["attention_config"]["backend_per_kind"] == {}
+    assert shown["structured_outputs_config"]["backend"] == "auto"
     nothing = CliRunner().invoke(config, ["show"]).stdout
     assert yaml.safe_load(nothing) is None
 
@@ -86,7 +86,7 @@ def test_log_lines_cannot_be_forged(
 
 
 def test_some_paths_get_no_access_line(root: logging.Logger) -> None:
-    configure_logging(EngineConfig.from_keywords(disable_access_log_for_endpoints=["/health"]))
+    configure_logging(EngineConfig(), ["/health"])
     access = logging.getLogger("uvicorn.access")
     try:
         for path, shown in (("/health", False), ("/health?x=1", False), ("/v1/models", True)):

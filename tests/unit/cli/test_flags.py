@@ -14,11 +14,12 @@ from click.testing import CliRunner, Result
 
 from modulm.cli.flags import FlagOption
 from modulm.cli.options import FlagCommand
-from modulm.config.schema import Kind
+from modulm.config.schema import Flag, Kind, catalog
 from modulm.config.sources import Draft
 from modulm.parsing import parse
 from modulm.plugins.manager import PluginManager, using
 from modulm_command_config.page import markdown
+from modulm_server.flags import ServerConfig
 
 ROOT = Path(__file__).parents[3]
 LISTED = [
@@ -50,15 +51,50 @@ def options(words: str) -> dict[str, click.Option]:
 
 
 @pytest.mark.parametrize("words", sorted({words for words, _ in LISTED}))
-def test_every_documented_flag_has_a_state(words: str) -> None:
+def test_every_documented_flag_is_an_option_or_known(words: str) -> None:
     known = options(words)
-    # -O is read before click sees it, as a level or as a compilation config.
-    missing = [flag for name, flag in LISTED if name == words and flag not in {*known, "-O"}]
+    takes_known = any(isinstance(option, FlagOption) for option in known.values())
+    missing = [flag for name, flag in LISTED if name == words and flag not in known]
+    if takes_known:
+        missing = [flag for flag in missing if known_flag(flag) is None]
     assert not missing
-    for _, flag in LISTED:
-        option = known.get(flag)
-        if isinstance(option, FlagOption):
-            assert option.spec.state.kind in Kind
+
+
+def known_flag(option: str) -> Flag | None:
+    name = option.removeprefix("--").replace("-", "_") if option.startswith("--") else option
+    return catalog().known(name) or catalog().known(name.removeprefix("no_"))
+
+
+TOLD = sorted({flag for _, flag in LISTED if known_flag(flag) is not None and flag != "-O"})
+
+
+@pytest.mark.parametrize("option", TOLD)
+def test_a_documented_flag_that_nothing_reads_is_told(option: str) -> None:
+    """With a value that asks for something it is an error or a note, in the words of its state."""
+    spec = known_flag(option)
+    assert spec is not None
+    result, draft = run("m", *asking(spec, option), server=True)
+    if spec.state.kind in (Kind.NO_EFFECT, Kind.RENAMED):
+        assert draft is not None, result.output
+        assert [(n.flag, spec.state.reason in n.message) for n in draft.notices] == [
+            (spec.option, True)
+        ]
+    else:
+        assert draft is None
+        assert str(spec.state) in " ".join(result.output.split())
+
+
+def asking(spec: Flag, option: str) -> list[str]:
+    """The option with a value that is not its default."""
+    if spec.is_switch:
+        return ["--no-" + spec.option.removeprefix("--") if spec.default is True else spec.option]
+    if spec.is_table:
+        return [f"{option}.key", "1"]
+    if spec.choices:
+        return [option, next(choice for choice in spec.choices if choice != spec.default)]
+    if spec.name == "guided_decoding_backend":
+        return [option, "xgrammar"]
+    return [option, "7"]
 
 
 def catch(**attributes: Any) -> tuple[FlagCommand, list[Draft]]:
@@ -97,13 +133,13 @@ def test_all_forms_of_a_flag_at_once() -> None:
     config = draft.config
     assert config.model.model == "some/model"
     assert config.model.max_model_len == 25_600
-    assert config.compilation.optimization_level == 3
+    assert config.value("optimization_level") == 3
     assert config.cache.enable_prefix_caching is False
     assert config.model.hf_overrides == {"a": {"b": 1}}
     assert config.model.served_model_name == ("x", "y")
     assert config.model.hf_token is True
-    assert config.frontend.api_key == ("k",)
-    assert config.frontend.allowed_origins == ("a", "b")
+    assert config.group(ServerConfig).api_key == ("k",)
+    assert config.group(ServerConfig).allowed_origins == ("a", "b")
     assert draft.origins["max_model_len"] == "--max-model-len"
     (notice,) = draft.notices
     assert str(notice).startswith("--optimization-level: no effect: no graphs are compiled")
@@ -155,11 +191,13 @@ def test_errors_name_the_flag(args: list[str], words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("topic", "words", "absent"),
     [
-        ("CacheConfig", ["--block-size", "[not yet:", "[no effect:"], "--dtype"),
+        ("CacheConfig", ["--block-size"], "--dtype"),
         ("cacheconfig", ["--block-size"], "--dtype"),
         ("max-model-len", ["--max-model-len", "tokens"], "--dtype"),
         ("--max_model_len", ["--max-model-len"], "--dtype"),
         ("all", ["--block-size", "--dtype", "--port", "[refused:"], "nothing-like-this"),
+        ("elsewhere", ["--max-loras", "[not yet:", "[no effect:", "[refused:"], "--dtype,"),
+        ("max-loras", ["--max-loras", "[not yet: LoRA", "modulm-lora"], "--dtype"),
         ("parser", ["--tool-call-parser", "--reasoning-parser"], "--dtype"),
     ],
 )
@@ -236,7 +274,7 @@ def test_a_file_may_bring_a_parser(tmp_path: Path) -> None:
     path.write_text(FILE)
     with using(PluginManager()):
         draft = draft_of("--tool-parser-plugin", str(path), "--tool-call-parser", "shout")
-        assert draft.config.frontend.tool_call_parser == "shout"
+        assert draft.config.tool_calls.tool_call_parser == "shout"
         assert parse("hello", tool_parser="shout").content == "HELLO"
 
 

@@ -15,6 +15,7 @@ import click
 import pytest
 
 from modulm.config.sources import Draft
+from modulm_server.flags import ServerConfig
 
 ACCEPTED = [
     "serve Qwen/Qwen1.5-32B-Chat-AWQ --max-model-len 4096",
@@ -149,14 +150,14 @@ def test_a_file_as_vllm_s_documents_write_it(tmp_path: Path) -> None:
     path.write_text(YAML)
     config = read(f"serve --config {path} --port 8001")["draft"].config
     assert config.model.model == "meta-llama/Llama-3.1-8B-Instruct"
-    assert (config.frontend.host, config.frontend.port) == ("127.0.0.1", 8001)
+    assert (config.group(ServerConfig).host, config.group(ServerConfig).port) == ("127.0.0.1", 8001)
     assert config.model.max_model_len == 16_000
     assert config.model.served_model_name == ("llama", "gpt-4")
     assert config.cache.enable_prefix_caching is True
     assert config.scheduler.enable_chunked_prefill is False
     assert config.model.hf_overrides["rope_scaling"]["factor"] == 4.0
     assert config.structured_outputs.disable_any_whitespace is True
-    assert config.frontend.api_key == ("one", "two")
+    assert config.group(ServerConfig).api_key == ("one", "two")
     other = read(f"serve Qwen/Qwen3-8B --config {path}")["draft"].config
     assert other.model.model == "Qwen/Qwen3-8B"
 

@@ -16,6 +16,7 @@ from modulm.config.sources import (
     yaml_file,
 )
 from modulm.errors import ConfigError
+from modulm_server.flags import ServerConfig
 
 
 def file(path: Path, text: str) -> Source:
@@ -29,7 +30,11 @@ def test_command_line_beats_file_beats_environment_beats_default(tmp_path: Path)
     env = environment({"MODULM_PORT": "3", "MODULM_MAX_NUM_SEQS": "30", "MODULM_SEED": "33"})
     joined = draft(Source("command line", {"port": "1"}), said, env)
     config = joined.config
-    assert (config.frontend.port, config.scheduler.max_num_seqs, config.model.seed) == (1, 20, 33)
+    assert (config.group(ServerConfig).port, config.scheduler.max_num_seqs, config.model.seed) == (
+        1,
+        20,
+        33,
+    )
     assert config.model.dtype == "auto"
     assert joined.origins == {
         "port": "command line",
@@ -95,7 +100,7 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
 def test_lists_in_the_environment() -> None:
     env = environment({"MODULM_API_KEY": "a, b", "MODULM_SERVED_MODEL_NAME": '["x,y"]'})
     config = draft(env).config
-    assert config.frontend.api_key == ("a", "b")
+    assert config.group(ServerConfig).api_key == ("a", "b")
     assert config.model.served_model_name == ("x,y",)
 
 

@@ -215,8 +215,8 @@ def test_choosing_a_parser(watcher: Watcher, checkpoint: Path) -> None:
     from modulm.parsing.choice import with_declared_parsers
 
     config = with_declared_parsers(EngineConfig.from_keywords(model=str(checkpoint)), current())
-    assert config.frontend.tool_call_parser == "hermes"
-    assert config.frontend.enable_auto_tool_choice
+    assert config.tool_calls.tool_call_parser == "hermes"
+    assert config.tool_calls.enable_auto_tool_choice
     assert config.structured_outputs.reasoning_parser is None
     kinds = [facts["kind"] for name, facts in watcher.told if name == "choose_parser"]
     assert kinds == ["tool_parsers", "reasoning_parsers"]
@@ -229,7 +229,7 @@ def test_a_model_that_is_to_call_tools_needs_a_parser(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match="tool_call_parser.*no plugin knows one for"):
         with_declared_parsers(EngineConfig.from_keywords(model=str(checkpoint), **asked), current())
     config = with_declared_parsers(EngineConfig.from_keywords(model="demo", **asked), current())
-    assert config.frontend.tool_call_parser == "hermes"
+    assert config.tool_calls.tool_call_parser == "hermes"
 
 
 def test_server(watcher: Watcher, tmp_path: Path) -> None:

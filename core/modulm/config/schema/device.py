@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
-from attrs import frozen
-
-from modulm.config.schema.flags import equip, flag, read_mapping
+from modulm.config.schema.flags import FlagGroup, flag, flag_group, read_mapping
 from modulm.errors import ConfigError
 
 __all__ = ["DeviceConfig"]
@@ -32,19 +30,22 @@ def _options(value: Any) -> Mapping[str, Any]:
     return table
 
 
-@frozen(kw_only=True, field_transformer=equip)
-class DeviceConfig:
+@flag_group
+class DeviceConfig(FlagGroup):
     """The machine: platform, threads, memory nodes, and which plugins take part."""
 
-    TITLE: ClassVar[str] = "DeviceConfig"
-    TABLE: ClassVar[str | None] = None
+    title = "DeviceConfig"
 
     device: str = flag(
         "auto", "Platform to run on; auto: the one with the best score.", kind="platforms",
         choices=("auto",),
     )  # fmt: skip
     cpu_threads: int | None = flag(
-        None, "Threads that compute; None: all cores of this process.", unit="threads", least=1
+        None,
+        "Threads that compute; None: all cores of this process.",
+        unit="threads",
+        least=1,
+        common=True,
     )
     numa_bind: bool = flag(
         False, "Keep threads and memory to one memory node: the one with the most cores to use."
@@ -66,6 +67,7 @@ class DeviceConfig:
         "Options of drivers, checked by them: {kind: {name: {option: value}}}.",
         parse=_options,
     )
+    fail_on_environ_validation: bool = flag(False, "Make an unknown MODULM_ variable an error.")
 
     def options(self, kind: str, name: str) -> Mapping[str, Any]:
         """What `plugin_config` holds for one driver."""

@@ -1,46 +1,40 @@
 """How one flag is described, and how a value given for it becomes a checked one.
 
-A field of a group is made by `flag(default, help, ...)`; its annotation says its type. From that
-one line come the constructor's check, the command-line option, the YAML key, the name in the
-environment, the `LLM(...)` keyword and the row in docs/config.md.
+A group of flags is a class made by `@flag_group`, in the core or in a package that offers it under
+`modulm.flags`; a field of it is made by `flag(default, help, ...)`, and its annotation says its
+type. From that one line come the constructor's check, the command-line option, the YAML key, the
+name in the environment, the `LLM(...)` keyword and the row in docs/config.md.
 
-A flag is in one of four states, and nothing is silently ignored:
-
-works      it does what its help says;
-no effect  it is accepted, and a notice says why nothing changes;
-refused    any value but the default is an error that names what to use instead;
-not yet    the feature is planned: any value but the default is an error that says so.
+Nothing is silently ignored: a flag works, or its state says why a value does nothing or is refused.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from enum import Enum
-from typing import Any, ClassVar
+from types import NoneType, UnionType
+from typing import Any, ClassVar, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
 
 import attrs
 from attrs import frozen
 
 from modulm.errors import ConfigError
+from modulm.structure import parse_int, structure_written
 
 __all__ = [
     "WORKS",
     "Flag",
+    "FlagGroup",
     "Kind",
     "State",
     "check",
-    "equip",
     "flag",
+    "flag_group",
     "flags_of",
-    "later",
-    "no_effect",
     "parse_int",
     "read",
     "read_mapping",
-    "refused",
     "suggest",
 ]
 
@@ -48,12 +42,23 @@ _KEY = "modulm.flag"
 
 
 class Kind(Enum):
-    """What a flag does today."""
+    """What a flag does.
+
+    WORKS: what its help says. NO_EFFECT: nothing, and a notice says why. RENAMED: it sets another
+    flag, and a notice says which. The others make any value but the default an error: REFUSED
+    names what to use instead, NOT_YET the feature that is planned, NOT_INSTALLED the package.
+    """
 
     WORKS = "works"
     NO_EFFECT = "no effect"
+    RENAMED = "renamed"
     REFUSED = "refused"
     NOT_YET = "not yet"
+    NOT_INSTALLED = "not installed"
+
+
+#: Any value but the default is an error.
+_UNSETTABLE = frozenset({Kind.REFUSED, Kind.NOT_YET, Kind.NOT_INSTALLED})
 
 
 @frozen
@@ -63,35 +68,24 @@ class State:
     kind: Kind
     reason: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.kind.value}: {self.reason}"
+
 
 WORKS = State(Kind.WORKS)
 
 
-def no_effect(reason: str) -> State:
-    """Accepted; the notice says why nothing changes."""
-    return State(Kind.NO_EFFECT, reason)
-
-
-def refused(instead: str) -> State:
-    """Never possible here; `instead` says what to use."""
-    return State(Kind.REFUSED, instead)
-
-
-def later(feature: str) -> State:
-    """Planned; `feature` is what has to exist first."""
-    return State(Kind.NOT_YET, feature)
-
-
 @frozen(kw_only=True)
 class Flag:
-    """Everything known about one flag; `type` is the field's annotation as written.
+    """Everything known about one flag; `type` is the type of its field.
 
     `kind` is a plugin kind whose installed names are the choices (plus `choices`).
     `key` is its name inside the group's JSON table; `own` is false when it has no flag of its own.
+    `common`: shown by a plain --help. `registers`: a Python file that is run to register drivers.
     """
 
     name: str = ""
-    type: str = ""
+    type: Any = None
     default: Any = None
     help: str = ""
     unit: str | None = None
@@ -105,22 +99,31 @@ class Flag:
     key: str | None = None
     own: bool = True
     secret: bool = False
+    common: bool = False
+    registers: bool = False
     parse: Callable[[Any], Any] | None = None
 
-    #: annotations that the sources know how to read
-    TYPES: ClassVar[frozenset[str]] = frozenset(
-        {"bool", "int", "float", "str", "tuple[str, ...]", "tuple[int, ...]", "tuple[Any, ...]"}
-        | {"Mapping[str, Any]"}
-    )
-
     @property
-    def base(self) -> str:
-        """The annotation without `| None`."""
-        return self.type.removesuffix(" | None")
+    def kinds(self) -> tuple[Any, ...]:
+        """The types that a value may have, without None."""
+        union = get_args(self.type) if get_origin(self.type) is UnionType else (self.type,)
+        return tuple(kind for kind in union if kind is not NoneType)
 
     @property
     def optional(self) -> bool:
-        return self.type.endswith(" | None")
+        return NoneType in get_args(self.type)
+
+    @property
+    def is_switch(self) -> bool:
+        return self.kinds == (bool,)
+
+    @property
+    def is_list(self) -> bool:
+        return get_origin(self.kinds[0]) is tuple
+
+    @property
+    def is_table(self) -> bool:
+        return get_origin(self.kinds[0]) is Mapping
 
     @property
     def option(self) -> str:
@@ -140,15 +143,42 @@ def flag(default: Any, help: str, **options: Any) -> Any:  # noqa: A002
     return attrs.field(default=default, metadata={_KEY: spec})
 
 
-def equip(_cls: type, fields: list[attrs.Attribute[Any]]) -> list[attrs.Attribute[Any]]:
+class FlagGroup:
+    """A group of flags: its title in help, and the JSON flag that fills all of it, if there is one.
+
+    `table_aliases`: short names of that flag. `server`: only commands that run a server have these
+    flags.
+    """
+
+    title: ClassVar[str] = ""
+    table: ClassVar[str | None] = None
+    table_aliases: ClassVar[tuple[str, ...]] = ()
+    server: ClassVar[bool] = False
+
+
+G = TypeVar("G", bound=FlagGroup)
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def flag_group(cls: type[G]) -> type[G]:
+    """Make a class of flags a frozen value whose constructor reads and checks every flag."""
+    return attrs.frozen(kw_only=True, field_transformer=_equip)(cls)
+
+
+def _equip(cls: type, fields: list[attrs.Attribute[Any]]) -> list[attrs.Attribute[Any]]:
     """Give every field its converter and validator (attrs `field_transformer`)."""
-    return [_equipped(field) for field in fields]
+    types = get_type_hints(cls)
+    return [_equipped(field, types[field.name]) for field in fields]
 
 
-def _equipped(field: attrs.Attribute[Any]) -> attrs.Attribute[Any]:
-    described = attrs.evolve(field.metadata[_KEY], name=field.name, type=str(field.type))
-    if described.base not in Flag.TYPES and described.parse is None:
-        raise TypeError(f"flag {field.name}: no way to read a value of type {described.type!r}")
+_TYPES = frozenset({bool, int, float, str})
+
+
+def _equipped(field: attrs.Attribute[Any], kind: Any) -> attrs.Attribute[Any]:
+    described = attrs.evolve(field.metadata[_KEY], name=field.name, type=kind)
+    known = described.kinds[0] in _TYPES or described.is_list or described.is_table
+    if not known and described.parse is None:
+        raise TypeError(f"flag {field.name}: no way to read a value of type {kind!r}")
 
     def convert(value: Any) -> Any:
         return read(described, value)
@@ -161,18 +191,19 @@ def _equipped(field: attrs.Attribute[Any]) -> attrs.Attribute[Any]:
     )
 
 
-def flags_of(group: type) -> tuple[Flag, ...]:
+def flags_of(group: type[FlagGroup]) -> tuple[Flag, ...]:
     """The flags of one group class, in the order in which they are written."""
-    return tuple(field.metadata[_KEY] for field in attrs.fields(group))
+    return tuple(field.metadata[_KEY] for field in attrs.fields(group))  # type: ignore[arg-type]
 
 
 def read(spec: Flag, value: Any) -> Any:
     """The value in its field's type. Raises ConfigError that names the flag."""
-    if spec.parse is not None:
-        return _guard(spec, spec.parse, value)
-    if value is None or (spec.optional and _is_none(spec, value)):
-        return None
-    return _guard(spec, _READERS[spec.base], value)
+    if value is spec.default or (spec.parse is None and spec.optional and _is_none(spec, value)):
+        return value if value is spec.default else None
+    try:
+        return structure_written(value, spec.type) if spec.parse is None else spec.parse(value)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(spec.name, str(error)) from error
 
 
 def _is_none(spec: Flag, value: Any) -> bool:
@@ -180,13 +211,6 @@ def _is_none(spec: Flag, value: Any) -> bool:
     return isinstance(value, str) and (
         value == "None" or (value.lower() == "none" and spec.kind is None)
     )
-
-
-def _guard(spec: Flag, reader: Callable[[Any], Any], value: Any) -> Any:
-    try:
-        return reader(value)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(spec.name, str(error)) from error
 
 
 def check(spec: Flag, value: Any) -> None:
@@ -197,10 +221,8 @@ def check(spec: Flag, value: Any) -> None:
         _check_choice(spec, value)
     if isinstance(value, int | float) and not isinstance(value, bool):
         _check_range(spec, value)
-    if spec.state.kind is Kind.NOT_YET and spec.changed(value):
-        raise ConfigError(spec.name, f"not yet: {spec.state.reason}")
-    if spec.state.kind is Kind.REFUSED and spec.changed(value):
-        raise ConfigError(spec.name, f"refused: {spec.state.reason}")
+    if spec.state.kind in _UNSETTABLE and spec.changed(value):
+        raise ConfigError(spec.name, str(spec.state))
 
 
 def _check_choice(spec: Flag, value: str) -> None:
@@ -225,114 +247,10 @@ def suggest(word: str, known: tuple[str, ...] | list[str]) -> str:
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
-_SUFFIXES = {
-    "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
-    "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
-}  # fmt: skip
-_HUMAN = re.compile(r"([+-]?\d+(?:\.\d+)?)([kmgtKMGT]?)")
-
-
-def parse_int(value: Any) -> int:
-    """`25.6k` -> 25600, `1K` -> 1024, 8 -> 8; lower case is decimal, upper case binary."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise TypeError(f"{value!r} is not a whole number")
-    if isinstance(value, str):
-        return _human(value.strip().replace("_", ""))
-    if value != int(value):
-        raise ValueError(f"{value!r} is not a whole number")
-    return int(value)
-
-
-def _human(text: str) -> int:
-    match = _HUMAN.fullmatch(text)
-    if not match:
-        raise ValueError(f"{text!r} is not a whole number (8192, 8k, 8K, 25.6k)")
-    digits, suffix = match.groups()
-    if "." not in digits:
-        return int(digits) * _SUFFIXES.get(suffix, 1)
-    if suffix in "KMGT":
-        raise ValueError(f"{text!r}: a decimal point goes with k, m, g or t (powers of ten)")
-    whole = float(digits) * _SUFFIXES[suffix]
-    if round(whole, 6) != round(whole):
-        raise ValueError(f"{text!r} is not a whole number")
-    return round(whole)
-
-
-_TRUE = frozenset({"true", "1", "yes", "on"})
-_FALSE = frozenset({"false", "0", "no", "off"})
-
-
-def _bool(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    word = str(value).lower()
-    if word in _TRUE:
-        return True
-    if word in _FALSE:
-        return False
-    raise ValueError(f"{value!r} is neither true nor false")
-
-
-def _float(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise TypeError(f"{value!r} is not a number")
-    try:
-        return float(value)
-    except ValueError as error:
-        raise ValueError(f"{value!r} is not a number") from error
-
-
-def _str(value: Any) -> str:
-    if isinstance(value, Enum):
-        value = value.value
-    if isinstance(value, str):
-        return value
-    text = str(value)
-    if text.startswith("torch."):  # LLM(dtype=torch.bfloat16)
-        return text.removeprefix("torch.")
-    if hasattr(value, "__fspath__") or (isinstance(value, int) and not isinstance(value, bool)):
-        return text
-    raise TypeError(f"{value!r} is not text")
-
-
-def _items(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        value = _json(value)
-    if isinstance(value, list | tuple | set | frozenset):
-        return tuple(value)
-    return (value,)
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON ({error}): {text[:80]}") from error
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    if isinstance(value, str):
-        value = _json(value)
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{value!r} is not a JSON object")
-    return dict(value)
-
-
 def read_mapping(name: str, value: Any) -> Mapping[str, Any]:
     """A table given as a mapping or as JSON. Raises ConfigError that names `name`."""
     try:
-        return _mapping(value)
+        table: Mapping[str, Any] = structure_written(value, Mapping[str, Any])
     except (ValueError, TypeError) as error:
         raise ConfigError(name, str(error)) from error
-
-
-_READERS: dict[str, Callable[[Any], Any]] = {
-    "bool": _bool,
-    "int": parse_int,
-    "float": _float,
-    "str": _str,
-    "tuple[str, ...]": lambda value: tuple(_str(item) for item in _items(value)),
-    "tuple[int, ...]": lambda value: tuple(parse_int(item) for item in _items(value)),
-    "tuple[Any, ...]": _items,
-    "Mapping[str, Any]": _mapping,
-}
+    return table

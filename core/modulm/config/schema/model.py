@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
-from attrs import frozen
-
-from modulm.config.schema.flags import equip, flag, later, no_effect, parse_int, refused
+from modulm.config.schema.flags import FlagGroup, flag, flag_group, parse_int
 
 __all__ = ["ModelConfig"]
 
@@ -26,17 +24,17 @@ def _token(value: Any) -> str | bool | None:
     return True if str(value).lower() == "true" else str(value)
 
 
-@frozen(kw_only=True, field_transformer=equip)
-class ModelConfig:
+@flag_group
+class ModelConfig(FlagGroup):
     """Which model, in which precision and length, and how its files are understood."""
 
-    TITLE: ClassVar[str] = "ModelConfig"
-    TABLE: ClassVar[str | None] = None
+    title = "ModelConfig"
 
     model: str = flag(
         "demo",
         "Model to run: a folder, a Hugging Face id, or a short name.",
         aliases=("--model-tag",),
+        common=True,
     )
     runner: str = flag(
         "auto",
@@ -48,17 +46,9 @@ class ModelConfig:
         "Turn a generating model into a pooling one.",
         choices=("auto", "none", "embed", "classify", "reward", "mm_encoder_only"),
     )
-    task: str | None = flag(
-        None,
-        "What the model is used for.",
-        deprecated="use --runner and --convert",
-        choices=(
-            "auto", "generate", "embedding", "embed", "classify", "score", "reward",
-            "transcription", "draft",
-        ),
-        state=no_effect("the runner follows from the checkpoint; see --runner"),
-    )  # fmt: skip
-    tokenizer: str | None = flag(None, "Tokenizer folder or id; None: the model's own.")
+    tokenizer: str | None = flag(
+        None, "Tokenizer folder or id; None: the model's own.", common=True
+    )
     tokenizer_mode: str = flag(
         "auto",
         "Which tokenizer implementation to load.",
@@ -71,49 +61,33 @@ class ModelConfig:
         "Number format of weights and activations; auto takes the checkpoint's where the "
         "platform has it.",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
+        common=True,
     )
     seed: int = flag(
         0,
         "Seed of everything random that no request seeds itself.",
         parse=lambda value: 0 if value is None else parse_int(value),
+        common=True,
     )
     hf_config_path: str | None = flag(None, "Take config.json from this folder or id instead.")
-    allowed_local_media_path: str = flag(
-        "",
-        "Folder whose images and videos requests may name.",
-        state=later("multimodal models"),
-    )
-    allowed_media_domains: tuple[str, ...] | None = flag(
-        None,
-        "Hosts from which media may be fetched.",
-        state=later("multimodal models"),
-    )
     revision: str | None = flag(None, "Branch, tag or commit of the model on the hub.")
-    code_revision: str | None = flag(
-        None,
-        "Revision of the model's remote code on the hub.",
-        state=later("a revision of the code alone; --revision pins both"),
-    )
     max_model_len: int | None = flag(
         None,
         "Longest prompt and answer together; None or auto: the checkpoint's.",
         unit="tokens",
         least=1,
         parse=_length,
+        common=True,
     )
     quantization: str | None = flag(
         None,
         "Method that holds the weights; None: what the checkpoint says.",
         kind="quantization",
         aliases=("-q",),
+        common=True,
     )
     quantization_config: Mapping[str, Any] | None = flag(
         None, "Options of the quantization method, checked by it."
-    )
-    allow_deprecated_quantization: bool = flag(
-        False,
-        "Allow methods marked deprecated.",
-        state=no_effect("no installed method is marked deprecated"),
     )
     enforce_eager: bool = flag(
         False,
@@ -135,25 +109,13 @@ class ModelConfig:
     disable_sliding_window: bool = flag(
         False, "Let every layer see the whole context, capped to the window's length."
     )
-    disable_cascade_attn: bool | None = flag(
-        None,
-        "Never split attention over a shared prefix.",
-        state=no_effect("attention over a shared prefix is never split"),
-    )
     skip_tokenizer_init: bool = flag(
         False, "Load no tokenizer: prompts are token ids and answers are token ids."
     )
-    enable_prompt_embeds: bool = flag(
-        False, "Accept prompts as embeddings.", state=later("prompts as embeddings")
-    )
     served_model_name: tuple[str, ...] | None = flag(
-        None, "Name or names of the model in the API; the first one is shown in answers."
-    )
-    config_format: str = flag(
-        "auto",
-        "Format of the model's configuration file.",
-        choices=("auto", "hf"),
-        state=no_effect("config.json is the one format that is read"),
+        None,
+        "Name or names of the model in the API; the first one is shown in answers.",
+        common=True,
     )
     hf_token: str | bool | None = flag(
         None,
@@ -168,9 +130,6 @@ class ModelConfig:
     pooler_config: Mapping[str, Any] | None = flag(
         None, "How a pooling model pools; its keys are in embeddings.md."
     )
-    override_pooler_config: Mapping[str, Any] | None = flag(
-        None, "How a pooling model pools.", deprecated="use --pooler-config"
-    )
     generation_config: str = flag(
         "auto",
         "Sampling defaults: auto from the checkpoint, vllm or modulm for none, or a folder.",
@@ -181,27 +140,6 @@ class ModelConfig:
     enable_sleep_mode: bool = flag(
         False, "Let the engine give its memory back on request and take it again: /sleep, /wake_up."
     )
-    sleep_mode_backend: str = flag(
-        "cumem",
-        "How memory is given back.",
-        state=no_effect("caches and weights are released and made again"),
-    )
-    sleep_mode_offload_cudagraph: bool = flag(
-        False,
-        "Give captured graphs back as well.",
-        state=no_effect("recorded steps go with the caches that they belong to"),
-    )
-    sleep_preserve_parameter_names: tuple[str, ...] = flag(
-        (), "Weights that stay while the engine sleeps.", state=later("parts of a model's weights")
-    )
-    enable_cumem_allocator: bool = flag(
-        False,
-        "Allocate so that memory can be given back.",
-        state=no_effect("all memory can be given back"),
-    )
-    enable_nccl_comm_suspend: bool = flag(
-        False, "Suspend communicators while asleep.", state=no_effect("one device takes part")
-    )
     model_impl: str = flag(
         "auto",
         "Which implementation of the model: a plugin's, or transformers'.",
@@ -209,49 +147,4 @@ class ModelConfig:
     )
     logits_processors: tuple[Any, ...] | None = flag(
         None, "Logits processors: names of plugins, pkg.mod:Class, or classes."
-    )
-    io_processor_plugin: str | None = flag(
-        None, "Plugin that reads and writes other than text.", state=later("io processors")
-    )
-    renderer_num_workers: int = flag(
-        1,
-        "Threads that render chat templates.",
-        least=1,
-        state=no_effect("templates are rendered by the server's own pool of threads"),
-    )
-    rope_scaling: Mapping[str, Any] = flag(
-        {},
-        "Scaling of rotary positions.",
-        state=refused("--hf-overrides '{\"rope_scaling\": {...}}'"),
-    )
-    rope_theta: float | None = flag(
-        None, "Base of rotary positions.", state=refused("--hf-overrides '{\"rope_theta\": ...}'")
-    )
-    override_attention_dtype: str | None = flag(
-        None, "Number format of attention.", state=refused("attention runs in --dtype")
-    )
-    override_neuron_config: Mapping[str, Any] | None = flag(
-        None, "Options of one device.", state=refused("use --additional-config")
-    )
-    logits_processor_pattern: str | None = flag(
-        None,
-        "Which logits processors a request may name.",
-        state=refused("requests cannot name classes; load them with --logits-processors"),
-    )
-    qlora_adapter_name_or_path: str | None = flag(
-        None, "A QLoRA adapter.", state=refused("use --lora-modules")
-    )
-    enable_return_routed_experts: bool = flag(
-        False, "Return which experts each token took.", state=later("returning routed experts")
-    )
-    return_sampling_mask: bool = flag(
-        False, "Return which tokens could be sampled.", state=later("returning sampling masks")
-    )
-    use_fp64_gumbel: bool = flag(
-        False,
-        "Sample with noise in double precision.",
-        state=later("sampling noise in double precision"),
-    )
-    enable_trace_replay: bool = flag(
-        False, "Replay recorded tokens.", state=later("replaying recorded traces")
     )

@@ -39,7 +39,7 @@ class PoolingInputs:
     def __init__(
         self, info: EngineInfo, tokenizer: Tokenizer | None, template: str | None = None
     ) -> None:
-        given = info.config.model.pooler_config or info.config.model.override_pooler_config or {}
+        given = info.config.model.pooler_config or {}
         self._info, self._rules = info, info.texts
         self._tokenizer = tokenizer
         self._template = template or info.texts.template

@@ -283,7 +283,7 @@ def open_compiler(
 ) -> ConstraintCompiler:
     """Load the grammar backends. Raises UnsupportedError if there is none."""
     settings = config.structured_outputs
-    name = settings.guided_decoding_backend or settings.backend
+    name = settings.backend
     names = [name] if name != "auto" else [d.name for d in plugins.names("grammars")]
     classes: list[type[GrammarBackend]] = [plugins.load("grammars", each) for each in names]
     classes.sort(key=lambda backend: -backend.preference)

@@ -35,7 +35,7 @@ class _ListCommand(click.Command):
             takes_value=valued.__contains__,
         )
         try:
-            return super().parse_args(ctx, normalize(args, shapes))
+            return super().parse_args(ctx, normalize(args, shapes)[0])
         except ConfigError as error:
             raise click.UsageError(str(error), ctx) from error
 

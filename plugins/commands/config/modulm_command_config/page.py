@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from modulm.config.schema.engine import GROUPS, TABLES
-from modulm.config.schema.flags import Flag, Kind, flags_of
+from modulm.config.schema.catalog import Group, catalog
+from modulm.config.schema.flags import Flag
+from modulm.config.schema.known import KnownFlag
 
 __all__ = ["markdown"]
 
 _INTRO = """\
 # Configuration
 
-Written by `modulm config docs` from the schema in `core/modulm/config/schema`; a test checks that
-it is current.
+Written by `modulm config docs` from the groups of flags in `core/modulm/config/schema` and in the
+installed packages; a test checks that it is current.
 
 Every flag below is an option of `modulm serve` and of the other commands that run a model
 (`--max-model-len 8k`), a key of a `--config` file (`max-model-len: 8k` or `max_model_len: 8k`), a
@@ -23,9 +24,18 @@ over the default. Switches have a `--no-` form. Whole numbers may be written `8k
 (8,192) or `25.6k`. A flag that holds JSON may be written in parts: `--hf-overrides.a.b 1`,
 `--hf-overrides.list+ x,y`.
 
-A flag without a remark works. *No effect*: accepted, and a note says why nothing changes.
-*Refused*: an error that names what to use instead. *Not yet*: an error until the feature is there.
-`modulm config explain MODEL` says where each value comes from.
+Other flags of vLLM [are listed at the end](#flags-of-vllm-that-nothing-here-reads), with what
+happens when a command line has them. A package may bring [flags of its
+own](write-a-plugin.md#flags-of-your-own). `modulm config explain MODEL` says where each value comes
+from.
+"""
+
+_ELSEWHERE = """\
+## Flags of vLLM that nothing here reads
+
+*No effect*: accepted, and a note says why nothing changes. *Renamed*: the other flag is set, and a
+note says so. *Refused*: any value but the default is an error that names what to use instead. *Not
+yet*: an error until the feature is there. *Not installed*: an error that names the package.
 """
 
 
@@ -36,19 +46,39 @@ def markdown() -> str:
 
 def _lines() -> Iterator[str]:
     yield _INTRO
-    tables = {group: table for table, group in TABLES.items()}
-    for name, group in GROUPS.items():
-        title: str = group.TITLE  # type: ignore[attr-defined]
-        yield f"## {title}\n"
-        yield f"{(group.__doc__ or '').strip()} In code: `config.{name}`.\n"
-        if name in tables:
-            option = tables[name].replace("_", "-")
-            yield f"As one JSON value: `--{option}`; rows written `{option}.key` are its keys.\n"
-        yield "| flag | default | what it does |"
-        yield "|---|---|---|"
-        for spec in flags_of(group):
-            yield _row(spec, tables.get(name))
-        yield ""
+    for group in catalog().groups:
+        yield from _group(group)
+    yield _ELSEWHERE
+    yield "| what happens | flags |"
+    yield "|---|---|"
+    for remark, flags in _by_remark(catalog().elsewhere()).items():
+        yield f"| {_escape(remark)} | {', '.join(f'`{spec.option}`' for spec in flags)} |"
+    yield ""
+
+
+def _group(group: Group) -> Iterator[str]:
+    name, table = group.cls.__name__, group.cls.table
+    read = f"group({name})" if group.origin else group.name
+    origin = f" Brought by `{group.origin}`." if group.origin else ""
+    yield f"## {group.cls.title}\n"
+    yield f"{(group.cls.__doc__ or '').strip()}{origin} In code: `config.{read}`.\n"
+    if table:
+        option = table.replace("_", "-")
+        yield f"As one JSON value: `--{option}`; rows written `{option}.key` are its keys.\n"
+    yield "| flag | default | what it does |"
+    yield "|---|---|---|"
+    for spec in group.flags:
+        yield _row(spec, table)
+    yield ""
+
+
+def _by_remark(flags: Iterable[KnownFlag]) -> dict[str, list[KnownFlag]]:
+    """Flags by what a user is told about them."""
+    found: dict[str, list[KnownFlag]] = {}
+    for spec in flags:
+        remark = f"*{spec.state.kind.value.capitalize()}*: {spec.state.reason}"
+        found.setdefault(remark, []).append(spec)
+    return found
 
 
 def _row(spec: Flag, table: str | None) -> str:
@@ -75,8 +105,6 @@ def _remarks(spec: Flag) -> Iterator[str]:
         yield f"Unit: {spec.unit}."
     if spec.deprecated:
         yield f"*Deprecated*: {spec.deprecated}."
-    if spec.state.kind is not Kind.WORKS:
-        yield f"*{spec.state.kind.value.capitalize()}*: {spec.state.reason}."
 
 
 def _escape(text: str) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 from attrs import frozen
 
 from modulm.config.resolve import Use, choose_platform, resolve
-from modulm.config.schema.engine import TABLES, EngineConfig, all_flags, spec_of
+from modulm.config.schema.catalog import catalog
+from modulm.config.schema.engine import EngineConfig
 from modulm.config.sources import Draft, draft, yaml_file
 
 __all__ = ["differences", "explained", "written"]
@@ -17,8 +18,8 @@ __all__ = ["differences", "explained", "written"]
 
 def written(config: EngineConfig, *, as_json: bool, everything: bool) -> str:
     """The configuration as a file that `--config` reads; secrets are masked."""
-    names = [spec.name for _, spec in all_flags()]
-    values = {name: config.value(name) for name in names} if everything else config.changed()
+    every = {spec.name: value for spec, value in config.values()} if everything else {}
+    values = every | config.changed()
     tables = _tables({name: _masked(name, value) for name, value in values.items()})
     if as_json:
         return json.dumps(tables, indent=2, default=str)
@@ -90,20 +91,19 @@ def _decided(given: Draft, use: Use) -> list[_Row]:
 
 
 def _masked(name: str, value: Any) -> Any:
-    spec = spec_of(name)
+    spec = catalog().spec(name)
     return "***" if value and spec is not None and spec.secret else value
 
 
 def _tables(values: Mapping[str, Any]) -> dict[str, Any]:
     """Flags that have no name of their own go back into their group's table."""
-    homes = {group: table for table, group in TABLES.items()}
-    groups = {spec.name: group for group, spec in all_flags()}
+    known = catalog()
     tables: dict[str, Any] = {}
     for name, value in values.items():
-        spec = spec_of(name)
+        spec = known.specs.get(name)
         plain = list(value) if isinstance(value, tuple) else value
         if spec is not None and not spec.own and spec.key:
-            tables.setdefault(homes[groups[name]], {})[spec.key] = plain
+            tables.setdefault(str(known.owners[name].cls.table), {})[spec.key] = plain
         else:
             tables[name] = plain
     return tables

@@ -54,8 +54,10 @@ def command(
     """
     from modulm.cli.logs import configure_logging
     from modulm_command_run_batch.run import run
+    from modulm_server.flags import ServerConfig
 
-    configure_logging(draft.config)
+    server = draft.config.group(ServerConfig)
+    configure_logging(draft.config, server.disable_access_log_for_endpoints or ())
     print_notices(draft.notices)
-    address = (url, draft.config.frontend.port) if enable_metrics else None
+    address = (url, server.port) if enable_metrics else None
     run(draft.config, input_file, output_file, output_tmp_dir, address, quiet=no_progress)

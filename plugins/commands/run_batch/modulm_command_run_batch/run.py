@@ -17,6 +17,7 @@ from modulm.engine.async_llm import AsyncLLM
 from modulm_command_run_batch.batch import answer_all
 from modulm_command_run_batch.files import Answers, is_url, read_lines, upload
 from modulm_server.app import Served, create_app
+from modulm_server.flags import ServerConfig
 
 __all__ = ["run"]
 
@@ -91,8 +92,8 @@ async def _run(
 
 def _own_key(config: EngineConfig) -> tuple[EngineConfig, str | None]:
     """Where keys are asked for, one more that only this process knows."""
-    given = config.frontend.api_key or ()
-    if not given and config.frontend.api_key_file is None:
+    given = config.group(ServerConfig).api_key or ()
+    if not given and config.group(ServerConfig).api_key_file is None:
         return config, None
     key = token_urlsafe()
     return config.with_(api_key=(*given, key)), key

@@ -1,4 +1,4 @@
-"""Routes behind switches: caches, sleep and profiles for developers, adapters for LoRA servers."""
+"""Routes behind a switch: caches, sleep and profiles for developers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from modulm_server.errors import ApiError
+from modulm_server.flags import ServerConfig
 from modulm_server.json_body import json_response
 from modulm_server.route import RouteFamily
 
@@ -19,7 +20,7 @@ __all__ = ["Admin"]
 
 class Admin(RouteFamily):
     """With --server-dev-mode: `/reset_prefix_cache`, `/sleep`, `/wake_up`, `/is_sleeping`,
-    `/start_profile`, `/stop_profile`. With --enable-lora: adapters.
+    `/start_profile`, `/stop_profile`.
     """
 
     name = "admin"
@@ -27,22 +28,18 @@ class Admin(RouteFamily):
 
     def absent(self) -> str | None:
         config = self.context.config
-        if config.frontend.server_dev_mode or config.lora.enable_lora:
+        if config.group(ServerConfig).server_dev_mode:
             return None
-        return "neither --server-dev-mode nor --enable-lora is given"
+        return "--server-dev-mode is not given"
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["Administration"])
-        if self.context.config.frontend.server_dev_mode:
-            router.add_api_route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"])
-            router.add_api_route("/sleep", self.sleep, methods=["POST"])
-            router.add_api_route("/wake_up", self.wake_up, methods=["POST"])
-            router.add_api_route("/is_sleeping", self.is_sleeping, methods=["GET"])
-            for path in ("/start_profile", "/stop_profile"):
-                router.add_api_route(path, _later("profiles on request"), methods=["POST"])
-        if self.context.config.lora.enable_lora:
-            for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
-                router.add_api_route(path, _later("LoRA adapters"), methods=["POST"])
+        router.add_api_route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"])
+        router.add_api_route("/sleep", self.sleep, methods=["POST"])
+        router.add_api_route("/wake_up", self.wake_up, methods=["POST"])
+        router.add_api_route("/is_sleeping", self.is_sleeping, methods=["GET"])
+        for path in ("/start_profile", "/stop_profile"):
+            router.add_api_route(path, _later("profiles on request"), methods=["POST"])
         return router
 
     async def reset_prefix_cache(self) -> Response:

@@ -19,6 +19,7 @@ from modulm_route_anthropic.schema import (
 from modulm_server.chat_turn import Parsers, Turn
 from modulm_server.constraints import forced_tool
 from modulm_server.errors import ClientGone, error_body, report
+from modulm_server.flags import ServerConfig
 from modulm_server.json_body import bad_field, json_response, read, takes
 from modulm_server.prompts import ChatOptions
 from modulm_server.route import RouteFamily
@@ -68,7 +69,7 @@ class Anthropic(RouteFamily):
             job = await self._job(request, body)
             started = await job.turn.start()
             if body.stream:
-                quiet = self.context.config.frontend.sse_keep_alive_interval
+                quiet = self.context.config.group(ServerConfig).sse_keep_alive_interval
                 return EventStream(self._frames(job, started), quiet=quiet, failed=_failed)
             return json_response(await until_gone(self._whole(job, started), request.receive))
         except ClientGone:
@@ -89,7 +90,7 @@ class Anthropic(RouteFamily):
             return self._refuse(request, error)
 
     def _refuse(self, request: Request, error: Exception) -> Response:
-        told = report(error, request.scope, self.context.config.frontend.log_error_stack)
+        told = report(error, request.scope, self.context.config.group(ServerConfig).log_error_stack)
         return json_response(_error(told), told.status, told.headers)
 
     async def _job(self, request: Request, body: MessagesRequest) -> _Job:

@@ -6,6 +6,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import modulm
+from modulm_server.flags import ServerConfig
 from modulm_server.json_body import bad_field
 from modulm_server.request_guard import safe_id
 
@@ -38,7 +39,7 @@ def answer_id(prefix: str, request: Request, body: SamplingFields) -> str:
 
 def fingerprint(config: Any, engine: Any) -> str | None:
     """`system_fingerprint`, as --fingerprint-mode wants it."""
-    server = config.frontend
+    server = config.group(ServerConfig)
     if server.fingerprint_mode == "custom":
         text: str | None = server.fingerprint_value
         return text
@@ -75,10 +76,10 @@ class StreamUsage:
 
     def __init__(self, body: SamplingFields, config: Any) -> None:
         options = body.stream_options
-        forced = config.frontend.enable_force_include_usage
+        forced = config.group(ServerConfig).enable_force_include_usage
         self.last = forced or bool(options and options.include_usage)
         self.each = self.last and bool(options and options.continuous_usage_stats)
-        self._details = config.frontend.enable_prompt_tokens_details
+        self._details = config.group(ServerConfig).enable_prompt_tokens_details
         self._prompts: dict[int, tuple[int, int | None]] = {}
         self._generated: dict[int, int] = {}
 

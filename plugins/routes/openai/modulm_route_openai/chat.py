@@ -25,6 +25,7 @@ from modulm_server.constraints import (
     forced_tool,
     only_one,
 )
+from modulm_server.flags import ServerConfig
 from modulm_server.json_body import bad_field, json_response
 from modulm_server.prompts import ChatOptions
 from modulm_server.sampling import not_yet, sampling_params
@@ -80,7 +81,7 @@ class Chat:
         job = await self._job(request, body)
         started = await job.turn.start()
         if body.stream:
-            quiet = self._context.config.frontend.sse_keep_alive_interval
+            quiet = self._context.config.group(ServerConfig).sse_keep_alive_interval
             return EventStream(self._frames(job, started), quiet=quiet)
         return json_response(await until_gone(self._whole(job, started), request.receive))
 
@@ -111,7 +112,7 @@ class Chat:
         )
         turn.check()
         continued = bool(body.continue_final_message)
-        server = self._context.config.frontend
+        server = self._context.config.group(ServerConfig)
         return _Job(
             id=answer_id("chatcmpl", request, body),
             created=int(time.time()),
@@ -132,7 +133,7 @@ class Chat:
             raise bad_field("service_tier", "service_tier: auto or default")
         if body.top_logprobs and not body.logprobs:
             raise bad_field("top_logprobs", "top_logprobs: only with logprobs: true")
-        trusted = self._context.config.frontend.trust_request_chat_template
+        trusted = self._context.config.group(ServerConfig).trust_request_chat_template
         if body.chat_template is not None and not trusted:
             raise bad_field(
                 "chat_template",
@@ -168,7 +169,7 @@ class Chat:
     def _options(
         self, body: ChatRequest, tools: Any, choice: Any, variables: Mapping[str, Any]
     ) -> ChatOptions:
-        server = self._context.config.frontend
+        server = self._context.config.group(ServerConfig)
         hidden = choice == "none" and server.exclude_tools_when_tool_choice_none
         continued = bool(body.continue_final_message)
         return ChatOptions(
@@ -187,7 +188,7 @@ class Chat:
 
     async def _whole(self, job: _Job, started: Started) -> dict[str, Any]:
         output, messages = await started.messages()
-        details = self._context.config.frontend.enable_prompt_tokens_details
+        details = self._context.config.group(ServerConfig).enable_prompt_tokens_details
         body = {
             **self._head(job, "chat.completion"),
             "choices": [self._choice(job, message) for message in messages],
@@ -240,7 +241,7 @@ class Chat:
     def _logprobs(self, job: _Job, positions: Any, ids: Sequence[int]) -> dict[str, Any] | None:
         as_ids = job.body.return_tokens_as_token_ids
         if as_ids is None:
-            as_ids = self._context.config.frontend.return_tokens_as_token_ids
+            as_ids = self._context.config.group(ServerConfig).return_tokens_as_token_ids
         return chat_logprobs(positions, ids, job.body.top_logprobs or 0, as_ids)
 
     # A stream.

@@ -20,6 +20,7 @@ from modulm_route_openai.answers import (
     usage,
 )
 from modulm_server.constraints import asked, only_one
+from modulm_server.flags import ServerConfig
 from modulm_server.generation import Running, merged
 from modulm_server.json_body import bad_field, json_response
 from modulm_server.prompts import Prompt
@@ -76,7 +77,7 @@ class Completions:
         job = await self._job(request, body)
         runs = await self._start(job)
         if body.stream:
-            quiet = self._context.config.frontend.sse_keep_alive_interval
+            quiet = self._context.config.group(ServerConfig).sse_keep_alive_interval
             return EventStream(self._frames(job, runs), quiet=quiet)
         return json_response(await until_gone(self._whole(job, runs), request.receive))
 
@@ -176,7 +177,7 @@ class Completions:
                 index = place * job.n + choice.index
                 choices.append(self._choice(job, output, choice, index))
                 generated += 0 if job.nothing else len(choice.token_ids)
-        details = self._context.config.frontend.enable_prompt_tokens_details
+        details = self._context.config.group(ServerConfig).enable_prompt_tokens_details
         cached = sum(output.num_cached_tokens or 0 for output in outputs) if details else None
         tokens = sum(len(output.prompt_token_ids) for output in outputs)
         return {**self._head(job), "choices": choices, "usage": usage(tokens, generated, cached)}
@@ -218,7 +219,7 @@ class Completions:
     ) -> dict[str, Any] | None:
         as_ids = job.body.return_tokens_as_token_ids
         if as_ids is None:
-            as_ids = self._context.config.frontend.return_tokens_as_token_ids
+            as_ids = self._context.config.group(ServerConfig).return_tokens_as_token_ids
         return completion_logprobs(
             positions, ids, job.params.logprobs or 0, as_ids, offset, self._token_text
         )

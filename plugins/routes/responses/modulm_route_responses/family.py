@@ -28,6 +28,7 @@ from modulm_route_responses.store import Store, Stored
 from modulm_server.auth import owner_of
 from modulm_server.chat_turn import Parsers, Turn
 from modulm_server.errors import ApiError, describe, escape
+from modulm_server.flags import ServerConfig
 from modulm_server.json_body import bad_field, json_response, read, takes
 from modulm_server.prompts import ChatOptions, Prompt
 from modulm_server.route import RouteFamily
@@ -104,7 +105,7 @@ class Responses(RouteFamily):
             return self._later(job, stream=bool(body.stream))
         started = await job.turn.start()
         if body.stream:
-            quiet = self.context.config.frontend.sse_keep_alive_interval
+            quiet = self.context.config.group(ServerConfig).sse_keep_alive_interval
             return EventStream(self._frames(job, started), quiet=quiet, failed=job.failed)
         await until_gone(self._whole(job, started), request.receive)
         return json_response(job.body)
@@ -236,7 +237,7 @@ class Responses(RouteFamily):
         return self._stream(stored.log) if stored.log else json_response(stored.body)
 
     def _stream(self, events: Log, place: int = 0) -> Response:
-        quiet = self.context.config.frontend.sse_keep_alive_interval
+        quiet = self.context.config.group(ServerConfig).sse_keep_alive_interval
         return EventStream(events.read(place), quiet=quiet)
 
     async def _behind(self, job: _Job) -> None:

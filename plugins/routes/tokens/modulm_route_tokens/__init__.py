@@ -9,6 +9,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.responses import Response
 
 from modulm_server.constraints import check_tools
+from modulm_server.flags import ServerConfig
 from modulm_server.json_body import bad_field, json_response, read, takes
 from modulm_server.prompts import ChatOptions
 from modulm_server.route import RouteFamily
@@ -59,7 +60,7 @@ class Tokens(RouteFamily):
         router.add_api_route(
             "/detokenize", self.detokenize, methods=["POST"], openapi_extra=takes(DetokenizeRequest)
         )
-        if self.context.config.frontend.enable_tokenizer_info_endpoint:
+        if self.context.config.group(ServerConfig).enable_tokenizer_info_endpoint:
             router.add_api_route("/tokenizer_info", self.info, methods=["GET"])
         return router
 
@@ -86,7 +87,7 @@ class Tokens(RouteFamily):
         )
 
     def _options(self, body: TokenizeRequest) -> ChatOptions:
-        trusted = self.context.config.frontend.trust_request_chat_template
+        trusted = self.context.config.group(ServerConfig).trust_request_chat_template
         if body.chat_template is not None and not trusted:
             raise bad_field(
                 "chat_template",

@@ -1,0 +1,101 @@
+"""Flags that users of vLLM bring and that no installed package has, from `known_flags.toml`.
+
+The file is read when a name is met that no group of flags has, and never otherwise.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from attrs import evolve, frozen
+
+from modulm.config.schema.flags import Flag, Kind, State, check, read
+
+__all__ = ["KnownFlag", "find_known", "known_flags", "read_known"]
+
+_TYPES: dict[str, Any] = {
+    "bool": bool | None,
+    "int": int | None,
+    "float": float | None,
+    "str": str | None,
+    "list": tuple[str, ...] | None,
+    "ints": tuple[int, ...] | None,
+    "json": Mapping[str, Any] | None,
+}
+#: What asks for nothing, whatever the default.
+_NOTHING: tuple[object, ...] = (None, (), {}, False)
+
+
+@frozen(kw_only=True)
+class KnownFlag(Flag):
+    """A flag of the file: `package` has it or is to bring it, `target` is its new name."""
+
+    package: str = ""
+    target: str = ""
+
+    def changed(self, value: Any) -> bool:
+        """Whether a value asks for something."""
+        return value != self.default and (value not in _NOTHING or self.default is True)
+
+
+@cache
+def known_flags() -> Mapping[str, KnownFlag]:
+    """The file's flags by flat name, in its order."""
+    text = files("modulm.config").joinpath("known_flags.toml").read_text(encoding="utf-8")
+    flags = (flag for table in tomllib.loads(text).values() for flag in _section(table))
+    return {spec.name: spec for spec in flags}
+
+
+def _section(table: Mapping[str, Any]) -> Iterator[KnownFlag]:
+    state, reason = Kind(table["state"]), table.get("reason", "")
+    package = table.get("package", "")
+    if state is Kind.NOT_INSTALLED:
+        reason = f"{reason}; pip install {package}"
+    elif package:
+        reason = f"{reason}, to come with {package}"
+    for names, text in table["flags"].items():
+        yield evolve(_flag(names, text, state, reason), package=package)
+
+
+def _flag(names: str, text: str, state: Kind, reason: str) -> KnownFlag:
+    """One line: `"option -alias" = "type default # reason"`; a type may be its choices, a|b."""
+    option, *aliases = names.split()
+    declared, _, own = text.partition(" # ")
+    kind, _, default = declared.partition(" ")
+    spec = KnownFlag(
+        name=option.replace("-", "_"),
+        type=_TYPES.get(kind, str | None),
+        choices=() if kind in _TYPES else tuple(kind.split("|")),
+        aliases=tuple(aliases),
+    )
+    renamed = state is Kind.RENAMED
+    return evolve(
+        spec,
+        default=read(spec, default) if default else None,
+        state=State(state, f"use --{own}" if renamed else own or reason),
+        target=own.replace("-", "_") if renamed else "",
+    )
+
+
+@cache
+def _short_names() -> Mapping[str, KnownFlag]:
+    return {alias: spec for spec in known_flags().values() for alias in spec.aliases}
+
+
+def find_known(name: str) -> KnownFlag | None:
+    """The flag of the file with this flat name (`max_loras`) or short name (`-tp`)."""
+    return known_flags().get(name) or _short_names().get(name)
+
+
+def read_known(spec: KnownFlag, value: Any) -> Any:
+    """The value if it asks for something that does no harm, else None.
+
+    Raises ConfigError that names the flag for one that cannot be set.
+    """
+    given = read(spec, value)
+    check(spec, given)
+    return given if spec.changed(given) else None

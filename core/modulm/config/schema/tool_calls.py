@@ -1,0 +1,25 @@
+"""Calls of tools in what a model writes, for commands that serve it."""
+
+from __future__ import annotations
+
+from modulm.config.schema.flags import FlagGroup, flag, flag_group
+
+__all__ = ["ToolCallConfig"]
+
+
+@flag_group
+class ToolCallConfig(FlagGroup):
+    """Calls of tools in what a model writes, for commands that serve it."""
+
+    title = "ToolCallConfig"
+    server = True
+
+    enable_auto_tool_choice: bool = flag(
+        False, "Let the model decide to call tools; needs --tool-call-parser.", common=True
+    )
+    tool_call_parser: str | None = flag(
+        None, "Parser of the model's tool calls.", kind="tool_parsers", common=True
+    )
+    tool_parser_plugin: str = flag(
+        "", "Python file that registers tool parsers.", unit="path", registers=True
+    )
