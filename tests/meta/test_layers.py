@@ -55,7 +55,7 @@ OUTSIDE = ("modulm.testing", "modulm.__init__")
 #: (importing module, imported module): lazy, and with the reason.
 EXCEPTIONS = {
     # The process-wide manager reads the environment's selection on first use.
-    ("modulm.plugins.manager", "modulm.config.sources"),
+    ("modulm.plugins.manager", "modulm.config.environ"),
 }
 
 

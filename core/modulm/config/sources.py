@@ -1,18 +1,17 @@
 """Where values come from, best first: command line or keyword, YAML file, environment, default.
 
-The only module that reads the process's environment. It loads the schema when a configuration
-is made, so that listing plugins, which asks for MODULM_PLUGINS, stays quick.
+The groups of flags are loaded when a configuration is made, not before.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
+from modulm.config.environ import variables
 from modulm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,20 +20,15 @@ if TYPE_CHECKING:
 __all__ = [
     "Draft",
     "Source",
-    "client_key",
     "draft",
     "environment",
     "keywords",
-    "plugin_selection",
     "read_yaml",
-    "reported_environment",
     "yaml_file",
 ]
 
 _PREFIX = "MODULM_"
 _FOREIGN = "VLLM_"
-_REPORTED = ("MODULM_", "HF_", "OMP_", "KMP_", "MKL_", "TORCH_", "PYTORCH_", "PYTHON", "LD_PRELOAD")
-_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
 @frozen
@@ -116,7 +110,7 @@ def environment(environ: Mapping[str, str] | None = None) -> Source:
     from modulm.config.schema.catalog import catalog
 
     known = catalog()
-    table = os.environ if environ is None else environ
+    table = variables() if environ is None else environ
     values: dict[str, Any] = {}
     labels: dict[str, str] = {}
     remarks: list[str] = []
@@ -177,28 +171,3 @@ def _unnegated(name: str, value: Any) -> tuple[str, Any]:
         return name, value
     spec = catalog().spec(positive)
     return (positive, not value) if spec is not None and spec.is_switch else (name, value)
-
-
-def plugin_selection() -> str:
-    """The allow and deny list of `MODULM_PLUGINS`, before any flag is read."""
-    return os.environ.get("MODULM_PLUGINS", "")
-
-
-def client_key() -> str | None:
-    """The key that `chat` and `complete` send: MODULM_API_KEY (its first), else OPENAI_API_KEY."""
-    own = os.environ.get("MODULM_API_KEY", "").split(",")[0].strip()
-    return own or os.environ.get("OPENAI_API_KEY") or None
-
-
-def reported_environment() -> dict[str, str]:
-    """The variables that a bug report needs, secrets masked."""
-    names = sorted(name for name in os.environ if name.startswith(_REPORTED))
-    return {name: _masked(name, os.environ[name]) for name in names}
-
-
-def _masked(name: str, value: str) -> str:
-    return "***" if _any_in(_SECRET, name) and value else value
-
-
-def _any_in(words: Iterable[str], name: str) -> bool:
-    return any(word in name for word in words)

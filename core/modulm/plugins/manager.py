@@ -411,7 +411,7 @@ def current() -> PluginManager:
     """The plugins of this process; the environment's selection applies on first use."""
     global _current
     if _current is None:
-        from modulm.config.sources import plugin_selection
+        from modulm.config.environ import plugin_selection
 
         _current = PluginManager(Selection.parse(plugin_selection()))
     return _current

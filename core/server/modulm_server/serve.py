@@ -96,8 +96,9 @@ def serve(
             engine.shutdown()
     finally:
         sock.close()
-        if config.group(ServerConfig).uds is not None:
-            Path(config.group(ServerConfig).uds).unlink(missing_ok=True)
+        uds = config.group(ServerConfig).uds
+        if uds is not None:
+            Path(uds).unlink(missing_ok=True)
 
 
 def _others(

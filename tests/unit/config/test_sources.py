@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from modulm.config.environ import client_key, reported_environment
 from modulm.config.sources import (
     Source,
-    client_key,
     draft,
     environment,
     keywords,
-    reported_environment,
     yaml_file,
 )
 from modulm.errors import ConfigError

@@ -15,7 +15,7 @@ from attrs import evolve, frozen
 from tqdm import tqdm
 
 from modulm.config import EngineConfig
-from modulm.config.sources import client_key
+from modulm.config.environ import client_key
 from modulm_command_bench.figures import Timed, figures, parse_goodput, save, table
 from modulm_command_bench.load import BACKENDS, Schedule, Target, arrivals, run
 from modulm_command_bench.samples import Recipe, Sample, make_samples

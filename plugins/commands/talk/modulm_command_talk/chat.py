@@ -64,7 +64,7 @@ def command(
 
 def open_talker(draft: Draft, url: str | None, key: str | None, model: str | None) -> Talker:
     """The server at `url`, or the configured model in this process."""
-    from modulm.config.sources import client_key
+    from modulm.config.environ import client_key
     from modulm_command_talk.talkers import Local, Remote
 
     if url is not None:

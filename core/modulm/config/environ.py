@@ -1,0 +1,41 @@
+"""The process's environment; no other module reads it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+
+__all__ = ["client_key", "plugin_selection", "reported_environment", "variables"]
+
+_REPORTED = ("MODULM_", "HF_", "OMP_", "KMP_", "MKL_", "TORCH_", "PYTORCH_", "PYTHON", "LD_PRELOAD")
+_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+
+
+def variables() -> Mapping[str, str]:
+    """All variables, as they are now."""
+    return os.environ
+
+
+def plugin_selection() -> str:
+    """The allow and deny list of `MODULM_PLUGINS`, before any flag is read."""
+    return os.environ.get("MODULM_PLUGINS", "")
+
+
+def client_key() -> str | None:
+    """The key that `chat` and `complete` send: MODULM_API_KEY (its first), else OPENAI_API_KEY."""
+    own = os.environ.get("MODULM_API_KEY", "").split(",")[0].strip()
+    return own or os.environ.get("OPENAI_API_KEY") or None
+
+
+def reported_environment() -> dict[str, str]:
+    """The variables that a bug report needs, secrets masked."""
+    names = sorted(name for name in os.environ if name.startswith(_REPORTED))
+    return {name: _masked(name, os.environ[name]) for name in names}
+
+
+def _masked(name: str, value: str) -> str:
+    return "***" if _any_in(_SECRET, name) and value else value
+
+
+def _any_in(words: Iterable[str], name: str) -> bool:
+    return any(word in name for word in words)
