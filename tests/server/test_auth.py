@@ -18,6 +18,7 @@ from modulm.config import EngineConfig
 from modulm.errors import ConfigError
 from modulm_server import auth
 from modulm_server.auth import OPEN_PATHS, Keys, guard, read_keys
+from modulm_server.flags import ServerConfig
 from modulm_server.serve import check_exposure
 from modulm_server.testing import Live
 
@@ -160,13 +161,13 @@ def test_keys_are_several_and_empty_ones_are_refused(tmp_path: Path) -> None:
     empty.write_text("\n# nothing\n")
     for flags in ({"api_key_file": str(empty)}, {"api_key_file": "missing"}, {"api_key": (" ",)}):
         with pytest.raises(ConfigError):
-            read_keys(EngineConfig.from_keywords(**flags).frontend)
+            read_keys(EngineConfig.from_keywords(**flags).group(ServerConfig))
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])
 def test_a036_not_on_loopback_without_a_key(host: str) -> None:
     def check(**flags: Any) -> None:
-        check_exposure(EngineConfig.from_keywords(host=host, **flags).frontend)
+        check_exposure(EngineConfig.from_keywords(host=host, **flags).group(ServerConfig))
 
     with pytest.raises(ConfigError, match="--allow-unauthenticated"):
         check()
@@ -177,7 +178,7 @@ def test_a036_not_on_loopback_without_a_key(host: str) -> None:
 @pytest.mark.parametrize("host", [None, "127.0.0.1", "::1", "localhost", "127.1.2.3"])
 def test_loopback_needs_no_key(host: str | None) -> None:
     flags = {} if host is None else {"host": host}
-    check_exposure(EngineConfig.from_keywords(**flags).frontend)
+    check_exposure(EngineConfig.from_keywords(**flags).group(ServerConfig))
 
 
 @pytest.mark.parametrize(

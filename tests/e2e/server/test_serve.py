@@ -21,6 +21,7 @@ from attrs import define
 
 from modulm.config import EngineConfig
 from modulm.errors import CheckpointError, ConfigError
+from modulm_server.flags import ServerConfig
 from modulm_server.serve import open_socket, serve
 
 CHAT = "/v1/chat/completions"
@@ -204,7 +205,7 @@ def test_what_is_wrong_is_known_before_there_is_an_engine(tiny_folder: Path) -> 
 
 def test_f41_addresses_that_cannot_be_used(tmp_path: Path) -> None:
     def opened(**flags: Any) -> Any:
-        return open_socket(EngineConfig.from_keywords(**flags).frontend)
+        return open_socket(EngineConfig.from_keywords(**flags).group(ServerConfig))
 
     plain = tmp_path / "file"
     plain.write_text("")
