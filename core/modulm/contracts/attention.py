@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from attrs import frozen
+from attrs import NOTHING, fields, frozen
+
+from modulm.contracts.recording import Recordable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,9 +18,19 @@ if TYPE_CHECKING:
     from modulm.contracts.ops import Ops
     from modulm.contracts.platform import Platform
 
-__all__ = ["API", "AttentionBackend", "AttentionSpec", "KVLayout", "StepLayout"]
+__all__ = [
+    "API",
+    "PLAIN",
+    "AttentionBackend",
+    "AttentionInputs",
+    "AttentionPlan",
+    "AttentionSpec",
+    "KVLayout",
+    "QKVPrepare",
+    "StepLayout",
+]
 
-API = 2
+API = 3
 
 
 @frozen
@@ -30,7 +42,13 @@ class AttentionSpec:
     from its first `latent` entries. 0 means keys and values are kept as they are.
 
     `kv_dtype` is a torch dtype by name. Floats are kept rounded to it. In "int8" a token's key,
-    and so its value, is kept per head as integers times max |x| / 127.
+    and so its value, is kept per head as integers times max |x| / 127. With `scales` a key is
+    kept divided by `AttentionInputs.k_scale`, a value by `v_scale`.
+
+    Fields with a default are features, see `features`. `sinks`, `alibi` and `scales` announce
+    tensors of AttentionInputs, and so does `selection`: queries see only chosen runs of that many
+    tokens of their row (sparse attention). `spans` announces `StepLayout.spans`. With `cross` the
+    keys are those of the row's encoder, `StepLayout.encoder_lens` of them, and queries see all.
     """
 
     heads: int
@@ -46,6 +64,19 @@ class AttentionSpec:
     alibi: bool = False
     causal: bool = True
     latent: int = 0
+    scales: bool = False
+    selection: int = 0
+    spans: bool = False
+    cross: bool = False
+
+    @property
+    def features(self) -> frozenset[str]:
+        """The optional fields that this layer uses, beyond plain causal attention."""
+        return frozenset(
+            field.name
+            for field in fields(AttentionSpec)
+            if field.default is not NOTHING and getattr(self, field.name) != field.default
+        )
 
 
 @frozen
@@ -65,6 +96,12 @@ class StepLayout:
     that fell out of a window are 0, the null block. query_starts: [rows + 1] int32, offsets into
     the step's tokens. context_lens: [rows] int32, cached tokens of the row *including* those of
     this step. slots: [tokens] int64, block id * block size + offset for each token of the step.
+
+    spans: [n, 3] int32 of (row's place in the step, first position, end): tokens of the row that
+    see one another in both directions (an image in a prompt); a step never holds part of one.
+    encoder_lens: [rows] int32, tokens of each row's encoder, for layers of cross attention: then
+    block_tables are those of the encoder's tokens, and slots has one entry for each key that the
+    step brings, which may be none.
     """
 
     block_size: int
@@ -72,6 +109,52 @@ class StepLayout:
     query_starts: np.ndarray
     context_lens: np.ndarray
     slots: np.ndarray
+    spans: np.ndarray | None = None
+    encoder_lens: np.ndarray | None = None
+
+
+class AttentionPlan(Recordable):
+    """What a backend prepared for one step, once for all layers of a spec.
+
+    Only the backend reads it. Recorders ask what `Recordable` says.
+    """
+
+
+@frozen(eq=False)
+class AttentionInputs:
+    """What a layer brings to attention beside queries, keys and values; the spec announces each.
+
+    sinks, alibi: [heads] fp32. k_scale, v_scale: [1] or [kv_heads] fp32, see `AttentionSpec`.
+    selected: [tokens, kv_heads or 1, n] int32, numbers of the row's runs of `spec.selection`
+    tokens that a query sees (of those it may see at all), -1 for none. A layer whose inputs are
+    all constant makes this value once.
+    """
+
+    sinks: torch.Tensor | None = None
+    alibi: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+    selected: torch.Tensor | None = None
+
+
+#: A layer that brings nothing.
+PLAIN = AttentionInputs()
+
+
+@frozen(eq=False)
+class QKVPrepare:
+    """What happens to queries and keys between projection and attention; constant for a layer.
+
+    q_norm, k_norm: [head_dim], weights of an RMS norm of each head, stored less `norm_offset`, or
+    None. cos_sin: [positions, rotated dimensions] or None, see the op `rotary`.
+    """
+
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    eps: float = 0.0
+    norm_offset: float = 0.0
+    cos_sin: torch.Tensor | None = None
+    neox: bool = True
 
 
 class AttentionBackend(ABC):
@@ -79,15 +162,27 @@ class AttentionBackend(ABC):
 
     name: ClassVar[str]
     api: ClassVar[int | tuple[int, int]]
+    #: Optional fields of AttentionSpec that the backend looks at. Layers that use others are
+    #: rejected for it, so that a field of a later version is never ignored.
+    features: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
     @abstractmethod
     def rejects(cls, spec: AttentionSpec, platform: Platform, ops: Ops) -> str | None:
         """A reason why this backend cannot run `spec` on `platform`, or None if it can.
 
-        `ops` is the table that the model will run on; `ops.providers` says whose kernels are in
-        it, for a backend that needs those of one provider.
+        `spec` uses no feature beyond `features`. `ops` is the table that the model will run on;
+        `ops.providers` says whose kernels are in it, for a backend that needs those of one
+        provider.
         """
+
+    @classmethod
+    def refuses(cls, spec: AttentionSpec, platform: Platform, ops: Ops) -> str | None:
+        """Why the backend cannot be chosen: a feature it does not know, or what it rejects."""
+        unknown = sorted(spec.features - cls.features)
+        if unknown:
+            return f"does not do {', '.join(unknown)}"
+        return cls.rejects(spec, platform, ops)
 
     @classmethod
     def block_sizes(cls, spec: AttentionSpec) -> tuple[int, ...]:
@@ -100,7 +195,7 @@ class AttentionBackend(ABC):
         platform: Platform,
         ops: Ops,
         block_size: int,
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, object] | None = None,
     ) -> None:
         self.spec = spec
         self.platform = platform
@@ -112,8 +207,8 @@ class AttentionBackend(ABC):
         """The cache tensor that one layer needs for a pool of `blocks` blocks."""
 
     @abstractmethod
-    def plan(self, step: StepLayout) -> Any:
-        """Prepare one step, once for all layers of the spec. The result is opaque to the core."""
+    def plan(self, step: StepLayout) -> AttentionPlan:
+        """Prepare one step, once for all layers of the spec."""
 
     @abstractmethod
     def forward(
@@ -122,33 +217,33 @@ class AttentionBackend(ABC):
         k: torch.Tensor,
         v: torch.Tensor,
         cache: torch.Tensor,
-        plan: Any,
+        plan: AttentionPlan,
         out: torch.Tensor,
-        *,
-        sinks: torch.Tensor | None = None,
-        alibi: torch.Tensor | None = None,
+        inputs: AttentionInputs = PLAIN,
     ) -> None:
         """Write k and v to the cache, attend, and fill `out`.
 
         q, out: [tokens, heads, head_dim]; k: [tokens, kv_heads, head_dim]; v: [tokens, kv_heads,
-        value_dim]; sinks, alibi: [heads] fp32. Rows may be of any mix of lengths. With a latent
+        value_dim]; `plan` is what `plan` made. Rows may be of any mix of lengths. With a latent
         spec, q is [tokens, heads, latent + rope], k [tokens, 1, latent + rope], v is ignored and
-        out is [tokens, heads, latent].
+        out is [tokens, heads, latent]. With a cross spec k and v are those of encoders' tokens.
         """
 
     def forward_qkv(
         self,
         qkv: torch.Tensor,
-        prepare: Mapping[str, Any],
+        positions: torch.Tensor,
+        prepare: QKVPrepare,
         cache: torch.Tensor,
-        plan: Any,
+        plan: AttentionPlan,
         out: torch.Tensor,
+        inputs: AttentionInputs = PLAIN,
     ) -> bool:
         """Optionally do split, per-head norm, rotary, cache write and attention in one go.
 
-        qkv: [tokens, (heads + 2 * kv_heads) * head_dim]. `prepare` holds q_norm, k_norm (tensors
-        or None), eps, norm_offset, cos_sin, positions, neox. Returns False, having touched
-        nothing, when the backend does not fuse this; then the layer does the steps itself.
+        qkv: [tokens, (heads + 2 * kv_heads) * head_dim]; positions: [tokens] int64. Returns False,
+        having touched nothing, when the backend does not fuse this; then the layer does the steps
+        itself.
         """
         return False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from modulm.contracts.ops import Op, Ops
 from modulm.contracts.platform import Probe
@@ -42,14 +42,15 @@ class KernelProvider(ABC):
     def ops(self) -> Mapping[str, Op]:
         """Op name -> callable. Called once; the callables are called per layer."""
 
-    def rejects(self, op: str, **facts: Any) -> str | None:
+    def rejects(self, op: str, **facts: object) -> str | None:
         """A reason why `op` cannot run with these dtypes and sizes, or None if it can."""
         return None
 
     def recorded(self, forward: Forward) -> Forward:
         """`forward`, or what gives the same bits with less work between the kernels.
 
-        For providers that can write a step down and repeat it (graphs). What cannot be written
-        down runs as `forward` does. The result may be overwritten by the next call.
+        For providers that record a step and repeat it (CUDA graphs). A batch says what it holds
+        and what must be equal (`Recordable`); one that cannot be recorded runs as `forward` does.
+        The result may be overwritten by the next call.
         """
         return forward

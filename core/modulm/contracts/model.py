@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
-from modulm.contracts.attention import AttentionSpec
+from modulm.contracts.attention import AttentionPlan, AttentionSpec
+from modulm.contracts.recording import Recordable
 from modulm.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -36,16 +38,19 @@ class CacheSpec:
 
     `layer` is the module path; its position in the model's list is the index by which the layer
     finds its cache in `Batch.caches`. Layers whose `spec` agree in what they keep form a group
-    with one block table. `shares` names an earlier layer whose cache this one reads.
+    with one block table. `shares` names an earlier layer whose cache this one reads. `follows`
+    names an earlier layer with keys and values, by whose block table this one keeps its own: they
+    are one group however their specs differ (the indexer of a sparse attention layer).
     """
 
     layer: str
     spec: AttentionSpec | StateSpec
     shares: str | None = None
+    follows: str | None = None
 
 
-@frozen
-class StatePlan:
+@frozen(eq=False)
+class StatePlan(Recordable):
     """The plan of a state group: which slot each row of the step reads and writes.
 
     slots: [rows] int64, where the state goes that the row's last token leaves; sources: [rows]
@@ -65,24 +70,39 @@ class StatePlan:
     sources: torch.Tensor | None = None
     kept: tuple[tuple[int, int, int], ...] = ()
 
+    def key(self) -> Hashable:
+        return self.counts, self.starts, self.kept
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        own = (self.slots, self.fresh, self.query_starts)
+        return own if self.sources is None else (*own, self.sources)
+
+    def over(
+        self, tensors: Sequence[torch.Tensor], tables: Sequence[torch.Tensor] = ()
+    ) -> StatePlan:
+        slots, fresh, query_starts, *sources = tensors
+        moved = evolve(self, slots=slots, fresh=fresh, query_starts=query_starts)
+        return evolve(moved, sources=sources[0]) if sources else moved
+
 
 @frozen(eq=False)
-class Batch:
+class Batch(Recordable):
     """One step's input: rows of any mix of lengths laid end to end.
 
     tokens, positions: [tokens] int64. query_starts: [rows + 1] int32. caches: one entry per
-    CacheSpec of the model, in its order. plans: one entry per cache group; `groups[i]` is the
-    group of cache i. sample: [n] int64, the token positions whose logits are wanted. embeds:
-    [tokens, hidden] or None, replaces the embedding where `embeds_mask` [tokens] is true.
-    axis_positions: [axes, tokens] int64 for models that count along several axes, else None.
-    extras: named tensors that only some models read ("token_types", ...).
+    CacheSpec of the model, in its order. plans: one entry per cache group, and one for each
+    backend of layers that follow another's block table; `groups[i]` is the entry of cache i.
+    sample: [n] int64, the token positions whose logits are wanted. embeds: [tokens, hidden] or
+    None, replaces the embedding where `embeds_mask` [tokens] is true. axis_positions: [axes,
+    tokens] int64 for models that count along several axes, else None. extras: named tensors that
+    only some models read ("token_types", ...).
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
     query_starts: torch.Tensor
     caches: tuple[Any, ...]
-    plans: tuple[Any, ...]
+    plans: tuple[AttentionPlan | StatePlan, ...]
     groups: tuple[int, ...]
     sample: torch.Tensor
     embeds: torch.Tensor | None = None
@@ -93,6 +113,42 @@ class Batch:
     def plan(self, cache: int) -> Any:
         """The plan for the layer that owns cache `cache`."""
         return self.plans[self.groups[cache]]
+
+    def key(self) -> Hashable | None:
+        keys = tuple([plan.key() for plan in self.plans])
+        return None if None in keys else (keys, tuple(self._own()))
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (*self._own().values(), *(t for plan in self.plans for t in plan.tensors()))
+
+    def tables(self) -> tuple[torch.Tensor, ...]:
+        return tuple([table for plan in self.plans for table in plan.tables()])
+
+    def over(self, tensors: Sequence[torch.Tensor], tables: Sequence[torch.Tensor]) -> Batch:
+        left, tables_left = iter(tensors), iter(tables)
+        own: dict[str, Any] = {name: next(left) for name in self._own()}
+        extras = {name: own.pop(name) for name in self.extras}
+        plans = tuple(
+            plan.over(
+                tuple(islice(left, len(plan.tensors()))),
+                tuple(islice(tables_left, len(plan.tables()))),
+            )
+            for plan in self.plans
+        )
+        return evolve(self, plans=plans, extras=extras, **own)
+
+    def _own(self) -> Mapping[str, torch.Tensor]:
+        """The batch's tensors beside those of its plans."""
+        given = {
+            "tokens": self.tokens,
+            "positions": self.positions,
+            "query_starts": self.query_starts,
+            "sample": self.sample,
+            "embeds": self.embeds,
+            "embeds_mask": self.embeds_mask,
+            "axis_positions": self.axis_positions,
+        }
+        return {**{name: t for name, t in given.items() if t is not None}, **self.extras}
 
 
 class Model(ABC):

@@ -11,6 +11,7 @@ from attrs import frozen
 
 from modulm.contracts.attention import AttentionBackend, AttentionSpec
 from modulm.contracts.model import CacheSpec, StateSpec
+from modulm.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,6 +23,7 @@ __all__ = ["CacheGroup", "group_caches"]
 class CacheGroup:
     """Layers with equal specs. `layers` are indices into the model's caches.
 
+    followers: layers with other specs that keep their own by the same block table, by backend.
     `block_bytes` is what one block takes in all layers together, those left out that share an
     earlier layer's cache; for states one "block" is a slot, which holds the state after at most
     block_size tokens more than the block before.
@@ -34,6 +36,7 @@ class CacheGroup:
     block_size: int
     window: int | None
     block_bytes: int
+    followers: tuple[tuple[AttentionBackend, tuple[int, ...]], ...] = ()
 
 
 def group_caches(
@@ -46,8 +49,16 @@ def group_caches(
     state_block: tokens between two lengths of which states can be kept.
     """
     members: dict[AttentionSpec | StateSpec, list[int]] = {}
+    following: dict[AttentionSpec | StateSpec, dict[AttentionSpec, list[int]]] = {}
+    leaders: dict[str, AttentionSpec | StateSpec] = {}
     for index, cache in enumerate(caches):
-        members.setdefault(cache.spec, []).append(index)
+        spec = cache.spec
+        leader = spec if cache.follows is None else _leader(cache, leaders)
+        leaders.setdefault(cache.layer, leader)
+        if leader == spec:
+            members.setdefault(spec, []).append(index)
+        elif isinstance(spec, AttentionSpec):
+            following.setdefault(leader, {}).setdefault(spec, []).append(index)
     groups: list[CacheGroup] = []
     for spec, layers in members.items():
         owners = sum(caches[layer].shares is None for layer in layers)
@@ -56,13 +67,40 @@ def group_caches(
             groups.append(CacheGroup("state", tuple(layers), spec, None, state_block, None, size))
             continue
         backend = backends[spec]
+        followers = [(backends[other], tuple(at)) for other, at in following.get(spec, {}).items()]
         size = owners * backend.layout(1).block_bytes
+        for other, at in followers:
+            if other.block_size != backend.block_size:
+                raise UnsupportedError(
+                    f"{caches[at[0]].layer} follows a block table of {backend.block_size} tokens "
+                    f"per block, its backend {other.name} takes {other.block_size}"
+                )
+            size += len(at) * other.layout(1).block_bytes
         groups.append(
             CacheGroup(
-                "attention", tuple(layers), spec, backend, backend.block_size, spec.window, size
+                "attention",
+                tuple(layers),
+                spec,
+                backend,
+                backend.block_size,
+                spec.window,
+                size,
+                tuple(followers),
             )
         )
     return tuple(groups)
+
+
+def _leader(
+    cache: CacheSpec, leaders: Mapping[str, AttentionSpec | StateSpec]
+) -> AttentionSpec | StateSpec:
+    """The spec of the group whose block table `cache` follows."""
+    spec, leader = cache.spec, leaders.get(str(cache.follows))
+    if not (isinstance(spec, AttentionSpec) and isinstance(leader, AttentionSpec)):
+        raise UnsupportedError(f"{cache.layer} follows {cache.follows}: no earlier attention layer")
+    if leader.window is not None and leader.window < (spec.window or leader.window + 1):
+        raise UnsupportedError(f"{cache.layer} looks back beyond the window of {cache.follows}")
+    return leader
 
 
 def _state_bytes(tensors: Iterable[tuple[str, tuple[int, ...], str]]) -> int:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 from torch.nn import Module
 
-from modulm.contracts.attention import AttentionSpec
+from modulm.contracts.attention import PLAIN, AttentionInputs, AttentionSpec, QKVPrepare
 from modulm.nn.norm import Norm, RMSNorm
 
 if TYPE_CHECKING:
@@ -40,10 +40,10 @@ class Attention(Module):
 
     What a family adds to that is an argument: `rope`; `qk_norm`, norms of queries and keys before
     the rotation (with `norm_last` after it), over each head or (`norm_whole`) over all heads at
-    once; `window`, `softcap`, `sinks` as in the op `paged_attention`; `alibi` multiplies the usual
-    slopes, 0 for none; `clip` bounds the projections; `gate` names a projection of the input whose
-    sigmoid scales what was attended. `scale` multiplies the scores, 1 / sqrt(head_dim) if it is
-    None.
+    once; `window`: tokens that a query sees, its own included; `softcap` bounds the scores by tanh;
+    `sinks`: a learned score per head of a token without value; `alibi` multiplies the usual slopes,
+    0 for none; `clip` bounds the projections; `gate` names a projection of the input whose sigmoid
+    scales what was attended. `scale` multiplies the scores, 1 / sqrt(head_dim) if it is None.
     """
 
     sinks: Tensor | None
@@ -107,38 +107,45 @@ class Attention(Module):
             causal=causal,
         )
         self.cache, self.backend = b.attention_cache(spec)
-        special = sinks or alibi or clip or norm_whole or norm_last
-        self.fusable = not special and _fusable(qk_norm)
+        self.fusable = not (clip or norm_whole or norm_last) and _fusable(qk_norm)
+        # Made when the layer first runs: its tensors are there once the weights are loaded.
+        self._constant: tuple[AttentionInputs, QKVPrepare] | None = None
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
         qkv = self.qkv(x)
         out = qkv.new_empty(x.shape[0], self.heads, self.head_dim)
-        cache, plan = batch.caches[self.cache], batch.plan(self.cache)
+        cache, plan, positions = batch.caches[self.cache], batch.plan(self.cache), batch.positions
+        inputs, prepare = self._constant or self._bind()
         if not (
             self.fusable
-            and self.backend.forward_qkv(qkv, self._prepare(batch.positions), cache, plan, out)
+            and self.backend.forward_qkv(qkv, positions, prepare, cache, plan, out, inputs)
         ):
-            q, k, v = self._project(qkv, batch.positions)
-            self.backend.forward(q, k, v, cache, plan, out, sinks=self.sinks, alibi=self.alibi)
+            q, k, v = self._project(qkv, positions)
+            self.backend.forward(q, k, v, cache, plan, out, inputs)
         seen = out.flatten(1)
         if self.gate is not None:
             seen = self.ops.multiply(seen, self.gate(x), "sigmoid")
         attended: Tensor = self.out(seen)
         return attended
 
-    def _prepare(self, positions: Tensor) -> dict[str, Any]:
-        """What a backend needs to do norm and rotation itself."""
-        q, k = self.q_norm, self.k_norm
-        return {
-            "q_norm": None if q is None else q.weight,
-            "k_norm": None if k is None else k.weight,
-            "eps": q.eps if isinstance(q, RMSNorm) else 0.0,
-            "norm_offset": q.offset if isinstance(q, RMSNorm) else 0.0,
-            "cos_sin": None if self.rotation is None else self.rotation.cos_sin,
-            "positions": positions,
-            "neox": self.neox,
-        }
+    def _bind(self) -> tuple[AttentionInputs, QKVPrepare]:
+        """What the layer gives its backend in every step."""
+        plain = self.sinks is None and self.alibi is None
+        inputs = PLAIN if plain else AttentionInputs(sinks=self.sinks, alibi=self.alibi)
+        prepare = QKVPrepare(
+            cos_sin=None if self.rotation is None else self.rotation.cos_sin, neox=self.neox
+        )
+        if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
+            prepare = evolve(
+                prepare,
+                q_norm=self.q_norm.weight,
+                k_norm=self.k_norm.weight,
+                eps=self.q_norm.eps,
+                norm_offset=self.q_norm.offset,
+            )
+        self._constant = inputs, prepare
+        return self._constant
 
     def _project(self, qkv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [tokens, heads, head_dim], normed and rotated."""

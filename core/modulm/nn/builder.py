@@ -241,15 +241,20 @@ class Builder:
         """The table of a kind of rotary positions, one for all layers; filled while loading."""
         return self.shared.ropes.setdefault(rope, RopeTable(rope))
 
-    def attention_cache(self, spec: AttentionSpec) -> tuple[int, AttentionBackend]:
-        """Register a layer that keeps keys and values: its cache's index and its backend."""
+    def attention_cache(
+        self, spec: AttentionSpec, *, follows: str | None = None
+    ) -> tuple[int, AttentionBackend]:
+        """Register a layer that keeps keys and values: its cache's index and its backend.
+
+        `follows`: see CacheSpec.
+        """
         if not self.shared.windows:
             spec = evolve(spec, window=None)
-        return self.cache(spec), self.shared.choose_backend(spec)
+        return self.cache(spec, follows=follows), self.shared.choose_backend(spec)
 
-    def cache(self, spec: AttentionSpec | StateSpec) -> int:
+    def cache(self, spec: AttentionSpec | StateSpec, *, follows: str | None = None) -> int:
         """Register the layer at this prefix as one that keeps something; its cache's index."""
-        self.shared.caches.append(CacheSpec(self.prefix, spec))
+        self.shared.caches.append(CacheSpec(self.prefix, spec, follows=follows))
         return len(self.shared.caches) - 1
 
     # Recording weights.

@@ -3,11 +3,6 @@
 Notation: T tokens, H hidden size, Hq query heads, Hk key and value heads, D head size. Ops with
 an `out` argument fill it if it is given and return it; without it they return a new tensor.
 Norms and rotations are computed in fp32 whatever the dtype of their input.
-
-The portable cache of a layer is one tensor [blocks, block size, Hk, D + Dv]: a token's key beside
-its value (a latent cache, DeepSeek-V2, arXiv 2405.04434, is [blocks, block size, 1, D] and its
-values are the first entries of its keys). A kernel provider may lay its cache out otherwise: then
-its attention backend, its `write_kv` and its `paged_attention` agree among themselves.
 """
 
 from __future__ import annotations
@@ -37,12 +32,10 @@ __all__ = [
     "multiply",
     "pack_experts",
     "pack_linear",
-    "paged_attention",
     "rms_norm",
     "rotary",
     "scale",
     "unpack_linear",
-    "write_kv",
 ]
 
 
@@ -210,71 +203,6 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, neox: bool 
         part.copy_(torch.cat(turned, -1) if neox else torch.stack(turned, -1).flatten(-2))
 
 
-def write_kv(k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """Put keys and values of T tokens at their slots.
-
-    k: [T, Hk, D]; v: [T, Hk, Dv], ignored where the cache holds only D values (a latent cache);
-    slots: [T] int64, block id * block size + offset.
-    """
-    flat = cache.view(-1, *cache.shape[2:])
-    size = k.shape[-1]
-    flat[slots, :, :size] = k.to(cache.dtype)
-    if cache.shape[-1] > size:
-        flat[slots, :, size:] = v.to(cache.dtype)
-
-
-def paged_attention(
-    q: Tensor,
-    cache: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    out: Tensor,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    alibi: Tensor | None = None,
-    causal: bool = True,
-) -> Tensor:
-    """Attention of each row's new tokens over its cached ones, which hold the new ones already.
-
-    q: [T, Hq, D]; out: [T, Hq, Dv]; block_tables: [S, B] int32; query_starts: [S + 1] int32;
-    context_lens: [S] int32, cached tokens of the row with this step's. A row's queries are its
-    last tokens. `window` > 0 lets a token see that many tokens, itself included; `softcap` > 0
-    bounds the scores by tanh; `sinks` [Hq] fp32 are scores of a token without value; `alibi`
-    [Hq] fp32 are slopes per distance (Press et al., arXiv 2108.12409).
-    """
-    starts, lens = query_starts.tolist(), context_lens.tolist()
-    for row, length in enumerate(lens):
-        span = slice(starts[row], starts[row + 1])
-        if span.start == span.stop:
-            continue
-        keys, values = _gather(cache, block_tables[row], length, q.shape[-1], out.shape[-1])
-        group = q.shape[1] // keys.shape[1]
-        keys = keys.float().repeat_interleave(group, dim=1)
-        values = values.float().repeat_interleave(group, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", q[span].float() * scale, keys)
-        if softcap > 0:
-            scores = softcap * torch.tanh(scores / softcap)
-        queries = torch.arange(length - (span.stop - span.start), length, device=q.device)
-        distance = queries[:, None] - torch.arange(length, device=q.device)
-        if alibi is not None:
-            scores -= alibi[:, None, None] * distance
-        hidden = torch.zeros_like(distance, dtype=torch.bool)
-        if causal:
-            hidden |= distance < 0
-        if window > 0:
-            hidden |= distance.abs() >= window
-        scores = scores.masked_fill(hidden, -torch.inf)
-        if sinks is not None:
-            column = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
-            scores = torch.cat([scores, column], dim=-1)
-        weights = scores.softmax(-1)[..., :length]
-        out[span] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
-    return out
-
-
 def latent_prepare(
     q: Tensor,
     kept: Tensor,
@@ -391,16 +319,6 @@ def _gated(gate: Tensor, up: Tensor, act: str, alpha: float, limit: float) -> Te
     if act == "silu":
         return F.silu(gate) * up
     return F.gelu(gate, approximate="tanh" if act == "gelu_tanh" else "none") * up
-
-
-def _gather(
-    cache: Tensor, table: Tensor, length: int, size: int, value_size: int
-) -> tuple[Tensor, Tensor]:
-    """Keys [length, Hk, D] and values [length, Hk, Dv] of one row."""
-    blocks = -(-length // cache.shape[1])
-    held = cache[table[:blocks].long()].flatten(0, 1)[:length]
-    values = held[..., size:] if held.shape[-1] > size else held[..., :value_size]
-    return held[..., :size], values
 
 
 def _deliver(result: Tensor, out: Tensor | None) -> Tensor:

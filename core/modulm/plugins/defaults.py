@@ -125,12 +125,12 @@ def choose_attention(
             subject,
             "attention",
             requested,
-            lambda driver: driver.rejects(spec, platform, ops),
+            lambda driver: driver.refuses(spec, platform, ops),
         )
     installed = _names(plugins, "attention")
     order = [*platform.attention, *(name for name in installed if name not in platform.attention)]
     drivers, failed = _load_all(plugins, "attention", order)
-    rejections = {name: driver.rejects(spec, platform, ops) for name, driver in drivers.items()}
+    rejections = {name: driver.refuses(spec, platform, ops) for name, driver in drivers.items()}
     asked = plugins.hook.modulm_choose_attention(spec=spec, platform=platform, ops=ops)
     choice = _unless_off(plugins, "attention", asked)
     if choice is None:

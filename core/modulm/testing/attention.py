@@ -6,8 +6,9 @@
         check_attention(MyAttention)
 
 Rows of every mix of lengths are stepped through random blocks, for each kind of layer and format
-of the cache that the backend does not reject, and compared with the op `paged_attention` in plain
-torch over a cache of its own. Without a machine that the backend runs on nothing is checked.
+of the cache that the backend does not refuse, and compared with `ReferenceAttention` over a cache
+of its own. Plans that can be recorded are: steps repeated from an earlier plan give the same bits.
+Without a machine that the backend runs on nothing is checked.
 """
 
 from __future__ import annotations
@@ -17,15 +18,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, fields, frozen
 from torch import Tensor
 
-from modulm.contracts.attention import AttentionBackend, AttentionSpec, StepLayout
+from modulm.contracts.attention import (
+    AttentionBackend,
+    AttentionInputs,
+    AttentionPlan,
+    AttentionSpec,
+    QKVPrepare,
+    StepLayout,
+)
 from modulm.contracts.platform import Platform
 from modulm.ops import OpTable, bind, twins
+from modulm.ops.recording import FixedInputs, signature
 from modulm.plugins import defaults, manager
+from modulm.testing.paged_attention import ReferencePlan, attend, write_kv
 
-__all__ = ["SPECS", "check_attention", "qkv_prepare"]
+__all__ = ["SPECS", "check_attention"]
 
 _BASE = AttentionSpec(
     heads=4, kv_heads=2, head_dim=64, scale=0.125, dtype="float32", kv_dtype="float32"
@@ -47,6 +57,12 @@ SPECS: Mapping[str, AttentionSpec] = {
     "both directions": evolve(_BASE, causal=False),
     "smaller values": evolve(_BASE, value_dim=32),
     "latent": evolve(_BASE, kv_heads=1, head_dim=96, latent=64),
+    "scales": evolve(_BASE, scales=True),
+    "selected runs": evolve(_BASE, selection=8),
+    "selected tokens": evolve(_BASE, selection=1, heads=2),
+    "spans": evolve(_BASE, spans=True),
+    "spans and window": evolve(_BASE, spans=True, window=9),
+    "cross": evolve(_BASE, cross=True),
 }
 
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 5e-3}
@@ -78,7 +94,10 @@ def check_attention(
     if platform is None:
         return
     ops = _bind(platform)
-    refused = backend.rejects(evolve(_BASE, kv_dtype="unheard_of"), platform, ops)
+    assert backend.features <= {field.name for field in fields(AttentionSpec)}, (
+        "features are fields of AttentionSpec"
+    )
+    refused = backend.refuses(evolve(_BASE, kv_dtype="unheard_of"), platform, ops)
     assert refused, "rejects() takes a kv_dtype that does not exist"
     formats = [(dtype, dtype) for dtype in platform.dtypes]
     formats += [(platform.dtypes[0], narrow) for narrow in _NARROW]
@@ -86,7 +105,7 @@ def check_attention(
     for dtype, kept in formats:
         for what, base in SPECS.items():
             spec = evolve(base, dtype=dtype, kv_dtype=kept)
-            reason = backend.rejects(spec, platform, ops)
+            reason = backend.refuses(spec, platform, ops)
             assert reason is None or reason, f"rejects() gives an empty reason for {what}"
             if reason is None:
                 accepted += 1
@@ -122,8 +141,54 @@ class _Case:
         bound = max(_TOLERANCE[self.spec.dtype], _NARROW.get(self.spec.kv_dtype, 0.0))
         assert worst <= bound, f"{self.what}, {where}: differs from the twin by {worst:.2g}"
 
-    def kept(self, x: Tensor) -> Tensor:
+    def values(self) -> int:
+        """The size of a head's values."""
+        return self.spec.latent or self.spec.value_dim or self.spec.head_dim
+
+    def qkv(self, step: StepLayout, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values for a step."""
+        spec, keys = self.spec, len(step.slots)
+        q = self.tensor(int(step.query_starts[-1]), spec.heads, spec.head_dim, seed=3 * seed)
+        k = self.tensor(keys, spec.kv_heads, spec.head_dim, seed=3 * seed + 1)
+        return q, k, self.tensor(keys, spec.kv_heads, self.values(), seed=3 * seed + 2)
+
+    def inputs(self, step: StepLayout) -> AttentionInputs:
+        """What a layer of the spec would bring; the same in every step but for `selected`."""
+        spec, device = self.spec, self.platform.device
+        draw = torch.Generator().manual_seed(7)
+        heads = torch.rand(2, spec.heads, generator=draw).to(device)
+        scales = 0.5 + torch.rand(2, spec.kv_heads, generator=draw).to(device)
+        return AttentionInputs(
+            sinks=heads[0] if spec.sinks else None,
+            alibi=heads[1] if spec.alibi else None,
+            k_scale=scales[0] if spec.scales else None,
+            v_scale=scales[1] if spec.scales else None,
+            selected=self._selected(step) if spec.selection else None,
+        )
+
+    def _selected(self, step: StepLayout) -> Tensor:
+        """[tokens, kv_heads, 3]: each query's own run, an earlier one, and none."""
+        own = _positions(step).view(-1, 1, 1).expand(-1, self.spec.kv_heads, 1)
+        own = own // self.spec.selection
+        earlier = own * torch.arange(1, self.spec.kv_heads + 1).view(1, -1, 1) // 3
+        chosen = torch.cat([own, earlier, torch.full_like(own, -1)], -1)
+        return chosen.int().to(self.platform.device)
+
+    def caches(self, count: int, blocks: int) -> tuple[AttentionBackend, list[Tensor]]:
+        """A backend and caches of its layout, zeroed."""
+        backend = self.make()
+        layout = backend.layout(blocks)
+        kept, device = getattr(torch, layout.dtype), self.platform.device
+        return backend, [torch.zeros(layout.shape, dtype=kept, device=device) for _ in range(count)]
+
+    def blocks(self, backend: AttentionBackend) -> int:
+        """Blocks of a pool for all rows."""
+        return 1 + _ROWS * -(-_LENGTH // backend.block_size)
+
+    def kept(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
         """x: [tokens, heads, size] as the cache gives it back (see `AttentionSpec.kv_dtype`)."""
+        if scale is not None:
+            return (self.kept(x / scale[:, None]) * scale[:, None]).to(x.dtype)
         if self.spec.kv_dtype == "int8":
             scale = x.float().abs().amax(-1, keepdim=True) / 127
             return (torch.round(x.float() / scale.clamp_min(1e-30)) * scale).to(x.dtype)
@@ -131,36 +196,42 @@ class _Case:
 
 
 def _check_spec(case: _Case) -> None:
-    backend = case.make()
-    device = case.platform.device
-    blocks = 1 + _ROWS * -(-_LENGTH // backend.block_size)
-    layout = backend.layout(blocks)
-    cache = torch.zeros(layout.shape, dtype=getattr(torch, layout.dtype), device=device)
-    _check_layout(case, layout.block_bytes, cache, blocks)
-    spec = case.spec
-    values = spec.latent or spec.value_dim or spec.head_dim
-    width = spec.head_dim if spec.latent else spec.head_dim + values
+    spec, blocks = case.spec, case.blocks(case.make())
+    backend, (cache,) = case.caches(1, blocks)
+    _check_layout(case, backend.layout(blocks).block_bytes, cache, blocks)
+    width = spec.head_dim if spec.latent else spec.head_dim + case.values()
     mirror = torch.zeros(
         (blocks, backend.block_size, spec.kv_heads, width),
         dtype=getattr(torch, spec.dtype),
-        device=device,
+        device=case.platform.device,
     )
-    extra = {
-        "sinks": torch.randn(spec.heads, device=device) if spec.sinks else None,
-        "alibi": torch.rand(spec.heads, device=device) if spec.alibi else None,
-    }
-    for number, step in enumerate(_layouts(backend.block_size, blocks, spec.window)):
-        count = int(step.query_starts[-1])
-        q = case.tensor(count, spec.heads, spec.head_dim, seed=3 * number)
-        k = case.tensor(count, spec.kv_heads, spec.head_dim, seed=3 * number + 1)
-        v = case.tensor(count, spec.kv_heads, values, seed=3 * number + 2)
-        out = torch.empty(count, spec.heads, values, dtype=q.dtype, device=device)
-        backend.forward(q.clone(), k.clone(), v.clone(), cache, backend.plan(step), out, **extra)
-        expected = _expected(case, mirror, step, (q, k, v), extra, torch.empty_like(out))
-        case.compare(out, expected, f"step {number}")
-    _check_copy(case, backend, cache, mirror)
-    if not (spec.latent or spec.sinks or spec.alibi or spec.value_dim):
+    for number, step in enumerate(_layouts(backend.block_size, blocks, spec)):
+        _compare_step(case, backend, (cache, mirror), step, number, f"step {number}")
+    if not spec.cross:
+        _check_copy(case, backend, cache, mirror)
+    if spec.dtype == spec.kv_dtype == case.platform.dtypes[0]:
+        _check_recorded(case)
+    if not spec.features & {"latent", "value_dim", "scales", "selection", "spans", "cross"}:
         _check_fused(case)
+
+
+def _compare_step(
+    case: _Case,
+    backend: AttentionBackend,
+    caches: tuple[Tensor, Tensor],
+    step: StepLayout,
+    seed: int,
+    where: str,
+) -> None:
+    """One step by the backend and by the reference, whose cache comes second."""
+    cache, mirror = caches
+    (q, k, v), inputs = case.qkv(step, seed), case.inputs(step)
+    out = torch.empty(*q.shape[:2], case.values(), dtype=q.dtype, device=q.device)
+    backend.forward(q.clone(), k.clone(), v.clone(), cache, backend.plan(step), out, inputs)
+    plan = ReferencePlan.of(step, mirror.device)
+    write_kv(case.kept(k, inputs.k_scale), case.kept(v, inputs.v_scale), mirror, plan.slots)
+    unscaled = evolve(inputs, k_scale=None, v_scale=None)
+    case.compare(out, attend(case.spec, q, mirror, plan, torch.empty_like(out), unscaled), where)
 
 
 def _check_layout(case: _Case, block_bytes: int, cache: Tensor, blocks: int) -> None:
@@ -170,40 +241,15 @@ def _check_layout(case: _Case, block_bytes: int, cache: Tensor, blocks: int) -> 
     )
 
 
-def _expected(
-    case: _Case,
-    mirror: Tensor,
-    step: StepLayout,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    extra: Mapping[str, Tensor | None],
-    out: Tensor,
-) -> Tensor:
-    """The twin's answer, from its own cache."""
-    q, k, v = qkv
-    spec = case.spec
-    device = mirror.device
-    twins.write_kv(case.kept(k), case.kept(v), mirror, torch.from_numpy(step.slots).to(device))
-    return twins.paged_attention(
-        q,
-        mirror,
-        torch.from_numpy(step.block_tables).to(device),
-        torch.from_numpy(step.query_starts),
-        torch.from_numpy(step.context_lens),
-        spec.scale,
-        out,
-        window=spec.window or 0,
-        softcap=spec.softcap,
-        causal=spec.causal,
-        **extra,
-    )
-
-
-def _layouts(block_size: int, blocks: int, window: int | None) -> Iterator[StepLayout]:
+def _layouts(
+    block_size: int, blocks: int, spec: AttentionSpec, steps: Sequence[Sequence[int]] = _STEPS
+) -> Iterator[StepLayout]:
     """The steps, over blocks in random order; a row that gets no token is not in the step."""
+    window = spec.window
     order = 1 + np.random.default_rng(0).permutation(blocks - 1).astype(np.int32)
     tables = order.reshape(_ROWS, -1)
     done = np.zeros(_ROWS, dtype=np.int64)
-    for counts in _STEPS:
+    for counts in steps:
         rows = np.flatnonzero(counts)
         taken = np.asarray(counts)[rows]
         ends = done[rows] + taken
@@ -217,14 +263,40 @@ def _layouts(block_size: int, blocks: int, window: int | None) -> Iterator[StepL
             row[place // block_size].astype(np.int64) * block_size + place % block_size
             for row, place in zip(table, places, strict=True)
         ]
-        yield StepLayout(
+        step = StepLayout(
             block_size,
             table,
             np.concatenate([[0], np.cumsum(taken)]).astype(np.int32),
             ends.astype(np.int32),
             np.concatenate(slots),
         )
+        if spec.spans:
+            step = evolve(step, spans=_spans(done[rows], ends))
+        yield _crossed(step, tables[rows], rows, done[rows] == 0) if spec.cross else step
         done[rows] = ends
+
+
+def _spans(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Two spans in each row with room for them, one of them up to its last token."""
+    found = [
+        (row, first, last)
+        for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True))
+        if end - start > 6
+        for first, last in ((start + 1, start + 4), (end - 2, end))
+    ]
+    return np.array(found, dtype=np.int32).reshape(-1, 3)
+
+
+def _crossed(step: StepLayout, tables: np.ndarray, rows: np.ndarray, new: np.ndarray) -> StepLayout:
+    """The step of a layer whose keys are an encoder's: written when a row begins, then kept."""
+    lengths, size = 3 + 9 * rows, step.block_size
+    places = [np.arange(length if first else 0) for length, first in zip(lengths, new, strict=True)]
+    slots = [
+        table[place // size].astype(np.int64) * size + place % size
+        for table, place in zip(tables, places, strict=True)
+    ]
+    lens = lengths.astype(np.int32)
+    return evolve(step, block_tables=tables.copy(), slots=np.concatenate(slots), encoder_lens=lens)
 
 
 def _check_copy(case: _Case, backend: AttentionBackend, cache: Tensor, mirror: Tensor) -> None:
@@ -245,19 +317,35 @@ def _check_copy(case: _Case, backend: AttentionBackend, cache: Tensor, mirror: T
         np.array([end], dtype=np.int32),
         np.array([target[(end - 1) // size] * size + (end - 1) % size], dtype=np.int64),
     )
-    spec = case.spec
-    values = spec.latent or spec.value_dim or spec.head_dim
-    q = case.tensor(1, spec.heads, spec.head_dim, seed=90)
-    k = case.tensor(1, spec.kv_heads, spec.head_dim, seed=91)
-    v = case.tensor(1, spec.kv_heads, values, seed=92)
-    extra = {
-        "sinks": torch.zeros(spec.heads, device=device) if spec.sinks else None,
-        "alibi": torch.ones(spec.heads, device=device) if spec.alibi else None,
-    }
-    out = torch.empty(1, spec.heads, values, dtype=q.dtype, device=device)
-    backend.forward(q.clone(), k.clone(), v.clone(), cache, backend.plan(step), out, **extra)
-    expected = _expected(case, mirror, step, (q, k, v), extra, torch.empty_like(out))
-    case.compare(out, expected, "after copy_blocks")
+    if case.spec.spans:
+        step = evolve(step, spans=np.zeros((0, 3), dtype=np.int32))
+    _compare_step(case, backend, (cache, mirror), step, 30, "after copy_blocks")
+
+
+def _check_recorded(case: _Case) -> None:
+    """A recorder copies the tensors of later plans into those of an earlier one, and no more."""
+    steps = [[1] * _ROWS for _ in range(40)]
+    blocks = case.blocks(case.make())
+    backend, (direct, repeated) = case.caches(2, blocks)
+    programs: dict[Any, FixedInputs[AttentionPlan]] = {}
+    for number, step in enumerate(_layouts(backend.block_size, blocks, case.spec, steps)):
+        plan = backend.plan(step)
+        key = signature(plan)
+        if key is None:
+            return
+        if key in programs:
+            programs[key].put(plan)
+        else:
+            programs[key] = FixedInputs(plan)
+        (q, k, v), inputs = case.qkv(step, number), case.inputs(step)
+        outs = [torch.empty(*q.shape[:2], case.values(), dtype=q.dtype, device=q.device)] * 2
+        outs[1] = torch.empty_like(outs[0])
+        for used, cache, out in zip(
+            (plan, programs[key].step), (direct, repeated), outs, strict=True
+        ):
+            backend.forward(q.clone(), k.clone(), v.clone(), cache, used, out, inputs)
+        assert torch.equal(*outs), f"{case.what}: step {number}, repeated, gives other bits"
+    assert len(programs) < len(steps), f"{case.what}: no two plans are alike, none is repeated"
 
 
 def _check_fused(case: _Case) -> None:
@@ -271,38 +359,32 @@ def _check_fused(case: _Case) -> None:
         ("neighbours as pairs", False, size, False),
         ("no rotation", True, 0, True),
     ):
-        backend = case.make()
-        blocks = 1 + _ROWS * -(-_LENGTH // backend.block_size)
-        layout = backend.layout(blocks)
-        caches = [
-            torch.zeros(layout.shape, dtype=getattr(torch, layout.dtype), device=device)
-            for _ in range(2)
-        ]
+        blocks = case.blocks(case.make())
+        backend, (fused, apart) = case.caches(2, blocks)
         angles = torch.rand(_LENGTH, rotated // 2, device=device)
-        prepare: dict[str, Any] = {
-            "q_norm": case.tensor(size, seed=80) if norm else None,
-            "k_norm": case.tensor(size, seed=81) if norm else None,
-            "eps": 1e-5,
-            "norm_offset": 0.0,
-            "cos_sin": torch.cat([angles.cos(), angles.sin()], -1) if rotated else None,
-            "neox": neox,
-        }
-        for number, step in enumerate(_layouts(backend.block_size, blocks, spec.window)):
+        prepare = QKVPrepare(
+            q_norm=case.tensor(size, seed=80) if norm else None,
+            k_norm=case.tensor(size, seed=81) if norm else None,
+            eps=1e-5,
+            cos_sin=torch.cat([angles.cos(), angles.sin()], -1) if rotated else None,
+            neox=neox,
+        )
+        for number, step in enumerate(_layouts(backend.block_size, blocks, spec)):
             count = int(step.query_starts[-1])
             qkv = case.tensor(count, (spec.heads + 2 * spec.kv_heads) * size, seed=number)
-            prepare["positions"] = _positions(step).to(device)
+            positions, inputs = _positions(step).to(device), case.inputs(step)
             out = torch.empty(count, spec.heads, size, dtype=qkv.dtype, device=device)
             plan = backend.plan(step)
-            if not backend.forward_qkv(qkv.clone(), prepare, caches[0], plan, out):
+            if not backend.forward_qkv(qkv.clone(), positions, prepare, fused, plan, out, inputs):
                 break
             expected = torch.empty_like(out)
-            q, k, v = _prepared(qkv, prepare, spec)
-            backend.forward(q, k, v, caches[1], backend.plan(step), expected)
+            q, k, v = _prepared(qkv, positions, prepare, spec)
+            backend.forward(q, k, v, apart, backend.plan(step), expected, inputs)
             case.compare(out, expected, f"forward_qkv with {name}, step {number}")
 
 
 def _prepared(
-    qkv: Tensor, prepare: Mapping[str, Any], spec: AttentionSpec
+    qkv: Tensor, positions: Tensor, prepare: QKVPrepare, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `forward_qkv` does before it attends, with the twins."""
     heads = torch.unflatten(qkv, -1, (-1, spec.head_dim))
@@ -310,11 +392,11 @@ def _prepared(
         part.contiguous()
         for part in torch.split(heads, [spec.heads, spec.kv_heads, spec.kv_heads], 1)
     )
-    if prepare["q_norm"] is not None:
-        q = twins.rms_norm(q, prepare["q_norm"], prepare["eps"])
-        k = twins.rms_norm(k, prepare["k_norm"], prepare["eps"])
-    if prepare["cos_sin"] is not None:
-        twins.rotary(q, k, prepare["positions"], prepare["cos_sin"], prepare["neox"])
+    if prepare.q_norm is not None:
+        q = twins.rms_norm(q, prepare.q_norm, prepare.eps)
+        k = twins.rms_norm(k, prepare.k_norm, prepare.eps)
+    if prepare.cos_sin is not None:
+        twins.rotary(q, k, positions, prepare.cos_sin, prepare.neox)
     return q, k, v
 
 
@@ -341,33 +423,3 @@ def _find_platform(backend: type[AttentionBackend]) -> Platform | None:
             made: Platform = driver()
             return made
     return None
-
-
-def qkv_prepare(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    cos_sin: Tensor | None,
-    positions: Tensor,
-    slots: Tensor,
-    cache: Tensor,
-    heads: int,
-    kv_heads: int,
-    neox: bool = True,
-    norm_offset: float = 0.0,
-) -> Tensor:
-    """What `AttentionBackend.forward_qkv` does before it attends, in plain torch.
-
-    Split, norm per head, rotate, and write keys and values to the cache; returns the queries.
-
-    qkv: [T, (Hq + 2 Hk) D]; q_norm, k_norm: [D]; cos_sin: None for no rotation -> [T, Hq, D].
-    """
-    size = qkv.shape[-1] // (heads + 2 * kv_heads)
-    q, k, v = torch.split(torch.unflatten(qkv, -1, (-1, size)), [heads, kv_heads, kv_heads], dim=1)
-    q = q.clone() if q_norm is None else twins.rms_norm(q, q_norm, eps, offset=norm_offset)
-    k = k.clone() if k_norm is None else twins.rms_norm(k, k_norm, eps, offset=norm_offset)
-    if cos_sin is not None:
-        twins.rotary(q, k, positions, cos_sin, neox)
-    twins.write_kv(k, v, cache, slots)
-    return q

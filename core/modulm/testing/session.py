@@ -51,7 +51,7 @@ class Session:
         counts = [1 + table.size for table in self._tables]
         caches, owners = allocate(self.model.caches, self.loaded.groups, counts, self.platform)
         self._builder = BatchBuilder(
-            [GroupPlanner(g.block_size, g.backend) for g in self.loaded.groups],
+            GroupPlanner.all(self.loaded.groups),
             caches,
             owners,
             rows=rows,

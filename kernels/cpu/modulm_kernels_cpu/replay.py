@@ -18,16 +18,16 @@ import ctypes
 import logging
 import struct
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-import attrs
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from modulm.contracts.model import Batch
+from modulm.ops.recording import FixedInputs, signature
 from modulm_kernels_cpu.library import Library
 
 __all__ = ["MAX_ROWS", "Replay"]
@@ -154,55 +154,13 @@ def _pack(letter: str, value: Any) -> bytes:
     return struct.pack("=Q", value or 0) if letter == "p" else struct.pack("=q", value)
 
 
-class _Input:
-    """Where a recorded step's input lies. Tables keep room for rows twice as long."""
-
-    def __init__(self, given: Tensor) -> None:
-        shape = list(given.shape)
-        if given.dim() == 2:
-            shape[1] = room(shape[1])
-        self.held = torch.zeros(shape, dtype=given.dtype)
-        self._width = 0
-        self.put(given)
-
-    def put(self, given: Tensor) -> None:
-        """Take the input of another step, of the same shape or a narrower table."""
-        if given.dim() != 2:
-            self.held.copy_(given)
-            return
-        width = given.shape[1]
-        self.held[:, :width] = given
-        if width < self._width:
-            self.held[:, width : self._width] = 0
-        self._width = width
-
-
-def room(width: int) -> int:
-    """Columns that a recorded table of `width` columns has."""
-    return max(16, 1 << (width - 1).bit_length())
-
-
 class _Program:
-    """One recorded step: its input, the calls, and where their result lies."""
+    """One recorded step: its inputs, the calls, and where their result lies."""
 
     def __init__(self, batch: Batch) -> None:
-        self.inputs = [_Input(given) for given in _tensors(batch)]
-        held = iter([one.held for one in self.inputs])
-        self.batch = attrs.evolve(
-            batch,
-            tokens=next(held),
-            positions=next(held),
-            query_starts=next(held),
-            sample=next(held),
-            plans=tuple(_with_tensors(plan, held) for plan in batch.plans),
-        )
+        self.inputs = FixedInputs(batch)
         self.slots = np.zeros(0, dtype=np.uint64)
         self.result = torch.empty(0)
-
-    def put(self, batch: Batch) -> None:
-        """Take the input of another step of the same key."""
-        for one, given in zip(self.inputs, _tensors(batch), strict=True):
-            one.put(given)
 
 
 class Replay:
@@ -222,15 +180,13 @@ class Replay:
     def __call__(self, batch: Batch) -> Tensor:
         if self.reason is not None or not _is_decode(batch):
             return self._forward(batch)
-        try:
-            key = _key(batch)
-        except Unrepeatable as why:
-            self._give_up(why)
+        key = signature(batch)
+        if key is None:
             return self._forward(batch)
         program = self._programs.get(key)
         if program is None:
             return self._record(key, batch)
-        program.put(batch)
+        program.inputs.put(batch)
         if self._repeat(program.slots.ctypes.data, len(program.slots)):
             return self._forward(batch)  # it raises what is wrong with the step
         return program.result
@@ -238,7 +194,7 @@ class Replay:
     def _record(self, key: Hashable, batch: Batch) -> Tensor:
         program, recorder = _Program(batch), Recorder(self._arena)
         with self._library.listen(recorder), recorder:
-            result = self._forward(program.batch)
+            result = self._forward(program.inputs.step)
         try:
             program.slots, program.result = recorder.program(), self._arena.at(result)
         except Unrepeatable as why:
@@ -259,39 +215,7 @@ class Replay:
 
 
 def _is_decode(batch: Batch) -> bool:
-    """Whether every row has one token, and there are few enough."""
+    """Whether every row has one token, there are few enough, and no embeddings to put in place."""
     tokens = batch.tokens.shape[0]
     single = tokens == batch.query_starts.shape[0] - 1
     return single and tokens <= MAX_ROWS and batch.embeds is None and not batch.extras
-
-
-def _tensors(batch: Batch) -> list[Tensor]:
-    """All tensors that differ from step to step, in a fixed order."""
-    found = [batch.tokens, batch.positions, batch.query_starts, batch.sample]
-    for plan in batch.plans:
-        found += [value for value in _values(plan) if isinstance(value, Tensor)]
-    return found
-
-
-def _values(plan: Any) -> list[Any]:
-    """The fields of a backend's plan. Raises Unrepeatable if it is opaque."""
-    if not attrs.has(type(plan)):
-        raise Unrepeatable(f"a plan of type {type(plan).__name__} cannot be looked into")
-    return [getattr(plan, field.name) for field in attrs.fields(type(plan))]
-
-
-def _with_tensors(plan: Any, held: Iterator[Tensor]) -> Any:
-    fields = [field.name for field in attrs.fields(type(plan))]
-    places = [name for name in fields if isinstance(getattr(plan, name), Tensor)]
-    return attrs.evolve(plan, **{name: next(held) for name in places})
-
-
-def _key(batch: Batch) -> Hashable:
-    """What two steps must have in common to run the same calls."""
-    shapes = tuple(
-        (len(x), room(x.shape[1])) if x.dim() == 2 else tuple(x.shape) for x in _tensors(batch)
-    )
-    fixed = [v for plan in batch.plans for v in _values(plan) if not isinstance(v, Tensor)]
-    if not all(isinstance(value, int | float | str | tuple | None) for value in fixed):
-        raise Unrepeatable("a plan holds more than tensors and numbers")
-    return (shapes, *fixed)

@@ -13,6 +13,7 @@ from modulm.errors import ConfigError
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
+    from modulm.contracts.attention import AttentionBackend
     from modulm.contracts.platform import Platform
     from modulm.loading import CacheGroup
 
@@ -169,18 +170,24 @@ def allocate(
     blocks: Sequence[int],
     platform: Platform,
 ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """The cache of every layer in `specs`, zeroed, and the group that each belongs to.
+    """The cache of every layer in `specs`, zeroed, and its place among `Batch.plans`.
 
     A paged layer gets one tensor in its backend's layout, a state layer a table name ->
     [slots, ...], a layer that shares another's cache the same object.
     """
     caches: list[Any] = [None] * len(specs)
     owners = [0] * len(specs)
+    plan = len(groups)
     for index, (group, count) in enumerate(zip(groups, blocks, strict=True)):
         for layer in group.layers:
             owners[layer] = index
             if specs[layer].shares is None:
-                caches[layer] = _one(specs[layer], group, count, platform)
+                caches[layer] = _one(specs[layer], group.backend, count, platform)
+        for backend, layers in group.followers:
+            for layer in layers:
+                owners[layer] = plan
+                caches[layer] = _one(specs[layer], backend, count, platform)
+            plan += 1
     names = {spec.layer: place for place, spec in enumerate(specs)}
     for place, spec in enumerate(specs):
         if spec.shares is not None:
@@ -188,15 +195,15 @@ def allocate(
     return tuple(caches), tuple(owners)
 
 
-def _one(spec: CacheSpec, group: CacheGroup, blocks: int, platform: Platform) -> Any:
+def _one(spec: CacheSpec, backend: AttentionBackend | None, blocks: int, platform: Platform) -> Any:
     if isinstance(spec.spec, StateSpec):
         return {
             name: platform.zeros((blocks, *shape), _dtype(dtype))
             for name, shape, dtype in spec.spec.tensors
         }
-    if group.backend is None:
+    if backend is None:
         raise ConfigError("attention_backend", f"layer {spec.layer} has no attention backend")
-    layout = group.backend.layout(blocks)
+    layout = backend.layout(blocks)
     return platform.zeros(layout.shape, _dtype(layout.dtype))
 
 

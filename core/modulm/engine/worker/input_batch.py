@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from attrs import evolve, frozen
 
-from modulm.contracts.attention import AttentionBackend, StepLayout
+from modulm.contracts.attention import AttentionBackend, AttentionPlan, StepLayout
 from modulm.contracts.executor import PENDING, Plan
 from modulm.contracts.model import Batch, StatePlan
 from modulm.errors import EngineError
+
+if TYPE_CHECKING:
+    from modulm.loading import CacheGroup
 
 __all__ = ["BatchBuilder", "GroupPlanner", "alone"]
 
@@ -49,10 +52,25 @@ def alone(plan: Plan, *, whole: bool) -> Iterator[Plan]:
 
 @frozen
 class GroupPlanner:
-    """What the builder must know of a cache group; `backend` is None for groups of states."""
+    """What makes one of a batch's plans; `backend` is None for groups of states.
+
+    table: the cache group whose block table it reads.
+    """
 
     block_size: int
     backend: AttentionBackend | None
+    table: int
+
+    @classmethod
+    def all(cls, groups: Sequence[CacheGroup]) -> tuple[GroupPlanner, ...]:
+        """One per group, then one per backend of layers that follow a group's block table."""
+        own = [cls(g.block_size, g.backend, index) for index, g in enumerate(groups)]
+        followers = [
+            cls(g.block_size, backend, index)
+            for index, g in enumerate(groups)
+            for backend, _ in g.followers
+        ]
+        return (*own, *followers)
 
 
 class BatchBuilder:
@@ -124,11 +142,11 @@ class BatchBuilder:
 
     def _plans(
         self, plan: Plan, owners: np.ndarray, positions: np.ndarray, query_starts: np.ndarray
-    ) -> tuple[Any, ...]:
+    ) -> tuple[AttentionPlan | StatePlan, ...]:
         context_lens = (plan.starts + plan.counts).astype(np.int32)
-        plans: list[Any] = []
+        plans: list[AttentionPlan | StatePlan] = []
         for index, group in enumerate(self.groups):
-            table = plan.tables[index]
+            table = plan.tables[group.table]
             if group.backend is None:
                 drafts = plan.state_slots[index] if plan.state_slots else None
                 plans.append(self._state_plan(plan, table, query_starts, group.block_size, drafts))

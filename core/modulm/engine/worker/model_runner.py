@@ -68,7 +68,7 @@ class ModelRunner:
         self.device = platform.device
         self.sizing = sizing = sizing or _size(config, loaded, platform, rows, tokens)
         caches, owners = allocate(self.model.caches, loaded.groups, sizing.blocks, platform)
-        planners = [GroupPlanner(g.block_size, g.backend) for g in loaded.groups]
+        planners = GroupPlanner.all(loaded.groups)
         self.capacity = Capacity(
             groups=tuple(
                 (g.kind, g.block_size, g.window, blocks)

@@ -8,17 +8,25 @@ the model does not run on these kernels otherwise: they may have been switched o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from types import ModuleType
-from typing import Any
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
-from modulm.contracts.attention import AttentionBackend, AttentionSpec, KVLayout, StepLayout
-from modulm.contracts.kernels import Ops
+from modulm.contracts.attention import (
+    PLAIN,
+    AttentionBackend,
+    AttentionInputs,
+    AttentionPlan,
+    AttentionSpec,
+    KVLayout,
+    QKVPrepare,
+    StepLayout,
+)
+from modulm.contracts.ops import Ops
 from modulm.contracts.platform import Platform
 from modulm.errors import ConfigError
 
@@ -39,7 +47,7 @@ def _kernels() -> ModuleType | str:
 
 
 @frozen(eq=False)
-class _StepPlan:
+class _StepPlan(AttentionPlan):
     """The arrays of a StepLayout as tensors over the same memory.
 
     work: [n] int32, how the kernel cuts the step up, the same in every layer.
@@ -51,6 +59,18 @@ class _StepPlan:
     slots: Tensor
     work: Tensor
 
+    def key(self) -> tuple[()]:
+        return ()
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.query_starts, self.context_lens, self.slots, self.work
+
+    def tables(self) -> tuple[Tensor, ...]:
+        return (self.block_tables,)
+
+    def over(self, tensors: Sequence[Tensor], tables: Sequence[Tensor]) -> _StepPlan:
+        return _StepPlan(*tables, *tensors)
+
 
 class CpuPagedAttention(AttentionBackend):
     """Cache [blocks, kv heads, block size, width], in the kernels' layout.
@@ -61,7 +81,8 @@ class CpuPagedAttention(AttentionBackend):
     """
 
     name = "cpu_paged"
-    api = 2
+    api = 3
+    features = frozenset({"value_dim", "window", "softcap", "sinks", "alibi", "causal", "latent"})
 
     def __init__(
         self,
@@ -69,7 +90,7 @@ class CpuPagedAttention(AttentionBackend):
         platform: Platform,
         ops: Ops,
         block_size: int,
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, object] | None = None,
     ) -> None:
         super().__init__(spec, platform, ops, block_size, options)
         if options:
@@ -133,49 +154,43 @@ class CpuPagedAttention(AttentionBackend):
         cache: Tensor,
         plan: _StepPlan,
         out: Tensor,
-        *,
-        sinks: Tensor | None = None,
-        alibi: Tensor | None = None,
+        inputs: AttentionInputs = PLAIN,
     ) -> None:
         self.write_kv(k, v, cache, plan.slots)
-        self._attend(q, cache, plan, out, sinks, alibi)
+        self._attend(q, cache, plan, out, inputs)
 
     def forward_qkv(
         self,
         qkv: Tensor,
-        prepare: Mapping[str, Any],
+        positions: Tensor,
+        prepare: QKVPrepare,
         cache: Tensor,
         plan: _StepPlan,
         out: Tensor,
+        inputs: AttentionInputs = PLAIN,
     ) -> bool:
         spec = self.spec
         if spec.latent or spec.value_dim not in (None, spec.head_dim):
             return False
         q = self.prepare_qkv(
             qkv,
-            prepare["q_norm"],
-            prepare["k_norm"],
-            prepare["eps"],
-            prepare["cos_sin"],
-            prepare["positions"],
+            prepare.q_norm,
+            prepare.k_norm,
+            prepare.eps,
+            prepare.cos_sin,
+            positions,
             plan.slots,
             cache,
             spec.heads,
             spec.kv_heads,
-            prepare["neox"],
-            norm_offset=prepare["norm_offset"],
+            prepare.neox,
+            norm_offset=prepare.norm_offset,
         )
-        self._attend(q, cache, plan, out, None, None)
+        self._attend(q, cache, plan, out, inputs)
         return True
 
     def _attend(
-        self,
-        q: Tensor,
-        cache: Tensor,
-        plan: _StepPlan,
-        out: Tensor,
-        sinks: Tensor | None,
-        alibi: Tensor | None,
+        self, q: Tensor, cache: Tensor, plan: _StepPlan, out: Tensor, inputs: AttentionInputs
     ) -> None:
         spec = self.spec
         self.attend(
@@ -188,8 +203,8 @@ class CpuPagedAttention(AttentionBackend):
             out,
             spec.window or 0,
             spec.softcap,
-            sinks,
-            alibi,
+            inputs.sinks,
+            inputs.alibi,
             spec.causal,
             plan.work,
         )

@@ -9,7 +9,6 @@ piece gathers its keys and values and does one batched attention.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,11 +16,18 @@ import torch.nn.functional as F
 from attrs import frozen
 from torch import Tensor
 
-from modulm.contracts.attention import AttentionBackend, AttentionSpec, KVLayout, StepLayout
-from modulm.contracts.kernels import Ops
+from modulm.contracts.attention import (
+    PLAIN,
+    AttentionBackend,
+    AttentionInputs,
+    AttentionPlan,
+    AttentionSpec,
+    KVLayout,
+    StepLayout,
+)
+from modulm.contracts.ops import Ops
 from modulm.contracts.platform import Platform
 from modulm.errors import ConfigError
-from modulm.ops.twins import write_kv
 
 __all__ = ["SdpaAttention"]
 
@@ -45,7 +51,9 @@ class _Piece:
 
 
 @frozen(eq=False)
-class _StepPlan:
+class _StepPlan(AttentionPlan):
+    """Computed by torch, so there is nothing to record."""
+
     slots: Tensor
     pieces: tuple[_Piece, ...]
 
@@ -54,7 +62,8 @@ class SdpaAttention(AttentionBackend):
     """The portable cache [blocks, block size, kv heads, head dim + value dim]."""
 
     name = "sdpa"
-    api = 2
+    api = 3
+    features = frozenset({"value_dim", "window", "softcap", "sinks", "alibi", "causal", "latent"})
 
     def __init__(
         self,
@@ -62,7 +71,7 @@ class SdpaAttention(AttentionBackend):
         platform: Platform,
         ops: Ops,
         block_size: int,
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, object] | None = None,
     ) -> None:
         super().__init__(spec, platform, ops, block_size, options)
         if options:
@@ -94,18 +103,18 @@ class SdpaAttention(AttentionBackend):
         cache: Tensor,
         plan: _StepPlan,
         out: Tensor,
-        *,
-        sinks: Tensor | None = None,
-        alibi: Tensor | None = None,
+        inputs: AttentionInputs = PLAIN,
     ) -> None:
-        write_kv(k, v, cache, plan.slots)
         held = cache.view(-1, *cache.shape[2:])
+        held[plan.slots, :, : q.shape[-1]] = k.to(cache.dtype)
+        if not self.spec.latent:
+            held[plan.slots, :, q.shape[-1] :] = v.to(cache.dtype)
         for piece in plan.pieces:
             found = held[piece.slots].to(q.dtype).transpose(1, 2)
             keys = found[..., : q.shape[-1]]
             values = found[..., : out.shape[-1]] if self.spec.latent else found[..., q.shape[-1] :]
             queries = q[piece.tokens].view(piece.rows, -1, *q.shape[1:]).transpose(1, 2)
-            result = self._attend(queries, keys, values, piece, sinks, alibi)
+            result = self._attend(queries, keys, values, piece, inputs)
             out[piece.tokens] = result.transpose(1, 2).reshape(-1, *out.shape[1:])
 
     def _attend(
@@ -114,11 +123,10 @@ class SdpaAttention(AttentionBackend):
         k: Tensor,
         v: Tensor,
         piece: _Piece,
-        sinks: Tensor | None,
-        alibi: Tensor | None,
+        inputs: AttentionInputs,
     ) -> Tensor:
         """q: [R, Hq, Q, D]; k: [R, Hk, L, D]; v: [R, Hk, L, Dv] -> [R, Hq, Q, Dv]."""
-        spec = self.spec
+        spec, sinks, alibi = self.spec, inputs.sinks, inputs.alibi
         visible = piece.visible[:, None]
         if not spec.softcap and sinks is None and alibi is None:
             grouped = q.shape[1] != k.shape[1]

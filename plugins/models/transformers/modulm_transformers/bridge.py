@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
 
-from modulm.contracts.attention import AttentionBackend, AttentionSpec
+from modulm.contracts.attention import AttentionBackend, AttentionInputs, AttentionSpec
 from modulm.contracts.model import Batch, CacheSpec, Model
 from modulm.errors import UnsupportedError
 from modulm.nn import Builder, WeightNames, tiny_config
@@ -167,7 +167,8 @@ class _Step:
         q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
         batch = self.batch
-        backend.forward(q, k, v, batch.caches[cache], batch.plan(cache), out, sinks=asked.sinks)
+        inputs = AttentionInputs(sinks=asked.sinks)
+        backend.forward(q, k, v, batch.caches[cache], batch.plan(cache), out, inputs)
         return out[None]
 
 

@@ -1,4 +1,4 @@
-"""The paged cache and attention against their twins, each with its own cache layout."""
+"""The paged cache and attention against the reference, each with its own cache layout."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 from tests.plugins.kernels.cpu.close import assert_close, poisoned
 
-from modulm.ops import twins
-from modulm.testing.attention import qkv_prepare
+from modulm.testing.paged_attention import paged_attention, qkv_prepare, write_kv
 from modulm_kernels_cpu import cache_shape
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -54,7 +53,7 @@ class Case:
             slots = self.slots(row, length)
             ops["write_kv"](k, v, self.mine, slots)
             held = (kept(k, kv_dtype), kept(v, kv_dtype)) if self.narrow else (k, v)
-            twins.write_kv(*held, self.theirs, slots)
+            write_kv(*held, self.theirs, slots)
         self.q = torch.randn(int(self.starts[-1]), heads, size).to(dtype)
 
     def slots(self, row, length):
@@ -67,7 +66,7 @@ class Case:
         attention, cache = (
             (self.ops["paged_attention"], self.mine)
             if which == "mine"
-            else (twins.paged_attention, self.theirs)
+            else (paged_attention, self.theirs)
         )
         out = poisoned(*self.q.shape[:2], self.value_size, dtype=self.q.dtype)
         return attention(
@@ -136,7 +135,7 @@ def test_a_negative_scale(ops):
     case = Case(ops, [100, 40], [17, 1])
     out = poisoned(*case.q.shape, dtype=case.q.dtype)
     rest = (case.tables, case.starts, case.lengths, -0.2)
-    wanted = twins.paged_attention(case.q, case.theirs, *rest, torch.empty_like(out))
+    wanted = paged_attention(case.q, case.theirs, *rest, torch.empty_like(out))
     assert_close(ops["paged_attention"](case.q, case.mine, *rest, out), wanted)
 
 

@@ -9,6 +9,7 @@ from attrs import frozen
 
 from modulm import LLM, SamplingParams
 from modulm.contracts.model import Batch
+from modulm.contracts.recording import Recordable
 from modulm.testing.checkpoints import make_tiny
 from modulm_kernels_cpu import load, ops
 from modulm_kernels_cpu.provider import CpuKernels
@@ -18,11 +19,23 @@ HIDDEN, HEADS, SIZE, BLOCK = 64, 4, 32, 32
 
 
 @frozen(eq=False)
-class Plan:
-    tables: torch.Tensor
+class Plan(Recordable):
+    block_tables: torch.Tensor
     lens: torch.Tensor
     slots: torch.Tensor
     starts: torch.Tensor
+
+    def key(self):
+        return ()
+
+    def tensors(self):
+        return self.lens, self.slots, self.starts
+
+    def tables(self):
+        return (self.block_tables,)
+
+    def over(self, tensors, tables):
+        return Plan(*tables, *tensors)
 
 
 class Toy:
@@ -50,7 +63,7 @@ class Toy:
                 HEADS, HEADS,
             )  # fmt: skip
             seen = torch.empty_like(q)
-            ops["paged_attention"](q, cache, plan.tables, plan.starts, plan.lens, 0.2, seen)
+            ops["paged_attention"](q, cache, plan.block_tables, plan.starts, plan.lens, 0.2, seen)
             inner = self.spoil(ops["linear"](seen.flatten(1), self.out))
             x = ops["add_rms_norm"](inner, x, self.norm, 1e-6)
         return x

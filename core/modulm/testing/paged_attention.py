@@ -1,0 +1,274 @@
+"""Attention over paged memory, row by row in plain torch: what every backend is compared with.
+
+The cache of a layer is one tensor [blocks, block size, kv_heads, head_dim + value_dim]: a token's
+key beside its value. A latent cache is [blocks, block size, 1, head_dim], and its values are the
+first entries of its keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from math import prod
+from typing import cast
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+
+from modulm.contracts.attention import (
+    PLAIN,
+    AttentionBackend,
+    AttentionInputs,
+    AttentionPlan,
+    AttentionSpec,
+    KVLayout,
+    StepLayout,
+)
+from modulm.contracts.ops import Ops
+from modulm.contracts.platform import Platform
+from modulm.ops import twins
+
+__all__ = [
+    "ReferenceAttention",
+    "ReferencePlan",
+    "attend",
+    "paged_attention",
+    "qkv_prepare",
+    "write_kv",
+]
+
+
+@frozen(eq=False)
+class ReferencePlan(AttentionPlan):
+    """A StepLayout as tensors; `spans` [n, 3] and `encoder_lens` [rows] or None."""
+
+    block_tables: Tensor
+    query_starts: Tensor
+    context_lens: Tensor
+    slots: Tensor
+    spans: Tensor | None = None
+    encoder_lens: Tensor | None = None
+
+    @classmethod
+    def of(cls, step: StepLayout, device: torch.device) -> ReferencePlan:
+        """The layout on a device."""
+        arrays = (step.block_tables, step.query_starts, step.context_lens, step.slots)
+        more = (step.spans, step.encoder_lens)
+        return cls(
+            *(torch.from_numpy(array).to(device) for array in arrays),
+            *(None if array is None else torch.from_numpy(array).to(device) for array in more),
+        )
+
+    def key(self) -> Hashable:
+        return self.spans is None, self.encoder_lens is None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        found = (self.query_starts, self.context_lens, self.slots, self.spans, self.encoder_lens)
+        return tuple(tensor for tensor in found if tensor is not None)
+
+    def tables(self) -> tuple[Tensor, ...]:
+        return (self.block_tables,)
+
+    def over(self, tensors: Sequence[Tensor], tables: Sequence[Tensor]) -> ReferencePlan:
+        left = iter(tensors)
+        made = ReferencePlan(tables[0], next(left), next(left), next(left))
+        spans = None if self.spans is None else next(left)
+        return evolve(
+            made, spans=spans, encoder_lens=None if self.encoder_lens is None else next(left)
+        )
+
+
+class ReferenceAttention(AttentionBackend):
+    """A backend that has every feature of the contract, in floats of any width, and no speed."""
+
+    name = "reference"
+    api = 3
+    features = frozenset(
+        [
+            "value_dim",
+            "window",
+            "softcap",
+            "sinks",
+            "alibi",
+            "causal",
+            "latent",
+            "scales",
+            "selection",
+            "spans",
+            "cross",
+        ]
+    )
+
+    @classmethod
+    def rejects(cls, spec: AttentionSpec, platform: Platform, ops: Ops) -> str | None:
+        kept = getattr(torch, spec.kv_dtype, None)
+        if not isinstance(kept, torch.dtype) or not kept.is_floating_point:
+            return f"keeps keys and values in floats, not {spec.kv_dtype}"
+        return None
+
+    def layout(self, blocks: int) -> KVLayout:
+        spec = self.spec
+        width = spec.head_dim if spec.latent else spec.head_dim + (spec.value_dim or spec.head_dim)
+        shape = (blocks, self.block_size, spec.kv_heads, width)
+        size = prod(shape[1:]) * getattr(torch, spec.kv_dtype).itemsize
+        return KVLayout(shape, spec.kv_dtype, size)
+
+    def plan(self, step: StepLayout) -> ReferencePlan:
+        return ReferencePlan.of(step, self.platform.device)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Tensor,
+        plan: AttentionPlan,
+        out: Tensor,
+        inputs: AttentionInputs = PLAIN,
+    ) -> None:
+        step = cast("ReferencePlan", plan)
+        if inputs.k_scale is not None and inputs.v_scale is not None:
+            k, v = k / inputs.k_scale[:, None], v / inputs.v_scale[:, None]
+        write_kv(k, v, cache, step.slots)
+        attend(self.spec, q, cache, step, out, inputs)
+
+
+def write_kv(k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """Put keys [tokens, kv_heads, head_dim] and values at their slots [tokens] int64.
+
+    Values are ignored where the cache is as wide as a key (a latent cache).
+    """
+    flat = cache.view(-1, *cache.shape[2:])
+    size = k.shape[-1]
+    flat[slots, :, :size] = k.to(cache.dtype)
+    if cache.shape[-1] > size:
+        flat[slots, :, size:] = v.to(cache.dtype)
+
+
+def paged_attention(
+    q: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    out: Tensor,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    causal: bool = True,
+) -> Tensor:
+    """`attend` with the arguments that kernels take; window 0: none."""
+    spec = AttentionSpec(
+        q.shape[1],
+        cache.shape[2],
+        q.shape[2],
+        scale,
+        str(q.dtype),
+        str(cache.dtype),
+        window=window or None,
+        softcap=softcap,
+        causal=causal,
+    )
+    plan = ReferencePlan(block_tables, query_starts, context_lens, query_starts)
+    return attend(spec, q, cache, plan, out, AttentionInputs(sinks=sinks, alibi=alibi))
+
+
+def attend(
+    spec: AttentionSpec,
+    q: Tensor,
+    cache: Tensor,
+    plan: ReferencePlan,
+    out: Tensor,
+    inputs: AttentionInputs = PLAIN,
+) -> Tensor:
+    """Fill `out` from a cache that holds the step's keys already; shapes as in the contract."""
+    starts = plan.query_starts.tolist()
+    ends = plan.context_lens if plan.encoder_lens is None else plan.encoder_lens
+    for row, length in enumerate(ends.tolist()):
+        own = slice(starts[row], starts[row + 1])
+        if own.start == own.stop:
+            continue
+        blocks = plan.block_tables[row][: -(-length // cache.shape[1])].long()
+        held = cache[blocks].flatten(0, 1)[:length].float()
+        keys, values = held[..., : q.shape[2]], held[..., q.shape[2] :]
+        if held.shape[2] == q.shape[2]:
+            values = held[..., : out.shape[2]]
+        if inputs.k_scale is not None and inputs.v_scale is not None:
+            keys, values = keys * inputs.k_scale[:, None], values * inputs.v_scale[:, None]
+        group = q.shape[1] // keys.shape[1]
+        keys, values = (part.repeat_interleave(group, 1) for part in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", q[own].float() * spec.scale, keys)
+        if spec.softcap > 0:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        last = int(plan.context_lens[row])
+        queries = torch.arange(last - (own.stop - own.start), last, device=q.device)
+        distance = queries[:, None] - torch.arange(length, device=q.device)
+        if inputs.alibi is not None:
+            scores -= inputs.alibi[:, None, None] * distance
+        visible = _visible(spec, plan, row, distance)
+        if inputs.selected is not None:
+            visible = visible & _selected(spec, inputs.selected[own], length, q.shape[1])
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if inputs.sinks is not None:
+            column = inputs.sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
+            scores = torch.cat([scores, column], dim=-1)
+        weights = scores.softmax(-1)[..., :length]
+        out[own] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
+    return out
+
+
+def _visible(spec: AttentionSpec, plan: ReferencePlan, row: int, distance: Tensor) -> Tensor:
+    """[queries, keys] bool of one row; distance: position of the query less that of the key."""
+    visible = torch.ones_like(distance, dtype=torch.bool)
+    if spec.cross:
+        return visible
+    if spec.causal:
+        visible &= distance >= 0
+    if spec.window is not None:
+        visible &= distance.abs() < spec.window
+    keys = torch.arange(distance.shape[1], device=distance.device)
+    queries = distance[:, :1] + keys[:1]
+    for place, first, end in () if plan.spans is None else plan.spans.tolist():
+        if place == row:
+            inside = [(first <= at) & (at < end) for at in (queries, keys)]
+            visible |= inside[0] & inside[1]
+    return visible
+
+
+def _selected(spec: AttentionSpec, selected: Tensor, length: int, heads: int) -> Tensor:
+    """[heads, queries, keys] bool; selected: [queries, kv_heads or 1, n]."""
+    runs = torch.arange(length, device=selected.device) // spec.selection
+    chosen = (selected.unsqueeze(-1) == runs).any(2).transpose(0, 1)
+    return chosen.repeat_interleave(heads // len(chosen), 0)
+
+
+def qkv_prepare(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    cos_sin: Tensor | None,
+    positions: Tensor,
+    slots: Tensor,
+    cache: Tensor,
+    heads: int,
+    kv_heads: int,
+    neox: bool = True,
+    norm_offset: float = 0.0,
+) -> Tensor:
+    """What `AttentionBackend.forward_qkv` does before it attends, in plain torch.
+
+    Split, norm per head, rotate, and write keys and values to the cache; returns the queries.
+
+    qkv: [T, (Hq + 2 Hk) D]; q_norm, k_norm: [D]; cos_sin: None for no rotation -> [T, Hq, D].
+    """
+    size = qkv.shape[-1] // (heads + 2 * kv_heads)
+    q, k, v = torch.split(torch.unflatten(qkv, -1, (-1, size)), [heads, kv_heads, kv_heads], dim=1)
+    q = q.clone() if q_norm is None else twins.rms_norm(q, q_norm, eps, offset=norm_offset)
+    k = k.clone() if k_norm is None else twins.rms_norm(k, k_norm, eps, offset=norm_offset)
+    if cos_sin is not None:
+        twins.rotary(q, k, positions, cos_sin, neox)
+    write_kv(k, v, cache, slots)
+    return q
