@@ -76,18 +76,9 @@ def group_caches(
                     f"per block, its backend {other.name} takes {other.block_size}"
                 )
             size += len(at) * other.layout(1).block_bytes
-        groups.append(
-            CacheGroup(
-                "attention",
-                tuple(layers),
-                spec,
-                backend,
-                backend.block_size,
-                spec.window,
-                size,
-                tuple(followers),
-            )
-        )
+        block, window = backend.block_size, spec.window
+        common = (tuple(layers), spec, backend, block, window, size, tuple(followers))
+        groups.append(CacheGroup("attention", *common))
     return tuple(groups)
 
 

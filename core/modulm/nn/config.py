@@ -12,6 +12,7 @@ from attrs import field, frozen
 
 from modulm.errors import CheckpointError
 from modulm.nn.rope import Rope, parse_rope
+from modulm.plugins.options import exact_converter
 
 __all__ = ["DecoderConfig", "read_config", "size"]
 
@@ -198,23 +199,12 @@ def _tidy(line: str) -> str:
 
 @cache
 def _converter() -> Any:
-    from cattrs import Converter
-
-    converter = Converter()
-    for kind, accepted in ((int, int), (float, (int, float)), (bool, bool), (str, str)):
-        converter.register_structure_hook(kind, _exact(accepted))
-    return converter
+    return exact_converter(_from_json)
 
 
-def _exact(accepted: Any) -> Any:
-    def check(value: Any, target: type) -> Any:
-        if target is float and isinstance(value, dict):
-            value = _INFINITE.get(str(value.get("__float__")), value)
-        whole = target is int and isinstance(value, float) and value.is_integer()
-        if not (whole or isinstance(value, accepted)) or (
-            isinstance(value, bool) and target is not bool
-        ):
-            raise ValueError(f"{value!r} is not of type {target.__name__}")
-        return target(value)
-
-    return check
+def _from_json(value: Any, target: type) -> Any:
+    """JSON has no infinity, and files write 4096.0 for a count."""
+    if target is float and isinstance(value, dict):
+        return _INFINITE.get(str(value.get("__float__")), value)
+    whole = target is int and isinstance(value, float) and value.is_integer()
+    return int(value) if whole else value

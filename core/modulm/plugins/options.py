@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, TypeVar
 
@@ -10,7 +10,7 @@ from attrs import fields
 
 from modulm.errors import ConfigError
 
-__all__ = ["structure"]
+__all__ = ["exact_converter", "structure"]
 
 T = TypeVar("T")
 
@@ -46,24 +46,28 @@ def _describe(error: BaseException, expected: type | None) -> str:
     return format_exception(error, expected)
 
 
-class _WrongType(ValueError):
-    """A value is of another type than its option."""
+def exact_converter(read: Callable[[Any, type], Any] | None = None, **settings: Any) -> Any:
+    """A cattrs converter that takes values of the right type only, after `read` has seen them.
+
+    "4" is no integer and 1 no boolean; only an integer may stand for a float.
+    """
+    from cattrs import Converter
+
+    def exact(accepted: tuple[type, ...]) -> Any:
+        def check(value: Any, target: type) -> Any:
+            value = value if read is None else read(value, target)
+            if not isinstance(value, accepted) or (isinstance(value, bool) and target is not bool):
+                raise ValueError(f"{value!r} is not of type {target.__name__}")
+            return target(value)
+
+        return check
+
+    converter = Converter(**settings)
+    for kind, accepted in ((int, (int,)), (float, (int, float)), (bool, (bool,)), (str, (str,))):
+        converter.register_structure_hook(kind, exact(accepted))
+    return converter
 
 
 @cache
 def _converter() -> Any:
-    from cattrs import Converter
-
-    converter = Converter(forbid_extra_keys=True)
-    for kind, accepted in ((int, (int,)), (float, (int, float)), (bool, (bool,)), (str, (str,))):
-        converter.register_structure_hook(kind, _exact(accepted))
-    return converter
-
-
-def _exact(accepted: tuple[type, ...]) -> Any:
-    def check(value: Any, target: type) -> Any:
-        if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
-            raise _WrongType(f"{value!r} is not of type {target.__name__}")
-        return target(value)
-
-    return check
+    return exact_converter(forbid_extra_keys=True)
