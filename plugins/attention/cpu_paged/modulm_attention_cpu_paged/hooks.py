@@ -19,6 +19,6 @@ def modulm_choose_attention(spec: AttentionSpec, platform: Platform, ops: Ops) -
     """Compiled kernels before whatever the platform's order has for every machine."""
     from modulm_attention_cpu_paged.backend import CpuPagedAttention
 
-    if CpuPagedAttention.rejects(spec, platform, ops) is not None:
+    if CpuPagedAttention.refuses(spec, platform, ops) is not None:
         return None
     return Choice("cpu_paged", "compiled kernels read the paged cache where it lies")
