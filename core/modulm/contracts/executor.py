@@ -115,6 +115,13 @@ class Plan:
     adapters: tuple[tuple[int, str], ...] = ()
     transfers: TransferPlan | None = None
 
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to run. A plan without rows may have transfers to begin, or be
+        made to hear of those that have ended.
+        """
+        return not len(self.rows) and self.transfers is None
+
 
 @frozen(eq=False)
 class RowLogprobs:

@@ -50,7 +50,8 @@ class Scheduler(ABC):
     """Chooses what each step runs. The built-in one is `BudgetScheduler` in
     `modulm.engine.scheduling.scheduler`.
 
-    A class given by path is constructed as `(limits, capacity, policy)`, see there. Requests and
+    A class given by path is constructed as `(limits, capacity, policy)`, and with `index`, the
+    scheduler's half of a KV connector, where one is configured; see there. Requests and
     what becomes of them are the values of `modulm.contracts.requests`. One thread uses it. Plans
     are committed (or failed) in the order in which they were made; several may be under way.
     """
@@ -89,7 +90,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def plan(self) -> Plan:
-        """The next step; a plan without rows when there is nothing to do, which is not run."""
+        """The next step; an idle plan when there is nothing to do, which is not run."""
 
     @abstractmethod
     def commit(self, plan: Plan, result: StepResult) -> StepEvents:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from attrs import define, field
 
 from modulm.config import EngineConfig
+from modulm.contracts.connector import KVIndex
 from modulm.contracts.executor import Executor
 from modulm.contracts.policy import Candidate, Policy
 from modulm.contracts.requests import Finish, StepEvents, StepStats
@@ -72,10 +73,11 @@ def make_engine(
     policy: Policy | None = None,
     depth: int = 1,
     notify: Any = _silent,
+    index: KVIndex | None = None,
 ) -> tuple[EngineLoop, Recorder]:
     """An engine on a started executor; call `engine.tick()` until it returns False."""
     capacity = executor.start(EngineConfig())
-    scheduler = BudgetScheduler(limits or Limits(), capacity, policy or ByArrival())
+    scheduler = BudgetScheduler(limits or Limits(), capacity, policy or ByArrival(), index)
     recorder = Recorder()
     return EngineLoop(scheduler, executor, recorder, notify, depth), recorder
 

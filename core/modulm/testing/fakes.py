@@ -14,9 +14,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from attrs import define, field, frozen
 
 from modulm.config import EngineConfig
+from modulm.contracts.connector import KVMover, TransferResult
 from modulm.contracts.executor import Capacity, Executor, Plan, RowLogprobs, RowStart, StepResult
 from modulm.contracts.sampling import PoolingParams, StructuredOutputs
 from modulm.errors import EngineError
@@ -151,7 +153,8 @@ class FakeExecutor(Executor):
     plans that ran; `resume` lets hanging steps go on. compiling: request -> what `prepare` gives;
     `prepared`: the requests that were prepared and not forgotten. drafter: given a row's tokens and
     the next ones that will come, proposes up to `drafts`; stray_drafts: results also propose for
-    rows that did not run.
+    rows that did not run. mover: of a KV connector, whose tensors are the tokens and positions that
+    blocks hold. adapters: slots that plans may give.
     """
 
     name = "fake"
@@ -172,6 +175,8 @@ class FakeExecutor(Executor):
         drafts: int = 0,
         drafter: FakeDrafter | None = None,
         stray_drafts: bool = False,
+        mover: KVMover | None = None,
+        adapters: int = 0,
     ) -> None:
         self.groups = tuple(groups)
         self.vocabulary = vocabulary
@@ -186,6 +191,8 @@ class FakeExecutor(Executor):
         self.drafts = drafts
         self.drafter = drafter
         self.stray_drafts = stray_drafts
+        self.mover = mover
+        self.slots: list[str | None] = [None] * (adapters + 1)
         self.steps = 0
         self.resume = threading.Event()
         self.rows: dict[int, _Row] = {}
@@ -195,6 +202,9 @@ class FakeExecutor(Executor):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fake-executor")
 
     def start(self, config: EngineConfig | None = None) -> Capacity:
+        if self.mover is not None:
+            both = enumerate(zip(self._tokens, self._positions, strict=True))
+            self.mover.open({g: [torch.from_numpy(x) for x in pair] for g, pair in both})
         groups = tuple(
             ("state" if g.state else "attention", g.block_size, g.window, g.blocks)
             for g in self.groups
@@ -204,6 +214,7 @@ class FakeExecutor(Executor):
             vocabulary=self.vocabulary,
             max_model_len=self.max_model_len,
             drafts=self.drafts,
+            adapters=len(self.slots) - 1,
         )
 
     def submit(self, plan: Plan) -> Future[StepResult]:
@@ -228,6 +239,8 @@ class FakeExecutor(Executor):
         if self.plans is not None:
             self.plans.append(plan)
         self._rows_change(plan)
+        for slot, name in plan.adapters:
+            self.slots[slot] = name
         if self.step_delay:
             time.sleep(self.step_delay)
         if index in self.fail_steps:
@@ -239,6 +252,7 @@ class FakeExecutor(Executor):
             step=plan.step,
             tokens=np.array([token for run in sampled for token in run], dtype=np.int64),
             accepted=None if (accepted == 1).all() else accepted,
+            transfers=self._transfer(plan),
             drafts=self._propose(plan) if self.drafter is not None else {},
             seconds=time.perf_counter() - began,
             **result,
@@ -269,6 +283,9 @@ class FakeExecutor(Executor):
             state = self.rows.get(row)
             if state is None:
                 raise FakeFault(f"step {plan.step} runs row {row}, which is not admitted")
+            adapter = state.start.adapter
+            if adapter is not None and adapter not in self.slots:
+                raise FakeFault(f"step {plan.step} row {row}: adapter {adapter} is in no slot")
             start, count = int(plan.starts[i]), int(plan.counts[i])
             if state.failed is not None:
                 fed.append(np.zeros(0, dtype=np.int64))
@@ -306,6 +323,13 @@ class FakeExecutor(Executor):
             raise FakeFault(
                 f"step {plan.step}: {len(plan.tables)} tables for {len(self.groups)} cache groups"
             )
+
+    def _transfer(self, plan: Plan) -> TransferResult | None:
+        if self.mover is None:
+            return None
+        if plan.transfers is not None:
+            self.mover.begin(plan.transfers)
+        return self.mover.ended()
 
     def _check_drafts(self, plan: Plan, i: int, drafts: np.ndarray) -> None:
         row, state = int(plan.rows[i]), self.rows[int(plan.rows[i])]

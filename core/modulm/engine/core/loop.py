@@ -33,6 +33,9 @@ log = logging.getLogger("modulm.engine")
 #: works, before the engine gives up.
 _PATIENCE = 3
 
+#: Seconds between two looks at transfers that nothing runs beside.
+_PAUSE = 0.0005
+
 
 class Listener(Protocol):
     """Who is told what happened, on the engine's thread."""
@@ -92,9 +95,9 @@ class _Inbox:
         """Let `wait` return."""
         self._filled.set()
 
-    def wait(self) -> None:
-        """Until there is something to look at."""
-        self._filled.wait()
+    def wait(self, seconds: float | None = None) -> None:
+        """Until there is something to look at, or the time has passed."""
+        self._filled.wait(seconds)
 
     def drain(self) -> Iterable[Request | _Abort | _Call]:
         self._filled.clear()
@@ -144,13 +147,16 @@ class EngineLoop:
         """Run one engine step. False when there was nothing to do."""
         self._admit()
         plan = self.scheduler.plan()
-        if len(plan.rows):
+        if not plan.idle:
             self._start(plan)
         if not self._flights:
             self._rest()
             return False
-        if len(self._flights) >= self._depth or not len(plan.rows):
-            self._land(self._flights.popleft())
+        if len(self._flights) >= self._depth or plan.idle:
+            flight = self._flights.popleft()
+            self._land(flight)
+            if not len(flight.plan.rows):
+                self._inbox.wait(_PAUSE)
         return True
 
     def _rest(self) -> None:

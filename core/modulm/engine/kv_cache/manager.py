@@ -278,6 +278,8 @@ class KVCacheManager:
         self.reusable = bool(self.groups) and not lost
         #: Tokens at whose multiples a prompt is best cut, so that results do not depend on the cut.
         self.unit = SEGMENT if self._states else 1
+        #: Whether all groups keep blocks of tokens, of one size.
+        self.uniform = len(self.sizes) == 1 and not self._states
         self._changes = 0
         self._gathered: tuple[np.ndarray, int, tuple[np.ndarray, ...]] | None = None
 

@@ -19,13 +19,10 @@ __all__ = ["Drafting"]
 
 
 class Drafting:
-    """most: drafts that a row may have in a step, 0 without a drafter. awaited: [rows] bool, the
-    row's last result is not in.
-    """
+    """most: drafts that a row may have in a step, 0 without a drafter."""
 
     def __init__(self, capacity: Capacity, table: RowTable, cache: KVCacheManager) -> None:
         self.most = capacity.drafts
-        self.awaited = np.zeros(table.rows, dtype=np.bool_)
         self._vocabulary = capacity.vocabulary
         self._table = table
         self._cache = cache
@@ -47,7 +44,6 @@ class Drafting:
     def release(self, row: int) -> None:
         """The row is gone."""
         self._counts[row] = 0
-        self.awaited[row] = False
 
     def add(self, step: NextStep, left: int) -> None:
         """Give the step's decoding rows their drafts; `left`: tokens left of the budget."""

@@ -100,6 +100,10 @@ class PrefixReuse:
         if index == 0 and self._filling:
             self._filled(row, names)
 
+    def names(self, row: int) -> list[bytes]:
+        """The names of the row's full blocks, of the smallest size."""
+        return self._chains[row][0].names
+
     def release(self, row: int) -> None:
         """The row is about to be released."""
         chains = self._chains.pop(row, None)

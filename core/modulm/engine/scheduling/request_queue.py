@@ -19,11 +19,13 @@ class Entry:
 
     order: of arrival, breaks ties. limit: tokens, prompt included, at which it ends. row: its row,
     or None while it waits. history: [tokens] int64, its tokens when it (again) waits. chains: the
-    names of its full blocks, one chain per block size.
+    names of its full blocks, one chain per block size. passed: later ones that were admitted while
+    its adapter found no slot.
     """
 
     __slots__ = (
-        "chains", "gone", "history", "key", "limit", "order", "preemptions", "request", "row",
+        "chains", "gone", "history", "key", "limit", "order", "passed", "preemptions", "request",
+        "row",
     )  # fmt: skip
 
     def __init__(self, request: Request, order: int, limit: int) -> None:
@@ -33,7 +35,7 @@ class Entry:
         self.row: int | None = None
         self.history: np.ndarray = request.prompt
         self.chains: tuple[Chain, ...] = ()
-        self.preemptions = 0
+        self.passed = self.preemptions = 0
         self.gone = False
         self.key: Any = None
 

@@ -22,7 +22,8 @@ class RowTable:
     tokens: [rows, width] int32, widened on demand (pages that no row has touched cost nothing).
     computed: tokens whose keys and values exist once all planned steps have run. known: tokens
     known or planned to be sampled. limit: known tokens at which the row ends; least: known tokens
-    below which stop ids do not end it. stops: [rows, n] int64 stop ids, padded with -2. epoch:
+    below which stop ids do not end it. waiting: not to be planned, as something the row needs is
+    under way. stops: [rows, n] int64 stop ids, padded with -2. epoch:
     counts the row's tenants, which tells a late result for an earlier one. names: request ids.
     """
 
@@ -34,6 +35,7 @@ class RowTable:
         self.known = np.zeros(rows, dtype=np.int64)
         self.limit = np.zeros(rows, dtype=np.int64)
         self.least = np.zeros(rows, dtype=np.int64)
+        self.waiting = np.zeros(rows, dtype=np.bool_)
         self.stops = np.full((rows, 1), -2, dtype=np.int64)
         self.epoch = np.zeros(rows, dtype=np.int64)
         self.names = np.full(rows, None, dtype=object)
@@ -66,6 +68,7 @@ class RowTable:
         """Take the row back; the tokens that are really known (none PENDING), as int64."""
         history = self.history(row)
         self.names[row] = None
+        self.waiting[row] = False
         self.epoch[row] += 1
         self._free.append(row)
         return history

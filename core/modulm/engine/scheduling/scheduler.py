@@ -19,10 +19,12 @@ from typing import Any
 
 import numpy as np
 
+from modulm.contracts.connector import KVIndex
 from modulm.contracts.executor import PENDING, Capacity, Plan, RowStart, StepResult
 from modulm.contracts.policy import Policy, Scheduler
 from modulm.contracts.requests import Finish, Reason, Request, Start, StepEvents, StepStats
 from modulm.engine.kv_cache.manager import Hit, KVCacheManager
+from modulm.engine.scheduling.adapter_slots import AdapterSlots
 from modulm.engine.scheduling.admission import Admission
 from modulm.engine.scheduling.drafting import Drafting
 from modulm.engine.scheduling.limits import Limits
@@ -31,21 +33,29 @@ from modulm.engine.scheduling.request_queue import Entry, RequestQueue
 from modulm.engine.scheduling.row_table import RowTable
 from modulm.engine.scheduling.step import NextStep, StepInFlight
 from modulm.engine.scheduling.token_runs import TokenRuns
+from modulm.engine.scheduling.transfers import KVTransfers
 from modulm.errors import EngineError, QueueFull, RequestError, RowError
 
 __all__ = ["BudgetScheduler"]
+
+#: Waiting requests that are passed over in a step, beside one for each row.
+_LOOK = 8
 
 
 class BudgetScheduler(Scheduler):
     """The built-in scheduler. Not safe for use by several threads."""
 
-    def __init__(self, limits: Limits, capacity: Capacity, policy: Policy) -> None:
+    def __init__(
+        self, limits: Limits, capacity: Capacity, policy: Policy, index: KVIndex | None = None
+    ) -> None:
         self.limits = limits
         self.policy = policy
         self.table = RowTable(limits.rows, capacity.max_model_len)
         self.cache = KVCacheManager(capacity, limits.rows)
         self.sharing = PrefixReuse(self.cache, self.table, limits.hash, limits.prefixes)
         self.drafting = Drafting(capacity, self.table, self.cache)
+        self.transfers = KVTransfers(index, self.cache, self.table, self.sharing)
+        self.adapters = AdapterSlots(capacity.adapters)
         self.queue = RequestQueue(policy)
         self._max_len = min(capacity.max_model_len, self.cache.most(limits.tokens))
         if not (limits.chunked or capacity.groups):
@@ -66,7 +76,7 @@ class BudgetScheduler(Scheduler):
 
     @property
     def busy(self) -> bool:
-        return bool(self._entries or self._flights)
+        return bool(self._entries or self._flights or self.transfers.busy)
 
     @property
     def max_len(self) -> int:
@@ -108,6 +118,8 @@ class BudgetScheduler(Scheduler):
                 f"the prompt has {request.prompt_len} tokens, one step takes {self.limits.tokens}, "
                 "and prompts are not split over steps (enable_chunked_prefill)", "prompt",
             )  # fmt: skip
+        if request.adapter is not None and not self.adapters.most:
+            raise RequestError("the engine runs without adapters", "model")
         self.check_room(1, request.prompt_len)
         entry = Entry(request, self._arrivals, limit)
         self._arrivals += 1
@@ -122,6 +134,7 @@ class BudgetScheduler(Scheduler):
         if entry.row is not None:
             return self._finish(entry.row, "abort")
         self.queue.remove(entry)
+        self.transfers.finished(request)
         del self._entries[request]
         return Finish(request, "abort")
 
@@ -134,14 +147,20 @@ class BudgetScheduler(Scheduler):
     # A step is planned.
 
     def plan(self) -> Plan:
-        """The next step; its rows are empty when there is nothing to do."""
+        """The next step; idle when there is nothing to do."""
         began = time.perf_counter()
         preempted = self._preempted
         step = self._continue()
         if len(self.queue) and self.table.free and self._preempted == preempted:
             step = self._join(step)
+        if self.transfers.loaded:
+            self._announce(step)
         if self.drafting.most and len(step.rows):
             self.drafting.add(step, self.limits.tokens - int(step.counts.sum()))
+        if self.adapters.most:
+            step.adapters = self.adapters.given()
+        if self.transfers.index is not None:
+            step.transfers = self.transfers.plan(len(step.rows))
         return self._assemble(step, began)
 
     def _continue(self) -> NextStep:
@@ -159,8 +178,8 @@ class BudgetScheduler(Scheduler):
         known = table.known[rows]
         # A row whose last token is being sampled already has nothing left to compute.
         open_ends = known < table.limit[rows]
-        if self.drafting.most:
-            open_ends &= ~self.drafting.awaited[rows]
+        if self.drafting.most or self.transfers.loading:
+            open_ends &= ~table.waiting[rows]
         if not self._prefilling and len(rows) <= self.limits.tokens and open_ends.all():
             return NextStep(rows, starts, self._ones[: len(rows)], one_each=True)
         wants = np.where(open_ends, known - starts, 0)
@@ -168,6 +187,8 @@ class BudgetScheduler(Scheduler):
             np.minimum(wants, self.limits.long, out=wants)
         before = np.cumsum(wants) - wants
         counts = self._cut(starts, np.clip(self.limits.tokens - before, 0, wants), known)
+        if not self.limits.chunked:
+            counts = np.where(counts < wants, 0, counts)
         chosen = counts > 0
         if not chosen.all():
             rows, starts, counts = rows[chosen], starts[chosen], counts[chosen]
@@ -218,24 +239,70 @@ class BudgetScheduler(Scheduler):
         admission = Admission(self.limits, left, unfinished, self.cache.unit, self._patient())
         joined: list[tuple[Entry, Hit, int]] = []
         skipped: list[Entry] = []
-        while admission.left > 0 and self.table.free > len(skipped):
+        while admission.left > 0 and self.table.free and len(skipped) < self.limits.rows + _LOOK:
             entry = self.queue.peek()
             if entry is None:
                 break
-            hit = self.sharing.lookup(entry)
-            missing = 0 if hit is None else entry.tokens - hit.tokens
-            count = 0 if hit is None else admission.portion(entry, missing)
-            if hit is None or count == 0:
+            found = self._found(entry, skipped)
+            missing = 0 if found is None else entry.tokens - found[0].tokens
+            load = found is not None and found[1] > found[0].tokens
+            count = missing if load or found is None else admission.portion(entry, missing)
+            if found is None or count == 0:
                 skipped.append(self.queue.pop())
                 continue
+            hit, reach = found
+            if load:
+                count = reach - hit.tokens
             if count is None or not self._admit(entry, hit, count):
                 break
             self.queue.pop()
+            if load:
+                self._load(entry, hit, reach)
+                continue
             admission.take(entry, count, missing)
             joined.append((entry, hit, count))
         for entry in skipped:
             self.queue.push(entry)
         return self._extended(step, joined) if joined else step
+
+    def _found(self, entry: Entry, skipped: list[Entry]) -> tuple[Hit, int] | None:
+        """What of the entry's tokens the device holds, and how many are held anywhere; None: it
+        has to wait. skipped: entries before it that wait.
+        """
+        if entry.request.adapter is not None and not self._has_slot(entry, skipped):
+            return None
+        hit = self.sharing.lookup(entry)
+        reach = None if hit is None else self.transfers.matched(entry, hit)
+        return None if hit is None or reach is None else (hit, reach)
+
+    def _has_slot(self, entry: Entry, skipped: list[Entry]) -> bool:
+        """Whether the entry's adapter can be used now.
+
+        Those before it that find no slot let a number of others pass, and then no more.
+        """
+        fits = self.adapters.fits
+        before = [other for other in skipped if not fits(other.request.adapter)]
+        if not fits(entry.request.adapter) or any(e.passed >= self.limits.rows for e in before):
+            return False
+        for other in before:
+            other.passed += 1
+        return True
+
+    def _load(self, entry: Entry, hit: Hit, reach: int) -> None:
+        """The entry, which has a row, waits in it until its blocks up to `reach` are loaded."""
+        if entry.row is not None:
+            self._prefilling.add(entry.row)
+            self.transfers.load(entry, entry.row, hit, reach)
+
+    def _announce(self, step: NextStep) -> None:
+        """Rows whose load has ended are admitted with the first step that runs them."""
+        loaded, now = self.transfers.loaded, time.monotonic()
+        for row in step.rows.tolist():
+            if row in loaded:
+                entry, cached = self._running[row], loaded.pop(row)
+                step.admit = (*step.admit, _row_start(entry))
+                if not entry.preemptions:
+                    step.started.append(Start(entry.request.id, cached, now))
 
     def _admit(self, entry: Entry, hit: Hit, count: int) -> bool:
         """Give the entry a row and blocks; False if there are too few blocks."""
@@ -246,6 +313,8 @@ class BudgetScheduler(Scheduler):
             return False
         self.table.admit(entry.request, entry.history, hit.tokens, entry.limit)
         self.sharing.admit(entry, row, hit)
+        self.adapters.take(entry.request.adapter)
+        self.transfers.admit(entry, row)
         entry.row = row
         self._running[row] = entry
         self._order = None
@@ -284,7 +353,7 @@ class BudgetScheduler(Scheduler):
             tokens = table.gather(rows, step.starts, counts)
             self._prefilling.difference_update(sampled.tolist())
         if self.drafting.most:
-            self.drafting.awaited[sampled] = True
+            table.waiting[sampled] = True
         table.computed[rows] = ends
         table.tokens[sampled, places] = PENDING
         table.known[sampled] = places + 1
@@ -300,8 +369,12 @@ class BudgetScheduler(Scheduler):
             tuple(self._released),
             None if step.drafted is None else step.drafted.astype(np.int32),
             step.state_slots,
+            (),
+            (),
+            step.adapters,
+            step.transfers,
         )
-        if len(rows):
+        if not plan.idle:
             self._steps += 1
             self._released.clear()
             self._flights.append(StepInFlight(
@@ -322,15 +395,20 @@ class BudgetScheduler(Scheduler):
             alive = np.zeros(table.rows, dtype=np.bool_)
             alive[flight.rows] = table.epoch[flight.rows] == flight.epochs
             runs.keep(alive)
-        stopped = table.stopped(runs.owners, runs.tokens, runs.places + 1)
-        ended = stopped | (runs.places + 1 >= table.limit[runs.owners])
+        lengths = runs.places + 1
+        stopped = table.stopped(runs.owners, runs.tokens, lengths)
+        ended = stopped | (lengths >= table.limit[runs.owners])
         if plan.drafted is not None and ended.any():
             left = runs.cut(ended.nonzero()[0].tolist())
             stopped, ended = stopped[left], ended[left]
         table.tokens[runs.owners, runs.places] = runs.tokens
         if self.drafting.most:
             self._settle(runs, result)
+        if result.transfers is not None:
+            self.transfers.end(result.transfers)
         self.sharing.advance(runs.rows, runs.ends)
+        if self.transfers.index is not None:
+            self.transfers.save(runs.rows, runs.ends)
         self.cache.trim(runs.rows, runs.ends)
         names, ids = table.names[runs.owners].tolist(), runs.tokens.tolist()
         extras: dict[str, Any] = {}
@@ -357,7 +435,7 @@ class BudgetScheduler(Scheduler):
         table.known[runs.owners] = runs.places + 1
         table.computed[runs.owners] = runs.places
         self.cache.settle(runs.rows, runs.ends)
-        self.drafting.awaited[runs.sampled] = False
+        table.waiting[runs.sampled] = False
         self.drafting.propose(result.drafts, runs.owners)
 
     def _end_silent(self, runs: TokenRuns, result: StepResult) -> list[Finish]:
@@ -371,6 +449,8 @@ class BudgetScheduler(Scheduler):
     def fail(self, plan: Plan, error: Exception) -> list[Finish]:
         """The step raised: what it ran ends with `error`, as its memory is in doubt."""
         flight = self._land(plan)
+        self.transfers.fail(plan)
+        self.adapters.lost(plan.adapters)
         alive = self.table.epoch[flight.rows] == flight.epochs
         rows = flight.rows[alive].tolist()
         return [self._finish(row, "error", error=error) for row in rows]
@@ -417,7 +497,11 @@ class BudgetScheduler(Scheduler):
         queried, hits = self.sharing.take_counts()
         preempted, self._preempted = self._preempted, 0
         drafted, accepted = flight.plan.drafted, result.accepted
-        return self.gauges()._replace(
+        return StepStats(
+            self._steps,
+            len(self._running),
+            len(self.queue),
+            self.cache.usage,
             computed=len(flight.plan.tokens),
             generated=generated,
             preempted=preempted,
@@ -440,16 +524,19 @@ class BudgetScheduler(Scheduler):
     ) -> Finish:
         entry = self._running[row]
         self._release(row)
+        self.transfers.finished(entry.request.id)
         del self._entries[entry.request.id]
         return Finish(entry.request.id, reason, stop, error)
 
     def _release(self, row: int) -> np.ndarray:
         """Take row and blocks back; the tokens it had."""
-        del self._running[row]
+        entry = self._running.pop(row)
         self._prefilling.discard(row)
         self._order = None
         self._generation += 1
-        self._released.append(row)
+        if not self.transfers.release(row):
+            self._released.append(row)
+        self.adapters.release(entry.request.adapter)
         self.sharing.release(row)
         self.drafting.release(row)
         self.cache.release(row)

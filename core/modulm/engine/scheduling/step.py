@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from attrs import define, field
 
+from modulm.contracts.connector import TransferPlan
 from modulm.contracts.executor import Plan, RowStart
 from modulm.contracts.requests import Start
 
@@ -15,7 +16,7 @@ __all__ = ["NextStep", "StepInFlight"]
 class NextStep:
     """A step in the making. starts: tokens computed before, counts: known tokens to compute;
     one_each: every row decodes, that is computes its last known token and samples the next.
-    drafted, state_slots: as in `Plan`; drafted tokens come on top of `counts`.
+    The rest as in `Plan`; drafted tokens come on top of `counts`.
     """
 
     rows: np.ndarray
@@ -26,6 +27,8 @@ class NextStep:
     started: list[Start] = field(factory=list)
     drafted: np.ndarray | None = None
     state_slots: tuple[np.ndarray | None, ...] = ()
+    adapters: tuple[tuple[int, str], ...] = ()
+    transfers: TransferPlan | None = None
 
 
 @define(eq=False)

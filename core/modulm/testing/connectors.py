@@ -1,0 +1,120 @@
+"""A KV connector whose other place is a dict, with delays, hesitation and failures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from attrs import define, field, frozen
+
+from modulm.contracts.connector import (
+    BlockTransfer,
+    KVConnector,
+    KVIndex,
+    KVMover,
+    TransferPlan,
+    TransferResult,
+)
+from modulm.errors import EngineError
+
+__all__ = ["FakeConnector"]
+
+Blocks = tuple[tuple[torch.Tensor, ...], ...]
+
+
+@frozen
+class _Options:
+    pass
+
+
+@define(eq=False)
+class FakeConnector(KVConnector):
+    """`store`: name -> the tensors of a block, per group. delay: id -> how often `ended` is asked
+    before a transfer has ended; fails: id -> whether it fails; hesitates: (request, how often it
+    was asked for) -> whether the index says "later".
+    """
+
+    name: ClassVar[str] = "fake"
+    api: ClassVar[int | tuple[int, int]] = 2
+    Config: ClassVar[type] = _Options
+
+    delay: Callable[[int], int] = lambda identity: 0
+    fails: Callable[[int], bool] = lambda identity: False
+    hesitates: Callable[[str, int], bool] = lambda request, asked: False
+    store: dict[bytes, Blocks] = field(factory=dict)
+
+    def index(self) -> KVIndex:
+        return _Index(self)
+
+    def mover(self) -> KVMover:
+        return _Mover(self)
+
+
+class _Index(KVIndex):
+    def __init__(self, connector: FakeConnector) -> None:
+        self._connector = connector
+        self._asked: dict[str, int] = {}
+        self._held: set[bytes] = set(connector.store)
+
+    def matched(self, request: str, names: Sequence[bytes], held: int) -> int | None:
+        asked = self._asked.get(request, 0)
+        self._asked[request] = asked + 1
+        if self._connector.hesitates(request, asked):
+            return None
+        found = [name in self._held for name in names]
+        return found.index(False) if False in found else len(found)
+
+    def stored(self, names: Sequence[bytes]) -> None:
+        self._held.update(names)
+
+
+class _Mover(KVMover):
+    """Loads leave garbage until they have ended; saves read their blocks when they end."""
+
+    def __init__(self, connector: FakeConnector) -> None:
+        self._connector = connector
+        self._caches: Mapping[int, Sequence[torch.Tensor]] = {}
+        self._open: list[tuple[int, bool, BlockTransfer]] = []
+
+    def open(self, caches: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        self._caches = caches
+
+    def begin(self, plan: TransferPlan) -> None:
+        for load, transfers in ((True, plan.loads), (False, plan.saves)):
+            for transfer in transfers:
+                if any(0 in blocks for blocks in transfer.blocks):
+                    raise EngineError(f"transfer {transfer.id} has the null block")
+                if load:
+                    self._put(transfer, None)
+                self._open.append((self._connector.delay(transfer.id), load, transfer))
+
+    def ended(self) -> TransferResult:
+        done, failed, left = [], [], []
+        for delay, load, transfer in self._open:
+            if delay:
+                left.append((delay - 1, load, transfer))
+            elif self._connector.fails(transfer.id):
+                failed.append((transfer.id, "on purpose"))
+            else:
+                self._move(load, transfer)
+                done.append(transfer.id)
+        self._open = left
+        return TransferResult(tuple(done), tuple(failed))
+
+    def _move(self, load: bool, transfer: BlockTransfer) -> None:
+        store = self._connector.store
+        if load:
+            self._put(transfer, [store[name] for name in transfer.names])
+            return
+        for place, name in enumerate(transfer.names):
+            store[name] = tuple(
+                tuple(cache[transfer.blocks[group][place]].clone() for cache in caches)
+                for group, caches in self._caches.items()
+            )
+
+    def _put(self, transfer: BlockTransfer, content: list[Blocks] | None) -> None:
+        for group, caches in self._caches.items():
+            for place, block in enumerate(transfer.blocks[group]):
+                for index, cache in enumerate(caches):
+                    cache[block] = -7 if content is None else content[place][group][index]
