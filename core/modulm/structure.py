@@ -41,10 +41,11 @@ def structure_table(table: Mapping[str, Any], into: type[T], *, open_ended: bool
     the table is `open_ended`. Raises Problem.
     """
     from cattrs import transform_error
+    from cattrs.errors import BaseValidationError
 
     try:
         value: T = _tables(open_ended).structure(dict(table), into)
-    except Exception as error:
+    except (BaseValidationError, ValueError, TypeError) as error:
         lines = transform_error(error, path="", format_exception=_words)
         raise Problem([_fault(line) for line in lines]) from error
     return value

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from functools import cache
 from typing import Any, ClassVar, TypeVar
 
 import attrs
@@ -12,7 +10,7 @@ from attrs import field, frozen
 
 from modulm.errors import CheckpointError
 from modulm.nn.rope import Rope, parse_rope
-from modulm.plugins.options import exact_converter
+from modulm.structure import Problem, structure_table
 
 __all__ = ["DecoderConfig", "read_config", "size"]
 
@@ -22,9 +20,6 @@ T = TypeVar("T")
 _MOST_PARAMETERS = 10**13
 _MOST_POSITIONS = 2**27
 _MOST_LAYERS = 4096
-
-#: JSON has no word for these; transformers writes {"__float__": "Infinity"}.
-_INFINITE = {"Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def size(default: Any = attrs.NOTHING, least: int = 1) -> Any:
@@ -169,9 +164,6 @@ def read_config(table: Mapping[str, Any], into: type[T], file: str = "config.jso
     Numbers are not converted from strings. null stands for the default. A class with a method
     `from_table` reads the table itself. Raises CheckpointError that names the file and the key.
     """
-    from cattrs import transform_error
-    from cattrs.errors import BaseValidationError
-
     own = getattr(into, "from_table", None)
     if own is not None:
         read: T = own(table, file)
@@ -179,32 +171,6 @@ def read_config(table: Mapping[str, Any], into: type[T], file: str = "config.jso
     aliases: Mapping[str, str] = into.ALIASES if issubclass(into, DecoderConfig) else {}
     named = {aliases.get(key, key): value for key, value in table.items() if value is not None}
     try:
-        return _converter().structure(named, into)  # type: ignore[no-any-return]
-    except (BaseValidationError, ValueError) as error:
-        lines = transform_error(error, path="", format_exception=_words)
-        raise CheckpointError(f"{file}: {'; '.join(_tidy(line) for line in lines)}") from error
-
-
-def _words(error: BaseException, kind: type | None) -> str:
-    """What went wrong with one key."""
-    return "is required" if isinstance(error, KeyError) else str(error)
-
-
-def _tidy(line: str) -> str:
-    """cattrs' "message @ .path" as "path: message"; what the class itself says has no path."""
-    message, _, path = line.rpartition(" @ ")
-    where = path.lstrip(".")
-    return f"{where}: {message}" if where else message
-
-
-@cache
-def _converter() -> Any:
-    return exact_converter(_from_json)
-
-
-def _from_json(value: Any, target: type) -> Any:
-    """JSON has no infinity, and files write 4096.0 for a count."""
-    if target is float and isinstance(value, dict):
-        return _INFINITE.get(str(value.get("__float__")), value)
-    whole = target is int and isinstance(value, float) and value.is_integer()
-    return int(value) if whole else value
+        return structure_table(named, into, open_ended=True)
+    except Problem as problem:
+        raise CheckpointError(f"{file}: {problem}") from problem

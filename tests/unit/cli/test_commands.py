@@ -25,7 +25,7 @@ def test_show_writes_a_file_that_says_the_same(tmp_path: Path) -> None:
     flags = [
         "show", "some/model", "--max-model-len", "8k", "--served-model-name", "a", "b",
         "--structured-outputs-config.disable_any_whitespace=true", "--api-key", "hunter2",
-        "--hf-overrides.x=1",
+        "--hf-overrides.x=1", "--swap-space", "8", "--attention-config.flash_attn_version", "3",
     ]  # fmt: skip
     shown = CliRunner().invoke(config, flags).stdout
     assert "hunter2" not in shown

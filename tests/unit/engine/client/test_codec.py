@@ -27,6 +27,7 @@ from modulm.errors import (
     RequestError,
 )
 from modulm.plugins import manager
+from modulm_server.flags import ServerConfig
 
 
 def crossed(value: object) -> object:
@@ -160,3 +161,11 @@ def test_configuration_and_plugins() -> None:
     assert codec.unpack_config(crossed(codec.pack_config(config))) == config
     plugins = manager.current().snapshot()
     assert codec.unpack_plugins(crossed(codec.pack_plugins(plugins))) == plugins
+
+
+def test_flags_of_packages_and_flags_that_nothing_reads_cross() -> None:
+    config = EngineConfig.from_keywords(port=9, swap_space=8, guided_decoding_backend="xgrammar")
+    after = codec.unpack_config(crossed(codec.pack_config(config)))
+    assert after == config
+    assert after.group(ServerConfig).port == 9
+    assert after.notices() == config.notices()
