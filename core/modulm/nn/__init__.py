@@ -25,6 +25,7 @@ from modulm.nn.moe import ExpertNames, Gate, MoE, Routing
 from modulm.nn.names import Rewrite, WeightNames, split_heads, transpose
 from modulm.nn.norm import LayerNorm, Norm, RMSNorm
 from modulm.nn.rope import Rope, cos_sin, parse_rope
+from modulm.nn.routed import RoutedConfig, routed_experts, without_drafts
 from modulm.nn.ssm import CausalConv, StateSpaceMixer, recur, single_rank
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "RMSNorm",
     "Rewrite",
     "Rope",
+    "RoutedConfig",
     "Routing",
     "Segment",
     "Shared",
@@ -65,6 +67,7 @@ __all__ = [
     "parse_rope",
     "read_config",
     "recur",
+    "routed_experts",
     "segments",
     "single_rank",
     "size",
@@ -73,4 +76,5 @@ __all__ = [
     "standard_mlp",
     "tiny_config",
     "transpose",
+    "without_drafts",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -10,18 +9,18 @@ from attrs import evolve, field, frozen, validators
 
 from modulm.nn import (
     Builder,
-    DecoderConfig,
     DecoderForCausalLM,
-    GatedMLP,
     LatentAttention,
-    MoE,
     PreNormLayer,
     Rope,
+    RoutedConfig,
     Routing,
     WeightNames,
+    routed_experts,
     size,
     standard_mlp,
     tiny_config,
+    without_drafts,
 )
 
 __all__ = [
@@ -35,7 +34,7 @@ __all__ = [
 
 
 @frozen(kw_only=True)
-class DeepseekConfig(DecoderConfig, ABC):
+class DeepseekConfig(RoutedConfig):
     """The keys that both versions have. Heads rotate `qk_rope_head_dim` dimensions only."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {
@@ -43,29 +42,13 @@ class DeepseekConfig(DecoderConfig, ABC):
         "num_local_experts": "n_routed_experts",
         "num_mtp_layers": "num_nextn_predict_layers",
     }
-    CHOICE_BIAS: ClassVar[bool] = False
-
     kv_lora_rank: int = size()
     q_lora_rank: int | None = size(None)
     qk_nope_head_dim: int = size()
     qk_rope_head_dim: int = size()
     v_head_dim: int = size()
     rope_interleave: bool = True
-    n_routed_experts: int = size()
-    n_shared_experts: int | None = size(None)
-    num_experts_per_tok: int = size()
-    moe_intermediate_size: int = size()
-    first_k_dense_replace: int = size(0, least=0)
     moe_layer_freq: int = size(1)
-    n_group: int = size(1)
-    topk_group: int = size(1)
-    norm_topk_prob: bool = False
-    routed_scaling_factor: float = 1.0
-    num_nextn_predict_layers: int = size(0, least=0)
-
-    def __attrs_post_init__(self) -> None:
-        super().__attrs_post_init__()
-        self.routing.check(self.n_routed_experts)
 
     @property
     def head_size(self) -> int:
@@ -75,19 +58,16 @@ class DeepseekConfig(DecoderConfig, ABC):
         return evolve(super().rope(layer_type), neox=not self.rope_interleave)
 
     def sparse(self, index: int) -> bool:
-        """Whether layer `index` has experts."""
-        return index >= self.first_k_dense_replace and index % self.moe_layer_freq == 0
-
-    @property
-    @abstractmethod
-    def routing(self) -> Routing:
-        """How a token chooses its experts."""
+        return super().sparse(index) and index % self.moe_layer_freq == 0
 
 
 @frozen(kw_only=True)
 class DeepseekV2Config(DeepseekConfig):
     """config.json of DeepSeek-V2. A group of experts is as good as its best one."""
 
+    CHOICE_BIAS: ClassVar[bool] = False
+
+    norm_topk_prob: bool = False
     topk_method: str = field(
         default="greedy", validator=validators.in_(("greedy", "group_limited_greedy"))
     )
@@ -120,25 +100,6 @@ def _attention(c: DeepseekConfig, b: Builder) -> LatentAttention:
     )
 
 
-def _experts(c: DeepseekConfig, b: Builder) -> MoE:
-    shared = None
-    if c.n_shared_experts is not None:
-        inner = c.n_shared_experts * c.moe_intermediate_size
-        at = b.at("shared_experts")
-        shared = GatedMLP(at, c.hidden_size, inner, c.hidden_act, bias=c.mlp_bias)
-    return MoE(
-        b,
-        hidden=c.hidden_size,
-        inner=c.moe_intermediate_size,
-        experts=c.n_routed_experts,
-        routing=c.routing,
-        act=c.hidden_act,
-        wide_router=True,
-        choice_bias=c.CHOICE_BIAS,
-        shared=shared,
-    )
-
-
 class DeepseekLayer(PreNormLayer):
     """The pre-norm block with latent attention, and experts in the sparse layers."""
 
@@ -147,7 +108,7 @@ class DeepseekLayer(PreNormLayer):
             b.rms_norm("input_layernorm", c.hidden_size, c.rms_norm_eps),
             _attention(c, b),
             b.rms_norm("post_attention_layernorm", c.hidden_size, c.rms_norm_eps),
-            _experts(c, b.at("mlp")) if c.sparse(index) else standard_mlp(c, b),
+            routed_experts(c, b.at("mlp")) if c.sparse(index) else standard_mlp(c, b),
         )
 
 
@@ -158,9 +119,7 @@ class DeepseekForCausalLM(DecoderForCausalLM):
 
     @classmethod
     def weights(cls, config: DeepseekConfig) -> WeightNames:
-        first = config.num_hidden_layers
-        drafts = range(first, first + config.num_nextn_predict_layers)
-        return WeightNames(ignore=tuple(rf"^model\.layers\.{i}\." for i in drafts))
+        return without_drafts(config)
 
 
 class DeepseekV2ForCausalLM(DeepseekForCausalLM):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from attrs import field, frozen, validators
 
-from modulm.nn import Routing, size
+from modulm.nn import size
 from modulm_deepseek.deepseek_v2 import DeepseekConfig, DeepseekForCausalLM, tiny_deepseek
 
 __all__ = ["DeepseekV3Config", "DeepseekV3ForCausalLM"]
@@ -15,28 +15,12 @@ __all__ = ["DeepseekV3Config", "DeepseekV3ForCausalLM"]
 
 @frozen(kw_only=True)
 class DeepseekV3Config(DeepseekConfig):
-    """config.json of DeepSeek-V3. A learned bias balances the choice without changing weights;
-    a group of experts is as good as its two best ones."""
+    """config.json of DeepSeek-V3."""
 
-    CHOICE_BIAS: ClassVar[bool] = True
-
-    norm_topk_prob: bool = True
     routed_scaling_factor: float = 2.5
     num_nextn_predict_layers: int = size(1, least=0)
     topk_method: str = field(default="noaux_tc", validator=validators.in_(("noaux_tc",)))
     scoring_func: str = field(default="sigmoid", validator=validators.in_(("sigmoid",)))
-
-    @property
-    def routing(self) -> Routing:
-        return Routing(
-            self.num_experts_per_tok,
-            scoring=self.scoring_func,
-            renormalise=self.norm_topk_prob,
-            groups=self.n_group,
-            top_groups=self.topk_group,
-            group_score="top2",
-            scale=self.routed_scaling_factor,
-        )
 
 
 class DeepseekV3ForCausalLM(DeepseekForCausalLM):

@@ -16,26 +16,12 @@ __all__ = ["Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", "YoutuConfig", "YoutuF
 
 @frozen(kw_only=True)
 class Glm4MoeLiteConfig(DeepseekV3Config):
-    """config.json of GLM 4.7 Flash; `mlp_layer_types` says which layers have experts."""
+    """config.json of GLM 4.7 Flash."""
 
     rms_norm_eps: float = 1e-5
     routed_scaling_factor: float = 1.8
     n_shared_experts: int | None = size(1)
     first_k_dense_replace: int = size(1, least=0)
-    mlp_layer_types: tuple[str, ...] | None = None
-
-    def __attrs_post_init__(self) -> None:
-        super().__attrs_post_init__()
-        kinds = self.mlp_layer_types
-        if kinds is not None and len(kinds) != self.num_hidden_layers:
-            raise ValueError(
-                f"mlp_layer_types: {len(kinds)} entries for {self.num_hidden_layers} layers"
-            )
-
-    def sparse(self, index: int) -> bool:
-        if self.mlp_layer_types is None:
-            return super().sparse(index)
-        return self.mlp_layer_types[index] == "sparse"
 
 
 @frozen(kw_only=True)

@@ -1,1 +1,1 @@
-"""GPT-2 for modulm."""
+"""GPT-2 and its kin, GPT-Neo and StarCoder, for modulm."""

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from attrs import frozen
 
 from modulm.nn import (
+    Attention,
     AttentionNames,
     Builder,
     DecoderConfig,
@@ -24,7 +25,7 @@ from modulm.nn import (
     transpose,
 )
 
-__all__ = ["GPT2Config", "GPT2LMHeadModel", "GPT2Layer"]
+__all__ = ["GPT2Block", "GPT2Config", "GPT2LMHeadModel", "GPT2Layer"]
 
 _NAMES = AttentionNames(out="c_proj", qkv="c_attn")
 
@@ -63,28 +64,27 @@ class GPT2Config(DecoderConfig):
         return scale / (index + 1) if self.scale_attn_by_inverse_layer_idx else scale
 
 
-class GPT2Layer(PreNormLayer):
-    """The pre-norm block without rotation."""
+class GPT2Block(PreNormLayer):
+    """Layer norms around attention and a plain feed-forward part; `b` stands at the layer."""
+
+    def __init__(self, c: DecoderConfig, b: Builder, attention: Attention, eps: float) -> None:
+        super().__init__(
+            b.layer_norm("ln_1", c.hidden_size, eps),
+            attention,
+            b.layer_norm("ln_2", c.hidden_size, eps),
+            PlainMLP(
+                b.at("mlp"), c.hidden_size, c.inner_size, c.hidden_act, up="c_fc", down="c_proj"
+            ),
+        )
+
+
+class GPT2Layer(GPT2Block):
+    """The block without rotation; every projection has a bias."""
 
     def __init__(self, c: GPT2Config, b: Builder, index: int) -> None:
-        attention = standard_attention(
-            c,
-            b,
-            index,
-            at="attn",
-            rope=None,
-            bias=True,
-            out_bias=True,
-            scale=c.attention_scale(index),
-            names=_NAMES,
-        )
-        inner, act = c.inner_size, c.hidden_act
-        super().__init__(
-            b.layer_norm("ln_1", c.hidden_size, c.layer_norm_eps),
-            attention,
-            b.layer_norm("ln_2", c.hidden_size, c.layer_norm_eps),
-            PlainMLP(b.at("mlp"), c.hidden_size, inner, act, up="c_fc", down="c_proj"),
-        )
+        biased = {"bias": True, "out_bias": True, "scale": c.attention_scale(index)}
+        attention = standard_attention(c, b, index, at="attn", rope=None, names=_NAMES, **biased)
+        super().__init__(c, b, attention, c.layer_norm_eps)
 
 
 class GPT2LMHeadModel(DecoderForCausalLM):

@@ -1,1 +1,1 @@
-"""Granite 3 and 4 for modulm."""
+"""Granite 3 and 4, and Bamba, for modulm."""

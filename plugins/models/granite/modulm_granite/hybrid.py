@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from attrs import frozen
 
 from modulm.nn import (
     Attention,
     Builder,
-    StateSpaceMixer,
     size,
     standard_attention,
     tiny_config,
 )
-from modulm_granite.granite import GraniteConfig, GraniteForCausalLM, ScaledLayer
+from modulm_granite.granite import GraniteForCausalLM, ScaledLayer
 from modulm_granite.moe import EXPERT_NAMES, granite_experts, granite_shared
+from modulm_granite.state_space import StateSpaceConfig, state_space
 
 __all__ = ["GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", "GraniteMoeHybridLayer"]
 
@@ -25,24 +25,17 @@ _ATTENTION = ("attention", "full_attention")
 
 
 @frozen(kw_only=True)
-class GraniteMoeHybridConfig(GraniteConfig):
+class GraniteMoeHybridConfig(StateSpaceConfig):
     """config.json of Granite 4; without experts only the shared feed-forward part is there."""
 
-    ALIASES: ClassVar[Mapping[str, str]] = {"layers_block_type": "layer_types"}
-
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float = 1.0
+    logits_scaling: float = 1.0
     num_local_experts: int = size(8, least=0)
     num_experts_per_tok: int = size(2, least=0)
     shared_intermediate_size: int = size(1024)
     position_embedding_type: str | None = None
-    mamba_n_heads: int = size(128)
-    mamba_n_groups: int = size(1)
-    mamba_d_state: int = size(256)
-    mamba_d_conv: int = size(4, least=2)
-    mamba_expand: int = size(2)
-    mamba_d_head: Any = "auto"
-    mamba_conv_bias: bool = True
-    mamba_proj_bias: bool = False
-    time_step_limit: tuple[float, float] = (0.0, float("inf"))
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
@@ -51,20 +44,6 @@ class GraniteMoeHybridConfig(GraniteConfig):
             raise ValueError(f"layer_types: {sorted(unknown)} are neither recurrent nor attention")
         if self.position_embedding_type not in (None, "nope", "rope"):
             raise ValueError(f"position_embedding_type: {self.position_embedding_type!r}: not yet")
-        if self.mamba_expand * self.hidden_size % self.mamba_n_heads:
-            raise ValueError("mamba_n_heads: does not divide mamba_expand * hidden_size")
-        if self.mamba_d_head not in ("auto", self.state_head_size):
-            raise ValueError(
-                f'mamba_d_head: {self.mamba_d_head!r} is neither "auto" nor '
-                f"mamba_expand * hidden_size / mamba_n_heads = {self.state_head_size}"
-            )
-        if self.mamba_n_heads % self.mamba_n_groups:
-            raise ValueError("mamba_n_groups: does not divide mamba_n_heads")
-
-    @property
-    def state_head_size(self) -> int:
-        """Dimensions of one head of a recurrent layer."""
-        return self.mamba_expand * self.hidden_size // self.mamba_n_heads
 
     def recurrent(self, index: int) -> bool:
         """Whether layer `index` keeps a state; all do where the file says nothing."""
@@ -77,7 +56,7 @@ class GraniteMoeHybridLayer(ScaledLayer):
     def __init__(self, c: GraniteMoeHybridConfig, b: Builder, index: int) -> None:
         super().__init__(
             b.rms_norm("input_layernorm", c.hidden_size, c.rms_norm_eps),
-            _recurrence(c, b) if c.recurrent(index) else _attention(c, b, index),
+            state_space(c, b) if c.recurrent(index) else _attention(c, b, index),
             b.rms_norm("post_attention_layernorm", c.hidden_size, c.rms_norm_eps),
             granite_experts(c, b) if c.num_local_experts else granite_shared(c, b),
             c.residual_multiplier,
@@ -116,20 +95,3 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
 def _attention(c: GraniteMoeHybridConfig, b: Builder, index: int) -> Attention:
     rope = c.rope(c.layer_type(index)) if c.position_embedding_type == "rope" else None
     return standard_attention(c, b, index, scale=c.attention_multiplier, rope=rope)
-
-
-def _recurrence(c: GraniteMoeHybridConfig, b: Builder) -> StateSpaceMixer:
-    return StateSpaceMixer(
-        b.at("mamba"),
-        hidden=c.hidden_size,
-        heads=c.mamba_n_heads,
-        head_dim=c.state_head_size,
-        size=c.mamba_d_state,
-        groups=c.mamba_n_groups,
-        width=c.mamba_d_conv,
-        eps=c.rms_norm_eps,
-        act=c.hidden_act,
-        bias=c.mamba_proj_bias,
-        conv_bias=c.mamba_conv_bias,
-        dt_limit=c.time_step_limit,
-    )

@@ -19,18 +19,16 @@ from modulm.contracts.model import Batch, StateSpec
 from modulm.nn import (
     Builder,
     CausalConv,
-    DecoderConfig,
     DecoderForCausalLM,
     ExpertNames,
-    GatedMLP,
     LatentAttention,
-    MoE,
     PreNormLayer,
     Rewrite,
     Rope,
-    Routing,
+    RoutedConfig,
     WeightNames,
     recur,
+    routed_experts,
     single_rank,
     size,
     standard_mlp,
@@ -40,10 +38,11 @@ from modulm.nn import (
 __all__ = ["KimiDeltaAttention", "KimiLinearConfig", "KimiLinearForCausalLM", "KimiLinearLayer"]
 
 _KINDS = {"full_attention", "linear_attention"}
+_NAMES = ExpertNames(gate="w1", up="w3", down="w2")
 
 
 @frozen(kw_only=True)
-class KimiLinearConfig(DecoderConfig):
+class KimiLinearConfig(RoutedConfig):
     """config.json of Kimi Linear. Its own files describe the layers with a delta rule in a table,
     `linear_attn_config`, which counts layers from 1."""
 
@@ -65,15 +64,11 @@ class KimiLinearConfig(DecoderConfig):
     qk_rope_head_dim: int = size(64)
     v_head_dim: int = size(128)
     n_routed_experts: int = size(256)
-    n_shared_experts: int = size(1)
+    n_shared_experts: int | None = size(1)
     num_experts_per_tok: int = size(8)
     moe_intermediate_size: int = size(1024)
-    n_group: int = size(1)
-    topk_group: int = size(1)
-    norm_topk_prob: bool = True
     routed_scaling_factor: float = 2.446
     first_k_dense_replace: int = size(1, least=0)
-    mlp_layer_types: tuple[str, ...] | None = None
     linear_attn_config: dict[str, Any] = Factory(dict)
     linear_head_dim: int = size(128)
     linear_num_heads: int = size(32)
@@ -86,24 +81,10 @@ class KimiLinearConfig(DecoderConfig):
             raise ValueError(f"layer_types: kinds are {sorted(_KINDS)}, got {sorted(unknown)}")
         if any(type(n) is not int or n < 1 for n in self.delta):
             raise ValueError(f"linear_attn_config: {self.delta!r} are no counts")
-        self.routing.check(self.n_routed_experts)
 
     @property
     def head_size(self) -> int:
         return self.qk_rope_head_dim
-
-    @property
-    def routing(self) -> Routing:
-        """How a token chooses its experts; a group is as good as its two best ones."""
-        return Routing(
-            self.num_experts_per_tok,
-            scoring="sigmoid",
-            renormalise=self.norm_topk_prob,
-            groups=self.n_group,
-            top_groups=self.topk_group,
-            group_score="top2",
-            scale=self.routed_scaling_factor,
-        )
 
     @property
     def delta(self) -> tuple[int, int, int]:
@@ -121,12 +102,6 @@ class KimiLinearConfig(DecoderConfig):
         listed = self.linear_attn_config.get("full_attn_layers")
         full = bool(index) and index % 4 == 0 if listed is None else index + 1 in listed
         return "full_attention" if full else "linear_attention"
-
-    def sparse(self, index: int) -> bool:
-        """Whether layer `index` has experts."""
-        if self.mlp_layer_types is not None:
-            return self.mlp_layer_types[index] == "sparse"
-        return index >= self.first_k_dense_replace
 
 
 class KimiDeltaAttention(Module):
@@ -205,22 +180,6 @@ def _attention(c: KimiLinearConfig, b: Builder) -> LatentAttention:
     )
 
 
-def _experts(c: KimiLinearConfig, b: Builder) -> MoE:
-    inner = c.n_shared_experts * c.moe_intermediate_size
-    return MoE(
-        b,
-        hidden=c.hidden_size,
-        inner=c.moe_intermediate_size,
-        experts=c.n_routed_experts,
-        routing=c.routing,
-        act=c.hidden_act,
-        wide_router=True,
-        choice_bias=True,
-        shared=GatedMLP(b.at("shared_experts"), c.hidden_size, inner, c.hidden_act),
-        names=ExpertNames(gate="w1", up="w3", down="w2"),
-    )
-
-
 class KimiLinearLayer(PreNormLayer):
     """Delta rule or latent attention, then experts; the first layers have none."""
 
@@ -231,7 +190,7 @@ class KimiLinearLayer(PreNormLayer):
             b.rms_norm("input_layernorm", c.hidden_size, c.rms_norm_eps),
             _attention(c, at) if full else KimiDeltaAttention(c, at),
             b.rms_norm("post_attention_layernorm", c.hidden_size, c.rms_norm_eps),
-            _experts(c, b.at("mlp")) if c.sparse(index) else standard_mlp(c, b),
+            routed_experts(c, b.at("mlp"), names=_NAMES) if c.sparse(index) else standard_mlp(c, b),
         )
 
 

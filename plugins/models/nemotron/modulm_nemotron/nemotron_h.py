@@ -16,12 +16,11 @@ from torch.nn import Module
 from modulm.contracts.model import Batch
 from modulm.nn import (
     Builder,
-    DecoderConfig,
     DecoderForCausalLM,
     Embedding,
     Norm,
     PlainMLP,
-    Routing,
+    RoutedConfig,
     StateSpaceMixer,
     WeightNames,
     size,
@@ -52,7 +51,7 @@ def _count(config: NemotronHConfig) -> int:
 
 
 @frozen(kw_only=True)
-class NemotronHConfig(DecoderConfig):
+class NemotronHConfig(RoutedConfig):
     """config.json of Nemotron-H; `hybrid_override_pattern` has a letter for each layer."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {
@@ -89,10 +88,6 @@ class NemotronHConfig(DecoderConfig):
     moe_intermediate_size: int = size(7688)
     moe_shared_expert_intermediate_size: int = size(7688)
     moe_latent_size: int | None = size(None)
-    n_group: int = size(1)
-    topk_group: int = size(1)
-    norm_topk_prob: bool = True
-    routed_scaling_factor: float = 1.0
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
@@ -103,21 +98,9 @@ class NemotronHConfig(DecoderConfig):
             raise ValueError(
                 f"n_groups: {self.n_groups} do not divide {self.mamba_num_heads} heads"
             )
-        if "moe" in kinds:
-            self.routing.check(self.n_routed_experts)
 
-    @property
-    def routing(self) -> Routing:
-        """How a token chooses its experts; a group is as good as its two best ones."""
-        return Routing(
-            self.num_experts_per_tok,
-            scoring="sigmoid",
-            renormalise=self.norm_topk_prob,
-            groups=self.n_group,
-            top_groups=self.topk_group,
-            group_score="top2",
-            scale=self.routed_scaling_factor,
-        )
+    def sparse(self, index: int) -> bool:
+        return self.layer_type(index) == "moe"
 
 
 class _FeedForward(PlainMLP):

@@ -14,20 +14,16 @@ from modulm.nn import (
     AttentionNames,
     Builder,
     DecoderConfig,
-    DecoderForCausalLM,
-    Head,
-    LearnedPositions,
-    Norm,
-    PlainMLP,
-    PreNormLayer,
     WeightNames,
     size,
     standard_attention,
 )
+from modulm_gpt2.gpt2 import GPT2Block, GPT2LMHeadModel
 
 __all__ = ["GPTNeoConfig", "GPTNeoForCausalLM", "GPTNeoLayer"]
 
 _KINDS = ("global", "local")
+_NAMES = AttentionNames(out="out_proj")
 
 
 @frozen(kw_only=True)
@@ -65,51 +61,23 @@ class GPTNeoConfig(DecoderConfig):
         return self.window_size if self._kinds()[index] == "local" else None
 
 
-class GPTNeoLayer(PreNormLayer):
-    """The pre-norm block; the projections into attention have no bias."""
+class GPTNeoLayer(GPT2Block):
+    """GPT-2's block; the projections into attention have no bias."""
 
     def __init__(self, c: GPTNeoConfig, b: Builder, index: int) -> None:
-        attn = standard_attention(
-            c,
-            b,
-            index,
-            at="attn.attention",
-            rope=None,
-            scale=1.0,
-            out_bias=True,
-            names=AttentionNames(out="out_proj"),
-        )
-        inner, act = c.inner_size, c.hidden_act
-        super().__init__(
-            b.layer_norm("ln_1", c.hidden_size, c.layer_norm_eps),
-            attn,
-            b.layer_norm("ln_2", c.hidden_size, c.layer_norm_eps),
-            PlainMLP(b.at("mlp"), c.hidden_size, inner, act, up="c_fc", down="c_proj"),
-        )
+        settings = {"rope": None, "scale": 1.0, "out_bias": True, "names": _NAMES}
+        attention = standard_attention(c, b, index, at="attn.attention", **settings)
+        super().__init__(c, b, attention, c.layer_norm_eps)
 
 
-class GPTNeoForCausalLM(DecoderForCausalLM):
+class GPTNeoForCausalLM(GPT2LMHeadModel):
     """GPT-Neo with a language-model head; old files hold the masks as well."""
 
-    api = 1
     config_type = GPTNeoConfig
     layer = GPTNeoLayer
-    root = "transformer"
     names = WeightNames(
         rename=((r"^transformer\.h\.", "transformer.layers."),), ignore=(r"attention\.bias$",)
     )
-
-    def make_embedding(self, config: Any, b: Builder) -> LearnedPositions:
-        tokens = b.embedding("wte", config.vocab_size, config.hidden_size)
-        rows = config.max_position_embeddings
-        return LearnedPositions(tokens, b.embedding("wpe", rows, config.hidden_size))
-
-    def make_norm(self, config: Any, b: Builder) -> Norm:
-        return b.layer_norm("ln_f", config.hidden_size, config.layer_norm_eps)
-
-    def make_head(self, config: Any, b: Builder) -> Head:
-        tied = self.embed.tokens if config.tie_word_embeddings else None
-        return b.head("lm_head", config.hidden_size, config.vocab_size, tied=tied)
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:

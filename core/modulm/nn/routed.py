@@ -1,0 +1,100 @@
+"""Routed experts in groups, beside shared ones (arXiv 2401.06066 and 2412.19437).
+
+Keys and checks that several families' config.json files have in common, and the block itself.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from attrs import frozen
+
+from modulm.nn.config import DecoderConfig, size
+from modulm.nn.mlp import GatedMLP
+from modulm.nn.moe import ExpertNames, MoE, Routing
+from modulm.nn.names import WeightNames
+
+if TYPE_CHECKING:
+    from modulm.nn.builder import Builder
+
+__all__ = ["RoutedConfig", "routed_experts", "without_drafts"]
+
+_NAMES = ExpertNames()
+
+
+@frozen(kw_only=True)
+class RoutedConfig(DecoderConfig):
+    """A decoder whose layers, but for the first `first_k_dense_replace`, have routed experts.
+
+    `mlp_layer_types` says it layer by layer where it is given ("sparse", "dense").
+    Experts are scored by sigmoids; a learned bias (`CHOICE_BIAS`) balances the choice without
+    changing weights; a group of experts is as good as its two best ones.
+    """
+
+    CHOICE_BIAS: ClassVar[bool] = True
+
+    n_routed_experts: int = size()
+    n_shared_experts: int | None = size(None)
+    num_experts_per_tok: int = size()
+    moe_intermediate_size: int = size()
+    first_k_dense_replace: int = size(0, least=0)
+    n_group: int = size(1)
+    topk_group: int = size(1)
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    num_nextn_predict_layers: int = size(0, least=0)
+    mlp_layer_types: tuple[str, ...] | None = None
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        kinds, layers = self.mlp_layer_types, self.num_hidden_layers
+        if kinds is not None and len(kinds) != layers:
+            raise ValueError(f"mlp_layer_types: {len(kinds)} entries for {layers} layers")
+        if any(self.sparse(index) for index in range(layers)):
+            self.routing.check(self.n_routed_experts)
+
+    def sparse(self, index: int) -> bool:
+        """Whether layer `index` has experts."""
+        if self.mlp_layer_types is not None:
+            return self.mlp_layer_types[index] == "sparse"
+        return index >= self.first_k_dense_replace
+
+    @property
+    def routing(self) -> Routing:
+        """How a token chooses its experts."""
+        return Routing(
+            self.num_experts_per_tok,
+            scoring="sigmoid",
+            renormalise=self.norm_topk_prob,
+            groups=self.n_group,
+            top_groups=self.topk_group,
+            group_score="top2",
+            scale=self.routed_scaling_factor,
+        )
+
+
+def routed_experts(c: RoutedConfig, b: Builder, *, names: ExpertNames = _NAMES) -> MoE:
+    """The feed-forward part of a sparse layer; `b` stands at it."""
+    shared = None
+    if c.n_shared_experts is not None:
+        inner = c.n_shared_experts * c.moe_intermediate_size
+        at = b.at("shared_experts")
+        shared = GatedMLP(at, c.hidden_size, inner, c.hidden_act, bias=c.mlp_bias)
+    return MoE(
+        b,
+        hidden=c.hidden_size,
+        inner=c.moe_intermediate_size,
+        experts=c.n_routed_experts,
+        routing=c.routing,
+        act=c.hidden_act,
+        wide_router=True,
+        choice_bias=c.CHOICE_BIAS,
+        shared=shared,
+        names=names,
+    )
+
+
+def without_drafts(c: RoutedConfig) -> WeightNames:
+    """Names that leave out the layers beyond the last one, which draft tokens."""
+    drafts = range(c.num_hidden_layers, c.num_hidden_layers + c.num_nextn_predict_layers)
+    return WeightNames(ignore=tuple(rf"^model\.layers\.{i}\." for i in drafts))

@@ -1,1 +1,0 @@
-"""Bamba for modulm."""

@@ -1,1 +1,0 @@
-"""StarCoder and SantaCoder for modulm."""

@@ -1,1 +1,0 @@
-"""GPT-Neo for modulm."""
