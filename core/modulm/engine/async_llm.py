@@ -69,14 +69,15 @@ class AsyncLLM:
 
     def _open(self, config: EngineConfig, process: EngineProcess | None = None) -> None:
         self._begin()
+        plugins = manager.current()
         if config.parallel.disable_frontend_multiprocessing:
-            self._attach(ThreadCoreClient(config, self._hear, self._hear_death))
+            self._attach(ThreadCoreClient(config, plugins, self._hear, self._hear_death))
             return
         from modulm.engine.client.process import ProcessCoreClient
         from modulm.engine.client.spawn import EngineProcess
 
         engine = process or EngineProcess()
-        engine.start(config)
+        engine.start(config, plugins)
         self._attach(ProcessCoreClient(engine.address, self._hear, self._hear_death, engine))
 
     def _begin(self) -> None:

@@ -60,11 +60,12 @@ class LLM:
         return llm
 
     def _open(self, config: EngineConfig) -> None:
-        self._host = EngineCore(config, self, "offline")
+        plugins = manager.current()
+        self._host = EngineCore(config, plugins, self, "offline")
         self.info = self._host.info
         self.tokenizer = self._host.tokenizer
         self.metrics = Metrics(self.info.models[0])
-        processors = processor_classes(config.model.logits_processors, manager.current())
+        processors = processor_classes(config.model.logits_processors, plugins)
         self._preparer = InputProcessor(self.info, self.tokenizer, processors)
         self._answers = OutputProcessor(self.metrics)
         self._numbers = count()

@@ -45,15 +45,12 @@ class Checkpoint:
         return tuple(self.config["architectures"])
 
 
-def open_checkpoint(config: EngineConfig) -> Checkpoint:
+def open_checkpoint(config: EngineConfig, plugins: PluginManager) -> Checkpoint:
     """The checkpoint of `--model`: a folder or file, a short name of an installed package, or a
     hub id.
 
     Downloads what is missing. Raises CheckpointError naming the file and the key.
     """
-    from modulm.plugins import manager
-
-    plugins = manager.current()
     path = _locate(config, plugins)
     file, stored, generation = path / "config.json", None, None
     if config.model.hf_config_path is not None:

@@ -48,6 +48,6 @@ def _decision(
     config: EngineConfig, plugins: PluginManager, kind: str, given: str | None
 ) -> Decision:
     if given is None:
-        return choose_parser(plugins, kind, open_checkpoint(config).info)
+        return choose_parser(plugins, kind, open_checkpoint(config, plugins).info)
     candidates = tuple(Verdict(entry.name) for entry in plugins.names(kind))
     return Decision(find_kind(kind).noun, candidates, given, "given by flag")

@@ -25,6 +25,8 @@ from modulm.plugins import manager
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from modulm.plugins.manager import PluginManager
+
 __all__ = [
     "MessageParser",
     "ParsedMessage",
@@ -123,10 +125,12 @@ def message_parser(
     reasoning = None
     if reasoning_parser:
         reasoning = plugins.load("reasoning_parsers", reasoning_parser)(context)
-    return MessageParser(_tool_parser(context, tool_parser), reasoning)
+    return MessageParser(_tool_parser(context, tool_parser, plugins), reasoning)
 
 
-def _tool_parser(context: ParseContext, name: str | None) -> ToolParser | None:
+def _tool_parser(
+    context: ParseContext, name: str | None, plugins: PluginManager
+) -> ToolParser | None:
     choice = context.tool_choice
     if choice == "none":
         return None
@@ -136,7 +140,7 @@ def _tool_parser(context: ParseContext, name: str | None) -> ToolParser | None:
         return NamedCall(context, _chosen(choice))
     if not name:
         return None
-    parser: ToolParser = manager.current().load("tool_parsers", name)(context)
+    parser: ToolParser = plugins.load("tool_parsers", name)(context)
     return parser
 
 

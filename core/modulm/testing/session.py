@@ -37,7 +37,7 @@ class Session:
         plugins = manager.current()
         name = self.config.device.device
         self.platform: Platform = plugins.load("platforms", "cpu" if name == "auto" else name)()
-        checkpoint = open_checkpoint(self.config)
+        checkpoint = open_checkpoint(self.config, plugins)
         self.loaded: Loaded = load_model(self.config, checkpoint, self.platform, plugins)
         self.model = self.loaded.model
         self.done = np.zeros(rows, dtype=np.int32)

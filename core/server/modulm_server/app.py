@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from modulm.config import EngineConfig
+    from modulm.plugins.manager import PluginManager
 
 __all__ = ["Served", "create_app", "served_names"]
 
@@ -92,10 +93,11 @@ def create_app(engine: Any, config: EngineConfig) -> Served:
         inside=inside,
     )
     api = _api(server)
-    families = _families(context)
+    plugins = manager.current()
+    families = _families(context, plugins)
     _add_routes(api, families)
     _add_middleware(api, server)
-    manager.current().hook.modulm_app_created(app=api, config=config)
+    plugins.hook.modulm_app_created(app=api, config=config)
     guard(api.router.routes, read_keys(server))
     boundary = RequestGuard(
         api,
@@ -153,12 +155,11 @@ async def _refuse(request: Any, error: RequestValidationError) -> Any:
     return respond(bad_field(name, f"{name}: {first['msg']}"))
 
 
-def _families(context: RouteContext) -> dict[RouteFamily, APIRouter]:
+def _families(context: RouteContext, plugins: PluginManager) -> dict[RouteFamily, APIRouter]:
     """The route families that are installed and apply, with their routes.
 
     A broken one is reported and left out: the others do not need it.
     """
-    plugins = manager.current()
     families: dict[RouteFamily, APIRouter] = {}
     for declared in plugins.names("routes"):
         try:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from modulm.config import EngineConfig
+    from modulm.plugins.manager import PluginManager
 
 __all__ = [
     "Server",
@@ -81,13 +82,14 @@ def serve(
     check_files(config.group(ServerConfig))
     sock = open_socket(config.group(ServerConfig))
     try:
-        open_checkpoint(config)
-        config = with_declared_parsers(config, manager.current())
+        plugins = manager.current()
+        open_checkpoint(config, plugins)
+        config = with_declared_parsers(config, plugins)
         engine = make_engine(config)
         try:
             served = create_app(engine, config)
             server = make_server(served, config.group(ServerConfig))
-            server.announce = lambda: announce(banner(config, sock))
+            server.announce = lambda: announce(banner(config, plugins, sock))
             with _others(config.group(ServerConfig), sock, engine) as workers:
                 server.workers = workers
                 server.run(sockets=[sock])
@@ -220,7 +222,7 @@ def _answers(path: str) -> bool:
         return probe.connect_ex(path) == 0
 
 
-def banner(config: EngineConfig, sock: socket.socket) -> str:
+def banner(config: EngineConfig, plugins: PluginManager, sock: socket.socket) -> str:
     """What a person needs to try the server."""
     server, model = config.group(ServerConfig), served_names(config)[0]
     scheme = "http" if server.ssl_certfile is None else "https"
@@ -230,7 +232,7 @@ def banner(config: EngineConfig, sock: socket.socket) -> str:
         host, port = sock.getsockname()[:2]
         url, option = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}", ""
     key = ' -H "Authorization: Bearer $KEY"' if read_keys(server) else ""
-    header = manager.current().gather("modulm_report_header", config=config)
+    header = plugins.gather("modulm_report_header", config=config)
     return (
         f"{model} is served at {url}\n"
         + "".join(f"  {line}\n" for line in header)

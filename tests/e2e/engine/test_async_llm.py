@@ -22,7 +22,7 @@ from modulm.contracts.sampling import OutputKind
 from modulm.engine.client.core_client import ThreadCoreClient
 from modulm.engine.client.spawn import EngineProcess
 from modulm.errors import CheckpointError, EngineDead, QueueFull, RequestError, UnsupportedError
-from modulm.plugins import register
+from modulm.plugins import current, register
 from modulm.testing.checkpoints import make_tiny
 from modulm.testing.engines import check_empty
 from modulm.testing.fakes import FakeExecutor, Group, Script, reference_tokens
@@ -331,7 +331,8 @@ def test_several_front_ends_share_an_engine(checkpoint: str) -> None:
         assert (await reading)[-1].finished
         await until(lambda: first.stats is not None and first.stats.running == 0)
 
-    engine = EngineProcess(EngineConfig.from_keywords(**_flags(checkpoint)))
+    engine = EngineProcess()
+    engine.start(EngineConfig.from_keywords(**_flags(checkpoint)), current())
     first, second = AsyncLLM.connect(engine.address), AsyncLLM.connect(engine.address)
     assert first.info == second.info
     run(main)

@@ -23,6 +23,7 @@ from modulm.config import EngineConfig
 from modulm.contracts.requests import Request
 from modulm.contracts.sampling import SamplingParams
 from modulm.engine.core.engine_core import EngineCore
+from modulm.plugins import current
 from modulm.testing.checkpoints import make_tiny
 from modulm.testing.engines import Recorder, check_empty
 
@@ -79,7 +80,7 @@ class Bench:
         made = cls()
         given = {"model": str(folder), "dtype": "float32", "cpu_threads": 1, "block_size": 32,
                  "kv_cache_memory_bytes": 1 << 22, "max_model_len": 160, **flags}  # fmt: skip
-        made.host = EngineCore(EngineConfig.from_keywords(**given), made.seen)
+        made.host = EngineCore(EngineConfig.from_keywords(**given), current(), made.seen)
         return made
 
     def run(self, workload: list[dict[str, Any]], order: list[int]) -> dict[int, list[Any]]:

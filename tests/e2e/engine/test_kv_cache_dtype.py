@@ -48,7 +48,7 @@ def load(folder, **flags):
     config = EngineConfig.from_keywords(model=str(folder), **settings)
     plugins = manager.current()
     platform = plugins.load("platforms", "cpu")()
-    return load_model(config, open_checkpoint(config), platform, plugins)
+    return load_model(config, open_checkpoint(config, plugins), platform, plugins)
 
 
 @needs_kernels

@@ -39,7 +39,7 @@ class Rows:
         )  # fmt: skip
         plugins = manager.current()
         platform = plugins.load("platforms", "cpu")()
-        loaded = load_model(config, open_checkpoint(config), platform, plugins)
+        loaded = load_model(config, open_checkpoint(config, plugins), platform, plugins)
         self.runner = ModelRunner(config, loaded, platform, plugins, NoGrammars())
         self.invariant = bool(config.model.batch_invariant)
         self.cache = KVCacheManager(self.runner.capacity, 4)

@@ -10,6 +10,7 @@ from huggingface_hub import errors
 from modulm.config import EngineConfig
 from modulm.errors import CheckpointError
 from modulm.loading import open_checkpoint
+from modulm.plugins import current
 from modulm.testing.checkpoints import make_tiny
 
 RESPONSE = httpx.Response(404, request=httpx.Request("GET", "https://hub.example"))
@@ -38,7 +39,7 @@ def test_each_failure_says_what_to_do(monkeypatch, error, words):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(CheckpointError, match=words):
-        open_checkpoint(config(revision="v9"))
+        open_checkpoint(config(revision="v9"), current())
 
 
 def test_a_download_asks_for_no_code_and_no_pickles(monkeypatch, tmp_path):
@@ -50,7 +51,7 @@ def test_a_download_asks_for_no_code_and_no_pickles(monkeypatch, tmp_path):
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    checkpoint = open_checkpoint(config(revision="v1", hf_token="secret"))
+    checkpoint = open_checkpoint(config(revision="v1", hf_token="secret"), current())
     assert checkpoint.architecture == "LlamaForCausalLM"
     assert (asked["name"], asked["revision"], asked["token"]) == (
         "someone/some-model",

@@ -37,7 +37,7 @@ def load(path, **flags):
     config = EngineConfig.from_keywords(model=str(path), **settings)
     plugins = manager.current()
     platform = plugins.load("platforms", "cpu")()
-    return load_model(config, open_checkpoint(config), platform, plugins)
+    return load_model(config, open_checkpoint(config, plugins), platform, plugins)
 
 
 def change_weights(folder, change):

@@ -245,7 +245,7 @@ def test_server(watcher: Watcher, tmp_path: Path) -> None:
     with serve_in_thread(engine, config):
         assert watcher.first("app_created")["app"].routes
     with socket.create_server(("127.0.0.1", 0)) as sock:
-        assert "watched over" in banner(config, sock)
+        assert "watched over" in banner(config, current(), sock)
 
 
 DECLARING = {

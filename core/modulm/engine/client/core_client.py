@@ -18,6 +18,7 @@ from modulm.errors import EngineDead
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
     from modulm.engine.core.engine_core import EngineCore
+    from modulm.plugins.manager import PluginManager
     from modulm.text.tokenizer import Tokenizer
 
 __all__ = ["EngineCoreClient", "ThreadCoreClient"]
@@ -67,6 +68,7 @@ class ThreadCoreClient(EngineCoreClient):
     def __init__(
         self,
         config: EngineConfig,
+        plugins: PluginManager,
         events: Callable[[StepEvents], None],
         died: Callable[[EngineDead], None],
     ) -> None:
@@ -74,17 +76,17 @@ class ThreadCoreClient(EngineCoreClient):
         self.died = died
         ready: Future[EngineCore] = Future()
         self._thread = threading.Thread(
-            target=self._run, args=(config, ready), name="modulm-engine", daemon=True
+            target=self._run, args=(config, plugins, ready), name="modulm-engine", daemon=True
         )
         self._thread.start()
         self._host = ready.result()
         self.info = self._host.info
 
-    def _run(self, config: EngineConfig, ready: Future[EngineCore]) -> None:
+    def _run(self, config: EngineConfig, plugins: PluginManager, ready: Future[EngineCore]) -> None:
         from modulm.engine.core.engine_core import EngineCore
 
         try:
-            host = EngineCore(config, self, "server")
+            host = EngineCore(config, plugins, self, "server")
         except BaseException as error:
             ready.set_exception(error)
             return

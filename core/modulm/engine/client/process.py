@@ -5,7 +5,7 @@ goes. Further front ends connect to the same socket (`--api-server-count`). The 
 in its main thread; a second thread serves the sockets, so that a step never waits for a peer.
 
     owner                              engine process
-    EngineProcess(config)  --start-->  loads the model
+    EngineProcess.start()  --------->  loads the model
                            <--info---  (or error)
     ProcessLine            --submit, abort, call-->
                            <--events, answer, dead--
@@ -454,8 +454,8 @@ def main(descriptor: int) -> int:
     except BaseException:
         return 0
     try:
-        with manager.using(PluginManager.replay(codec.unpack_plugins(plugins))):
-            host = EngineCore(codec.unpack_config(flags), server, "server")
+        with manager.using(PluginManager.replay(codec.unpack_plugins(plugins))) as here:
+            host = EngineCore(codec.unpack_config(flags), here, server, "server")
             server.ready(host)
             host.engine.run()
             host.stop()

@@ -20,6 +20,7 @@ from modulm.errors import EngineDead
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
+    from modulm.plugins.manager import PluginManager
 
 __all__ = ["EngineProcess", "connect"]
 
@@ -30,11 +31,11 @@ _GRACE = 5.0
 class EngineProcess:
     """Starts the engine's process and ends it. `address` is the socket that front ends connect to.
 
-    The process imports what it needs and waits for `start`, which a configuration given here does
-    at once. Nothing is awaited: `process.ProcessLine` waits until the model is loaded.
+    The process imports what it needs and waits for `start`. Nothing is awaited:
+    `process.ProcessCoreClient` waits until the model is loaded.
     """
 
-    def __init__(self, config: EngineConfig | None = None) -> None:
+    def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="modulm-"))
         self.address = str(self._folder / "engine")
         self._started = False
@@ -53,17 +54,14 @@ class EngineProcess:
             raise
         finally:
             listener.close()
-        if config is not None:
-            self.start(config)
 
-    def start(self, config: EngineConfig) -> None:
-        """Tell the process what to run, with the plugins of this one."""
+    def start(self, config: EngineConfig, plugins: PluginManager) -> None:
+        """Tell the process what to run, and with which plugins."""
         from modulm.engine.client import codec
-        from modulm.plugins import manager
 
-        plugins = codec.pack_plugins(manager.current().snapshot())
+        packed = codec.pack_plugins(plugins.snapshot())
         try:
-            self._leash.sendall(codec.pack("start", codec.pack_config(config), plugins))
+            self._leash.sendall(codec.pack("start", codec.pack_config(config), packed))
         except OSError as error:
             raise EngineDead(self.ending()) from error
         self._started = True

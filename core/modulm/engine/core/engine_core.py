@@ -25,10 +25,10 @@ from modulm.engine.scheduling.scheduler import BudgetScheduler
 from modulm.engine.types.engine_info import EngineInfo, open_tokenizer
 from modulm.errors import ConfigError, QueueFull, RequestError, UnsupportedError
 from modulm.loading import Checkpoint, open_checkpoint, pooling_recipe
-from modulm.plugins import manager
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
+    from modulm.plugins.manager import PluginManager
     from modulm.text.tokenizer import Tokenizer
 
 __all__ = ["EngineCore", "limits_of"]
@@ -63,10 +63,15 @@ def limits_of(config: EngineConfig, use: Use) -> Limits:
 class EngineCore:
     """An engine that is ready to run, and what belongs to it."""
 
-    def __init__(self, config: EngineConfig, listener: Listener, use: Use = "offline") -> None:
-        plugins = manager.current()
+    def __init__(
+        self,
+        config: EngineConfig,
+        plugins: PluginManager,
+        listener: Listener,
+        use: Use = "offline",
+    ) -> None:
         plugins.load_hooks()
-        checkpoint = open_checkpoint(config)
+        checkpoint = open_checkpoint(config, plugins)
         recipe = pooling_recipe(config, checkpoint, plugins)
         platform, _ = choose_platform(config, plugins)
         resolved = resolve(
@@ -83,7 +88,8 @@ class EngineCore:
         name = self.config.parallel.distributed_executor_backend or "uni"
         self.executor: Executor = plugins.load("executors", name)()
         capacity = self.executor.start(self.config)
-        scheduler = _scheduler(self.config, capacity, use, self.executor.describe().tasks)
+        policy: Policy = plugins.load("schedulers", self.config.scheduler.scheduling_policy)()
+        scheduler = _scheduler(self.config, policy, capacity, use, self.executor.describe().tasks)
         _check_length(config.model.max_model_len, capacity, scheduler.max_len)
         depth = 2 if self.config.scheduler.async_scheduling else 1
         self.engine = EngineLoop(scheduler, self.executor, listener, plugins.notify, depth)
@@ -163,9 +169,8 @@ def _check_length(wanted: int | None, capacity: Capacity, most: int) -> None:
 
 
 def _scheduler(
-    config: EngineConfig, capacity: Capacity, use: Use, tasks: Sequence[str]
+    config: EngineConfig, policy: Policy, capacity: Capacity, use: Use, tasks: Sequence[str]
 ) -> Scheduler:
-    policy: Policy = manager.current().load("schedulers", config.scheduler.scheduling_policy)()
     path = config.scheduler.scheduler_cls
     made: type[Any] = BudgetScheduler
     if path is not None:

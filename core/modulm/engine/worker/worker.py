@@ -69,7 +69,7 @@ class Worker:
         """Load what is not loaded, and allocate caches, of the sizes they had before if any."""
         loaded = self._loaded
         if loaded is None:
-            checkpoint = open_checkpoint(self.config)
+            checkpoint = open_checkpoint(self.config, self._plugins)
             loaded = load_model(self.config, checkpoint, self._platform, self._plugins)
         runner = ModelRunner(
             self.config, loaded, self._platform, self._plugins, self._grammars, self._sizing
@@ -121,7 +121,7 @@ class Worker:
         self._runner = self._loaded = None
 
     def _open_compiler(self) -> ConstraintCompiler:
-        checkpoint = open_checkpoint(self.config)
+        checkpoint = open_checkpoint(self.config, self._plugins)
         tokenizer = open_tokenizer(self.config, str(checkpoint.path))
         if tokenizer is None:
             raise RequestError("structured outputs need a tokenizer", "structured_outputs")

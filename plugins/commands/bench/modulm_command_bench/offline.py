@@ -140,10 +140,11 @@ def throughput(
 
 def _tokenizer(config: EngineConfig) -> Any:
     from modulm.loading import open_checkpoint
+    from modulm.plugins import current
     from modulm.text.tokenizer import load_tokenizer
 
     model = config.model
-    path = model.tokenizer or str(open_checkpoint(config).path)
+    path = model.tokenizer or str(open_checkpoint(config, current()).path)
     return load_tokenizer(path, model.tokenizer_mode, model.tokenizer_revision,
                           model.trust_remote_code)  # fmt: skip
 
@@ -214,8 +215,9 @@ def _run_transformers(config: EngineConfig, samples: Sequence[Sample], n: int, b
     from transformers import AutoModelForCausalLM
 
     from modulm.loading import open_checkpoint
+    from modulm.plugins import current
 
-    path = open_checkpoint(config).path
+    path = open_checkpoint(config, current()).path
     dtype = config.model.dtype
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     model.eval()

@@ -155,6 +155,7 @@ def _tokenizer(settings: Settings, model: str) -> Any:
     """The tokenizer of `--tokenizer`, `--model` or the served model, whichever is given first."""
     from modulm.errors import ModulmError
     from modulm.loading import open_checkpoint
+    from modulm.plugins import current
     from modulm.text.tokenizer import load_tokenizer
 
     name = settings.tokenizer or settings.model or model
@@ -162,7 +163,7 @@ def _tokenizer(settings: Settings, model: str) -> Any:
         if Path(name).is_dir():
             path: str | Path = name
         else:
-            path = open_checkpoint(EngineConfig.from_keywords(model=name)).path
+            path = open_checkpoint(EngineConfig.from_keywords(model=name), current()).path
         return load_tokenizer(
             str(path), settings.tokenizer_mode, trust_remote_code=settings.trust_remote_code
         )

@@ -71,7 +71,7 @@ def _decided(given: Draft, use: Use) -> list[_Row]:
 
     plugins = manager.current()
     platform, device = choose_platform(given.config, plugins)
-    checkpoint = open_checkpoint(given.config)
+    checkpoint = open_checkpoint(given.config, plugins)
     resolved = resolve(
         given.config,
         platform=platform,

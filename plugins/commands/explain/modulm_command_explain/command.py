@@ -43,7 +43,7 @@ def decisions_for(draft: Draft) -> list[Decision]:
 
     plugins = manager.current()
     platform, device = choose_platform(draft.config, plugins)
-    checkpoint = open_checkpoint(draft.config)
+    checkpoint = open_checkpoint(draft.config, plugins)
     resolved = resolve(
         draft.config,
         platform=platform,

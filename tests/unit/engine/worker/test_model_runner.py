@@ -55,7 +55,7 @@ def new_runner(folder, **flags) -> ModelRunner:
     config = EngineConfig.from_keywords(model=str(folder), **flags)
     plugins = manager.current()
     platform = plugins.load("platforms", "cpu")()
-    loaded = load_model(config, open_checkpoint(config), platform, plugins)
+    loaded = load_model(config, open_checkpoint(config, plugins), platform, plugins)
     return ModelRunner(config, loaded, platform, plugins, Grammars())
 
 
