@@ -11,7 +11,9 @@ from modulm.contracts.model import StatePlan
 from modulm.ops.chunked_scan import SEGMENT
 from modulm.ops.recurrence import delta_rule, selective_scan
 
-HEADS, GROUPS, DIM, SIZE, SLOTS = 4, 2, 3, 5, 8
+# A head's state takes whole registers, as those of models do: where it does not, torch's products
+# round by where in memory a row lies (a SIZE of 5 shows it).
+HEADS, GROUPS, DIM, SIZE, SLOTS = 4, 2, 3, 16, 8
 
 
 def draw(tokens, *shape):
