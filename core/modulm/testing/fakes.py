@@ -20,15 +20,24 @@ from attrs import define, field, frozen
 from modulm.config import EngineConfig
 from modulm.contracts.connector import KVMover, TransferResult
 from modulm.contracts.executor import Capacity, Executor, Plan, RowLogprobs, RowStart, StepResult
+from modulm.contracts.media import MediaItem
 from modulm.contracts.sampling import PoolingParams, StructuredOutputs
 from modulm.errors import EngineError
+from modulm.testing.arithmetic import digest_of, mix, token_of
 
-__all__ = ["FakeDrafter", "FakeExecutor", "FakeFault", "Group", "Script", "reference_tokens"]
+__all__ = [
+    "FakeDrafter",
+    "FakeExecutor",
+    "FakeFault",
+    "Group",
+    "Script",
+    "encoded_tokens",
+    "reference_tokens",
+]
 
 #: (a row's tokens, the tokens that will follow) -> those it proposes.
 FakeDrafter = Callable[[Sequence[int], Sequence[int]], Sequence[int]]
 
-_PRIME = np.uint64(0x9E3779B97F4A7C15)
 _NEVER = -1
 
 
@@ -90,34 +99,6 @@ class _Row:
         return self.start.seed
 
 
-def _powers(count: int) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        return np.cumprod(np.full(count, _PRIME, dtype=np.uint64))
-
-
-def _mix(value: int) -> int:
-    """The finaliser of splitmix64: every input bit reaches every output bit."""
-    mask = (1 << 64) - 1
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
-    return value ^ (value >> 31)
-
-
-def _digest(parts: Sequence[tuple[int, np.ndarray]], seed: int | None) -> int:
-    """Hash of what each group can see: (first position, tokens from there on) per group."""
-    total = 0
-    for first, tokens in parts:
-        powers = _powers(first + len(tokens))[first:]
-        with np.errstate(over="ignore"):
-            summed = int(((tokens.astype(np.uint64) + np.uint64(1)) * powers).sum(dtype=np.uint64))
-        total = _mix(total ^ summed)
-    return total if seed is None else _mix(total ^ _mix(seed & ((1 << 64) - 1)))
-
-
-def _token(digest: int, vocabulary: int, reserved: int) -> int:
-    return reserved + digest % (vocabulary - reserved)
-
-
 def reference_tokens(
     prompt: Sequence[int],
     n: int,
@@ -141,8 +122,14 @@ def reference_tokens(
             continue
         firsts = [group.first_visible(len(history) - 1) for group in groups]
         parts = [(first, np.array(history[first:], dtype=np.int64)) for first in firsts]
-        history.append(_token(_digest(parts, seed), vocabulary, reserved))
+        history.append(token_of(digest_of(parts, seed), vocabulary, reserved))
     return history[len(prompt) :]
+
+
+def encoded_tokens(item: MediaItem) -> list[int]:
+    """What stands in the fake model's cache for the tokens of an item."""
+    seed = int.from_bytes(item.hash, "little")
+    return [600 + mix(seed + place) % 1000 for place in range(item.length)]
 
 
 class FakeExecutor(Executor):
@@ -154,7 +141,8 @@ class FakeExecutor(Executor):
     `prepared`: the requests that were prepared and not forgotten. drafter: given a row's tokens and
     the next ones that will come, proposes up to `drafts`; stray_drafts: results also propose for
     rows that did not run. mover: of a KV connector, whose tensors are the tokens and positions that
-    blocks hold. adapters: slots that plans may give.
+    blocks hold. adapters: slots that plans may give. encoder: embeddings that a step may give, and
+    that may be kept.
     """
 
     name = "fake"
@@ -177,6 +165,7 @@ class FakeExecutor(Executor):
         stray_drafts: bool = False,
         mover: KVMover | None = None,
         adapters: int = 0,
+        encoder: tuple[int, int] = (0, 0),
     ) -> None:
         self.groups = tuple(groups)
         self.vocabulary = vocabulary
@@ -193,6 +182,9 @@ class FakeExecutor(Executor):
         self.stray_drafts = stray_drafts
         self.mover = mover
         self.slots: list[str | None] = [None] * (adapters + 1)
+        self.encoder = encoder
+        self.encoded: dict[bytes, int] = {}
+        self.encodings = 0
         self.steps = 0
         self.resume = threading.Event()
         self.rows: dict[int, _Row] = {}
@@ -215,6 +207,8 @@ class FakeExecutor(Executor):
             max_model_len=self.max_model_len,
             drafts=self.drafts,
             adapters=len(self.slots) - 1,
+            encoder_tokens=self.encoder[0],
+            encoder_cache=self.encoder[1],
         )
 
     def submit(self, plan: Plan) -> Future[StepResult]:
@@ -241,6 +235,7 @@ class FakeExecutor(Executor):
         self._rows_change(plan)
         for slot, name in plan.adapters:
             self.slots[slot] = name
+        self._encode(plan)
         if self.step_delay:
             time.sleep(self.step_delay)
         if index in self.fail_steps:
@@ -298,6 +293,8 @@ class FakeExecutor(Executor):
                 drafts = plan.tokens[last : ends[i]]
                 self._check_drafts(plan, i, drafts)
                 tokens = np.concatenate([tokens, drafts])
+            if state.start.media:
+                tokens = self._embedded(plan, state.start, start, tokens)
             for g, group in enumerate(self.groups):
                 if group.state:
                     self._advance(g, plan, i, tokens)
@@ -323,6 +320,34 @@ class FakeExecutor(Executor):
             raise FakeFault(
                 f"step {plan.step}: {len(plan.tables)} tables for {len(self.groups)} cache groups"
             )
+
+    def _encode(self, plan: Plan) -> None:
+        for hashed in plan.drop_media:
+            del self.encoded[hashed]
+        items = [self.rows[row].start.media[index] for row, index in plan.encode]
+        for item in items:
+            if item.hash in self.encoded:
+                raise FakeFault(f"step {plan.step} encodes {item.hash!r} again")
+            self.encoded[item.hash] = item.length
+        self.encodings += len(items)
+        if sum(i.length for i in items) > self.encoder[0]:
+            raise FakeFault(f"step {plan.step} encodes more than {self.encoder[0]} tokens")
+        if sum(self.encoded.values()) > self.encoder[1]:
+            raise FakeFault(f"after step {plan.step} more than {self.encoder[1]} tokens are kept")
+
+    def _embedded(self, plan: Plan, row: RowStart, start: int, tokens: np.ndarray) -> np.ndarray:
+        """The tokens with those of media replaced by what was encoded."""
+        found, end = tokens.copy(), start + len(tokens)
+        for item in row.media:
+            if any(first < end < last for first, last in item.spans):
+                raise FakeFault(f"step {plan.step} {row.request}: ends inside of a span at {end}")
+            first, last = max(start, item.start), min(end, item.start + item.length)
+            if first < last:
+                if item.hash not in self.encoded:
+                    raise FakeFault(f"step {plan.step} {row.request}: {item.hash!r} not encoded")
+                given = encoded_tokens(item)[first - item.start : last - item.start]
+                found[first - start : last - start] = given
+        return found
 
     def _transfer(self, plan: Plan) -> TransferResult | None:
         if self.mover is None:
@@ -494,7 +519,7 @@ class FakeExecutor(Executor):
                 else self._read(g, row, plan.tables[g][i], position)
                 for g, group in enumerate(self.groups)
             ]
-            run += self._next(row, state, _digest(parts, state.seed), result)
+            run += self._next(row, state, digest_of(parts, state.seed), result)
             if not run or run[-1] != draft:
                 break
             position += 1
@@ -531,7 +556,7 @@ class FakeExecutor(Executor):
             result["errors"][row] = state.failed
             return []
         scripted = k < len(script.tokens)
-        token = script.tokens[k] if scripted else _token(digest, self.vocabulary, self.reserved)
+        token = script.tokens[k] if scripted else token_of(digest, self.vocabulary, self.reserved)
         state.history.append(token)
         state.sampled += 1
         if params.logprobs is not None:

@@ -27,6 +27,7 @@ from modulm.engine.kv_cache.manager import Hit, KVCacheManager
 from modulm.engine.scheduling.adapter_slots import AdapterSlots
 from modulm.engine.scheduling.admission import Admission
 from modulm.engine.scheduling.drafting import Drafting
+from modulm.engine.scheduling.encoder_budget import EncoderBudget
 from modulm.engine.scheduling.limits import Limits
 from modulm.engine.scheduling.prefix_reuse import PrefixReuse
 from modulm.engine.scheduling.request_queue import Entry, RequestQueue
@@ -56,6 +57,7 @@ class BudgetScheduler(Scheduler):
         self.drafting = Drafting(capacity, self.table, self.cache)
         self.transfers = KVTransfers(index, self.cache, self.table, self.sharing)
         self.adapters = AdapterSlots(capacity.adapters)
+        self.encoders = EncoderBudget(capacity, limits, self.cache.unit)
         self.queue = RequestQueue(policy)
         self._max_len = min(capacity.max_model_len, self.cache.most(limits.tokens))
         if not (limits.chunked or capacity.groups):
@@ -120,6 +122,8 @@ class BudgetScheduler(Scheduler):
             )  # fmt: skip
         if request.adapter is not None and not self.adapters.most:
             raise RequestError("the engine runs without adapters", "model")
+        if request.media:
+            self.encoders.check(request)
         self.check_room(1, request.prompt_len)
         entry = Entry(request, self._arrivals, limit)
         self._arrivals += 1
@@ -157,6 +161,8 @@ class BudgetScheduler(Scheduler):
             self._announce(step)
         if self.drafting.most and len(step.rows):
             self.drafting.add(step, self.limits.tokens - int(step.counts.sum()))
+        if self.encoders.enabled and len(step.rows):
+            step.encode, step.drop_media = self.encoders.plan()
         if self.adapters.most:
             step.adapters = self.adapters.given()
         if self.transfers.index is not None:
@@ -176,6 +182,8 @@ class BudgetScheduler(Scheduler):
         table, rows = self.table, self._ordered()
         starts = table.computed[rows]
         known = table.known[rows]
+        if self.encoders.enabled:
+            self.encoders.begin(table.computed)
         # A row whose last token is being sampled already has nothing left to compute.
         open_ends = known < table.limit[rows]
         if self.drafting.most or self.transfers.loading:
@@ -189,10 +197,20 @@ class BudgetScheduler(Scheduler):
         counts = self._cut(starts, np.clip(self.limits.tokens - before, 0, wants), known)
         if not self.limits.chunked:
             counts = np.where(counts < wants, 0, counts)
+        if self.encoders.rows:
+            self._encode(rows, starts, counts)
         chosen = counts > 0
         if not chosen.all():
             rows, starts, counts = rows[chosen], starts[chosen], counts[chosen]
         return NextStep(rows, starts, counts, one_each=not self._prefilling)
+
+    def _encode(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
+        """Cut the counts before media that cannot be encoded in this step."""
+        for place in np.isin(rows, list(self.encoders.rows)).nonzero()[0].tolist():
+            row, start, count = int(rows[place]), int(starts[place]), int(counts[place])
+            fitting, picks = self.encoders.fit(self.encoders.rows[row], start, count)
+            counts[place] = fitting
+            self.encoders.pick(row, start, fitting, picks)
 
     def _cut(self, starts: np.ndarray, counts: np.ndarray, known: np.ndarray) -> np.ndarray:
         """Prompts that stay unfinished end at a multiple of the cache's unit if they reach one."""
@@ -251,10 +269,17 @@ class BudgetScheduler(Scheduler):
                 skipped.append(self.queue.pop())
                 continue
             hit, reach = found
+            media = entry.request.media
+            picks: list[int] = []
             if load:
                 count = reach - hit.tokens
-            if count is None or not self._admit(entry, hit, count):
+            elif media and count:
+                fitting, picks = self.encoders.fit(media, hit.tokens, count)
+                count = fitting if self.limits.chunked or fitting == count else 0
+            if not count or not self._admit(entry, hit, count):
                 break
+            if media and not load and entry.row is not None:
+                self.encoders.pick(entry.row, hit.tokens, count, picks)
             self.queue.pop()
             if load:
                 self._load(entry, hit, reach)
@@ -315,6 +340,8 @@ class BudgetScheduler(Scheduler):
         self.sharing.admit(entry, row, hit)
         self.adapters.take(entry.request.adapter)
         self.transfers.admit(entry, row)
+        if entry.request.media:
+            self.encoders.admit(row, entry.request.media)
         entry.row = row
         self._running[row] = entry
         self._order = None
@@ -352,6 +379,9 @@ class BudgetScheduler(Scheduler):
                 counts = counts + step.drafted
             tokens = table.gather(rows, step.starts, counts)
             self._prefilling.difference_update(sampled.tolist())
+            if self.encoders.rows:
+                for row in sampled.tolist():
+                    self.encoders.release(row)
         if self.drafting.most:
             table.waiting[sampled] = True
         table.computed[rows] = ends
@@ -369,8 +399,8 @@ class BudgetScheduler(Scheduler):
             tuple(self._released),
             None if step.drafted is None else step.drafted.astype(np.int32),
             step.state_slots,
-            (),
-            (),
+            step.encode,
+            step.drop_media,
             step.adapters,
             step.transfers,
         )
@@ -451,6 +481,7 @@ class BudgetScheduler(Scheduler):
         flight = self._land(plan)
         self.transfers.fail(plan)
         self.adapters.lost(plan.adapters)
+        self.encoders.fail()
         alive = self.table.epoch[flight.rows] == flight.epochs
         rows = flight.rows[alive].tolist()
         return [self._finish(row, "error", error=error) for row in rows]
@@ -537,6 +568,7 @@ class BudgetScheduler(Scheduler):
         if not self.transfers.release(row):
             self._released.append(row)
         self.adapters.release(entry.request.adapter)
+        self.encoders.release(row)
         self.sharing.release(row)
         self.drafting.release(row)
         self.cache.release(row)

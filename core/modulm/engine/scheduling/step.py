@@ -27,6 +27,8 @@ class NextStep:
     started: list[Start] = field(factory=list)
     drafted: np.ndarray | None = None
     state_slots: tuple[np.ndarray | None, ...] = ()
+    encode: tuple[tuple[int, int], ...] = ()
+    drop_media: tuple[bytes, ...] = ()
     adapters: tuple[tuple[int, str], ...] = ()
     transfers: TransferPlan | None = None
 

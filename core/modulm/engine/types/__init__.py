@@ -1,1 +1,1 @@
-"""The values that cross between front ends and the engine."""
+"""What front ends give their callers, and what they know of their engine."""

@@ -1,0 +1,40 @@
+"""The arithmetic of the fake model: a token is a hash of all that its groups can see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+__all__ = ["digest_of", "mix", "token_of"]
+
+_PRIME = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _powers(count: int) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return np.cumprod(np.full(count, _PRIME, dtype=np.uint64))
+
+
+def mix(value: int) -> int:
+    """The finaliser of splitmix64: every input bit reaches every output bit."""
+    mask = (1 << 64) - 1
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+    return value ^ (value >> 31)
+
+
+def digest_of(parts: Sequence[tuple[int, np.ndarray]], seed: int | None) -> int:
+    """Hash of what each group can see: (first position, tokens from there on) per group."""
+    total = 0
+    for first, tokens in parts:
+        powers = _powers(first + len(tokens))[first:]
+        with np.errstate(over="ignore"):
+            summed = int(((tokens.astype(np.uint64) + np.uint64(1)) * powers).sum(dtype=np.uint64))
+        total = mix(total ^ summed)
+    return total if seed is None else mix(total ^ mix(seed & ((1 << 64) - 1)))
+
+
+def token_of(digest: int, vocabulary: int, reserved: int) -> int:
+    """The token that a digest stands for; never one below `reserved`."""
+    return reserved + digest % (vocabulary - reserved)

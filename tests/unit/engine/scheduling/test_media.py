@@ -1,0 +1,153 @@
+"""Media in prompts: encoded before they are needed, once, and within the encoder's budget."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from attrs import evolve
+
+from modulm.contracts.executor import Capacity
+from modulm.contracts.media import MediaItem
+from modulm.contracts.requests import Request
+from modulm.contracts.sampling import SamplingParams
+from modulm.engine.scheduling.encoder_budget import EncoderBudget
+from modulm.engine.scheduling.limits import Limits
+from modulm.errors import RequestError
+from modulm.testing.connectors import FakeConnector
+from modulm.testing.engines import check_empty, make_engine
+from modulm.testing.fakes import FakeExecutor, Group, encoded_tokens, reference_tokens
+from modulm.testing.workloads import Arrival, outcomes, random_workload, run_workload
+
+PLACEHOLDER = 7
+
+
+def with_media(draw: random.Random, request: Request) -> tuple[Request, Request]:
+    """The request with some of its tokens replaced by media, and the text it amounts to."""
+    tokens, text, items, at = request.prompt.copy(), request.prompt.copy(), [], 0
+    while at < len(tokens):
+        at += draw.randint(0, 12)
+        length = min(draw.randint(1, 6), len(tokens) - at)
+        if length < 1 or draw.random() < 0.3:
+            break
+        spans = ((at, at + length),) if draw.random() < 0.4 else ()
+        item = MediaItem("image", bytes([draw.randint(0, 3), length]), at, length, spans=spans)
+        items.append(item)
+        tokens[at : at + length] = PLACEHOLDER
+        text[at : at + length] = encoded_tokens(item)
+        at += length
+    return evolve(request, prompt=tokens, media=tuple(items)), evolve(request, prompt=text)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("connected", [False, True])
+def test_media_are_there_when_they_are_needed(depth: int, connected: bool) -> None:
+    """FakeExecutor fails steps that go over the budget, need what is not there, or cut spans."""
+    for seed in range(60):
+        draw = random.Random(f"{seed} {depth} {connected}")
+        arrivals, _ = random_workload(draw)
+        pairs = [with_media(draw, arrival.request) for arrival in arrivals]
+        both = [[Arrival(p[i], a.tick, a.abort) for p, a in zip(pairs, arrivals, strict=True)]
+                for i in (0, 1)]  # fmt: skip
+        groups = draw.choice([(Group(4, 24),), (Group(4, 100),), (Group(4, 40), Group(4, 34, 9))])
+        plain, expected = make_engine(FakeExecutor(groups, max_model_len=70))
+        run_workload(plain, both[1], aborts=False)
+        limits = Limits(
+            rows=draw.randint(1, 5), tokens=draw.randint(12, 80), long=draw.choice([0, 0, 8]),
+            reserve=draw.random() < 0.5, prefixes=connected or draw.random() < 0.7,
+        )  # fmt: skip
+        budget = (draw.randint(6, 12), draw.randint(6, 24))
+        connector = FakeConnector(lambda i: i % 3, lambda i: i % 4 == 0)
+        executor = FakeExecutor(
+            groups, max_model_len=70, encoder=budget,
+            mover=connector.mover() if connected else None,
+        )  # fmt: skip
+        index = connector.index() if connected else None
+        engine, seen = make_engine(executor, limits, None, depth, index=index)
+        aborted = run_workload(engine, both[0])
+        wanted, got = outcomes(expected), outcomes(seen)
+        for name, outcome in wanted.items():
+            if name not in aborted:
+                assert got[name] == outcome, (seed, seen.finished[name])
+        assert executor.encoded == dict(engine.scheduler.encoders.kept)
+        check_empty(engine)
+        assert not engine.scheduler.encoders.rows
+        executor.stop()
+
+
+def ask(engine, name, prompt, *items, tokens=3):
+    params = SamplingParams(temperature=0, max_tokens=tokens)
+    engine.submit(Request(id=name, prompt=prompt, params=params, media=items))
+
+
+def item(name: str, start: int, length: int = 4, **fields: object) -> MediaItem:
+    return MediaItem("image", name.encode(), start, length, **fields)
+
+
+def test_a_chunk_ends_before_an_item_that_waits_and_equal_ones_are_encoded_once() -> None:
+    executor = FakeExecutor((Group(4, 64),), encoder=(4, 8), keep_plans=True)
+    engine, _ = make_engine(executor)
+    prompt = [9, 9, *[PLACEHOLDER] * 4, 9, *[PLACEHOLDER] * 8, 9]
+    ask(engine, "a", prompt, item("x", 2), item("y", 7), item("x", 11))
+    while engine.tick():
+        pass
+    firsts = [plan for plan in executor.plans if plan.encode]
+    assert [plan.encode for plan in firsts] == [((0, 0),), ((0, 1),)]
+    assert [(int(p.starts[0]), int(p.counts[0])) for p in firsts] == [(0, 7), (7, 9)]
+    ask(engine, "b", [8, *prompt[1:]], item("x", 2), item("z", 7), item("x", 11))
+    while engine.tick():
+        pass
+    assert executor.encodings == 3
+    dropped = [hashed for plan in executor.plans for hashed in plan.drop_media]
+    assert dropped == [b"y"]
+    executor.stop()
+
+
+def test_items_that_a_prefix_hit_covers_are_not_encoded() -> None:
+    executor = FakeExecutor((Group(4, 64),), encoder=(8, 8))
+    engine, seen = make_engine(executor)
+    prompt = [*[PLACEHOLDER] * 4, 9, *[PLACEHOLDER] * 6, 9]
+    ask(engine, "a", prompt, item("x", 0), item("y", 5, 4))
+    while engine.tick():
+        pass
+    engine.scheduler.encoders.fail()  # as if all embeddings were lost
+    ask(engine, "b", prompt, item("x", 0), item("y", 5, 4))
+    while engine.tick():
+        pass
+    assert seen.cached["b"] == 8
+    assert executor.encodings == 3
+    text = np.array(prompt)
+    text[:4], text[5:9] = encoded_tokens(item("x", 0)), encoded_tokens(item("y", 5, 4))
+    assert seen.tokens["b"] == seen.tokens["a"] == reference_tokens(text.tolist(), 3)
+    executor.stop()
+
+
+@pytest.mark.parametrize(
+    ("limits", "encoder", "media", "words"),
+    [
+        ({}, (0, 0), [item("x", 0)], "takes no media"),
+        ({}, (3, 9), [item("x", 0)], "4 tokens: an encoder step takes 3"),
+        ({}, (9, 3), [item("x", 0)], "4 tokens: an encoder step takes 3"),
+        ({"chunked": False}, (7, 7), [item("x", 0), item("y", 4)], "8 tokens"),
+        ({"long": 3}, (9, 9), [item("x", 0, spans=((0, 4),))], "4 tokens at once"),
+    ],
+)
+def test_what_can_never_be_encoded_is_refused(limits, encoder, media, words) -> None:
+    capacity = Capacity((), 512, 99, encoder_tokens=encoder[0], encoder_cache=encoder[1])
+    budget = EncoderBudget(capacity, Limits(**limits), 1)
+    request = Request(id="a", prompt=[7] * 9, params=SamplingParams(), media=tuple(media))
+    with pytest.raises(RequestError, match=words):
+        budget.check(request)
+
+
+def test_a_failed_step_encodes_again() -> None:
+    executor = FakeExecutor((Group(4, 64),), encoder=(8, 8), fail_steps={0: MemoryError("once")})
+    engine, seen = make_engine(executor)
+    for name in "ab":
+        ask(engine, name, [PLACEHOLDER] * 5, item("x", 0))
+        while engine.tick():
+            pass
+    assert seen.finished["a"].reason == "error"
+    assert seen.finished["b"].reason == "length"
+    executor.stop()
