@@ -17,16 +17,18 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "core"), str(ROOT / "core/server")]
+sys.path[:0] = [str(ROOT / "core"), str(ROOT / "core/parsing"), str(ROOT / "core/server")]
 
 from modulm.errors import ModulmError  # noqa: E402
 from modulm.plugins.kinds import HOOKS_GROUP, KINDS, KINDS_GROUP  # noqa: E402
 from modulm_server.kinds import ROUTES  # noqa: E402
 
 ALL_KINDS = {**KINDS, ROUTES.name: ROUTES}
-#: The server, which packages of these kinds may import.
-SERVER = "modulm_server"
-USES_SERVER = {"routes", "commands"}
+#: What else is under core/: package -> the folders of plugins that may import it.
+LIBRARIES: dict[str, set[str]] = {
+    "modulm_parsing": {"parsers", "routes", "commands", "models"},
+    "modulm_server": {"routes", "commands"},
+}
 
 #: Folder under plugins/ -> (what its distributions are called after "modulm-", its groups).
 FOLDERS: dict[str, tuple[str, set[str]]] = {
@@ -80,9 +82,9 @@ def kernels() -> list[Path]:
     return sorted(path.parent for path in ROOT.glob("kernels/*/pyproject.toml"))
 
 
-def servers() -> list[Path]:
-    """The folder of the server, if it is here."""
-    return [path.parent for path in ROOT.glob("core/server/pyproject.toml")]
+def libraries() -> list[Path]:
+    """The folders of the distributions beside the core: what reads its text, the server."""
+    return sorted(path.parent for path in ROOT.glob("core/*/pyproject.toml"))
 
 
 def shown(path: Path) -> str:
@@ -99,10 +101,11 @@ def check() -> Iterator[str]:
         project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
         yield from check_shared(folder, project)
         yield from check_points(folder, project, {"kernels"})
-    for folder in servers():
+    for folder in libraries():
         project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
         yield from check_shared(folder, project)
-        yield from check_points(folder, project, {"commands"})
+        if "entry-points" in project:
+            yield from check_points(folder, project, set())
     everyone = set(packages.values())
     for folder, package in packages.items():
         yield from check_imports(folder, everyone - {package})
@@ -209,9 +212,9 @@ def defined(tree: ast.Module) -> set[str]:
 
 
 def check_imports(folder: Path, others: set[str]) -> Iterator[str]:
-    """No plugin imports another one; what imports the server may, and depends on it."""
+    """No plugin imports another one; what imports a library may, and depends on it."""
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-    served = bound("modulm-server") in project.get("dependencies", [])
+    needed = project.get("dependencies", [])
     for path in sorted(folder.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
@@ -220,15 +223,16 @@ def check_imports(folder: Path, others: set[str]) -> Iterator[str]:
                 where = f"{shown(path)}:{node.lineno}"
                 if package in others:
                     yield f"{where}: imports another plugin, {package}"
-                if package == SERVER and folder.parent.name not in USES_SERVER:
-                    yield f"{where}: imports the server, which only routes and commands may"
-                elif package == SERVER and not served:
-                    yield f"{where}: needs the dependency {bound('modulm-server')!r}"
+                allowed, library = LIBRARIES.get(package), bound(package.replace("_", "-"))
+                if allowed is not None and folder.parent.name not in allowed:
+                    yield f"{where}: imports {package}, which only {sorted(allowed)} may"
+                elif allowed is not None and library not in needed:
+                    yield f"{where}: needs the dependency {library!r}"
 
 
 def sync() -> None:
     """Rewrite the shared keys of every package."""
-    for folder in plugins() + kernels() + servers():
+    for folder in plugins() + kernels() + libraries():
         path = folder / "pyproject.toml"
         before = text = path.read_text()
         for key in ("version", "license", "requires-python"):
@@ -236,7 +240,7 @@ def sync() -> None:
             text, found = re.subn(rf"(?m)^{key} = .*$", line, text, count=1)
             if not found:
                 text = re.sub(r"(?m)^(description = .*)$", rf"\1\n{line}", text, count=1)
-        for name in ("modulm", "modulm-server"):
+        for name in ("modulm", *(library.replace("_", "-") for library in LIBRARIES)):
             text = re.sub(rf'"{name}\s*[<>=][^"]*"', f'"{bound(name)}"', text)
         if folder.is_relative_to(ROOT / "plugins"):
             text = re.sub(r"(?m)^requires = .*$", f'requires = ["{BUILD["requires"][0]}"]', text)

@@ -13,12 +13,12 @@ from modulm.contracts.attention import AttentionSpec
 from modulm.contracts.platform import Probe
 from modulm.contracts.quantization import LinearSpec
 from modulm.ops import bind
-from modulm.parsing.choice import parser_decisions
 from modulm.plugins import Choice, PluginManager, defaults, hookimpl
 from modulm.plugins.manager import using
 from modulm.plugins.selection import Selection
 from modulm.testing.checkpoints import make_tiny
 from modulm_demo import Demo
+from modulm_parsing.choice import parser_decisions
 from modulm_platform_cpu.hooks import modulm_choose_platform
 from modulm_platform_cpu.platform import CpuPlatform
 

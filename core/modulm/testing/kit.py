@@ -32,8 +32,8 @@ KITS: Mapping[str, str] = MappingProxyType(
         "attention": "modulm.testing.attention:check_attention",
         "quantization": "modulm.testing.quantization:check_quantization",
         "platforms": "modulm.testing.platform:check_platform",
-        "tool_parsers": "modulm.testing.parsers:check_parser",
-        "reasoning_parsers": "modulm.testing.parsers:check_parser",
+        "tool_parsers": "modulm_parsing.testing:check_parser",
+        "reasoning_parsers": "modulm_parsing.testing:check_parser",
     }
 )
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import field, frozen
 
 from modulm.contracts.parser import Content, ParseContext, Reasoning
-from modulm.parsing import ParsedMessage, assemble, message_parser
+from modulm_parsing import ParsedMessage, assemble, message_parser
 from modulm_server.errors import ApiError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from modulm.contracts.parser import Event
     from modulm.contracts.sampling import SamplingParams
     from modulm.engine.frontend.beam_search import BeamSearchParams
-    from modulm.parsing import MessageParser
+    from modulm_parsing import MessageParser
     from modulm_server.generation import GenerationService
     from modulm_server.prompts import Prompt
 

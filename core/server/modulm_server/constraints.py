@@ -152,7 +152,7 @@ def forced_tool(
 ) -> StructuredOutputs | None:
     """The grammar that makes the model call: any tool for "required", one by name, else None.
 
-    The text is then plain JSON, which `modulm.parsing` reads back: an array of calls, or the
+    The text is then plain JSON, which `modulm_parsing` reads back: an array of calls, or the
     arguments of the named tool. Raises ApiError(400) naming `tool_choice`.
     """
     if isinstance(choice, str):

@@ -3,7 +3,7 @@
 import pytest
 
 from modulm.plugins import manager
-from modulm.testing.parsers import check_parser
+from modulm_parsing.testing import check_parser
 
 PARSERS = [
     (kind, declaration.name)

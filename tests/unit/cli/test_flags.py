@@ -16,9 +16,9 @@ from modulm.cli.flags import FlagOption
 from modulm.cli.options import FlagCommand
 from modulm.config.schema import Flag, Kind, catalog
 from modulm.config.sources import Draft
-from modulm.parsing import parse
 from modulm.plugins.manager import PluginManager, using
 from modulm_command_config.page import markdown
+from modulm_parsing import parse
 from modulm_server.flags import ServerConfig
 
 ROOT = Path(__file__).parents[3]

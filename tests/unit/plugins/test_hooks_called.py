@@ -212,7 +212,7 @@ def test_failure(watcher: Watcher, checkpoint: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_choosing_a_parser(watcher: Watcher, checkpoint: Path) -> None:
-    from modulm.parsing.choice import with_declared_parsers
+    from modulm_parsing.choice import with_declared_parsers
 
     config = with_declared_parsers(EngineConfig.from_keywords(model=str(checkpoint)), current())
     assert config.tool_calls.tool_call_parser == "hermes"
@@ -223,7 +223,7 @@ def test_choosing_a_parser(watcher: Watcher, checkpoint: Path) -> None:
 
 
 def test_a_model_that_is_to_call_tools_needs_a_parser(checkpoint: Path) -> None:
-    from modulm.parsing.choice import with_declared_parsers
+    from modulm_parsing.choice import with_declared_parsers
 
     asked = {"enable_auto_tool_choice": True}
     with pytest.raises(ConfigError, match="tool_call_parser.*no plugin knows one for"):

@@ -38,8 +38,8 @@ def decisions_for(draft: Draft) -> list[Decision]:
     """
     from modulm.config.resolve import choose_platform, resolve
     from modulm.loading import explain_model, open_checkpoint, pooling_recipe
-    from modulm.parsing.choice import parser_decisions
     from modulm.plugins import manager
+    from modulm_parsing.choice import parser_decisions
 
     plugins = manager.current()
     platform, device = choose_platform(draft.config, plugins)

@@ -33,7 +33,7 @@ def command(
     """Parse a model's raw output, from FILE or standard input, and print the message as JSON."""
     import attrs
 
-    from modulm.parsing import parse
+    from modulm_parsing import parse
 
     text = file.read()
     chunks = [text[i : i + chunk] for i in range(0, len(text), chunk)] if chunk else None

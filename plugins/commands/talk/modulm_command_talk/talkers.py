@@ -131,8 +131,8 @@ class Local:
     """A model in this process: the engine runs on an event loop of its own thread."""
 
     def __init__(self, draft: Draft) -> None:
-        from modulm.parsing.choice import with_declared_parsers
         from modulm.plugins import current
+        from modulm_parsing.choice import with_declared_parsers
 
         # One conversation does not need a process of its own, and starts sooner without.
         config = draft.config.with_(disable_frontend_multiprocessing=True)
@@ -167,7 +167,7 @@ class Local:
     def _parsed(self, prompt: Any, tail: str, asked: Asked) -> Iterator[Piece]:
         """The answer through the reasoning parser, if one is set."""
         from modulm.contracts.parser import Content, ParseContext, Reasoning
-        from modulm.parsing import message_parser
+        from modulm_parsing import message_parser
 
         parser = message_parser(
             ParseContext(prompt_tail=tail[-512:], tokenizer=self._engine.tokenizer),

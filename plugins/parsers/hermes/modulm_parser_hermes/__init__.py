@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from modulm.contracts.parser import Content, Event, Example, ToolParser
-from modulm.parsing import CallReader, Cursor
+from modulm_parsing import CallReader, Cursor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -16,7 +16,7 @@ from modulm.contracts.parser import (
     Reasoning,
     ReasoningParser,
 )
-from modulm.parsing import Cursor
+from modulm_parsing import Cursor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,13 +6,13 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from modulm.contracts.parser import Content, Reasoning, ToolArguments, ToolStart
-from modulm.parsing import new_call_id
+from modulm_parsing import new_call_id
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from modulm.contracts.parser import Event
-    from modulm.parsing import ParsedMessage
+    from modulm_parsing import ParsedMessage
 
 __all__ = ["Events", "blocks_of", "stop_of", "usage_of"]
 

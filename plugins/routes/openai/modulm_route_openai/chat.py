@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from modulm.contracts.parser import Content, Reasoning, ToolArguments, ToolStart
-from modulm.parsing import new_call_id
+from modulm_parsing import new_call_id
 from modulm_route_openai.answers import (
     StreamUsage,
     answer_id,

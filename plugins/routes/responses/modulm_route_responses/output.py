@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from modulm.contracts.parser import Content, Reasoning, ToolArguments, ToolEnd, ToolStart
-from modulm.parsing import new_call_id
+from modulm_parsing import new_call_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

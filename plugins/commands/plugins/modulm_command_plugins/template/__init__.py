@@ -27,6 +27,8 @@ _CLASS = {
     "tool_parsers": "ToolParser",
     "reasoning_parsers": "ReasoningParser",
 }
+#: What packages of a kind are written with beside modulm itself.
+_WITH = {"tool_parsers": "modulm-parsing", "reasoning_parsers": "modulm-parsing"}
 
 
 @frozen
@@ -79,6 +81,7 @@ def names_of(kind: str, name: str) -> Names:
 def rendered(names: Names) -> dict[str, str]:
     """Path inside the package's folder -> content."""
     attribute = _ATTRIBUTE.get(names.kind, f":{names.stem}{_CLASS.get(names.kind, '')}")
+    needed = ["modulm", *([_WITH[names.kind]] if names.kind in _WITH else [])]
     values = {
         "kind": names.kind,
         "group": names.group,
@@ -87,6 +90,7 @@ def rendered(names: Names) -> dict[str, str]:
         "distribution": names.distribution,
         "package": names.package,
         "target": names.package + attribute,
+        "dependencies": ", ".join(f'"{name}>=0.1,<0.2"' for name in needed),
     }
     folder = files(__name__)
     found = {

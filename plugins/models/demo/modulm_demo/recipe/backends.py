@@ -66,7 +66,7 @@ def transformers_backend(model: str) -> Answer:
 def modulm_backend(model: str) -> Answer:
     """modulm's engine in this process, and its parsers."""
     from modulm import LLM, SamplingParams
-    from modulm.parsing import parse
+    from modulm_parsing import parse
 
     engine = LLM(model=model)
     greedy = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)

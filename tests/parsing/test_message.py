@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from modulm.contracts.parser import ParseContext, ToolEnd
 from modulm.errors import PluginNotFound, RequestError
-from modulm.parsing import Cursor, merge, message_parser, parse
+from modulm_parsing import Cursor, merge, message_parser, parse
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'

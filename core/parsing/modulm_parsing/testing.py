@@ -1,6 +1,6 @@
 """The contract kit for tool and reasoning parsers.
 
-    from modulm.testing.parsers import check_parser
+    from modulm_parsing.testing import check_parser
 
     def test_contract():
         check_parser(MyToolParser)
@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from modulm.contracts.parser import Event, Example, Parser, ToolEnd
-from modulm.parsing import assemble, merge
+from modulm_parsing import assemble, merge
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

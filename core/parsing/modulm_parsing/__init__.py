@@ -1,8 +1,8 @@
-"""From a model's text to a message: what the server does with every output, usable by anyone."""
+"""From a model's text to a message: what parsers and servers are written with."""
 
-from modulm.parsing.cursor import Cursor
-from modulm.parsing.forced import CallReader, NamedCall, RequiredCalls
-from modulm.parsing.message import (
+from modulm_parsing.cursor import Cursor
+from modulm_parsing.forced import CallReader, NamedCall, RequiredCalls
+from modulm_parsing.message import (
     MessageParser,
     ParsedMessage,
     ToolCall,
@@ -12,7 +12,7 @@ from modulm.parsing.message import (
     new_call_id,
     parse,
 )
-from modulm.parsing.objects import Member, ObjectReader, loads
+from modulm_parsing.objects import Member, ObjectReader, loads
 
 __all__ = [
     "CallReader",

@@ -19,8 +19,8 @@ from modulm.contracts.parser import (
     ToolStart,
 )
 from modulm.errors import RequestError
-from modulm.parsing.forced import NamedCall, RequiredCalls
 from modulm.plugins import manager
+from modulm_parsing.forced import NamedCall, RequiredCalls
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

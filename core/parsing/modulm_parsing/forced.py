@@ -16,13 +16,13 @@ from modulm.contracts.parser import (
     ToolParser,
     ToolStart,
 )
-from modulm.parsing.objects import ObjectReader, loads
+from modulm_parsing.objects import ObjectReader, loads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from modulm.contracts.parser import ParseContext
-    from modulm.parsing.objects import Member
+    from modulm_parsing.objects import Member
 
 __all__ = ["CallReader", "NamedCall", "RequiredCalls"]
 
