@@ -1,4 +1,4 @@
-"""The builder: everything about where and how a model runs, so that model files need not say it."""
+"""The builder: makes layers; knows dtype, device, ranks, quantization, attention, weight names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What config.json says of a decoder, as a frozen value with checks."""
+"""config.json of a decoder as a frozen, validated value."""
 
 from __future__ import annotations
 

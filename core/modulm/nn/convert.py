@@ -1,4 +1,4 @@
-"""Decoders as pooling models: the head gives way to a classifier, a reward, or to nothing."""
+"""Decoders as pooling models: the LM head is replaced by a score layer, or dropped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The frame of a decoder: embedding, layers, final norm, head. Families state the layer."""
+"""Base class of decoder models: embedding, layers, final norm, LM head."""
 
 from __future__ import annotations
 

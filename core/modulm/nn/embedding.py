@@ -1,4 +1,4 @@
-"""The table of token vectors, and the head that turns hidden states into logits."""
+"""Token embedding, learned positions, and the LM head."""
 
 from __future__ import annotations
 

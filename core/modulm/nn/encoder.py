@@ -1,4 +1,4 @@
-"""Encoders: every token of a row sees the whole row, and nothing is kept between steps."""
+"""Base class of encoders and bidirectional attention: prompts run whole, nothing is cached."""
 
 from __future__ import annotations
 

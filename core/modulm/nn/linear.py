@@ -1,4 +1,4 @@
-"""Linear layers: how their weight is kept and applied is the quantization method's business."""
+"""Linear layers; the quantization method keeps and applies the weight."""
 
 from __future__ import annotations
 

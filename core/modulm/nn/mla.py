@@ -1,4 +1,4 @@
-"""Latent attention: all heads share one small cached vector per token."""
+"""Multi-head latent attention (MLA): all heads share one small cached vector per token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixture of experts: each token takes the few feed-forward blocks that its router prefers."""
+"""Mixture of experts: the router, its settings, and the fused experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al., arXiv 2104.09864): what a checkpoint says, as a table of angles.
+"""Rotary position embeddings (Su et al., arXiv 2104.09864) and their scalings, as tables.
 
 The table is [positions, R]: cosines of the R / 2 angles, then their sines, already multiplied by
 the attention factor of the scaling, in fp32. A row depends on its position alone, so that a

@@ -1,4 +1,4 @@
-"""Recurrent layers: what they keep per row, and the ops that step it."""
+"""Recurrent layers: causal convolution, the Mamba-2 mixer, recurrences of a model's own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from modulm.contracts.model import StateSpec
 from modulm.errors import UnsupportedError
-from modulm.ops.chunked_scan import walk
+from modulm.ops.chunked_scan import chunked_scan
 
 if TYPE_CHECKING:
     from modulm.contracts.model import Batch, StatePlan
@@ -29,7 +29,7 @@ def single_rank(b: Builder) -> None:
 
 
 def recur(states: Tensor, plan: StatePlan, step: Step, out: Tensor) -> None:
-    """Walk all rows forward side by side, from their states in `states` [slots, ...] to new ones.
+    """Scan all rows side by side, from their states in `states` [slots, ...] to new ones.
 
     For recurrences that have no op. `step(state, tokens)` takes the states [n, ...] of the rows
     that have a next token and those tokens' indices [n]; it changes the states in place and
@@ -46,7 +46,7 @@ def recur(states: Tensor, plan: StatePlan, step: Step, out: Tensor) -> None:
             state[here] = moved
         return given
 
-    walk(states, plan, step, segment, out)
+    chunked_scan(states, plan, step, segment, out)
 
 
 class CausalConv(Module):

@@ -1,4 +1,4 @@
-"""How a recurrence walks the rows of a step, by segments at fixed positions.
+"""Chunked scan of recurrent states over the rows of a step, cut at fixed positions.
 
 A row is cut at the multiples of SEGMENT, whatever the steps are that bring its tokens: a step that
 ends at such a position leaves the state that a longer step has there, bit for bit. Where a state
@@ -19,22 +19,24 @@ from torch import Tensor
 if TYPE_CHECKING:
     from modulm.contracts.model import StatePlan
 
-__all__ = ["SEGMENT", "Walk", "begin", "walk"]
+__all__ = ["SEGMENT", "ScanStep", "chunked_scan", "initial_states"]
 
 #: Tokens that are computed together. States of prefixes are only kept at multiples of it.
 SEGMENT = 64
 
 #: (states [n, ...] changed in place, places [n] or [n, SEGMENT] of tokens) -> what they give.
-Walk = Callable[[Tensor, Tensor], Tensor]
+ScanStep = Callable[[Tensor, Tensor], Tensor]
 
 
-def walk(states: Tensor, plan: StatePlan, step: Walk, segment: Walk, out: Tensor) -> Tensor:
+def chunked_scan(
+    states: Tensor, plan: StatePlan, step: ScanStep, segment: ScanStep, out: Tensor
+) -> Tensor:
     """Take all rows forward by segments, from the states they had to the ones they leave.
 
     states: [slots, ...]; out: [T, ...], filled and returned. `step` and `segment` see rows side
     by side, and are called as often as the row of most segments has some.
     """
-    state = begin(states, plan)
+    state = initial_states(states, plan)
     padded = out.new_empty(out.shape[0] + 1, *out.shape[1:])
     for wave in _waves(plan, out.shape[0]):
         for rows, places, advance in ((wave.long, wave.segments, segment), (*wave.short, step)):
@@ -50,7 +52,7 @@ def walk(states: Tensor, plan: StatePlan, step: Walk, segment: Walk, out: Tensor
     return out
 
 
-def begin(states: Tensor, plan: StatePlan) -> Tensor:
+def initial_states(states: Tensor, plan: StatePlan) -> Tensor:
     """A copy of the rows' states; zeros for fresh rows, whose slots hold garbage."""
     held = states[plan.slots if plan.sources is None else plan.sources]
     return held.masked_fill_(plan.fresh.view(-1, *[1] * (held.dim() - 1)), 0.0)

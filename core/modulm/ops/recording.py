@@ -1,4 +1,4 @@
-"""Fixed buffers under a recorded step: what recorders of every device have in common."""
+"""Fixed buffers for recorded steps (CUDA graphs, replayed kernel calls)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recurrences in plain torch: a row's segments in matrix products, single tokens one by one.
+"""Selective scan, gated delta rule and causal convolution in plain torch.
 
 Step sizes and rates are made in fp64, as torch's fp32 functions round otherwise where a row's
 numbers fill no register.
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from attrs import frozen
 from torch import Tensor
 
-from modulm.ops.chunked_scan import Walk, begin, walk
+from modulm.ops.chunked_scan import ScanStep, chunked_scan, initial_states
 
 if TYPE_CHECKING:
     from modulm.contracts.model import StatePlan
@@ -30,7 +30,7 @@ def causal_conv(
     x: [T, channels]; weight: [channels, 1, width]; bias: [channels]; states: [slots, width - 1,
     channels], the inputs before a row's first token. `silu` is applied to the result.
     """
-    past, width = begin(states, plan), states.shape[1]
+    past, width = initial_states(states, plan), states.shape[1]
     rows = [torch.cat(row) for row in zip(past, torch.split(x, list(plan.counts)), strict=True)]
     states[plan.slots] = torch.stack([row[row.shape[0] - width :] for row in rows])
     for row, tokens, slot in plan.kept:
@@ -77,7 +77,7 @@ def selective_scan(
         return _scan_token(state, rows.at(at), a)
 
     segment = _ssd if a.shape[1] == 1 else _one_by_one
-    y = walk(states, plan, token, segment(rows, a), x.new_empty(x.shape))
+    y = chunked_scan(states, plan, token, segment(rows, a), x.new_empty(x.shape))
     return y + skip.unsqueeze(-1) * x
 
 
@@ -119,7 +119,7 @@ def delta_rule(
         query, key = (part.repeat_interleave(each, 1) for part in (query, key))
         return _delta_segment(state, query, key, value, moved.unsqueeze(-1), fade)
 
-    return walk(states, plan, token, segment, v.new_empty(v.shape))
+    return chunked_scan(states, plan, token, segment, v.new_empty(v.shape))
 
 
 def _softplus(step: Tensor, bias: Tensor | None) -> Tensor:
@@ -181,7 +181,7 @@ def _scan_token(state: Tensor, token: _Inputs, a: Tensor) -> Tensor:
     return (grouped @ token.c.unsqueeze(-1)).view(rows, heads, dim)
 
 
-def _ssd(inputs: _Inputs, a: Tensor) -> Walk:
+def _ssd(inputs: _Inputs, a: Tensor) -> ScanStep:
     """Segments of a scan with one decay per head, as matrix products."""
     padded = inputs.padded()
     groups = inputs.b.shape[1]
@@ -205,7 +205,7 @@ def _ssd(inputs: _Inputs, a: Tensor) -> Walk:
     return segment
 
 
-def _one_by_one(inputs: _Inputs, a: Tensor) -> Walk:
+def _one_by_one(inputs: _Inputs, a: Tensor) -> ScanStep:
     """Segments of a scan whose numbers each fade at their own pace."""
     padded = inputs.padded()
 

@@ -18,9 +18,9 @@ from modulm_kernels_cpu.attention import (
     cache_shape,
 )
 from modulm_kernels_cpu.elementwise import elementwise_ops
-from modulm_kernels_cpu.latent import latent_ops
 from modulm_kernels_cpu.library import LEVELS, Library, LibraryMissing, levels, load, use
 from modulm_kernels_cpu.linear import PackedLinear, linear_ops
+from modulm_kernels_cpu.mla import latent_ops
 from modulm_kernels_cpu.moe import PackedExperts, moe_ops
 from modulm_kernels_cpu.recurrence import recurrence_ops
 from modulm_kernels_cpu.sampling import sampling_ops

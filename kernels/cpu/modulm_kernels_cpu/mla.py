@@ -1,4 +1,4 @@
-"""What latent attention computes around its cache. Shapes and meaning are those of the twins."""
+"""The ops around multi-head latent attention. Shapes and meaning are those of the twins."""
 
 from __future__ import annotations
 
