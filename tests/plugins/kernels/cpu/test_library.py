@@ -89,9 +89,11 @@ def test_ops_have_the_names_of_twins():
     assert extra == {
         "embedding_packed",
         "pack_quantized",
+        "paged_attention",
         "plan_attention",
         "pack_quantized_experts",
         "qkv_prepare",
+        "write_kv",
     }
 
 
