@@ -23,7 +23,7 @@ from probe import probe
 
 import modulm_kernels_cpu as kernels
 from modulm.ops import sampling_twins, twins
-from modulm.testing.attention import qkv_prepare
+from modulm.testing.paged_attention import qkv_prepare
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD, VOCABULARY = 1024, 3072, 16, 8, 128, 151936
 COPIES = 40  # weights of a product that are cycled through
