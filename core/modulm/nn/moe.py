@@ -112,6 +112,7 @@ class MoE(Module):
             names.one,
             bias=names.down_bias,
         )
+        self.fused_experts = b.fused_experts(self.gate_up, self.down)
         self.shared = shared
         self.gate = asdict(Gate(gate_name(act)) if isinstance(act, str) else act)
         self.register_parameter("choice_bias", None)
@@ -122,7 +123,7 @@ class MoE(Module):
         """x: [tokens, hidden] -> [tokens, hidden]."""
         weights, ids = self.route(self.router(x))
         gate_up, down = self.gate_up, self.down
-        mixed: Tensor = self.ops.fused_experts(
+        mixed: Tensor = self.fused_experts(
             x,
             weights,
             ids,

@@ -139,14 +139,12 @@ def throughput(
 
 
 def _tokenizer(config: EngineConfig) -> Any:
+    from modulm.engine.types.engine_info import open_tokenizer
     from modulm.loading import open_checkpoint
     from modulm.plugins import current
-    from modulm.text.tokenizer import load_tokenizer
 
-    model = config.model
-    path = model.tokenizer or str(open_checkpoint(config, current()).path)
-    return load_tokenizer(path, model.tokenizer_mode, model.tokenizer_revision,
-                          model.trust_remote_code)  # fmt: skip
+    path = config.model.tokenizer or str(open_checkpoint(config, current()).path)
+    return open_tokenizer(config, path)
 
 
 def _run(

@@ -153,20 +153,20 @@ def _first_model(base: str, headers: dict[str, str]) -> str:
 
 def _tokenizer(settings: Settings, model: str) -> Any:
     """The tokenizer of `--tokenizer`, `--model` or the served model, whichever is given first."""
+    from modulm.engine.types.engine_info import open_tokenizer
     from modulm.errors import ModulmError
     from modulm.loading import open_checkpoint
     from modulm.plugins import current
-    from modulm.text.tokenizer import load_tokenizer
 
     name = settings.tokenizer or settings.model or model
+    config = EngineConfig.from_keywords(
+        model=name,
+        tokenizer_mode=settings.tokenizer_mode,
+        trust_remote_code=settings.trust_remote_code,
+    )
     try:
-        if Path(name).is_dir():
-            path: str | Path = name
-        else:
-            path = open_checkpoint(EngineConfig.from_keywords(model=name), current()).path
-        return load_tokenizer(
-            str(path), settings.tokenizer_mode, trust_remote_code=settings.trust_remote_code
-        )
+        path = name if Path(name).is_dir() else str(open_checkpoint(config, current()).path)
+        return open_tokenizer(config, path)
     except ModulmError as error:
         raise click.ClickException(f"no tokenizer for {name}: {error}; give --tokenizer") from error
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import field, frozen
 
 from modulm.errors import CheckpointError, UnsupportedError
+from modulm.loading import stored_tokenizer
 from modulm.text.tokenizer import Tokenizer, load_tokenizer
 from modulm_hooks_pooling_recipes.sentence import SentenceModule, read_object
 
@@ -60,7 +61,7 @@ def read_classifier(
 
 
 def _from_tokens(checkpoint: Checkpoint, config: EngineConfig) -> Classifier:
-    table, file = checkpoint.config, checkpoint.path / "config.json"
+    table, file = checkpoint.config, checkpoint.config_file
     method = table.get("method")
     if method is None and table.get("is_original_qwen3_reranker"):
         method = "from_2_way_softmax"
@@ -105,6 +106,7 @@ def _tokenizer(checkpoint: Checkpoint, config: EngineConfig) -> Tokenizer:
         model.tokenizer_mode,
         model.tokenizer_revision if model.tokenizer else None,
         model.trust_remote_code,
+        None if model.tokenizer else stored_tokenizer(config, checkpoint.path),
     )
 
 
@@ -112,6 +114,6 @@ def activation(checkpoint: Checkpoint, named: str) -> str:
     """The name of an activation for `--pooler-config`, of its class in torch."""
     name = named.rpartition(".")[2].partition("(")[0]
     if name not in _ACTIVATIONS:
-        file = checkpoint.path / "config.json"
+        file = checkpoint.config_file
         raise UnsupportedError(f"{file}: activation_fn {named}: not yet")
     return _ACTIVATIONS[name]

@@ -63,7 +63,7 @@ class Gemma4Experts(MoE):
         seen = self.ops.scale(self.router_norm(x), self.router_scale)
         weights, ids = self.route(self.router(seen))
         gate_up, down = self.gate_up, self.down
-        mixed = self.ops.fused_experts(
+        mixed = self.fused_experts(
             self.before(x),
             weights,
             ids,
