@@ -95,7 +95,9 @@ class Batch(Recordable):
     sample: [n] int64, the token positions whose logits are wanted. embeds: [tokens, hidden] or
     None, replaces the embedding where `embeds_mask` [tokens] is true. axis_positions: [axes,
     tokens] int64 for models that count along several axes, else None. extras: named tensors that
-    only some models read ("token_types", ...).
+    only some models read ("token_types", ...). adapters: [tokens] int32, the slot of each token's
+    adapter, or None if none is used. carried: what the pipeline stage before this one gave, empty
+    in the first.
     """
 
     tokens: torch.Tensor
@@ -109,6 +111,8 @@ class Batch(Recordable):
     embeds_mask: torch.Tensor | None = None
     axis_positions: torch.Tensor | None = None
     extras: Mapping[str, torch.Tensor] = field(factory=dict)
+    adapters: torch.Tensor | None = None
+    carried: tuple[torch.Tensor, ...] = ()
 
     def plan(self, cache: int) -> Any:
         """The plan for the layer that owns cache `cache`."""
@@ -116,7 +120,7 @@ class Batch(Recordable):
 
     def key(self) -> Hashable | None:
         keys = tuple([plan.key() for plan in self.plans])
-        return None if None in keys else (keys, tuple(self._own()))
+        return None if None in keys or self.carried else (keys, tuple(self._own()))
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return (*self._own().values(), *(t for plan in self.plans for t in plan.tensors()))
@@ -146,6 +150,7 @@ class Batch(Recordable):
             "sample": self.sample,
             "embeds": self.embeds,
             "embeds_mask": self.embeds_mask,
+            "adapters": self.adapters,
             "axis_positions": self.axis_positions,
         }
         return {**{name: t for name, t in given.items() if t is not None}, **self.extras}
@@ -210,6 +215,13 @@ class Model(ABC):
     @abstractmethod
     def forward(self, batch: Batch) -> torch.Tensor:
         """Hidden states after the final norm: [tokens, hidden]."""
+
+    def carry(self, batch: Batch) -> tuple[torch.Tensor, ...]:
+        """In a pipeline stage that is not the last, instead of `forward`: what the next one takes.
+
+        That is the next one's `Batch.carried`: tensors [tokens, hidden].
+        """
+        raise UnsupportedError(f"{type(self).__name__} in pipeline stages: not yet")
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

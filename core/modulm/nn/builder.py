@@ -83,8 +83,9 @@ class Builder:
         """This builder, or for what another pipeline stage has one that only learns its names."""
         if here:
             return self
-        away = evolve(self.shared, units=self.shared.elsewhere, caches=[], adapters=None)
-        return evolve(self, shared=away)
+        units, away = self.shared.units, self.shared.elsewhere
+        shared = evolve(self.shared, adapters=None, caches=[], units=away, elsewhere=units)
+        return evolve(self, shared=shared)
 
     def name(self, path: str) -> str:
         """The full weight name of `path`."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Module, ModuleList
 
 from modulm.contracts.model import Batch, CacheSpec, Model
+from modulm.errors import UnsupportedError
 from modulm.nn.attention import Attention
 from modulm.nn.config import DecoderConfig
 from modulm.nn.mlp import GatedMLP
@@ -44,14 +45,18 @@ class DecoderForCausalLM(Module, Model):
 
     def __init__(self, config: Any, build: Builder) -> None:
         super().__init__()
+        stages, count = build.shared.mesh.pipeline, config.num_hidden_layers
+        if stages.size > 1 and type(self).forward is not DecoderForCausalLM.forward:
+            raise UnsupportedError(f"{type(self).__name__} in pipeline stages: not yet")
         b = build.at(self.root)
         self.config = config
-        self.embed = self.make_embedding(config, b)
-        self.layers = ModuleList(
-            self.layer(config, b.at(f"layers.{i}"), i) for i in range(config.num_hidden_layers)
-        )
-        self.norm = self.make_norm(config, b)
-        self.head = self.make_head(config, build)
+        embeds = stages.first or (stages.last and config.tie_word_embeddings)
+        self.embed = self.make_embedding(config, b.stage(embeds))
+        own = stages.stage(count)
+        layers = [self.layer(config, b.at(f"layers.{i}").stage(i in own), i) for i in range(count)]
+        self.layers = ModuleList(layers[own.start : own.stop])
+        self.norm = self.make_norm(config, b.stage(stages.last))
+        self.head = self.make_head(config, build.stage(stages.last))
         self._caches = tuple(build.shared.caches)
 
     def make_embedding(self, config: Any, b: Builder) -> Embedding:
@@ -76,11 +81,18 @@ class DecoderForCausalLM(Module, Model):
         return self._caches
 
     def forward(self, batch: Batch) -> Tensor:
-        x: Tensor = self.embed(batch)
-        residual: Tensor | None = None
+        return self.norm.add(*self._run(batch))[0]
+
+    def carry(self, batch: Batch) -> tuple[Tensor, ...]:
+        return tuple(x for x in self._run(batch) if x is not None)
+
+    def _run(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """The layers of this stage."""
+        x: Tensor = batch.carried[0] if batch.carried else self.embed(batch)
+        residual: Tensor | None = batch.carried[1] if len(batch.carried) > 1 else None
         for layer in self.layers:
             x, residual = layer(x, residual, batch)
-        return self.norm.add(x, residual)[0]
+        return x, residual
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.head(hidden)
