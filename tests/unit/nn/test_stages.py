@@ -17,7 +17,7 @@ NEXT = {0: [7], 1: [11, 12]}
 
 def open_session(folder, monkeypatch, rank=0, ranks=1):
     mesh = Mesh(pipeline=ProcessGroup(rank, ranks))
-    monkeypatch.setattr("modulm.loading.model._mesh", lambda config: mesh)
+    monkeypatch.setattr("modulm.loading.model.Mesh", lambda: mesh)
     return Session(folder, device="cpu", dtype="float32", kernels=["none"])
 
 
