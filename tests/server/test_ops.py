@@ -13,7 +13,7 @@ import pytest
 import modulm
 from modulm.errors import QueueFull
 from modulm.text.templates import TemplateFailed
-from modulm_server.template_sandbox import ForeignRenderer
+from modulm_server.template_sandbox import SandboxedRenderer
 from modulm_server.testing import Live, error_of
 
 ServerMaker = Callable[..., Live]
@@ -42,7 +42,7 @@ def test_load_counts_what_runs(http: httpx.Client, live: Live) -> None:
         if http.get("/load").json() == {"server_load": 0}:
             break
         time.sleep(0.01)
-    assert live.served.desk.active == 0
+    assert live.engine.active == 0
 
 
 def test_server_info_keeps_secrets(make_server: ServerMaker) -> None:
@@ -76,7 +76,7 @@ def test_f05_a_full_queue_is_429(http: httpx.Client) -> None:
 
 def test_f13_no_new_requests_while_going_down(make_server: ServerMaker) -> None:
     live = make_server()
-    live.served.desk.closing = True
+    live.served.generation.closing = True
     with live.client() as client:
         for path, body in ((CHAT, ask()), ("/v1/completions", {"prompt": "x"})):
             answer = client.post(path, json=body)
@@ -178,13 +178,13 @@ def test_a096_a098_templates_that_do_harm(trusting: Live, template: str) -> None
 
 
 @pytest.fixture
-def renderer() -> Iterator[ForeignRenderer]:
-    renderer = ForeignRenderer()
+def renderer() -> Iterator[SandboxedRenderer]:
+    renderer = SandboxedRenderer()
     yield renderer
     renderer.close()
 
 
-def test_f65_many_templates_wait_only_so_long(renderer: ForeignRenderer) -> None:
+def test_f65_many_templates_wait_only_so_long(renderer: SandboxedRenderer) -> None:
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     outcomes: list[type[Exception]] = []
 

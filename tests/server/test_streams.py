@@ -42,7 +42,7 @@ def test_f01_a_reader_that_leaves_ends_its_request(live: Live, frames: int) -> N
         assert live.engine.active == 1
     until(lambda: live.engine.active == 0)
     assert len(live.engine.aborted) == before + 1
-    assert live.served.desk.active == 0
+    assert live.engine.active == 0
 
 
 def test_f01_the_same_while_it_waits_for_a_whole_answer(live: Live) -> None:

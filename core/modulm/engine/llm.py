@@ -11,11 +11,16 @@ from attrs import evolve
 from tqdm import tqdm
 
 from modulm.config.sources import keywords
+from modulm.contracts.engine import PromptLike
 from modulm.contracts.requests import Finish, StepEvents
 from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
 from modulm.engine.core.engine_core import EngineCore
 from modulm.engine.frontend.beam_search import BeamSearchParams
-from modulm.engine.frontend.input_processor import InputProcessor, PromptLike, Search, Work
+from modulm.engine.frontend.input_processor import (
+    BeamSearchRequest,
+    InputProcessor,
+    PendingRequest,
+)
 from modulm.engine.frontend.metrics import Metrics
 from modulm.engine.frontend.output_processor import OutputProcessor, RequestState
 from modulm.engine.pooling.inputs import Job, PoolingInputs, paired
@@ -61,13 +66,13 @@ class LLM:
 
     def _open(self, config: EngineConfig) -> None:
         plugins = manager.current()
-        self._host = EngineCore(config, plugins, self, "offline")
-        self.info = self._host.info
-        self.tokenizer = self._host.tokenizer
+        self._core = EngineCore(config, plugins, self, "offline")
+        self.info = self._core.info
+        self.tokenizer = self._core.tokenizer
         self.metrics = Metrics(self.info.models[0])
         processors = processor_classes(config.model.logits_processors, plugins)
-        self._preparer = InputProcessor(self.info, self.tokenizer, processors)
-        self._answers = OutputProcessor(self.metrics)
+        self._input_processor = InputProcessor(self.info, self.tokenizer, processors)
+        self._output_processor = OutputProcessor(self.metrics)
         self._numbers = count()
         self._done: list[RequestState] = []
 
@@ -75,14 +80,14 @@ class LLM:
 
     def events(self, events: StepEvents) -> None:
         """A step is done."""
-        news, stopped = self._answers.feed(events)
+        news, stopped = self._output_processor.process(events)
         for identity in stopped:
-            self._host.engine.abort(identity)
-        self._done += [answer for answer in news if answer.finished]
+            self._core.loop.abort(identity)
+        self._done += [state for state in news if state.finished]
 
     def died(self, error: EngineDead) -> None:
         """The engine cannot go on."""
-        self._done += self._answers.fail_all(error)
+        self._done += self._output_processor.fail_all(error)
 
     # What callers ask.
 
@@ -113,8 +118,8 @@ class LLM:
         listed = _listed(prompts)
         params = _spread(sampling_params, len(listed), self.get_default_sampling_params())
         finals = [given.with_(output_kind=OutputKind.FINAL_ONLY) for given in params]
-        works = [
-            self._preparer.work(
+        pending = [
+            self._input_processor.process(
                 prompt,
                 given,
                 str(next(self._numbers)),
@@ -123,7 +128,7 @@ class LLM:
             )
             for place, (prompt, given) in enumerate(zip(listed, finals, strict=True))
         ]
-        return self._run(works, use_tqdm)
+        return self._run(pending, use_tqdm)
 
     def chat(
         self,
@@ -169,13 +174,13 @@ class LLM:
         Raises RequestError for a wrong prompt or parameter, before anything runs.
         """
         searches = [
-            self._preparer.search(prompt, params, str(next(self._numbers)))
+            self._input_processor.beam_search(prompt, params, str(next(self._numbers)))
             for prompt in _listed(prompts)
         ]
         found = []
         for search in tqdm(searches, disable=not use_tqdm, desc="Beams"):
-            while search.going:
-                search.feed(*self._run([search.ask(str(next(self._numbers)))], False))
+            while search.running:
+                search.update(*self._run([search.next_step(str(next(self._numbers)))], False))
             found.append(_beams(search))
         return found
 
@@ -196,7 +201,7 @@ class LLM:
         params = _spread(pooling_params, len(listed), default)
         if pooling_task is not None:
             params = [evolve(given, task=pooling_task) for given in params]
-        jobs = map(self._preparer.job, listed, params)
+        jobs = map(self._input_processor.pooling_job, listed, params)
         return self._pool(list(jobs), use_tqdm)
 
     def embed(
@@ -263,7 +268,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes."""
-        self._host.operation("reset_prefix_cache")()
+        self._core.reset_prefix_cache()
         return True
 
     def sleep(self, level: int = 1) -> None:
@@ -271,15 +276,15 @@ class LLM:
 
         Raises UnsupportedError without enable_sleep_mode.
         """
-        self._host.operation("sleep", level)()
+        self._core.sleep(level)
 
     def wake_up(self) -> None:
         """Take the memory again; weights that were given back are loaded anew."""
-        self._host.operation("wake_up")()
+        self._core.wake_up()
 
     def shutdown(self) -> None:
         """Release the model; may be called twice."""
-        self._host.stop()
+        self._core.stop()
 
     def __enter__(self) -> Self:
         return self
@@ -296,41 +301,43 @@ class LLM:
 
     def _pool(self, jobs: Sequence[Job], use_tqdm: bool | Callable[..., Any]) -> list[Any]:
         """Run the parts of all jobs together; the jobs' answers in their order."""
-        works = [
-            self._preparer.work(ids, params, str(next(self._numbers)))
+        pending = [
+            self._input_processor.process(ids, params, str(next(self._numbers)))
             for job in jobs
             for ids, params in job.parts
         ]
-        found = iter(self._run(works, use_tqdm))
+        found = iter(self._run(pending, use_tqdm))
         return [done for job in jobs for done in job.join([next(found) for _ in job.parts])]
 
-    def _run(self, works: Sequence[Work], use_tqdm: bool | Callable[..., Any]) -> list[Any]:
-        """Run the work to its end; outputs in its order."""
+    def _run(
+        self, pending: Sequence[PendingRequest], use_tqdm: bool | Callable[..., Any]
+    ) -> list[Any]:
+        """Run the request to its end; outputs in its order."""
         self._done.clear()
-        bar = _bar(use_tqdm, len(works))
+        bar = _bar(use_tqdm, len(pending))
         try:
-            for work in works:
-                self._answers.open(work.answer)
-                self._host.submit(*work.requests)
-            while len(self._answers):
-                self._host.engine.check()
-                self._host.engine.tick()
+            for request in pending:
+                self._output_processor.add(request.state)
+                self._core.submit(*request.requests)
+            while len(self._output_processor):
+                self._core.loop.check()
+                self._core.loop.tick()
                 bar.update(len(self._done))
                 self._done.clear()
         except BaseException:
-            self._withdraw(works)
+            self._withdraw(pending)
             raise
         finally:
             bar.close()
-        return [_final(work.answer) for work in works]
+        return [_final(request.state) for request in pending]
 
-    def _withdraw(self, works: Sequence[Work]) -> None:
-        """The caller will not wait: what is left of the work leaves the engine."""
-        for work in works:
-            for identity in self._answers.abort(work.answer):
-                self._host.engine.abort(identity)
-        if self._host.engine.dead is None:
-            self._host.engine.tick()
+    def _withdraw(self, pending: Sequence[PendingRequest]) -> None:
+        """The caller will not wait: what is left of the requests leaves the engine."""
+        for request in pending:
+            for identity in self._output_processor.abort(request.state):
+                self._core.loop.abort(identity)
+        if self._core.loop.dead is None:
+            self._core.loop.tick()
 
 
 def _listed(prompts: Any) -> list[Any]:
@@ -352,23 +359,23 @@ def _spread(given: T | Sequence[T] | None, amount: int, default: T) -> list[T]:
     return list(given)
 
 
-def _final(answer: RequestState) -> Any:
+def _final(state: RequestState) -> Any:
     """What the caller gets. A request that the engine refused is an answer of its own here, so
     that it does not take the others with it.
     """
-    if isinstance(answer.error, RequestError) and answer.choices:
-        refused, answer.error = answer.error, None
-        for choice in answer.choices:
-            choice.finish(Finish(answer.id, "error", None, refused))
-    output = answer.take()
+    if isinstance(state.error, RequestError) and state.choices:
+        refused, state.error = state.error, None
+        for choice in state.choices:
+            choice.finish(Finish(state.id, "error", None, refused))
+    output = state.take()
     if output is None:
-        raise ModulmError(f"request {answer.id} has no answer")
+        raise ModulmError(f"request {state.id} has no answer")
     return output
 
 
-def _beams(search: Search) -> BeamSearchOutput:
+def _beams(search: BeamSearchRequest) -> BeamSearchOutput:
     """The sequences of a search that is over, with their texts."""
-    choices, sequences = search.answer.choices, search.beams.answers()
+    choices, sequences = search.state.choices, search.beams.answers()
     if choices[0].reason == "error":
         raise ModulmError(str(choices[0].stop))
     for choice, sequence in zip(choices, sequences, strict=True):

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+import math
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from attrs import define, field, frozen
 
 from modulm.config import EngineConfig
+from modulm.contracts.engine import EngineClient, PromptLike
 from modulm.contracts.executor import RowLogprobs
 from modulm.contracts.requests import Finish
 from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
+from modulm.engine.frontend.beam_search import BeamSearchParams
 from modulm.engine.frontend.metrics import Metrics, StepStats
 from modulm.engine.frontend.output_processor import Choice
 from modulm.engine.sampling.validation import check, check_pooling, check_prompt, truncated
@@ -64,7 +68,7 @@ class _Running:
     cut: asyncio.Event = field(factory=asyncio.Event)
 
 
-class ScriptedEngine:
+class ScriptedEngine(EngineClient):
     """Answers by script: `reply(prompt text, params)` decides. Bad requests fail as in the engine.
 
     seen: (prompt, params) of every request that was accepted. aborted: requests whose reader left.
@@ -76,41 +80,34 @@ class ScriptedEngine:
         reply: Callable[[str, SamplingParams], Reply] = lambda prompt, params: Reply(),
         info: EngineInfo | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer: Tokenizer = tokenizer
         self.info = info or scripted_info(tokenizer)
         self.metrics = Metrics(self.info.models[0])
         self.reply = reply
-        self.dead = False
-        self.seen: list[tuple[Any, Any]] = []
+        self.seen: list[tuple[Any, SamplingParams]] = []
         self.aborted: list[str] = []
         self.resets = 0
         self.waiting = 0
         self._running: dict[str, _Running] = {}
 
-    async def check_health(self) -> None:
-        """Raise EngineDead after `die`."""
-        if self.dead:
-            raise EngineDead("scripted death")
-
     def die(self) -> None:
         """End the engine: every running request fails."""
-        self.dead = True
+        self.dead = EngineDead("scripted death")
         for running in self._running.values():
             running.cut.set()
 
     async def abort(self, request_id: str) -> None:
-        """End a request with reason "abort"."""
         if request_id in self._running:
             self._running[request_id].cut.set()
 
-    async def drain(self, timeout: float) -> None:
-        """Wait for the running requests, then abort them."""
-        for _ in range(max(1, round(timeout / 0.01))):
-            if not self._running:
-                return
+    async def drain(self, timeout: float | None = None) -> bool:
+        latest = math.inf if timeout is None else time.monotonic() + timeout
+        while self._running and time.monotonic() < latest:
             await asyncio.sleep(0.01)
-        for running in list(self._running.values()):
+        left = list(self._running.values())
+        for running in left:
             running.cut.set()
+        return not left
 
     def shutdown(self) -> None:
         """Nothing to stop."""
@@ -128,20 +125,16 @@ class ScriptedEngine:
         return []
 
     async def sleep(self, level: int = 1) -> None:
-        """As AsyncLLM.sleep."""
         raise UnsupportedError("a scripted engine cannot sleep")
 
     async def is_sleeping(self) -> bool:
-        """Never."""
         return False
 
     async def wake_up(self) -> None:
-        """As AsyncLLM.wake_up."""
         raise UnsupportedError("a scripted engine cannot sleep")
 
     @property
     def active(self) -> int:
-        """Requests in progress."""
         return len(self._running)
 
     @property
@@ -151,15 +144,13 @@ class ScriptedEngine:
 
     async def generate(
         self,
-        prompt: Any,
+        prompt: PromptLike,
         params: SamplingParams,
         request_id: str,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
-        **_: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As AsyncLLM.generate."""
         await self.check_health()
         ids, text = self._ids(prompt)
         ids = list(truncated(ids, params.truncate_prompt_tokens, self.info.max_model_len))
@@ -184,10 +175,24 @@ class ScriptedEngine:
                 self.aborted.append(request_id)
             del self._running[request_id]
 
+    async def beam_search(
+        self,
+        prompt: PromptLike,
+        params: BeamSearchParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As `generate`, with as many equal answers as there are beams."""
+        shown = params.shown()
+        async for output in self.generate(prompt, shown, request_id):
+            yield output
+
     async def encode(
-        self, prompt: Any, params: PoolingParams, request_id: str, **_: Any
+        self, prompt: PromptLike, params: PoolingParams, request_id: str, *, priority: int = 0
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """As AsyncLLM.encode: a vector that depends on the ids alone."""
+        """A vector that depends on the ids alone."""
         await self.check_health()
         ids, _text = self._ids(prompt)
         check_prompt(ids, vocabulary=self.info.vocabulary, max_model_len=self.info.max_model_len)
@@ -202,10 +207,11 @@ class ScriptedEngine:
         vector = vector[: params.dimensions] / np.linalg.norm(vector[: params.dimensions])
         yield PoolingRequestOutput(request_id, PoolingOutput(vector), ids)
 
-    def _ids(self, prompt: Any) -> tuple[list[int], str | None]:
+    def _ids(self, prompt: PromptLike) -> tuple[list[int], str | None]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt), prompt
-        return list(prompt["prompt_token_ids"]), prompt.get("prompt")
+        table: Any = prompt if isinstance(prompt, Mapping) else {"prompt_token_ids": prompt}
+        return list(table["prompt_token_ids"]), table.get("prompt")
 
 
 @define(eq=False)

@@ -1,4 +1,4 @@
-"""One more server process (`workers.py` starts it) in front of an engine that runs elsewhere."""
+"""One more server process, in front of an engine core in another one; see `api_workers`."""
 
 from __future__ import annotations
 

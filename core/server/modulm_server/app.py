@@ -30,7 +30,7 @@ from modulm_server.metrics import HttpMetrics, exposition
 from modulm_server.request_guard import RequestGuard
 from modulm_server.request_log import RequestLog
 from modulm_server.route import RouteContext, RouteFamily
-from modulm_server.template_sandbox import ForeignRenderer
+from modulm_server.template_sandbox import SandboxedRenderer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from modulm.config import EngineConfig
+    from modulm.contracts.engine import EngineClient
     from modulm.plugins.manager import PluginManager
 
 __all__ = ["Served", "create_app", "served_names"]
@@ -53,12 +54,12 @@ _HEADER_BYTES = 65_536
 class Served:
     """The application and what a server must know about it.
 
-    app: everything, as uvicorn runs it. api: the FastAPI object inside. families: to be stopped.
+    app: everything, as uvicorn runs it. api: the FastAPI object within. families: to be stopped.
     """
 
     app: ASGIApp
     api: FastAPI
-    desk: GenerationService
+    generation: GenerationService
     families: tuple[RouteFamily, ...]
 
     async def stop(self) -> None:
@@ -70,8 +71,8 @@ class Served:
                 log.exception("route family %s did not stop cleanly", family.name)
 
 
-def create_app(engine: Any, config: EngineConfig) -> Served:
-    """The server's application around a running engine (AsyncLLM).
+def create_app(engine: EngineClient, config: EngineConfig) -> Served:
+    """The server's application around a running engine.
 
     Raises ConfigError for a wrong template, key file or middleware, PluginConflict when two
     families claim one path.
@@ -81,16 +82,16 @@ def create_app(engine: Any, config: EngineConfig) -> Served:
     registry.register(engine.metrics)
     http = HttpMetrics(registry)
     engine.report_by(lambda: str(exposition(registry)[0], "utf-8"))
-    desk = _desk(engine, config)
-    inside = LoopbackClient()
+    generation = _generation(engine, config)
+    loopback = LoopbackClient()
     context = RouteContext(
         engine=engine,
         config=config,
-        models=desk.models,
+        models=generation.models,
         created=int(time.time()),
-        desk=desk,
+        generation=generation,
         registry=registry,
-        inside=inside,
+        loopback=loopback,
     )
     api = _api(server)
     plugins = manager.current()
@@ -99,7 +100,7 @@ def create_app(engine: Any, config: EngineConfig) -> Served:
     _add_middleware(api, server)
     plugins.hook.modulm_app_created(app=api, config=config)
     guard(api.router.routes, read_keys(server))
-    boundary = RequestGuard(
+    guarded = RequestGuard(
         api,
         body_limit=server.max_request_bytes,
         silence=server.request_timeout,
@@ -109,8 +110,8 @@ def create_app(engine: Any, config: EngineConfig) -> Served:
         stacks=server.log_error_stack,
         observe=http.observe,
     )
-    inside.app = boundary
-    return Served(boundary, api, desk, tuple(families))
+    loopback.app = guarded
+    return Served(guarded, api, generation, tuple(families))
 
 
 def served_names(config: EngineConfig) -> tuple[str, ...]:
@@ -118,17 +119,17 @@ def served_names(config: EngineConfig) -> tuple[str, ...]:
     return config.model.served_model_name or (config.model.model,)
 
 
-def _desk(engine: Any, config: EngineConfig) -> GenerationService:
+def _generation(engine: EngineClient, config: EngineConfig) -> GenerationService:
     server = config.group(ServerConfig)
     template = None if server.chat_template is None else load_template(server.chat_template)
-    foreign = ForeignRenderer() if server.trust_request_chat_template else None
+    sandbox = SandboxedRenderer() if server.trust_request_chat_template else None
     return GenerationService(
         engine=engine,
         config=config,
         models=served_names(config),
         template=template,
-        journal=RequestLog.of(config),
-        run_foreign=execute if foreign is None else foreign.render,
+        request_log=RequestLog.of(config),
+        render_untrusted=execute if sandbox is None else sandbox.render,
     )
 
 

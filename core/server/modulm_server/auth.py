@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 
-__all__ = ["INSIDE", "OPEN_PATHS", "Keys", "guard", "owner_of", "read_keys"]
+__all__ = ["LOOPBACK", "OPEN_PATHS", "Keys", "guard", "owner_of", "read_keys"]
 
 #: Routes that answer without a key: signs of life, and the page that asks the user for one.
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/ready"})
@@ -34,7 +34,7 @@ OPEN_PATHS = frozenset({"/", "/health", "/ping", "/ready"})
 _PLAIN = (APIRoute, APIWebSocketRoute, Host, Mount, Route, WebSocketRoute)
 
 #: What the scope of a request carries that the server makes itself. No client can send it.
-INSIDE = object()
+LOOPBACK = object()
 
 _MISSING = ApiError(
     401,
@@ -107,7 +107,7 @@ class _Guard:
         if key is not None and self._keys.knows(key):
             scope["modulm.owner"] = _digest(key).hex()
             await self._app(scope, receive, send)
-        elif scope.get("modulm.inside") is INSIDE:
+        elif scope.get("modulm.loopback") is LOOPBACK:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})

@@ -1,16 +1,15 @@
 """One turn of a conversation: what the chat APIs share between their schema and the engine.
 
 A turn is a prompt, sampling parameters and the parsers that read the model's text back. Its
-steps say what became certain, for every choice, whatever the API then calls it.
+deltas say what became certain, for every choice, whatever the API then calls it.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from attrs import field, frozen
+from attrs import define, field, frozen
 
 from modulm.contracts.parser import Content, ParseContext, Reasoning
 from modulm_parsing import ParsedMessage, assemble, message_parser
@@ -21,11 +20,12 @@ if TYPE_CHECKING:
     from modulm.contracts.parser import Event
     from modulm.contracts.sampling import SamplingParams
     from modulm.engine.frontend.beam_search import BeamSearchParams
+    from modulm.engine.types.outputs import CompletionOutput, Position, RequestOutput
     from modulm_parsing import MessageParser
-    from modulm_server.generation import GenerationService
+    from modulm_server.generation import GenerationService, Running
     from modulm_server.prompts import Prompt
 
-__all__ = ["Message", "Parsers", "Started", "Step", "Turn"]
+__all__ = ["ChatTurn", "Delta", "Message", "Parsers", "RunningTurn"]
 
 #: Characters of the prompt's end that a parser gets to see.
 _TAIL = 512
@@ -51,13 +51,13 @@ class Parsers:
 
 
 @frozen(kw_only=True)
-class Step:
+class Delta:
     """What is new of one choice. Counts are of the whole choice so far."""
 
     index: int
     events: Sequence[Event]
     token_ids: Sequence[int]
-    logprobs: Sequence[Any] | None
+    logprobs: Sequence[Position] | None
     finish_reason: str | None
     stop_reason: int | str | None
     generated: int
@@ -70,20 +70,20 @@ class Message:
     index: int
     parsed: ParsedMessage
     token_ids: Sequence[int]
-    logprobs: Sequence[Any] | None
+    logprobs: Sequence[Position] | None
     finish_reason: str
     stop_reason: int | str | None
 
 
 @frozen(kw_only=True)
-class Turn:
+class ChatTurn:
     """A turn that is ready to run.
 
     tools: in OpenAI's form. tool_choice: as in OpenAI's API. fields: what the API calls a field of
     the engine's, where it has another name for it; errors blame that.
     """
 
-    desk: GenerationService
+    generation: GenerationService
     prompt: Prompt
     params: SamplingParams | BeamSearchParams
     parsers: Parsers
@@ -115,7 +115,7 @@ class Turn:
             tool_choice=self.tool_choice if reads else "none",
             template_kwargs=self.template_kwargs,
             prompt_tail=text[-_TAIL:] if text is not None else "",
-            tokenizer=self.desk.tokenizer,
+            tokenizer=self.generation.tokenizer,
         )
         return message_parser(
             context,
@@ -129,41 +129,56 @@ class Turn:
             return self.params.with_(skip_special_tokens=False)
         return self.params
 
-    async def start(self) -> Started:
+    async def start(self) -> RunningTurn:
         """Hand the turn to the engine. Raises what the engine has against it."""
-        running = await self.desk.generate(
+        running = await self.generation.generate(
             self.prompt,
             self.tuned(),
             priority=self.priority,
             cache_salt=self.cache_salt,
             fields=self.fields,
         )
-        return Started(turn=self, running=running)
+        return RunningTurn(turn=self, running=running)
 
 
-@frozen(kw_only=True)
-class Started:
-    """A turn in progress."""
+@define(eq=False, kw_only=True)
+class RunningTurn:
+    """A turn in progress: iterate `running`, in aclosing, and give each output to `deltas`.
 
-    turn: Turn
-    running: Any
+    parsers, generated: of each choice; how many tokens it has so far.
+    """
 
-    async def steps(self) -> AsyncGenerator[tuple[Any, list[Step]], None]:
-        """The engine's outputs (of kind DELTA), each with what it means for the choices."""
-        parsers = [self.turn.parser() for _ in range(self.turn.params.n)]
-        counts = [0] * len(parsers)
-        async with aclosing(self.running) as outputs:
-            async for output in outputs:
-                steps = []
-                for choice in output.outputs:
-                    counts[choice.index] += len(choice.token_ids)
-                    events = parsers[choice.index].feed(choice.text, choice.token_ids)
-                    if choice.finish_reason is not None:
-                        events += parsers[choice.index].finish()
-                    steps.append(_step(choice, events, counts[choice.index]))
-                yield output, steps
+    turn: ChatTurn
+    running: Running
+    parsers: list[MessageParser] = field(init=False)
+    generated: list[int] = field(init=False)
 
-    async def messages(self) -> tuple[Any, list[Message]]:
+    def __attrs_post_init__(self) -> None:
+        count = self.turn.params.n
+        self.parsers = [self.turn.parser() for _ in range(count)]
+        self.generated = [0] * count
+
+    def deltas(self, output: RequestOutput) -> list[Delta]:
+        """What an output of the engine (of kind DELTA) means for the choices."""
+        return [self._delta(choice) for choice in output.outputs]
+
+    def _delta(self, choice: CompletionOutput) -> Delta:
+        index, parser = choice.index, self.parsers[choice.index]
+        self.generated[index] += len(choice.token_ids)
+        events = parser.feed(choice.text, choice.token_ids)
+        if choice.finish_reason is not None:
+            events += parser.finish()
+        return Delta(
+            index=index,
+            events=[event for event in events if not _empty(event)],
+            token_ids=choice.token_ids,
+            logprobs=choice.logprobs,
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+            generated=self.generated[index],
+        )
+
+    async def messages(self) -> tuple[RequestOutput, list[Message]]:
         """The engine's last output (of kind FINAL_ONLY), and the choices as messages."""
         output = await self.running.last()
         messages = []
@@ -181,18 +196,6 @@ class Started:
                 )
             )
         return output, messages
-
-
-def _step(choice: Any, events: Sequence[Event], generated: int) -> Step:
-    return Step(
-        index=choice.index,
-        events=[event for event in events if not _empty(event)],
-        token_ids=choice.token_ids,
-        logprobs=choice.logprobs,
-        finish_reason=choice.finish_reason,
-        stop_reason=choice.stop_reason,
-        generated=generated,
-    )
 
 
 def _empty(event: Event) -> bool:

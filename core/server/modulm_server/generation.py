@@ -1,7 +1,7 @@
-"""The desk: where requests of every API become generations of the engine.
+"""Turns prompts of every API into generations of the engine.
 
-It renders and tokenizes prompts, starts generations so that a refusal is known before an answer
-begins, counts what is in progress, and says no while the server is going down.
+Renders and tokenizes prompts, starts generations so that a refusal is known before an answer
+begins, and says no while the server is going down.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -27,8 +28,11 @@ from modulm_server.request_log import RequestLog
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from modulm.config import EngineConfig
+    from modulm.contracts.engine import EngineClient
     from modulm.contracts.sampling import PoolingParams, SamplingParams
-    from modulm.engine.types.outputs import RequestOutput
+    from modulm.engine.types.outputs import PoolingRequestOutput, RequestOutput
+    from modulm.text.tokenizer import Tokenizer
 
 __all__ = ["GenerationService", "Running", "merged"]
 
@@ -40,21 +44,22 @@ _ACCEPTED = 1.0
 
 @define(eq=False)
 class GenerationService:
-    """engine: AsyncLLM. config: EngineConfig. models: served names. template: the server's own
-    chat template, in place of the tokenizer's. run_foreign: executes templates that clients send.
+    """What the routes of all APIs share.
+
+    models: served names. template: the server's own chat template, in place of the tokenizer's.
+    render_untrusted: renders templates that clients send. closing: the server is going down.
     """
 
-    engine: Any
-    config: Any
+    engine: EngineClient
+    config: EngineConfig
     models: tuple[str, ...]
     template: str | None = None
-    run_foreign: Callable[[str, Mapping[str, Any]], str] = execute
-    journal: RequestLog = field(factory=RequestLog)
+    render_untrusted: Callable[[str, Mapping[str, Any]], str] = execute
+    request_log: RequestLog = field(factory=RequestLog)
     closing: bool = False
-    active: int = 0
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises ApiError(400) on a server without one."""
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
@@ -90,7 +95,7 @@ class GenerationService:
         ids = await _away(
             len(text), self.tokenizer.encode, text, add_special_tokens=add_special_tokens
         )
-        return Prompt(tuple(ids), text)
+        return Prompt(ids, text)
 
     async def from_messages(
         self, messages: Sequence[Mapping[str, Any]], options: ChatOptions
@@ -103,9 +108,9 @@ class GenerationService:
         template = options.template or self.template
         wanted = server.chat_template_content_format
         defaults = server.default_chat_template_kwargs or {}
-        foreign = options.template is not None
+        untrusted = options.template is not None
         ids, text = await _away(
-            _INLINE if foreign else _size(messages),
+            _INLINE if untrusted else _size(messages),
             encode_chat,
             messages,
             tokenizer=self.tokenizer,
@@ -117,9 +122,9 @@ class GenerationService:
             continue_final_message=options.continue_final_message,
             content=wanted,
             kwargs={**defaults, **options.variables},
-            run=self.run_foreign if foreign else execute,
+            run=self.render_untrusted if untrusted else execute,
         )
-        return Prompt(tuple(ids), text)
+        return Prompt(ids, text)
 
     async def generate(
         self,
@@ -136,64 +141,64 @@ class GenerationService:
         raised here, before an answer has begun.
         """
         self.check_open()
-        given: dict[str, Any] = {"prompt_token_ids": list(prompt.ids)}
-        if prompt.text is not None:
-            given["prompt"] = prompt.text
+        given = {"prompt_token_ids": prompt.ids, "prompt": prompt.text}
         name = uuid4().hex
-        self.journal.request(name, prompt, params)
+        self.request_log.request(name, prompt, params)
+        more: Any = {"priority": priority, "cache_salt": cache_salt}
         if isinstance(params, BeamSearchParams):
-            run, streamed = self.engine.beam_search, False
+            streamed = False
+            source = self.engine.beam_search(given, params, name, **more)
         else:
-            run, streamed = self.engine.generate, params.output_kind is OutputKind.DELTA
-        source = run(given, params, name, priority=priority, cache_salt=cache_salt)
-        counted = _renaming(self._counted(source), fields or {})
-        return await Running.start(self._watched(name, counted, streamed))
+            streamed = params.output_kind is OutputKind.DELTA
+            source = self.engine.generate(given, params, name, **more)
+        log = partial(self.request_log.answer, name, delta=streamed)
+        return await Running.start(source, log, fields or {})
 
-    async def encode(self, prompt: Prompt, params: PoolingParams, priority: int = 0) -> Any:
-        """The pooled output of a prompt (PoolingRequestOutput)."""
+    async def encode(
+        self, prompt: Prompt, params: PoolingParams, priority: int = 0
+    ) -> PoolingRequestOutput:
+        """The pooled output of a prompt."""
         self.check_open()
-        given = {"prompt_token_ids": list(prompt.ids)}
+        given = {"prompt_token_ids": prompt.ids}
         source = self.engine.encode(given, params, uuid4().hex, priority=priority)
-        async with aclosing(self._counted(source)) as outputs:
+        async with aclosing(source) as outputs:
             found = [output async for output in outputs]
         if not found:
-            raise EngineError("the engine gave no answer")
+            raise EngineError("the engine gave no output")
         return found[-1]
-
-    async def _watched(
-        self, name: str, source: AsyncGenerator[Any, None], streamed: bool
-    ) -> AsyncGenerator[Any, None]:
-        """Outputs of the engine that are answers: what it could not finish is raised."""
-        async with aclosing(source) as outputs:
-            async for output in outputs:
-                _check_ends(output)
-                self.journal.answer(name, output, streamed)
-                yield output
-
-    async def _counted(self, source: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-        self.active += 1
-        try:
-            async with aclosing(source) as outputs:
-                async for output in outputs:
-                    yield output
-        finally:
-            self.active -= 1
 
 
 class Running:
-    """A generation in progress: iterate it once; `aclose` ends it at once."""
+    """A generation in progress: iterate it once; `aclose` ends it at once.
 
-    def __init__(self, source: AsyncGenerator[Any, None]) -> None:
+    Outputs that are no answers (what the engine could not finish) are raised; an error about one
+    of `fields` speaks of it as the client does. log: gets every output.
+    """
+
+    def __init__(
+        self,
+        source: AsyncGenerator[RequestOutput, None],
+        log: Callable[[RequestOutput], None],
+        fields: Mapping[str, str],
+    ) -> None:
         self._source = source
-        self._first: asyncio.Future[Any] | None = asyncio.ensure_future(anext(source, None))
+        self._log = log
+        self._fields = fields
+        self._first: asyncio.Future[RequestOutput | None] | None
+        self._first = asyncio.ensure_future(anext(source, None))
 
     @classmethod
-    async def start(cls, source: AsyncGenerator[Any, None]) -> Running:
+    async def start(
+        cls,
+        source: AsyncGenerator[RequestOutput, None],
+        log: Callable[[RequestOutput], None],
+        fields: Mapping[str, str],
+    ) -> Running:
         """Wait for the first output, for a moment. Raises what the engine has against the request.
 
         A request that waits its turn for longer has been accepted; its answer may begin.
         """
-        running = cls(source)
+        running = cls(source, log, fields)
         first = running._first
         try:
             if (
@@ -201,7 +206,12 @@ class Running:
                 and await asyncio.wait({first}, timeout=_ACCEPTED)
                 and first.done()
             ):
-                first.result()
+                output = first.result()
+                if output is not None:
+                    _check_ends(output)
+        except RequestError as error:
+            await running.aclose()
+            raise running._renamed(error) from error.__cause__
         except BaseException:
             await running.aclose()
             raise
@@ -210,14 +220,21 @@ class Running:
     def __aiter__(self) -> Running:
         return self
 
-    async def __anext__(self) -> Any:
-        if self._first is None:
-            return await anext(self._source)
-        first = await self._first
-        self._first = None
-        if first is None:
-            raise StopAsyncIteration
-        return first
+    async def __anext__(self) -> RequestOutput:
+        try:
+            if self._first is None:
+                output = await anext(self._source)
+            else:
+                first = await self._first
+                self._first = None
+                if first is None:
+                    raise StopAsyncIteration
+                output = first
+            _check_ends(output)
+        except RequestError as error:
+            raise self._renamed(error) from error.__cause__
+        self._log(output)
+        return output
 
     async def aclose(self) -> None:
         """Abort what is left."""
@@ -227,28 +244,20 @@ class Running:
                 await self._first
         await self._source.aclose()
 
-    async def last(self) -> Any:
+    async def last(self) -> RequestOutput:
         """The last output, when all is done."""
         async with aclosing(self):
             found = [output async for output in self]
         if not found:
-            raise EngineError("the engine gave no answer")
+            raise EngineError("the engine gave no output")
         return found[-1]
 
-
-async def _renaming(
-    source: AsyncGenerator[Any, None], fields: Mapping[str, str]
-) -> AsyncGenerator[Any, None]:
-    """The outputs; an error about one of `fields` speaks of it as the client does."""
-    async with aclosing(source) as outputs:
-        try:
-            async for output in outputs:
-                yield output
-        except RequestError as error:
-            if own := fields.get(error.param or ""):
-                error.message = error.message.replace(error.param or "", own, 1)
-                error.args, error.param = (error.message,), own
-            raise
+    def _renamed(self, error: RequestError) -> RequestError:
+        """The error, with the client's name of the field that it is about."""
+        if own := self._fields.get(error.param or ""):
+            error.message = error.message.replace(error.param or "", own, 1)
+            error.args, error.param = (error.message,), own
+        return error
 
 
 def _check_ends(output: RequestOutput) -> None:

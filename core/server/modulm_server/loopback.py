@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from modulm_server.auth import INSIDE
+from modulm_server.auth import LOOPBACK
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message
@@ -56,7 +56,7 @@ class LoopbackClient:
             ],
             "client": None,
             "server": None,
-            "modulm.inside": INSIDE,
+            "modulm.loopback": LOOPBACK,
             "modulm.owner": owner,
         }
         await self.app(scope, receive, send)

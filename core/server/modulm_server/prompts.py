@@ -14,7 +14,7 @@ __all__ = ["ChatOptions", "Prompt"]
 class Prompt:
     """A prompt in both forms; `text` is None where the client sent ids."""
 
-    ids: tuple[int, ...]
+    ids: Sequence[int]
     text: str | None = None
 
 

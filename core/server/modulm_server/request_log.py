@@ -1,9 +1,9 @@
-"""Lines about requests and their answers, for those who ask for them."""
+"""Logs requests and their answers, where `--enable-log-requests` and the like ask for it."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attrs import field, frozen
 
@@ -12,6 +12,9 @@ from modulm_server.flags import ServerConfig
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
+    from modulm.contracts.sampling import SamplingParams
+    from modulm.engine.frontend.beam_search import BeamSearchParams
+    from modulm.engine.types.outputs import RequestOutput
     from modulm_server.prompts import Prompt
 
 __all__ = ["RequestLog"]
@@ -24,7 +27,7 @@ _LONGEST = 10_000
 
 @frozen
 class RequestLog:
-    """What is written down: nothing, requests, or answers as well (and their deltas)."""
+    """Logs nothing, requests, or answers as well (and their deltas)."""
 
     requests: bool = False
     answers: bool = False
@@ -42,13 +45,13 @@ class RequestLog:
             longest=_LONGEST if server.max_log_len is None else server.max_log_len,
         )
 
-    def request(self, name: str, prompt: Prompt, params: Any) -> None:
+    def request(self, name: str, prompt: Prompt, params: SamplingParams | BeamSearchParams) -> None:
         """A request goes to the engine."""
         if self.requests:
             text = repr(list(prompt.ids)) if prompt.text is None else prompt.text
             log.info("request %s: %s, %s", name, escape(text, self.longest), escape(repr(params)))
 
-    def answer(self, name: str, output: Any, delta: bool) -> None:
+    def answer(self, name: str, output: RequestOutput, delta: bool) -> None:
         """The engine has answered; `delta`: with a piece of a stream."""
         if not (self.deltas if delta else self.answers):
             return

@@ -8,36 +8,41 @@ exception of the tree in `modulm.errors` becomes the right status, anything else
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from attrs import frozen
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
+    from prometheus_client import CollectorRegistry
+
+    from modulm.config import EngineConfig
+    from modulm.contracts.engine import EngineClient
+    from modulm_server.generation import GenerationService
+    from modulm_server.loopback import LoopbackClient
 
 __all__ = ["API", "RouteContext", "RouteFamily"]
 
-API = 1
+API = 2
 
 
 @frozen(eq=False, kw_only=True)
 class RouteContext:
     """What a family is built with.
 
-    engine: modulm.engine.async_llm.AsyncLLM. config: the resolved EngineConfig. models: names that
-    the model is served under, the first one is shown in answers. created: Unix time in seconds at
-    which the server was built. desk: the GenerationService, which turns messages and prompts into
-    running generations. registry: the prometheus_client registry behind /metrics. inside: the
-    LoopbackClient, which lets a family call the server's other routes.
+    config: resolved. models: names that the model is served under, the first one is shown in
+    answers. created: Unix time in seconds at which the server was built. generation: turns
+    messages and prompts into running generations. registry: behind /metrics. loopback: lets a
+    family call the server's other routes.
     """
 
-    engine: Any
-    config: Any
+    engine: EngineClient
+    config: EngineConfig
     models: tuple[str, ...]
     created: int
-    desk: Any
-    registry: Any
-    inside: Any
+    generation: GenerationService
+    registry: CollectorRegistry
+    loopback: LoopbackClient
 
 
 class RouteFamily(ABC):

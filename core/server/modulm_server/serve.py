@@ -15,7 +15,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from modulm.config import EngineConfig
+    from modulm.contracts.engine import EngineClient
     from modulm.plugins.manager import PluginManager
 
 __all__ = [
@@ -68,7 +69,7 @@ def run(config: EngineConfig) -> None:
 
 def serve(
     config: EngineConfig,
-    make_engine: Callable[[EngineConfig], Any],
+    make_engine: Callable[[EngineConfig], EngineClient],
     announce: Callable[[str], None],
 ) -> int:
     """Serve until SIGTERM or Ctrl-C; the exit code of the process.
@@ -104,7 +105,7 @@ def serve(
 
 
 def _others(
-    server: ServerConfig, sock: socket.socket, engine: Any
+    server: ServerConfig, sock: socket.socket, engine: EngineClient
 ) -> AbstractContextManager[Workers | None]:
     """The further server processes that were asked for."""
     count = (server.api_server_count or 1) - 1
@@ -272,7 +273,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        if self._served.desk.engine.dead:
+        if self._served.generation.engine.dead:
             self._died = self._died or time.monotonic()
             if time.monotonic() > self._died + _LAST_WORDS:
                 return True
@@ -284,15 +285,15 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        desk = self._served.desk
-        desk.closing = True
+        engine = self._served.generation.engine
+        self._served.generation.closing = True
         if self.workers is not None:
             self.workers.end()
-        if not self.force_exit and not desk.engine.dead:
-            await desk.engine.drain(self._patience)
+        if not self.force_exit and not engine.dead:
+            await engine.drain(self._patience)
         await self._served.stop()
         for _ in range(20):
-            if not desk.active:
+            if not engine.active:
                 break
             await asyncio.sleep(0.05)
         await super().shutdown(sockets)

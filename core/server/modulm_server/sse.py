@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -65,9 +65,10 @@ class EventStream(Response):
             await until_gone(self._pump(scope, send), receive)
 
     async def _pump(self, scope: Scope, send: Send) -> None:
-        async with aclosing(self._frames) as frames:
+        async with aclosing(self._frames) as frames, self._keep_alive(send) as sent:
             try:
-                async for data in self._alive(frames):
+                async for data in frames:
+                    sent()
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             except OSError:
                 return
@@ -76,31 +77,35 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": last, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _alive(self, frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """The frames, with comments where there is silence."""
+    @asynccontextmanager
+    async def _keep_alive(self, send: Send) -> AsyncIterator[Callable[[], None]]:
+        """Send comments while there is silence; gives what says that there is none."""
         if self._quiet <= 0:
-            async for data in frames:
-                yield data
+            yield lambda: None
             return
-        waiting: asyncio.Future[bytes] | None = None
-        try:
+        loop = asyncio.get_running_loop()
+        latest = loop.time()
+
+        def sent() -> None:
+            nonlocal latest
+            latest = loop.time()
+
+        async def comment() -> None:
             while True:
-                waiting = waiting or asyncio.ensure_future(anext(frames))
-                done, _ = await asyncio.wait({waiting}, timeout=self._quiet)
-                if not done:
-                    yield _COMMENT
-                    continue
-                try:
-                    data = waiting.result()
-                except StopAsyncIteration:
-                    return
-                waiting = None
-                yield data
+                silent = loop.time() - latest
+                if silent >= self._quiet:
+                    sent()
+                    await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+                else:
+                    await asyncio.sleep(self._quiet - silent)
+
+        task = asyncio.ensure_future(comment())
+        try:
+            yield sent
         finally:
-            if waiting is not None:
-                waiting.cancel()
-                with suppress(asyncio.CancelledError, Exception):
-                    await waiting
+            task.cancel()
+            with suppress(asyncio.CancelledError, OSError):
+                await task
 
 
 async def until_gone(work: Coroutine[Any, Any, Any], receive: Receive) -> Any:

@@ -20,7 +20,7 @@ from modulm.text.templates import TemplateFailed, execute
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["ForeignRenderer"]
+__all__ = ["SandboxedRenderer"]
 
 _SECONDS = 1.0
 _START_SECONDS = 20.0
@@ -29,7 +29,7 @@ _MEMORY = 512 << 20
 _WAITING = 8
 
 
-class ForeignRenderer:
+class SandboxedRenderer:
     """One worker process, made when it is needed and replaced when it had to be killed."""
 
     def __init__(self) -> None:

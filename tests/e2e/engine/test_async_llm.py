@@ -101,8 +101,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def _idle(llm: AsyncLLM) -> None:
     assert llm.active == 0
-    if isinstance(llm._line, ThreadCoreClient):
-        engine = llm._line._host.engine
+    if isinstance(llm._core, ThreadCoreClient):
+        engine = llm._core.core.loop
         engine.call(lambda: check_empty(engine)).result(5)
 
 
@@ -209,7 +209,7 @@ def test_operations(llm: AsyncLLM) -> None:
         miss = await collect(llm.generate(prompt, few, "three"))
         assert miss[-1].num_cached_tokens == 0
         with pytest.raises(UnsupportedError):
-            await llm._call("fly")
+            await llm.sleep()
         await llm.check_health()
         assert await llm.drain(1.0)
 
@@ -302,7 +302,7 @@ def test_killing_the_engine_is_seen(checkpoint: str) -> None:
             await collect(llm.generate("Hello", LONG, "late"))
 
     llm = AsyncLLM(**_flags(checkpoint))
-    pid = llm._line._owned.pid
+    pid = llm._core._owned.pid
     run(main)
     llm.shutdown()
 
@@ -347,7 +347,7 @@ def test_the_engine_goes_with_its_owner(checkpoint: str) -> None:
         import os, signal
         from modulm import AsyncLLM
         llm = AsyncLLM(**{_flags(checkpoint)!r})
-        print(llm._line._owned.pid, flush=True)
+        print(llm._core._owned.pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
     owner = subprocess.run(
@@ -384,17 +384,17 @@ def test_beams_are_those_of_the_offline_engine_and_end_when_told(
             assert scores == sorted(scores, reverse=True)
         long = params.with_(max_tokens=200, ignore_eos=True)
         reading = asyncio.ensure_future(collect(llm.beam_search(prompt, long, "long")))
-        await until(lambda: llm.active > 1)
+        await until(lambda: bool(llm._requests))
         with pytest.raises(RequestError, match="in use"):
             await collect(llm.beam_search(prompt, long, "long"))
         await llm.abort("long")
         assert {answer.finish_reason for answer in (await reading)[-1].outputs} == {"abort"}
         reading = asyncio.ensure_future(collect(llm.beam_search(prompt, long, "drained")))
-        await until(lambda: llm.active > 1)
+        await until(lambda: bool(llm._requests))
         assert not await llm.drain(0.01)
         assert {answer.finish_reason for answer in (await reading)[-1].outputs} == {"abort"}
         reading = asyncio.ensure_future(collect(llm.beam_search(prompt, long, "left")))
-        await until(lambda: llm.active > 1)
+        await until(lambda: bool(llm._requests))
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
@@ -411,7 +411,9 @@ def test_a_search_that_was_accepted_waits_for_a_full_queue(fake: AsyncLLM) -> No
         search = asyncio.ensure_future(
             collect(fake.beam_search("Hello", BeamSearchParams(1, 30, ignore_eos=True), "beam"))
         )
-        await until(lambda: bool(fake._searches) and fake._searches["beam"].beams._length > 2)
+        await until(
+            lambda: bool(fake._beam_searches) and fake._beam_searches["beam"].beams._length > 2
+        )
         params = LONG.with_(max_tokens=20)
         others = [
             asyncio.ensure_future(collect(fake.generate("Hello", params, f"r{n}")))
@@ -455,7 +457,7 @@ def test_sleeping_gives_memory_back_and_changes_nothing(checkpoint: str, inside:
 
     def memory() -> int:
         """Bytes of address space that the engine's process has; untouched caches count."""
-        pid = "self" if inside else str(llm._line._owned.pid)
+        pid = "self" if inside else str(llm._core._owned.pid)
         pages = Path(f"/proc/{pid}/statm").read_text().split()[0]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 

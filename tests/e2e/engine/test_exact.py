@@ -85,7 +85,7 @@ class Bench:
 
     def run(self, workload: list[dict[str, Any]], order: list[int]) -> dict[int, list[Any]]:
         """What each request of the workload got, by its place in it."""
-        engine, names = self.host.engine, {}
+        engine, names = self.host.loop, {}
         waiting = [(workload[place]["late"], place) for place in order]
         step = 0
         while waiting or engine.busy:

@@ -120,7 +120,7 @@ def test_the_others_are_equal_to_the_bit(llm: LLM, rng: random.Random) -> None:
     for output in wrong:
         assert output.outputs[0].finish_reason == "error"
         assert output.outputs[0].stop_reason
-    check_empty(llm._host.engine)
+    check_empty(llm._core.loop)
     again = [bits(output) for output in llm.generate(asked, GOOD, use_tqdm=False)]
     assert again == expected
 
@@ -157,7 +157,7 @@ def test_a_soak_of_everything_at_once(folder: Path, rng: random.Random) -> None:
         assert llm.active == 0
 
     asyncio.run(main())
-    engine = llm._line._host.engine
+    engine = llm._core.core.loop
     engine.call(lambda: check_empty(engine)).result(10)
     assert {"length", "stop", "error"} <= set(ends)
     assert llm.stats is not None

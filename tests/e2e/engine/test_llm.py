@@ -36,7 +36,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llm(checkpoint: Path) -> Iterator[LLM]:
     with LLM(model=str(checkpoint), kv_cache_memory_bytes=1 << 24, cpu_threads=1) as made:
         yield made
-        check_empty(made._host.engine)
+        check_empty(made._core.loop)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_prompts_in_all_forms(llm: LLM) -> None:
 def test_beams_equal_transformers(
     llm: LLM, reference: Any, width: int, penalty: float, stopping: bool | str
 ) -> None:
-    eos = list(llm._preparer.eos)
+    eos = list(llm._input_processor.eos)
     for prompt in PROMPTS[:2]:
         ids = llm.get_tokenizer().encode(prompt)
         expected = continued(
@@ -164,7 +164,7 @@ def test_what_is_wrong_is_raised_before_anything_runs(llm: LLM) -> None:
         llm.generate({"prompt": "x", "multi_modal_data": {}}, GREEDY)
     with pytest.raises(RequestError, match="2 prompts"):
         llm.generate(["a", "b"], [GREEDY])
-    check_empty(llm._host.engine)
+    check_empty(llm._core.loop)
 
 
 def test_interrupting_leaves_nothing_behind(llm: LLM) -> None:
@@ -185,7 +185,7 @@ def test_interrupting_leaves_nothing_behind(llm: LLM) -> None:
 
     with pytest.raises(Stop):
         llm.generate(PROMPTS, GREEDY, use_tqdm=Bar)
-    check_empty(llm._host.engine)
+    check_empty(llm._core.loop)
     assert llm.generate("a", GREEDY, use_tqdm=False)[0].finished
 
 
@@ -216,7 +216,7 @@ def test_no_way_of_scheduling_changes_the_answer(
     with LLM(model=str(checkpoint), **options) as other:
         found = other.generate(prompts, GREEDY, use_tqdm=False)
         assert [output.outputs[0].token_ids for output in found] == expected
-        check_empty(other._host.engine)
+        check_empty(other._core.loop)
 
 
 def test_a_scheduler_that_is_none_is_refused(checkpoint: Path) -> None:

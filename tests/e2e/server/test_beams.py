@@ -76,7 +76,7 @@ def test_completions_are_transformers_beams(
     http: httpx.Client, reference: Any, engine: AsyncLLM, penalty: float, stopping: bool | str
 ) -> None:
     options = {"length_penalty": penalty, "early_stopping": stopping}
-    eos = list(engine._preparer.eos)
+    eos = list(engine._input_processor.eos)
     body = ask(http, prompt=PROMPTS, return_token_ids=True, logprobs=2, **options).json()
     choices = body["choices"]
     assert [choice["index"] for choice in choices] == list(range(len(PROMPTS) * WIDTH))
@@ -118,7 +118,7 @@ def test_an_end_is_a_token_without_text_unless_it_is_asked_for(
 def test_chat(http: httpx.Client, reference: Any, engine: AsyncLLM) -> None:
     messages = [{"role": "user", "content": "Name a colour."}]
     body = ask(http, messages=messages, logprobs=True, top_logprobs=3, return_token_ids=True).json()
-    eos = list(engine._preparer.eos)
+    eos = list(engine._input_processor.eos)
     sequences, scores = expected(reference, body["prompt_token_ids"], eos)
     found = [choice["token_ids"] for choice in body["choices"]]
     assert found == [s[: len(f)] for s, f in zip(sequences, found, strict=True)]
@@ -167,6 +167,6 @@ def test_leaving_frees_everything(http: httpx.Client, live: Live, engine: AsyncL
     while engine.active and time.monotonic() < deadline:
         time.sleep(0.02)
     assert engine.active == 0
-    inside = engine._line._host.engine
+    inside = engine._core.core.loop
     inside.call(lambda: check_empty(inside)).result(10)
     assert ask(http, prompt="Hello").status_code == 200

@@ -28,14 +28,14 @@ def answers(folder, **flags):
     """The answers' tokens, how often rows were preempted, cached prompt tokens, and the notes."""
     with LLM(str(folder), **{**SETTINGS, **flags}) as llm:
         preempted = []
-        commit = llm._host.engine.scheduler.commit
+        commit = llm._core.loop.scheduler.commit
 
         def watched(plan, result):
             events = commit(plan, result)
             preempted.append(events.stats.preempted)
             return events
 
-        llm._host.engine.scheduler.commit = watched
+        llm._core.loop.scheduler.commit = watched
         found = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], PARAMS)
         tokens = [list(one.outputs[0].token_ids) for one in found]
         cached = sum(one.num_cached_tokens or 0 for one in found)

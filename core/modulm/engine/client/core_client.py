@@ -1,6 +1,6 @@
-"""The line between a front end and an engine, and the one to an engine in a thread.
+"""How a front end reaches an engine core, and the client of one in a thread.
 
-An engine in a process of its own is reached by another line (`process.py`).
+`process_client.py` has the client of an engine core in a process of its own.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from modulm.contracts.requests import Request, StepEvents
 from modulm.engine.types.engine_info import EngineInfo, open_tokenizer
@@ -25,14 +26,14 @@ __all__ = ["EngineCoreClient", "ThreadCoreClient"]
 
 
 class EngineCoreClient(ABC):
-    """The line to an engine. What it tells arrives on any thread, through `events` and `died`."""
+    """Reaches one engine core. Its step events and its end are reported on any thread."""
 
     info: EngineInfo
     #: Where further front ends of the same engine connect; None if they cannot.
     address: str | None = None
     #: Which of the engine's front ends this is.
     number: int = 0
-    #: What this front end tells of itself when another one asks. Called on any thread.
+    #: This front end's report (its metrics) for another one. Called on any thread.
     report: Callable[[], str] = staticmethod(lambda: "")
 
     @abstractmethod
@@ -44,17 +45,29 @@ class EngineCoreClient(ABC):
         """End a request; unknown ones are ignored."""
 
     @abstractmethod
-    def call(self, name: str, *arguments: Any) -> Future[Any]:
-        """A named operation of the engine between two steps ("reset_prefix_cache", ...)."""
+    def reset_prefix_cache(self) -> Future[None]:
+        """Forget cached prefixes, between two steps."""
+
+    @abstractmethod
+    def sleep(self, level: int) -> Future[None]:
+        """See `EngineCore.sleep`; between two steps."""
+
+    @abstractmethod
+    def wake_up(self) -> Future[None]:
+        """See `EngineCore.wake_up`; between two steps."""
+
+    @abstractmethod
+    def is_sleeping(self) -> Future[bool]:
+        """Whether the engine sleeps."""
 
     def reports(self) -> Future[list[str]]:
-        """What the engine's other front ends tell of themselves, gone ones included."""
+        """The reports of the engine's other front ends, gone ones included."""
         answer: Future[list[str]] = Future()
         answer.set_result([])
         return answer
 
     def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer, for this side of the line."""
+        """The model's tokenizer, for this front end."""
         return open_tokenizer(self.info.config, self.info.path)
 
     @abstractmethod
@@ -79,33 +92,42 @@ class ThreadCoreClient(EngineCoreClient):
             target=self._run, args=(config, plugins, ready), name="modulm-engine", daemon=True
         )
         self._thread.start()
-        self._host = ready.result()
-        self.info = self._host.info
+        self.core = ready.result()
+        self.info = self.core.info
 
     def _run(self, config: EngineConfig, plugins: PluginManager, ready: Future[EngineCore]) -> None:
         from modulm.engine.core.engine_core import EngineCore
 
         try:
-            host = EngineCore(config, plugins, self, "server")
+            core = EngineCore(config, plugins, self, "server")
         except BaseException as error:
             ready.set_exception(error)
             return
-        ready.set_result(host)
-        host.engine.run()
-        host.stop()
+        ready.set_result(core)
+        core.loop.run()
+        core.stop()
 
     def submit(self, requests: Sequence[Request]) -> None:
-        self._host.submit(*requests)
+        self.core.submit(*requests)
 
     def abort(self, request: str) -> None:
-        self._host.engine.abort(request)
+        self.core.loop.abort(request)
 
-    def call(self, name: str, *arguments: Any) -> Future[Any]:
-        return self._host.engine.call(self._host.operation(name, *arguments))
+    def reset_prefix_cache(self) -> Future[None]:
+        return self.core.loop.call(self.core.reset_prefix_cache)
+
+    def sleep(self, level: int) -> Future[None]:
+        return self.core.loop.call(partial(self.core.sleep, level))
+
+    def wake_up(self) -> Future[None]:
+        return self.core.loop.call(self.core.wake_up)
+
+    def is_sleeping(self) -> Future[bool]:
+        return self.core.loop.call(self.core.is_sleeping)
 
     def tokenizer(self) -> Tokenizer | None:
-        return self._host.tokenizer
+        return self.core.tokenizer
 
     def close(self) -> None:
-        self._host.engine.stop()
+        self.core.loop.stop()
         self._thread.join()

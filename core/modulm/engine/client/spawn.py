@@ -1,7 +1,7 @@
 """Starting the engine's process, which takes longest to get ready and so is started first.
 
 Imports nothing heavy: `modulm serve` calls it before it imports what serves HTTP. What the process
-then runs is `process.main`.
+then runs is `engine_process.main`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class EngineProcess:
     """Starts the engine's process and ends it. `address` is the socket that front ends connect to.
 
     The process imports what it needs and waits for `start`. Nothing is awaited:
-    `process.ProcessCoreClient` waits until the model is loaded.
+    `ProcessCoreClient` waits until the model is loaded.
     """
 
     def __init__(self) -> None:
@@ -43,12 +43,13 @@ class EngineProcess:
         listener.bind(self.address)
         listener.listen(64)
         try:
+            command = [sys.executable, "-m", "modulm.engine.client.engine_process"]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "modulm.engine.client.process", str(listener.fileno())],
+                [*command, str(listener.fileno())],
                 pass_fds=(listener.fileno(),),
                 stdin=subprocess.DEVNULL,
             )
-            self._leash = connect(self.address)
+            self._connection = connect(self.address)
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
@@ -61,7 +62,7 @@ class EngineProcess:
 
         packed = codec.pack_plugins(plugins.snapshot())
         try:
-            self._leash.sendall(codec.pack("start", codec.pack_config(config), packed))
+            self._connection.sendall(codec.pack("start", codec.pack_config(config), packed))
         except OSError as error:
             raise EngineDead(self.ending()) from error
         self._started = True
@@ -78,11 +79,11 @@ class EngineProcess:
             if code < 0:
                 return f"the engine's process was killed by {signal.Signals(-code).name}"
             return f"the engine's process ended with exit code {code}"
-        return "the engine's process closed its line"
+        return "the engine's process closed its connection"
 
     def close(self) -> None:
         """End the process; may be called twice."""
-        self._leash.close()
+        self._connection.close()
         if not self._started:
             self._process.kill()
         try:
@@ -94,7 +95,7 @@ class EngineProcess:
 
 
 def connect(address: str) -> socket.socket:
-    """A line to the engine that listens at `address`. Raises EngineDead if there is none."""
+    """A connection to the engine that listens at `address`. Raises EngineDead if there is none."""
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         peer.connect(address)

@@ -7,8 +7,8 @@ event loop, or in a process of its own. Front ends exchange requests and events 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
@@ -61,7 +61,7 @@ def limits_of(config: EngineConfig, use: Use) -> Limits:
 
 
 class EngineCore:
-    """An engine that is ready to run, and what belongs to it."""
+    """An engine that is ready to run: its scheduler, executor, loop and description."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class EngineCore:
         scheduler = _scheduler(self.config, policy, capacity, use, self.executor.describe().tasks)
         _check_length(config.model.max_model_len, capacity, scheduler.max_len)
         depth = 2 if self.config.scheduler.async_scheduling else 1
-        self.engine = EngineLoop(scheduler, self.executor, listener, plugins.notify, depth)
+        self.loop = EngineLoop(scheduler, self.executor, listener, plugins.notify, depth)
         notes = (*map(str, resolved.notices), *capacity.notes)
         info = _info(self.config, checkpoint, capacity, scheduler, self.executor, notes)
         self.info = evolve(info, texts=recipe.texts)
@@ -106,43 +106,42 @@ class EngineCore:
         """Hand in requests. Raises QueueFull also while the engine sleeps."""
         if self._asleep:
             raise QueueFull("the engine sleeps; wake it up first")
-        self.engine.submit(*requests)
+        self.loop.submit(*requests)
 
-    def operation(self, name: str, *arguments: Any) -> Callable[[], Any]:
-        """What a front end may have run between two steps. Raises UnsupportedError."""
-        known: dict[str, Callable[..., Any]] = {
-            "reset_prefix_cache": self.engine.scheduler.forget_prefixes,
-            "sleep": self._sleep,
-            "wake_up": self._wake_up,
-            "is_sleeping": lambda: self._asleep,
-        }
-        if name not in known:
-            raise UnsupportedError(f"the engine has no operation {name!r}")
-        return partial(known[name], *arguments)
+    # Between two steps: in the loop's thread, which `EngineLoop.call` sees to.
 
-    def _sleep(self, level: int) -> None:
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes; running requests go on."""
+        self.loop.scheduler.forget_prefixes()
+
+    def sleep(self, level: int) -> None:
         """Give back the caches (level 1), and the weights as well (level 2)."""
         if not self.config.model.enable_sleep_mode:
             raise UnsupportedError("this engine cannot sleep: start it with --enable-sleep-mode")
         if level not in (1, 2):
             raise RequestError("level must be 1 (caches) or 2 (weights as well)", "level")
-        if self.engine.busy:
+        if self.loop.busy:
             raise RequestError("requests are running: wait for them or abort them before sleeping")
         if not self._asleep:
-            self.engine.scheduler.forget_prefixes()
+            self.loop.scheduler.forget_prefixes()
             self.executor.sleep(level)
             self._asleep = True
 
-    def _wake_up(self) -> None:
+    def wake_up(self) -> None:
+        """Have again what `sleep` gave back."""
         if self._asleep:
             self.executor.wake_up()
             self._asleep = False
 
+    def is_sleeping(self) -> bool:
+        """Whether memory was given back, so that nothing can run."""
+        return self._asleep
+
     def stop(self) -> None:
         """Stop the loop and release the model; may be called twice."""
-        if self.engine.dead is None:
+        if self.loop.dead is None:
             self._notify("modulm_engine_stopping")
-        self.engine.stop()
+        self.loop.stop()
         self.executor.stop()
 
     @cached_property

@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from attrs import define, frozen
 
@@ -22,12 +22,11 @@ from modulm.errors import (
     UnsupportedError,
 )
 
-if TYPE_CHECKING:
-    pass
-
 __all__ = ["EngineLoop", "Listener"]
 
 log = logging.getLogger("modulm.engine")
+
+T = TypeVar("T")
 
 #: Steps that may fail one after the other, with an executor that cannot say whether it still
 #: works, before the engine gives up.
@@ -60,7 +59,7 @@ class _Abort:
 class _Call:
     """Something to run on the engine's thread between two steps."""
 
-    function: Callable[[], Any]
+    function: Callable[[], object]
     answer: Future[Any]
 
     def run(self) -> None:
@@ -263,12 +262,12 @@ class EngineLoop:
         """End a request before the next step; unknown ones are ignored. There is no event."""
         self._inbox.put(_Abort(request))
 
-    def call(self, function: Callable[[], Any]) -> Future[Any]:
+    def call(self, function: Callable[[], T]) -> Future[T]:
         """Run `function` on the engine's thread between two steps."""
         self.check()
-        call = _Call(function, Future())
-        self._inbox.put(call)
-        return call.answer
+        answer: Future[T] = Future()
+        self._inbox.put(_Call(function, answer))
+        return answer
 
     def check(self) -> None:
         """Raise EngineDead if the engine cannot go on."""

@@ -1,14 +1,15 @@
-"""From a caller's prompt and parameters to requests: tokenized, checked, one per sequence."""
+"""From a caller's prompt and parameters to checked requests of the engine, one per sequence."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from attrs import evolve, frozen
 
+from modulm.contracts.engine import PromptLike
 from modulm.contracts.requests import Finish, Reason, Request
 from modulm.contracts.sampling import LogitsProcessor, OutputKind, PoolingParams, SamplingParams
 from modulm.engine.frontend.beam_search import BeamSearch, BeamSearchParams
@@ -28,11 +29,9 @@ from modulm.errors import EngineError, RequestError
 if TYPE_CHECKING:
     from modulm.text.tokenizer import Tokenizer
 
-__all__ = ["InputProcessor", "PromptLike", "Search", "Work"]
+__all__ = ["BeamSearchRequest", "InputProcessor", "PendingRequest"]
 
-#: Text, token ids, or a table with `prompt` or `prompt_token_ids` (and `cache_salt`).
-PromptLike: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
-
+_EMPTY = np.empty(0, dtype=np.int64)
 _KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
 _LATER = {
     "prompt_embeds": "prompts of embeddings",
@@ -42,45 +41,45 @@ _LATER = {
 
 
 @frozen(eq=False)
-class Work:
-    """An answer that waits to be filled, and the requests that will fill it."""
+class PendingRequest:
+    """What a caller waits for, and the requests of the engine that will fill it."""
 
-    answer: RequestState
+    state: RequestState
     requests: tuple[Request, ...]
 
 
 @frozen(eq=False)
-class Search:
-    """A beam search, the answer that it fills at its end, and what its requests have in common."""
+class BeamSearchRequest:
+    """A beam search: what its caller waits for, and what all its requests have in common."""
 
-    answer: RequestState
+    state: RequestState
     beams: BeamSearch
     params: SamplingParams
     common: Mapping[str, Any]
 
     @property
-    def going(self) -> bool:
-        """Whether there is something to ask: it is neither at its end nor ended from outside."""
-        return bool(self.beams.sequences) and not self.answer.finished
+    def running(self) -> bool:
+        """Whether it is neither at its end nor ended from outside."""
+        return bool(self.beams.sequences) and not self.state.finished
 
-    def ask(self, name: str) -> Work:
-        """One token of every running beam, as an answer of its own that no statistics count."""
+    def next_step(self, name: str) -> PendingRequest:
+        """One token of every running beam, as a request of its own that no statistics count."""
         sequences = self.beams.sequences
         names = tuple(f"{name}.{place}" for place in range(len(sequences)))
-        answer = RequestState(
-            id=name, prompt=None, prompt_ids=[], params=self.params, tokenizer=None,
-            arrival=time.monotonic(), ids=names, keep=len(names), parent=self.answer,
+        state = RequestState(
+            id=name, prompt=None, prompt_ids=_EMPTY, params=self.params, tokenizer=None,
+            arrival=time.monotonic(), ids=names, keep=len(names), parent=self.state,
         )  # fmt: skip
         requests = tuple(
-            Request(id=own, prompt=tokens, params=self.params, arrival=answer.arrival,
+            Request(id=own, prompt=tokens, params=self.params, arrival=state.arrival,
                     **self.common)
             for own, tokens in zip(names, sequences, strict=True)
         )  # fmt: skip
-        return Work(answer, requests)
+        return PendingRequest(state, requests)
 
-    def feed(self, output: RequestOutput) -> None:
-        """What came of `ask`. A beam that failed ends the search, one that was aborted too."""
-        self.answer.asked(output)
+    def update(self, output: RequestOutput) -> None:
+        """What came of `next_step`. A beam that failed or was aborted ends the search."""
+        self.state.asked(output)
         positions = [choice.logprobs for choice in output.outputs]
         for choice, found in zip(output.outputs, positions, strict=True):
             if choice.finish_reason in ("abort", "error") or not found:
@@ -93,16 +92,16 @@ class Search:
             self._fill()
 
     def _end(self, reason: Reason, error: Exception | None) -> None:
-        for place, identity in enumerate(self.answer.ids):
-            self.answer.ended(place, Finish(identity, reason, None, error))
+        for place, identity in enumerate(self.state.ids):
+            self.state.ended(place, Finish(identity, reason, None, error))
 
     def _fill(self) -> None:
-        prompt = len(self.answer.prompt_ids)
+        prompt = len(self.state.prompt_ids)
         for place, beam in enumerate(self.beams.answers()):
-            choice = self.answer.choices[place]
+            choice = self.state.choices[place]
             stop = beam.stop_reason if isinstance(beam.stop_reason, int) else None
             reason: Reason = "stop" if beam.finish_reason == "stop" else "length"
-            finish = Finish(self.answer.ids[place], reason, stop)
+            finish = Finish(self.state.ids[place], reason, stop)
             *tokens, last = beam.tokens[prompt:]
             for token in tokens:
                 choice.add(token, None, None)
@@ -113,7 +112,7 @@ class Search:
 
     def _told(self, position: Position) -> Position:
         """The position with the tokens' texts."""
-        decode = self.answer.tokenizer.decode if self.answer.tokenizer is not None else None
+        decode = self.state.tokenizer.decode if self.state.tokenizer is not None else None
         return {
             token: evolve(entry, decoded_token=decode([token], False) if decode else None)
             for token, entry in position.items()
@@ -121,7 +120,7 @@ class Search:
 
 
 class InputProcessor:
-    """Makes the work of one front end. `stream` keeps the random streams of front ends apart."""
+    """Prepares the requests of one front end; `stream` keeps their random streams apart."""
 
     def __init__(
         self,
@@ -138,7 +137,7 @@ class InputProcessor:
         self._processors = tuple(processors)
         self._random = np.random.default_rng([info.config.model.seed, stream])
 
-    def work(
+    def process(
         self,
         prompt: PromptLike,
         params: SamplingParams | PoolingParams,
@@ -147,7 +146,7 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
         adapter: str | None = None,
-    ) -> Work:
+    ) -> PendingRequest:
         """Check everything that can be checked before the engine sees it. Raises RequestError."""
         room = 0 if isinstance(params, PoolingParams) else 1
         text, ids, salt = self.read(prompt, params.truncate_prompt_tokens, room)
@@ -157,7 +156,7 @@ class InputProcessor:
             return self._pooling(text, ids, params, request_id, common)
         return self._sampling(text, ids, params, request_id, common)
 
-    def search(
+    def beam_search(
         self,
         prompt: PromptLike,
         params: BeamSearchParams,
@@ -165,8 +164,8 @@ class InputProcessor:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
-    ) -> Search:
-        """A beam search, ready to ask its first question. Raises RequestError."""
+    ) -> BeamSearchRequest:
+        """A beam search that is ready for its first step. Raises RequestError."""
         text, ids, salt = self.read(prompt)
         shown = self._checked(params.shown(), len(ids))
         mode = self.info.config.model.logprobs_mode
@@ -177,7 +176,7 @@ class InputProcessor:
             )
         best = self.info.vocabulary if shown.logprobs == -1 else shown.logprobs
         beams = BeamSearch(
-            ids,
+            ids.tolist(),
             params.with_(logprobs=best),
             most=shown.max_tokens or 0,
             eos=(*(() if params.ignore_eos else self.eos), *params.stop_token_ids),
@@ -190,23 +189,23 @@ class InputProcessor:
             detokenize=False,
             output_kind=OutputKind.FINAL_ONLY,
         )
-        answer = self._answer(text, ids, shown, request_id, params.beam_width)
-        answer.keep = params.beam_width
+        state = self._state(text, ids, shown, request_id, params.beam_width)
+        state.keep = params.beam_width
         salt = cache_salt if cache_salt is not None else salt
-        return Search(answer, beams, asking, {"priority": priority, "salt": salt})
+        return BeamSearchRequest(state, beams, asking, {"priority": priority, "salt": salt})
 
     def read(
         self, prompt: PromptLike, truncate: int | None = None, room: int = 1
-    ) -> tuple[str | None, list[int], str | None]:
-        """(text, token ids, cache salt) of a prompt in any of its forms."""
+    ) -> tuple[str | None, np.ndarray, str | None]:
+        """(text, token ids as int64, cache salt) of a prompt in any of its forms."""
         text, ids, salt = self._given(prompt)
         ids = self._encode(text) if ids is None else ids
         most, vocabulary = self.info.max_model_len, self.info.vocabulary
-        kept = truncated(list(ids), truncate, most, room)
+        kept = _array(truncated(ids, truncate, most, room))
         check_prompt(kept, vocabulary=vocabulary, max_model_len=most, room=room)
-        return text, [int(token) for token in kept], salt
+        return text, np.asarray(kept, dtype=np.int64), salt
 
-    def job(self, prompt: PromptLike, params: PoolingParams) -> Job:
+    def pooling_job(self, prompt: PromptLike, params: PoolingParams) -> Job:
         """What to ask of the engine to pool a prompt. Raises RequestError."""
         text, ids, _ = self._given(prompt)
         if ids is None:
@@ -221,9 +220,9 @@ class InputProcessor:
     @staticmethod
     def _given(prompt: PromptLike) -> tuple[Any, Any, str | None]:
         """(text, token ids, cache salt) as they were given, ids or None."""
-        salt = None
         text: Any = None
         ids: Any = None
+        salt: Any = None
         if isinstance(prompt, Mapping):
             _check_keys(prompt)
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
@@ -259,19 +258,19 @@ class InputProcessor:
     def _sampling(
         self,
         text: str | None,
-        ids: list[int],
+        ids: np.ndarray,
         params: SamplingParams,
         request_id: str,
         common: Mapping[str, Any],
-    ) -> Work:
+    ) -> PendingRequest:
         params = self._checked(params, len(ids))
         count = params.best_of or params.n
         ranks = count > params.n and params.logprobs is None
         if ranks:
             params = params.with_(logprobs=0)
         bad = self._bad_words(params)
-        answer = self._answer(text, ids, params, request_id, count)
-        answer.keep, answer.ranks_only = params.n, ranks
+        state = self._state(text, ids, params, request_id, count)
+        state.keep, state.ranks_only = params.n, ranks
         requests = tuple(
             Request(
                 id=identity,
@@ -279,21 +278,21 @@ class InputProcessor:
                 params=params,
                 seed=self._seed(params, place),
                 bad_words=bad,
-                arrival=answer.arrival,
+                arrival=state.arrival,
                 **common,
             )
-            for place, identity in enumerate(answer.ids)
+            for place, identity in enumerate(state.ids)
         )
-        return Work(answer, requests)
+        return PendingRequest(state, requests)
 
     def _pooling(
         self,
         text: str | None,
-        ids: list[int],
+        ids: np.ndarray,
         params: PoolingParams,
         request_id: str,
         common: Mapping[str, Any],
-    ) -> Work:
+    ) -> PendingRequest:
         check_pooling(
             params,
             tasks=self.info.tasks,
@@ -303,16 +302,14 @@ class InputProcessor:
         )
         if params.pool_from >= len(ids):
             raise RequestError("no token of the text is left after its prompt", "prompt")
-        answer = self._answer(text, ids, params, request_id, 1)
-        request = Request(
-            id=request_id, prompt=ids, params=params, arrival=answer.arrival, **common
-        )
-        return Work(answer, (request,))
+        state = self._state(text, ids, params, request_id, 1)
+        request = Request(id=request_id, prompt=ids, params=params, arrival=state.arrival, **common)
+        return PendingRequest(state, (request,))
 
-    def _answer(
+    def _state(
         self,
         text: str | None,
-        ids: list[int],
+        ids: np.ndarray,
         params: SamplingParams | PoolingParams,
         request_id: str,
         count: int,
@@ -342,6 +339,18 @@ class InputProcessor:
         if self.tokenizer is None:
             raise RequestError("bad_words needs a tokenizer", "bad_words")
         return bad_word_ids(params.bad_words, self.tokenizer, self.info.vocabulary)
+
+
+def _array(ids: Sequence[int] | np.ndarray) -> Sequence[int] | np.ndarray:
+    """Plain integers as one int64 array; anything else as it is, for `check_prompt` to refuse."""
+    if isinstance(ids, np.ndarray):
+        return ids.copy() if ids.ndim == 1 else list(ids)
+    if set(map(type, ids)) != {int}:
+        return ids
+    try:
+        return np.array(ids, dtype=np.int64)
+    except OverflowError:
+        return ids
 
 
 def _check_keys(prompt: Mapping[str, Any]) -> None:

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Choice", "OutputProcessor", "RequestState", "position"]
 
+#: Tokens at the prompt's end that a detokenizer may look at.
+_CONTEXT = 16
+
 
 class Choice:
     """One sequence's tokens becoming text. What a later stop string would swallow is held back."""
@@ -148,16 +151,16 @@ def position(entry: RowLogprobs, tokenizer: Tokenizer | None) -> Position:
 class RequestState:
     """A request as its caller sees it, over all of its sequences.
 
-    ids: the engine's ids of the sequences; keep: how many of them the caller gets, the most
-    probable ones (best_of runs more), without the logprobs if `ranks_only`. parent: the answer
-    that this one is a part of; no statistics count it then. fresh: tokens since the last `take`;
-    streamed, told: whether anything, and its end, was taken. error: set when the request never
-    ran; its caller gets it raised.
+    prompt_ids: [tokens] int64. ids: the engine's ids of the sequences; keep: how many of them the
+    caller gets, the most probable ones (best_of runs more), without the logprobs if `ranks_only`.
+    parent: the request that this one is a part of; no statistics count it then. fresh: tokens
+    since the last `take`; streamed, told: whether anything, and its end, was taken. error: set
+    when the request never ran; its caller gets it raised.
     """
 
     id: str
     prompt: str | None
-    prompt_ids: list[int]
+    prompt_ids: np.ndarray
     params: SamplingParams | PoolingParams
     tokenizer: Tokenizer | None
     arrival: float
@@ -174,6 +177,7 @@ class RequestState:
     error: Exception | None = None
     _prompt_logprobs: list[Position | None] | None = None
     _pooled: np.ndarray | None = None
+    _prompt_list: list[int] | None = None
     _last: list[float | None] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -184,9 +188,17 @@ class RequestState:
             return
         if params.prompt_logprobs is not None:
             self._prompt_logprobs = [None] * len(self.prompt_ids)
+        context = self.prompt_ids[-_CONTEXT:].tolist()
         self.choices = [
-            Choice(index, self.prompt_ids, params, self.tokenizer) for index in range(len(self.ids))
+            Choice(index, context, params, self.tokenizer) for index in range(len(self.ids))
         ]
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt as callers get it: one list, made when it is first asked for."""
+        if self._prompt_list is None:
+            self._prompt_list = self.prompt_ids.tolist()
+        return self._prompt_list
 
     @property
     def finished(self) -> bool:
@@ -215,7 +227,7 @@ class RequestState:
             self.metrics.first_scheduled_time = time
 
     def asked(self, part: RequestOutput) -> None:
-        """An inner answer gave a token to each sequence."""
+        """A request of a beam search gave a token to each sequence."""
         if part.metrics is not None and self.cached is None:
             self.metrics.first_scheduled_time = part.metrics.first_scheduled_time
             self.metrics.first_token_time = part.metrics.first_token_time
@@ -240,7 +252,7 @@ class RequestState:
             self.error = error
 
     def ended(self, place: int, finish: Finish) -> None:
-        """A sequence ended without a token. A request that is wrong has an error, not an answer."""
+        """A sequence ended without a token. A wrong request has an error, no output."""
         if isinstance(finish.error, RequestError) or isinstance(self.params, PoolingParams):
             if finish.error is not None:
                 self.fail(finish.error)
@@ -270,7 +282,7 @@ class RequestState:
         return RequestOutput(
             request_id=self.id,
             prompt=self.prompt,
-            prompt_token_ids=self.prompt_ids,
+            prompt_token_ids=self.prompt_token_ids,
             prompt_logprobs=self._prompt_logprobs,
             outputs=outputs,
             finished=finished,
@@ -283,7 +295,7 @@ class RequestState:
         return [output for output in found if output is not None]
 
     def _best(self) -> list[CompletionOutput]:
-        """All answers, or the `keep` most probable ones of a finished best_of."""
+        """All states, or the `keep` most probable ones of a finished best_of."""
         outputs = [choice.output() for choice in self.choices]
         if self.keep >= len(outputs):
             return outputs
@@ -299,73 +311,77 @@ class RequestState:
             return None
         self.told = True
         return PoolingRequestOutput(
-            self.id, PoolingOutput(self._pooled), self.prompt_ids, True, self.cached
+            self.id, PoolingOutput(self._pooled), self.prompt_token_ids, True, self.cached
         )
 
 
 class OutputProcessor:
-    """All open answers of one front end, by the engine's ids of their sequences."""
+    """The requests of one front end that have not ended, by the engine's ids of their sequences."""
 
     def __init__(self, metrics: Metrics | None = None) -> None:
-        self._seats: dict[str, tuple[RequestState, int]] = {}
+        self._sequences: dict[str, tuple[RequestState, int]] = {}
         self._metrics = metrics
 
     def __len__(self) -> int:
-        return len(self._seats)
+        return len(self._sequences)
 
-    def open(self, answer: RequestState) -> None:
-        """Expect events for an answer. Raises RequestError if one of its ids is in use."""
-        for identity in answer.ids:
-            if identity in self._seats:
-                raise RequestError(f"request id {answer.id!r} is in use", "request_id")
-        for place, identity in enumerate(answer.ids):
-            self._seats[identity] = (answer, place)
+    def add(self, state: RequestState) -> None:
+        """Expect events for a request. Raises RequestError if one of its ids is in use."""
+        for identity in state.ids:
+            if identity in self._sequences:
+                raise RequestError(f"request id {state.id!r} is in use", "request_id")
+        for place, identity in enumerate(state.ids):
+            self._sequences[identity] = (state, place)
 
-    def close(self, answer: RequestState) -> list[str]:
+    def remove(self, state: RequestState) -> list[str]:
         """Expect nothing more for it; the ids of sequences that still run."""
-        return [identity for identity in answer.ids if self._seats.pop(identity, None) is not None]
+        return [
+            identity for identity in state.ids if self._sequences.pop(identity, None) is not None
+        ]
 
-    def abort(self, answer: RequestState) -> list[str]:
-        """End an answer as aborted; the ids that the engine has to be told."""
-        for place, identity in enumerate(answer.ids):
-            answer.ended(place, Finish(identity, "abort"))
-        self._finished(answer)
-        return self.close(answer)
+    def abort(self, state: RequestState) -> list[str]:
+        """End a request as aborted; the ids that the engine has to abort."""
+        for place, identity in enumerate(state.ids):
+            state.ended(place, Finish(identity, "abort"))
+        self._finished(state)
+        return self.remove(state)
 
     def fail_all(self, error: Exception) -> list[RequestState]:
-        """No engine is left: every open answer ends with the error."""
-        answers = list({id(answer): answer for answer, _ in self._seats.values()}.values())
-        for answer in answers:
-            answer.fail(error)
-        self._seats.clear()
-        return answers
+        """No engine is left: every request ends with the error."""
+        states = list({id(state): state for state, _ in self._sequences.values()}.values())
+        for state in states:
+            state.fail(error)
+        self._sequences.clear()
+        return states
 
-    def feed(self, events: StepEvents) -> tuple[list[RequestState], list[str]]:
-        """Take a step's events: the answers with news, and ids that a stop string ended."""
+    def process(self, events: StepEvents) -> tuple[list[RequestState], list[str]]:
+        """Take a step's events: the requests with something new, and ids to abort, which a stop
+        string ended.
+        """
         news: dict[str, RequestState] = {}
         ending = {finish.request: finish for finish in events.finished}
         for start in events.started:
-            if start.request in self._seats:
-                self._seats[start.request][0].started(start.cached, start.time)
+            if start.request in self._sequences:
+                self._sequences[start.request][0].started(start.cached, start.time)
         for identity, (first, entries) in events.prompt_logprobs.items():
-            if identity in self._seats:
-                self._seats[identity][0].add_prompt_logprobs(first, entries)
+            if identity in self._sequences:
+                self._sequences[identity][0].add_prompt_logprobs(first, entries)
         stopped = self._tokens(events, ending, news)
         for identity, values in events.pooled.items():
-            if identity in self._seats:
-                answer = self._seats[identity][0]
-                answer.pool(values)
-                news[answer.id] = answer
+            if identity in self._sequences:
+                state = self._sequences[identity][0]
+                state.pool(values)
+                news[state.id] = state
         for identity, finish in ending.items():
-            if identity in self._seats:
-                answer, place = self._seats[identity]
-                answer.ended(place, finish)
-                news[answer.id] = answer
+            if identity in self._sequences:
+                state, place = self._sequences[identity]
+                state.ended(place, finish)
+                news[state.id] = state
         for identity in (*stopped, *(finish.request for finish in events.finished)):
-            self._seats.pop(identity, None)
-        for answer in news.values():
-            if answer.finished:
-                self._finished(answer)
+            self._sequences.pop(identity, None)
+        for state in news.values():
+            if state.finished:
+                self._finished(state)
         if self._metrics is not None and events.stats is not None:
             self._metrics.step(events.stats)
         return list(news.values()), stopped
@@ -376,36 +392,36 @@ class OutputProcessor:
         """Hand out the step's tokens; the ids of sequences that a stop string ended."""
         stopped: list[str] = []
         gaps: list[float] = []
-        now, logprobs, seats = events.time, events.logprobs, self._seats
+        now, logprobs, sequences = events.time, events.logprobs, self._sequences
         run = 0
         following = (*events.requests[1:], "")
         for identity, token, after in zip(events.requests, events.tokens, following, strict=False):
             index, run = run, run + 1 if identity == after else 0
-            seat = seats.get(identity)
-            if seat is None:
+            found = sequences.get(identity)
+            if found is None:
                 continue
-            answer, place = seat
+            state, place = found
             finish = None if run else ending.pop(identity, None)
-            if answer.choices[place].reason is not None:
+            if state.choices[place].reason is not None:
                 continue
             entries = logprobs.get(identity)
             entry = entries[index] if entries else None
-            if answer.choices[place].add(token, entry, finish):
+            if state.choices[place].add(token, entry, finish):
                 stopped.append(identity)
-            gap = answer.token(place, now)
+            gap = state.token(place, now)
             if gap is not None:
                 gaps.append(gap)
-            news[answer.id] = answer
+            news[state.id] = state
         if self._metrics is not None:
             self._metrics.gaps(gaps)
         return stopped
 
-    def count(self, answer: RequestState) -> None:
-        """An answer that was filled from inner ones has ended."""
-        self._finished(answer)
+    def count(self, state: RequestState) -> None:
+        """A request that was filled from others has ended: count it."""
+        self._finished(state)
 
-    def _finished(self, answer: RequestState) -> None:
-        if answer.metrics.finished_time is None:
-            answer.metrics.finished_time = time.monotonic()
-            if self._metrics is not None and answer.parent is None:
-                self._metrics.finished(answer.summary())
+    def _finished(self, state: RequestState) -> None:
+        if state.metrics.finished_time is None:
+            state.metrics.finished_time = time.monotonic()
+            if self._metrics is not None and state.parent is None:
+                self._metrics.finished(state.summary())

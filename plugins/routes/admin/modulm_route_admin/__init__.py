@@ -24,7 +24,7 @@ class Admin(RouteFamily):
     """
 
     name = "admin"
-    api = 1
+    api = 2
 
     def absent(self) -> str | None:
         config = self.context.config

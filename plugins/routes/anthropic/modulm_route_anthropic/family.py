@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
@@ -16,7 +17,7 @@ from modulm_route_anthropic.schema import (
     params_of,
     tools_of,
 )
-from modulm_server.chat_turn import Parsers, Turn
+from modulm_server.chat_turn import ChatTurn, Parsers
 from modulm_server.constraints import forced_tool
 from modulm_server.errors import ClientGone, error_body, report
 from modulm_server.flags import ServerConfig
@@ -28,7 +29,7 @@ from modulm_server.sse import EventStream, event, until_gone
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from modulm_server.chat_turn import Started
+    from modulm_server.chat_turn import RunningTurn
     from modulm_server.errors import ApiError
 
 __all__ = ["Anthropic"]
@@ -40,7 +41,7 @@ class _Job:
 
     id: str
     model: str
-    turn: Turn
+    turn: ChatTurn
     thinking: bool
     single: bool
 
@@ -49,7 +50,7 @@ class Anthropic(RouteFamily):
     """`/v1/messages` and `/v1/messages/count_tokens`."""
 
     name = "anthropic"
-    api = 1
+    api = 2
 
     def router(self) -> APIRouter:
         router = APIRouter(prefix="/v1/messages", tags=["Anthropic"])
@@ -81,10 +82,10 @@ class Anthropic(RouteFamily):
         """How many tokens a conversation has."""
         try:
             body = await read(request, CountRequest)
-            self.context.desk.model(body.model)
+            self.context.generation.model(body.model)
             tools, _, _ = tools_of(body)
             options = ChatOptions(tools=tools, variables=_variables(body))
-            prompt = await self.context.desk.from_messages(messages_of(body), options)
+            prompt = await self.context.generation.from_messages(messages_of(body), options)
             return json_response({"input_tokens": len(prompt.ids)})
         except Exception as error:
             return self._refuse(request, error)
@@ -94,15 +95,15 @@ class Anthropic(RouteFamily):
         return json_response(_error(told), told.status, told.headers)
 
     async def _job(self, request: Request, body: MessagesRequest) -> _Job:
-        desk = self.context.desk
-        model = desk.model(body.model)
-        desk.check_open()
+        generation = self.context.generation
+        model = generation.model(body.model)
+        generation.check_open()
         tools, choice, several = tools_of(body)
         variables = _variables(body)
         constraint = forced_tool(choice, tools, several)
-        turn = Turn(
-            desk=desk,
-            prompt=await desk.from_messages(
+        turn = ChatTurn(
+            generation=generation,
+            prompt=await generation.from_messages(
                 messages_of(body), ChatOptions(tools=tools, variables=variables)
             ),
             params=params_of(body, self.context.engine.info.defaults, constraint),
@@ -121,7 +122,7 @@ class Anthropic(RouteFamily):
         name = f"msg_{request.scope['modulm.id']}"
         return _Job(name, model, turn, thinking=not disabled, single=not several)
 
-    async def _whole(self, job: _Job, started: Started) -> dict[str, Any]:
+    async def _whole(self, job: _Job, started: RunningTurn) -> dict[str, Any]:
         output, messages = await started.messages()
         message = messages[0]
         blocks = blocks_of(message.parsed, job.thinking, job.single)
@@ -133,25 +134,26 @@ class Anthropic(RouteFamily):
             "usage": usage_of(output, len(message.token_ids)),
         }
 
-    async def _frames(self, job: _Job, started: Started) -> AsyncGenerator[bytes, None]:
+    async def _frames(self, job: _Job, started: RunningTurn) -> AsyncGenerator[bytes, None]:
         events = Events(job.thinking, job.single)
         opened = False
-        async for output, steps in started.steps():
-            if not opened:
-                opened = True
-                usage = usage_of(output, 0)
-                message = {**_opening(job), "content": [], **stop_of(None, None, False)}
-                yield _named({"type": "message_start", "message": {**message, "usage": usage}})
-                yield _named({"type": "ping"})
-            for step in steps:
-                for value in events.of(step.events):
-                    yield _named(value)
-                if step.finish_reason is not None:
-                    for value in events.close():
+        async with aclosing(started.running) as outputs:
+            async for output in outputs:
+                if not opened:
+                    opened = True
+                    usage = usage_of(output, 0)
+                    message = {**_opening(job), "content": [], **stop_of(None, None, False)}
+                    yield _named({"type": "message_start", "message": {**message, "usage": usage}})
+                    yield _named({"type": "ping"})
+                for delta in started.deltas(output):
+                    for value in events.of(delta.events):
                         yield _named(value)
-                    stop = stop_of(step.finish_reason, step.stop_reason, events.called)
-                    usage = {"output_tokens": step.generated}
-                    yield _named({"type": "message_delta", "delta": stop, "usage": usage})
+                    if delta.finish_reason is not None:
+                        for value in events.close():
+                            yield _named(value)
+                        stop = stop_of(delta.finish_reason, delta.stop_reason, events.called)
+                        usage = {"output_tokens": delta.generated}
+                        yield _named({"type": "message_delta", "delta": stop, "usage": usage})
         yield _named({"type": "message_stop"})
 
 

@@ -15,7 +15,7 @@ class Audio(RouteFamily):
     """`/v1/audio/transcriptions`, `/v1/audio/translations`, `/v1/audio/speech`."""
 
     name = "audio"
-    api = 1
+    api = 2
 
     def router(self) -> APIRouter:
         router = APIRouter(prefix="/v1/audio", tags=["Audio"])

@@ -19,7 +19,7 @@ class ChatPage(RouteFamily):
     """The page. It talks to the same API as everybody else, and asks for a key if it must."""
 
     name = "chat_page"
-    api = 1
+    api = 2
 
     def router(self) -> APIRouter:
         self._html = files(__package__).joinpath("page.html").read_text(encoding="utf-8")

@@ -76,10 +76,10 @@ class Batch:
         self.status = status
         self.times[status] = int(time.time())
 
-    async def run(self, files: FileStore, inside: LoopbackClient) -> None:
+    async def run(self, files: FileStore, loopback: LoopbackClient) -> None:
         """Do everything."""
         try:
-            await self._run(files, inside)
+            await self._run(files, loopback)
         except asyncio.CancelledError:
             self.enter("cancelled")
             raise
@@ -89,7 +89,7 @@ class Batch:
         finally:
             self.task = None
 
-    async def _run(self, files: FileStore, inside: LoopbackClient) -> None:
+    async def _run(self, files: FileStore, loopback: LoopbackClient) -> None:
         lines = list(self._lines())
         if not lines or len(lines) > _LINES:
             self.trouble.append(_trouble("lines", f"a batch has 1 to {_LINES} lines"))
@@ -104,7 +104,7 @@ class Batch:
             async with asyncio.TaskGroup() as group:
                 for line in lines:
                     await places.acquire()
-                    task = group.create_task(self._line(line, inside, good, bad))
+                    task = group.create_task(self._line(line, loopback, good, bad))
                     task.add_done_callback(lambda _: places.release())
         self.enter("finalizing")
         for file in (self.output, self.errors):
@@ -147,7 +147,11 @@ class Batch:
         return line, None
 
     async def _line(
-        self, line: tuple[Any, str | None], inside: LoopbackClient, good: IO[bytes], bad: IO[bytes]
+        self,
+        line: tuple[Any, str | None],
+        loopback: LoopbackClient,
+        good: IO[bytes],
+        bad: IO[bytes],
     ) -> None:
         request, wrong = line
         record: dict[str, Any] = {
@@ -160,7 +164,7 @@ class Batch:
             record["error"] = {"code": "invalid_request", "message": wrong}
             fine = False
         else:
-            status, answer = await self._post(inside, msgspec.json.encode(request["body"]))
+            status, answer = await self._post(loopback, msgspec.json.encode(request["body"]))
             fine = status == 200
             record["response"] = {
                 "status_code": status,
@@ -170,14 +174,14 @@ class Batch:
         self.counts["completed" if fine else "failed"] += 1
         (good if fine else bad).write(msgspec.json.encode(record) + b"\n")
 
-    async def _post(self, inside: LoopbackClient, body: bytes) -> tuple[int, bytes]:
+    async def _post(self, loopback: LoopbackClient, body: bytes) -> tuple[int, bytes]:
         """The answer; while the server is full, a batch waits its turn."""
         for pause in _PAUSES:
-            status, answer = await inside.post(self.endpoint, body, self.owner)
+            status, answer = await loopback.post(self.endpoint, body, self.owner)
             if status != 429:
                 return status, answer
             await asyncio.sleep(pause)
-        return await inside.post(self.endpoint, body, self.owner)
+        return await loopback.post(self.endpoint, body, self.owner)
 
 
 def _trouble(code: str, message: str) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class Files(RouteFamily):
     """`/v1/files` and `/v1/batches`."""
 
     name = "files"
-    api = 1
+    api = 2
 
     def router(self) -> APIRouter:
         self._files = FileStore()
@@ -148,7 +148,7 @@ class Files(RouteFamily):
     async def create(self, request: Request) -> Response:
         """Begin a batch."""
         body = await read(request, BatchRequest)
-        self.context.desk.check_open()
+        self.context.generation.check_open()
         if body.endpoint not in ENDPOINTS:
             raise bad_field("endpoint", f"endpoint: one of {', '.join(ENDPOINTS)}")
         owner = owner_of(request)
@@ -160,7 +160,7 @@ class Files(RouteFamily):
         while len(self._batches) > _BATCHES:
             self._batches.pop(next(iter(self._batches)))
         card = batch.card()
-        work = batch.run(self._files, self.context.inside)
+        work = batch.run(self._files, self.context.loopback)
         batch.task = asyncio.get_running_loop().create_task(work)
         return json_response(card)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
@@ -18,7 +19,7 @@ from modulm_route_openai.answers import (
     prompt_logprobs,
     usage,
 )
-from modulm_server.chat_turn import Message, Parsers, Started, Step, Turn
+from modulm_server.chat_turn import ChatTurn, Delta, Message, Parsers, RunningTurn
 from modulm_server.constraints import (
     asked,
     check_tools,
@@ -55,7 +56,7 @@ class _Job:
     created: int
     model: str
     body: ChatRequest
-    turn: Turn
+    turn: ChatTurn
     role: str
     echo: str
 
@@ -73,7 +74,7 @@ class Chat:
 
     def __init__(self, context: RouteContext) -> None:
         self._context = context
-        self._desk = context.desk
+        self._generation = context.generation
         self._parsers = Parsers.of(context.config)
 
     async def answer(self, request: Request, body: ChatRequest) -> Response:
@@ -88,17 +89,17 @@ class Chat:
     # Reading the request.
 
     async def _job(self, request: Request, body: ChatRequest) -> _Job:
-        model = self._desk.model(body.model)
-        self._desk.check_open()
+        model = self._generation.model(body.model)
+        self._generation.check_open()
         self._refuse(body)
         _check_messages(body.messages)
         tools = check_tools(body.tools)
         choice = body.tool_choice or ("auto" if tools else "none")
         origin, params = self._params(body, tools, choice)
         variables = self._variables(body)
-        turn = Turn(
-            desk=self._desk,
-            prompt=await self._desk.from_messages(
+        turn = ChatTurn(
+            generation=self._generation,
+            prompt=await self._generation.from_messages(
                 body.messages, self._options(body, tools, choice, variables)
             ),
             params=params,
@@ -186,7 +187,7 @@ class Chat:
 
     # A whole answer.
 
-    async def _whole(self, job: _Job, started: Started) -> dict[str, Any]:
+    async def _whole(self, job: _Job, started: RunningTurn) -> dict[str, Any]:
         output, messages = await started.messages()
         details = self._context.config.group(ServerConfig).enable_prompt_tokens_details
         body = {
@@ -246,46 +247,47 @@ class Chat:
 
     # A stream.
 
-    async def _frames(self, job: _Job, started: Started) -> AsyncGenerator[bytes, None]:
+    async def _frames(self, job: _Job, started: RunningTurn) -> AsyncGenerator[bytes, None]:
         counted = StreamUsage(job.body, self._context.config)
         head = self._head(job, "chat.completion.chunk")
         deltas = [_Deltas(job) for _ in range(job.turn.params.n)]
         first = True
-        async for output, steps in started.steps():
-            counted.prompt(0, len(output.prompt_token_ids), output.num_cached_tokens)
-            if first:
-                first = False
-                for index in range(len(deltas)):
-                    yield frame({**head, "choices": [_opening(job, index)]})
-            for step in steps:
-                counted.generated(step.index, step.generated)
-                choice = self._piece(job, step, deltas[step.index])
-                if choice is None:
-                    continue
-                body = {**head, "choices": [choice]}
-                if counted.each:
-                    body["usage"] = counted.now(step.index)
-                yield frame(body)
+        async with aclosing(started.running) as outputs:
+            async for output in outputs:
+                counted.prompt(0, len(output.prompt_token_ids), output.num_cached_tokens)
+                if first:
+                    first = False
+                    for index in range(len(deltas)):
+                        yield frame({**head, "choices": [_opening(job, index)]})
+                for new in started.deltas(output):
+                    counted.generated(new.index, new.generated)
+                    choice = self._piece(job, new, deltas[new.index])
+                    if choice is None:
+                        continue
+                    body = {**head, "choices": [choice]}
+                    if counted.each:
+                        body["usage"] = counted.now(new.index)
+                    yield frame(body)
         if counted.last:
             yield frame({**head, "choices": [], "usage": counted.total()})
         yield DONE
 
-    def _piece(self, job: _Job, step: Step, deltas: _Deltas) -> dict[str, Any] | None:
+    def _piece(self, job: _Job, new: Delta, deltas: _Deltas) -> dict[str, Any] | None:
         """A chunk's choice; None where there is nothing to say."""
-        delta = deltas.of(step)
-        if not (delta or step.finish_reason or step.logprobs or job.body.return_token_ids):
+        delta = deltas.of(new)
+        if not (delta or new.finish_reason or new.logprobs or job.body.return_token_ids):
             return None
         choice: dict[str, Any] = {
-            "index": step.index,
+            "index": new.index,
             "delta": delta,
-            "logprobs": self._logprobs(job, step.logprobs, step.token_ids),
+            "logprobs": self._logprobs(job, new.logprobs, new.token_ids),
             "finish_reason": None,
         }
-        if step.finish_reason is not None:
-            choice["finish_reason"] = _reason(job, step.finish_reason, deltas.called)
-            choice["stop_reason"] = step.stop_reason
+        if new.finish_reason is not None:
+            choice["finish_reason"] = _reason(job, new.finish_reason, deltas.called)
+            choice["stop_reason"] = new.stop_reason
         if job.body.return_token_ids:
-            choice["token_ids"] = list(step.token_ids)
+            choice["token_ids"] = list(new.token_ids)
         return choice
 
 
@@ -296,10 +298,10 @@ class _Deltas:
         self._job = job
         self.called = False
 
-    def of(self, step: Step) -> dict[str, Any]:
+    def of(self, new: Delta) -> dict[str, Any]:
         """One delta for all that is new."""
         delta: dict[str, Any] = {}
-        for event in step.events:
+        for event in new.events:
             match event:
                 case Content(text):
                     delta["content"] = delta.get("content", "") + text

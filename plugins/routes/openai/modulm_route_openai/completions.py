@@ -28,12 +28,13 @@ from modulm_server.sampling import LIMITS, not_yet, sampling_params
 from modulm_server.sse import DONE, EventStream, frame, until_gone
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 
     from starlette.requests import Request
     from starlette.responses import Response
 
     from modulm.contracts.sampling import SamplingParams, StructuredOutputs
+    from modulm.engine.types.outputs import RequestOutput
     from modulm_route_openai.schema import CompletionRequest
     from modulm_server.route import RouteContext
 
@@ -70,7 +71,7 @@ class Completions:
 
     def __init__(self, context: RouteContext) -> None:
         self._context = context
-        self._desk = context.desk
+        self._generation = context.generation
 
     async def answer(self, request: Request, body: CompletionRequest) -> Response:
         """The answer to one request."""
@@ -82,8 +83,8 @@ class Completions:
         return json_response(await until_gone(self._whole(job, runs), request.receive))
 
     async def _job(self, request: Request, body: CompletionRequest) -> _Job:
-        model = self._desk.model(body.model)
-        self._desk.check_open()
+        model = self._generation.model(body.model)
+        self._generation.check_open()
         if body.suffix:
             raise bad_field("suffix", "suffix: this model cannot fill in the middle")
         not_yet(body, "prompt_embeds")
@@ -135,9 +136,9 @@ class Completions:
                 )
         return tuple(
             [
-                await self._desk.tokenize(one, add_special_tokens)
+                await self._generation.tokenize(one, add_special_tokens)
                 if isinstance(one, str)
-                else Prompt(tuple(one))
+                else Prompt(one)
                 for one in many
             ]
         )
@@ -147,7 +148,7 @@ class Completions:
         priority = check_priority(self._context.config, job.body.priority)
         started = await asyncio.gather(
             *(
-                self._desk.generate(
+                self._generation.generate(
                     prompt,
                     job.params,
                     priority=priority,
@@ -225,35 +226,42 @@ class Completions:
         )
 
     def _token_text(self, token: int) -> str:
-        return str(self._desk.tokenizer.decode([token], False))
+        return str(self._generation.tokenizer.decode([token], False))
 
     def _prompt_text(self, output: Any) -> str:
         if output.prompt is not None:
             return str(output.prompt)
-        return str(self._desk.tokenizer.decode(output.prompt_token_ids, False))
+        return str(self._generation.tokenizer.decode(output.prompt_token_ids, False))
 
     async def _frames(self, job: _Job, runs: Sequence[Running]) -> AsyncGenerator[bytes, None]:
         counted = StreamUsage(job.body, self._context.config)
         head = self._head(job)
         sent: dict[int, int] = {}
-        begun: set[int] = set()
         totals: dict[int, int] = {}
+
+        def chunks(place: int, output: RequestOutput) -> Iterator[bytes]:
+            counted.prompt(place, len(output.prompt_token_ids), output.num_cached_tokens)
+            for choice in output.outputs:
+                index = place * job.n + choice.index
+                chunk = self._piece(job, output, choice, index, index not in totals, sent)
+                totals[index] = totals.get(index, 0) + len(choice.token_ids)
+                counted.generated(index, 0 if job.nothing else totals[index])
+                body = {**head, "choices": [chunk]}
+                if counted.each:
+                    body["usage"] = counted.now(index, place)
+                yield frame(body)
+
         async with AsyncExitStack() as stack:
             for run in runs:
                 stack.push_async_callback(run.aclose)
-            async for place, output in merged(runs):
-                counted.prompt(place, len(output.prompt_token_ids), output.num_cached_tokens)
-                for choice in output.outputs:
-                    index = place * job.n + choice.index
-                    first = index not in begun
-                    begun.add(index)
-                    chunk = self._piece(job, output, choice, index, first, sent)
-                    totals[index] = totals.get(index, 0) + len(choice.token_ids)
-                    counted.generated(index, 0 if job.nothing else totals[index])
-                    body = {**head, "choices": [chunk]}
-                    if counted.each:
-                        body["usage"] = counted.now(index, place)
-                    yield frame(body)
+            if len(runs) == 1:
+                async for output in runs[0]:
+                    for data in chunks(0, output):
+                        yield data
+            else:
+                async for place, output in merged(runs):
+                    for data in chunks(place, output):
+                        yield data
         if counted.last:
             yield frame({**head, "choices": [], "usage": counted.total()})
         yield DONE

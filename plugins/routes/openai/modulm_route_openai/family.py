@@ -21,7 +21,7 @@ class OpenAI(RouteFamily):
     """`/v1/models`, `/v1/completions`, `/v1/chat/completions`."""
 
     name = "openai"
-    api = 1
+    api = 2
 
     def router(self) -> APIRouter:
         router = APIRouter(prefix="/v1", tags=["OpenAI"])

@@ -20,7 +20,7 @@ class Ops(RouteFamily):
     """Routes for those who operate the server."""
 
     name = "ops"
-    api = 1
+    api = 2
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["Operations"])
@@ -45,7 +45,7 @@ class Ops(RouteFamily):
 
     async def ready(self) -> Response:
         """200 while new requests are welcome: alive, and neither going down nor full."""
-        self.context.desk.check_open()
+        self.context.generation.check_open()
         await self.context.engine.check_health()
         full = self.context.config.scheduler.max_num_queued_reqs
         if full is not None and self._waiting() >= full:
@@ -60,7 +60,7 @@ class Ops(RouteFamily):
 
     async def load(self) -> Response:
         """How many requests are being answered."""
-        return json_response({"server_load": self.context.desk.active})
+        return json_response({"server_load": self.context.generation.active})
 
     async def version(self) -> Response:
         """The version of modulm."""

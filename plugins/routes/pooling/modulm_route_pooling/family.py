@@ -45,7 +45,7 @@ class Pooling(RouteFamily):
     """`/v1/embeddings`, `/pooling`, `/classify`, `/score`, `/rerank` and their other paths."""
 
     name = "pooling"
-    api = 1
+    api = 2
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["Pooling"])
@@ -146,12 +146,12 @@ class Pooling(RouteFamily):
     @property
     def _texts(self) -> PoolingInputs:
         engine = self.context.engine
-        return PoolingInputs(engine.info, engine.tokenizer, self.context.desk.template)
+        return PoolingInputs(engine.info, engine.tokenizer, self.context.generation.template)
 
     def _model(self, name: Any, tasks: Sequence[str]) -> str:
         """The served model, if it is for one of the tasks. Raises ApiError(400) naming `model`."""
-        model: str = self.context.desk.model(name)
-        self.context.desk.check_open()
+        model: str = self.context.generation.model(name)
+        self.context.generation.check_open()
         offered = self.context.engine.info.tasks
         if not set(tasks) & set(offered):
             raise bad_field(
@@ -169,16 +169,14 @@ class Pooling(RouteFamily):
     async def _pooled(
         self, request: Request, body: EmbedRequest | ClassifyRequest, params: PoolingParams
     ) -> list[Any]:
-        parts = await prompts_of(self.context.desk, self._texts, body, params)
+        parts = await prompts_of(self.context.generation, self._texts, body, params)
         outputs: list[Any] = await until_gone(self._run(parts, body.priority or 0), request.receive)
         return outputs
 
     async def _run(self, parts: Sequence[Part], priority: int = 0) -> list[Any]:
         """All prompts at once; the first failure ends the others."""
-        encode = self.context.desk.encode
-        tasks = [
-            asyncio.ensure_future(encode(Prompt(tuple(ids)), own, priority)) for ids, own in parts
-        ]
+        encode = self.context.generation.encode
+        tasks = [asyncio.ensure_future(encode(Prompt(ids), own, priority)) for ids, own in parts]
         try:
             return list(await asyncio.gather(*tasks))
         except RequestError as error:

@@ -17,7 +17,7 @@ from modulm_server.sampling import LIMITS
 
 __all__ = ["Part", "pairs_of", "prompts_of", "text_of"]
 
-Part = tuple[list[int], PoolingParams]
+Part = tuple[Sequence[int], PoolingParams]
 
 #: The names under which clients send the two sides of pairs.
 _SIDES = (
@@ -31,7 +31,7 @@ _INLINE = 20_000
 
 
 async def prompts_of(
-    desk: GenerationService,
+    generation: GenerationService,
     texts: PoolingInputs,
     body: EmbedRequest | ClassifyRequest,
     params: PoolingParams,
@@ -44,7 +44,7 @@ async def prompts_of(
             add_special_tokens=body.add_special_tokens is True,
             variables=body.chat_template_kwargs or {},
         )
-        return [(list((await desk.from_messages(body.messages, options)).ids), params)]
+        return [((await generation.from_messages(body.messages, options)).ids, params)]
     given = body.input
     many = given if isinstance(given, list) and not _is_ids(given) else [given]
     if not 0 < len(many) <= LIMITS.prompts:

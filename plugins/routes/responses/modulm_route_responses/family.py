@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import aclosing
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from modulm_route_responses.schema import (
 )
 from modulm_route_responses.store import Store, Stored
 from modulm_server.auth import owner_of
-from modulm_server.chat_turn import Parsers, Turn
+from modulm_server.chat_turn import ChatTurn, Parsers
 from modulm_server.errors import ApiError, describe, escape
 from modulm_server.flags import ServerConfig
 from modulm_server.json_body import bad_field, json_response, read, takes
@@ -37,7 +38,7 @@ from modulm_server.sse import EventStream, event, until_gone
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator
 
-    from modulm_server.chat_turn import Started
+    from modulm_server.chat_turn import RunningTurn
 
 __all__ = ["Responses"]
 
@@ -48,7 +49,7 @@ log = logging.getLogger("modulm_server")
 class _Job:
     """One request, ready to run; `stored.body` is the response as it grows."""
 
-    turn: Turn
+    turn: ChatTurn
     stored: Stored
     output: Output = field(factory=Output)
     keep: bool = True
@@ -76,7 +77,7 @@ class Responses(RouteFamily):
     """`/v1/responses`."""
 
     name = "responses"
-    api = 1
+    api = 2
 
     def router(self) -> APIRouter:
         self._parsers = Parsers.of(self.context.config)
@@ -155,9 +156,9 @@ class Responses(RouteFamily):
     # Reading the request.
 
     async def _job(self, request: Request, body: ResponsesRequest) -> _Job:
-        desk = self.context.desk
-        model = desk.model(body.model)
-        desk.check_open()
+        generation = self.context.generation
+        model = generation.model(body.model)
+        generation.check_open()
         refuse(body)
         owner = owner_of(request)
         before = Stored(owner, {"output": []})
@@ -174,7 +175,7 @@ class Responses(RouteFamily):
         output = Output(single=body.parallel_tool_calls is False)
         return _Job(turn, stored, output, keep=body.store is not False)
 
-    async def _turn(self, body: ResponsesRequest, messages: list[dict[str, Any]]) -> Turn:
+    async def _turn(self, body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatTurn:
         tools = tools_of(body)
         choice = choice_of(body, tools)
         found = constraint_of(body, tools, choice)
@@ -182,8 +183,8 @@ class Responses(RouteFamily):
         effort = (body.reasoning or {}).get("effort")
         if effort is not None:
             variables.setdefault("reasoning_effort", effort)
-        turn = Turn(
-            desk=self.context.desk,
+        turn = ChatTurn(
+            generation=self.context.generation,
             prompt=await self._prompt(
                 body, messages, ChatOptions(tools=tools, variables=variables)
             ),
@@ -208,9 +209,9 @@ class Responses(RouteFamily):
         self, body: ResponsesRequest, messages: list[dict[str, Any]], options: ChatOptions
     ) -> Prompt:
         """The messages as a prompt; with `truncation: auto` the oldest go until the rest fits."""
-        desk = self.context.desk
+        generation = self.context.generation
         system = [] if body.instructions is None else [_system(body.instructions)]
-        prompt: Prompt = await desk.from_messages([*system, *messages], options)
+        prompt: Prompt = await generation.from_messages([*system, *messages], options)
         room = self.context.engine.info.max_model_len - (body.max_output_tokens or 1)
         if body.truncation != "auto" or len(prompt.ids) <= room:
             return prompt
@@ -219,7 +220,7 @@ class Responses(RouteFamily):
         while few < most:
             middle = (few + most) // 2
             kept = [*system, *messages[starts[middle] :]]
-            shorter = await desk.from_messages(kept, options)
+            shorter = await generation.from_messages(kept, options)
             if len(shorter.ids) <= room:
                 prompt, most = shorter, middle
             else:
@@ -268,7 +269,7 @@ class Responses(RouteFamily):
                 events.close()
                 self._store.trim()
 
-    async def _whole(self, job: _Job, started: Started) -> None:
+    async def _whole(self, job: _Job, started: RunningTurn) -> None:
         output, messages = await started.messages()
         for _ in job.output.feed(messages[0].parsed.deltas):
             pass
@@ -294,23 +295,24 @@ class Responses(RouteFamily):
         """Tokens of the reasoning, tokenized again: parsers tell text, not tokens."""
         texts = [part["text"] for item in job.output.items if item["type"] == "reasoning"
                  for part in item["content"]]  # fmt: skip
-        encode = self.context.desk.tokenizer.encode
+        encode = self.context.generation.tokenizer.encode
         return sum(len(encode(text, add_special_tokens=False)) for text in texts)
 
-    async def _frames(self, job: _Job, started: Started) -> AsyncGenerator[bytes, None]:
+    async def _frames(self, job: _Job, started: RunningTurn) -> AsyncGenerator[bytes, None]:
         if not job.body["background"]:
             yield job.state("created")
         job.body["status"] = "in_progress"
         yield job.state("in_progress")
-        async for output, steps in started.steps():
-            for step in steps:
-                for value in job.output.feed(step.events):
-                    yield job.frame(value)
-                if step.finish_reason is None:
-                    continue
-                for value in self._finish(job, output, step.finish_reason, step.generated):
-                    yield job.frame(value)
-                yield job.state(job.body["status"])
+        async with aclosing(started.running) as outputs:
+            async for output in outputs:
+                for delta in started.deltas(output):
+                    for value in job.output.feed(delta.events):
+                        yield job.frame(value)
+                    if delta.finish_reason is None:
+                        continue
+                    for value in self._finish(job, output, delta.finish_reason, delta.generated):
+                        yield job.frame(value)
+                    yield job.state(job.body["status"])
 
 
 def _system(text: str) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class Tokens(RouteFamily):
     """What the tokenizer does, over HTTP."""
 
     name = "tokens"
-    api = 1
+    api = 2
 
     def absent(self) -> str | None:
         return None if self.context.engine.tokenizer is not None else "the server has no tokenizer"
@@ -67,16 +67,16 @@ class Tokens(RouteFamily):
     async def tokenize(self, request: Request) -> Response:
         """The ids that a prompt or a conversation becomes."""
         body = await read(request, TokenizeRequest)
-        desk = self.context.desk
-        desk.model(body.model)
+        generation = self.context.generation
+        generation.model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise bad_field("prompt", "either prompt or messages is needed")
         if body.prompt is not None:
-            prompt = await desk.tokenize(body.prompt, body.add_special_tokens is not False)
+            prompt = await generation.tokenize(body.prompt, body.add_special_tokens is not False)
         else:
-            prompt = await desk.from_messages(body.messages, self._options(body))
+            prompt = await generation.from_messages(body.messages, self._options(body))
         ids = list(prompt.ids)
-        token = desk.tokenizer.id_to_token
+        token = generation.tokenizer.id_to_token
         return json_response(
             {
                 "count": len(ids),
@@ -109,17 +109,17 @@ class Tokens(RouteFamily):
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
         body = await read(request, DetokenizeRequest)
-        desk = self.context.desk
-        desk.model(body.model)
-        size = max(len(desk.tokenizer), self.context.engine.info.vocabulary)
+        generation = self.context.generation
+        generation.model(body.model)
+        size = max(len(generation.tokenizer), self.context.engine.info.vocabulary)
         wrong = next((token for token in body.tokens if token >= size), None)
         if wrong is not None:
             raise bad_field("tokens", f"tokens: {wrong} is out of vocabulary (0 to {size - 1})")
-        return json_response({"prompt": desk.tokenizer.decode(body.tokens, False)})
+        return json_response({"prompt": generation.tokenizer.decode(body.tokens, False)})
 
     async def info(self) -> Response:
         """What the tokenizer is."""
-        tokenizer = self.context.desk.tokenizer
+        tokenizer = self.context.generation.tokenizer
         return json_response(
             {
                 "tokenizer_class": type(tokenizer.backend).__name__,

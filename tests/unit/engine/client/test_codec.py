@@ -17,7 +17,7 @@ from modulm.contracts.sampling import (
     StructuredOutputs,
 )
 from modulm.engine.client import codec
-from modulm.engine.client.process import split
+from modulm.engine.client.engine_process import split
 from modulm.errors import (
     ConfigError,
     ContextLengthExceeded,

@@ -37,9 +37,9 @@ def open_answer(
     words: Tokenizer, params: SamplingParams, n: int = 1
 ) -> tuple[OutputProcessor, RequestState]:
     ids = tuple(f"a#{place}" for place in range(n)) if n > 1 else ("a",)
-    answer = RequestState("a", "text", [3, 4], params, words, 0.0, ids, keep=params.n)
+    answer = RequestState("a", "text", np.array([3, 4]), params, words, 0.0, ids, keep=params.n)
     answers = OutputProcessor()
-    answers.open(answer)
+    answers.add(answer)
     return answers, answer
 
 
@@ -54,7 +54,7 @@ def play(
     outputs, aborted = [], []
     for step, token in enumerate(tokens, start=1):
         ends = [finish] if finish is not None and step == len(tokens) else []
-        _, stopped = answers.feed(StepEvents(requests=["a"], tokens=[token], finished=ends))
+        _, stopped = answers.process(StepEvents(requests=["a"], tokens=[token], finished=ends))
         aborted += stopped
         if step % every == 0 or ends or stopped:
             outputs.append(answer.take())
@@ -137,7 +137,7 @@ def test_a_match_aborts_the_row_and_late_tokens_are_ignored(words: Tokenizer) ->
     assert aborted == ["a"]
     assert outputs[-1].outputs[0].text == "go on "
     assert outputs[-1].outputs[0].stop_reason == "stop"
-    assert answers.feed(StepEvents(requests=["a"], tokens=[5])) == ([], [])
+    assert answers.process(StepEvents(requests=["a"], tokens=[5])) == ([], [])
     assert answer.take() is None
 
 
@@ -174,13 +174,13 @@ def test_an_unfinished_character_comes_at_the_end(words: Tokenizer) -> None:
 def test_n_answers_end_together_and_deltas_carry_only_news(words: Tokenizer) -> None:
     params = SamplingParams(n=2, output_kind=OutputKind.DELTA)
     answers, answer = open_answer(words, params, 2)
-    answers.feed(StepEvents(requests=["a#0", "a#1"], tokens=[70, 71]))
+    answers.process(StepEvents(requests=["a#0", "a#1"], tokens=[70, 71]))
     assert [o.index for o in answer.take().outputs] == [0, 1]
-    answers.feed(StepEvents(finished=[Finish("a#0", "length")], requests=["a#0"], tokens=[72]))
+    answers.process(StepEvents(finished=[Finish("a#0", "length")], requests=["a#0"], tokens=[72]))
     output = answer.take()
     assert [o.index for o in output.outputs] == [0]
     assert not output.finished
-    answers.feed(StepEvents(requests=["a#1"], tokens=[73], finished=[Finish("a#1", "length")]))
+    answers.process(StepEvents(requests=["a#1"], tokens=[73], finished=[Finish("a#1", "length")]))
     output = answer.take()
     assert [o.index for o in output.outputs] == [1]
     assert output.finished
@@ -201,7 +201,7 @@ def test_best_of_keeps_the_most_probable(words: Tokenizer) -> None:
         logprobs=entries,
         finished=[Finish(name, "length") for name in names],
     )
-    answers.feed(events)
+    answers.process(events)
     outputs = answer.take().outputs
     assert [(o.index, o.token_ids, o.logprobs) for o in outputs] == [(0, [71], None)]
 
@@ -209,7 +209,7 @@ def test_best_of_keeps_the_most_probable(words: Tokenizer) -> None:
 def test_logprobs_show_the_chosen_token_first_and_ranks(words: Tokenizer) -> None:
     answers, answer = open_answer(words, SamplingParams(logprobs=2, prompt_logprobs=1))
     entry = RowLogprobs(np.array([9, 5, 9]), np.array([-1.5, -0.5, -1.5]), 2)
-    answers.feed(
+    answers.process(
         StepEvents(
             started=[Start("a", 1, 5.0)],
             requests=["a"],
@@ -232,11 +232,11 @@ def test_logprobs_show_the_chosen_token_first_and_ranks(words: Tokenizer) -> Non
 
 def test_wrong_requests_raise_and_failed_rows_say_so(words: Tokenizer) -> None:
     answers, answer = open_answer(words, SamplingParams())
-    answers.feed(StepEvents(finished=[Finish("a", "error", None, RequestError("no", "prompt"))]))
+    answers.process(StepEvents(finished=[Finish("a", "error", None, RequestError("no", "prompt"))]))
     with pytest.raises(RequestError, match="no"):
         answer.take()
     answers, answer = open_answer(words, SamplingParams())
-    answers.feed(StepEvents(finished=[Finish("a", "error", None, EngineDead("broke"))]))
+    answers.process(StepEvents(finished=[Finish("a", "error", None, EngineDead("broke"))]))
     output = answer.take().outputs[0]
     assert (output.finish_reason, output.stop_reason) == ("error", "broke")
     answers, answer = open_answer(words, SamplingParams())
@@ -248,14 +248,14 @@ def test_wrong_requests_raise_and_failed_rows_say_so(words: Tokenizer) -> None:
 def test_an_id_in_use_is_refused(words: Tokenizer) -> None:
     answers, answer = open_answer(words, SamplingParams())
     with pytest.raises(RequestError, match="in use"):
-        answers.open(answer)
+        answers.add(answer)
 
 
 def test_a_pooled_answer_comes_once() -> None:
-    answer = RequestState("a", None, [1, 2], PoolingParams(), None, 0.0, ("a",))
+    answer = RequestState("a", None, np.array([1, 2]), PoolingParams(), None, 0.0, ("a",))
     answers = OutputProcessor()
-    answers.open(answer)
+    answers.add(answer)
     values = np.array([1.0, 2.0])
-    answers.feed(StepEvents(pooled={"a": values}, finished=[Finish("a", "stop")]))
+    answers.process(StepEvents(pooled={"a": values}, finished=[Finish("a", "stop")]))
     assert answer.take().outputs.data is values
     assert answer.take() is None

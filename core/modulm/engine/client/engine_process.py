@@ -1,15 +1,8 @@
-"""The engine in a process of its own, and the line to it.
+"""The process's half of an engine in a process of its own: serves front ends over a socket.
 
 The process that starts the engine owns it: when the owner goes, by whatever signal, the engine
 goes. Further front ends connect to the same socket (`--api-server-count`). The engine's steps run
-in its main thread; a second thread serves the sockets, so that a step never waits for a peer.
-
-    owner                              engine process
-    EngineProcess.start()  --------->  loads the model
-                           <--info---  (or error)
-    ProcessLine            --submit, abort, call-->
-                           <--events, answer, dead--
-                           <--tell (told, gather)---
+in the main thread; a second thread serves the socket, so that a step never waits for a front end.
 """
 
 from __future__ import annotations
@@ -20,16 +13,15 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from modulm.contracts.requests import Finish, Request, StepEvents
 from modulm.engine.client import codec
-from modulm.engine.client.core_client import EngineCoreClient
-from modulm.engine.client.spawn import EngineProcess, connect
 from modulm.errors import EngineDead, EngineError, ModulmError
 from modulm.plugins import manager
 from modulm.plugins.manager import PluginManager
@@ -37,133 +29,22 @@ from modulm.plugins.manager import PluginManager
 if TYPE_CHECKING:
     from modulm.engine.core.engine_core import EngineCore
 
-__all__ = ["EngineProcess", "ProcessCoreClient", "main", "split"]
+__all__ = ["main", "split"]
 
 log = logging.getLogger("modulm.engine")
 
 #: Bytes that may wait for a front end that does not read, before it is let go.
 _BACKLOG = 256 << 20
-#: Seconds that front ends get to tell of themselves; one that does not counts as it last did.
+#: Seconds that front ends get to send their reports; one that does not counts as it last did.
 _TELLING = 2.0
-#: Seconds that front ends get to read the last words.
+#: Seconds that front ends get to read what was sent last.
 _GRACE = 5.0
 
 
-class ProcessCoreClient(EngineCoreClient):
-    """One front end's line to an engine process.
-
-    owned: the process, where this front end started it. Waits until the model is loaded and raises
-    what went wrong there.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        events: Callable[[StepEvents], None],
-        died: Callable[[EngineDead], None],
-        owned: EngineProcess | None = None,
-    ) -> None:
-        self.address = address
-        self._events = events
-        self._died = died
-        self._owned = owned
-        self._calls: dict[int, Future[Any]] = {}
-        self._numbers = count()
-        self._closing = False
-        self._lock = threading.Lock()
-        self._peer = connect(address)
-        self._stream = self._peer.makefile("rb")
-        self._peer.sendall(codec.pack("hello"))
-        frame = self._receive()
-        if frame is None:
-            self.close()
-            raise EngineDead(owned.ending() if owned else "the engine's process is gone")
-        if frame[0] == "error":
-            self.close()
-            raise codec.unpack_error(frame[1]) or EngineDead("the engine did not start")
-        self.number, self.info = frame[1], codec.unpack_info(frame[2])
-        self._thread = threading.Thread(target=self._listen, name="modulm-line", daemon=True)
-        self._thread.start()
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        self._send(codec.pack("submit", [codec.pack_request(request) for request in requests]))
-
-    def abort(self, request: str) -> None:
-        with suppress(EngineDead):
-            self._send(codec.pack("abort", request))
-
-    def call(self, name: str, *arguments: Any) -> Future[Any]:
-        number, answer = next(self._numbers), Future[Any]()
-        self._calls[number] = answer
-        self._send(codec.pack("call", number, name, *arguments))
-        return answer
-
-    def reports(self) -> Future[list[str]]:
-        number, answer = next(self._numbers), Future[Any]()
-        self._calls[number] = answer
-        self._send(codec.pack("gather", number))
-        return answer
-
-    def close(self) -> None:
-        self._closing = True
-        with suppress(OSError):
-            self._peer.shutdown(socket.SHUT_RDWR)
-        self._peer.close()
-        if self._owned is not None:
-            self._owned.close()
-
-    def _send(self, data: bytes) -> None:
-        try:
-            with self._lock:
-                self._peer.sendall(data)
-        except OSError as error:
-            raise EngineDead("the engine's process is gone") from error
-
-    def _receive(self) -> list[Any] | None:
-        """The next frame; None when there will be none."""
-        try:
-            size = int.from_bytes(self._stream.read(4), "big")
-            body = self._stream.read(size)
-        except (OSError, ValueError):
-            return None
-        return codec.unpack(body) if size and len(body) == size else None
-
-    def _listen(self) -> None:
-        """Until the line ends: hand on what comes. The body of the line's thread."""
-        death: EngineDead | None = None
-        while death is None and (frame := self._receive()) is not None:
-            if frame[0] == "events":
-                self._events(codec.unpack_events(frame[1]))
-            elif frame[0] == "answer":
-                self._answer(*frame[1:])
-            elif frame[0] == "tell":
-                with suppress(EngineDead):
-                    self._send(codec.pack("told", frame[1], self.report()))
-            elif frame[0] == "dead":
-                death = EngineDead(frame[1])
-        if death is None:
-            gone = self._owned.ending() if self._owned and not self._closing else ""
-            death = EngineDead(gone or "the line to the engine was closed")
-        for answer in self._calls.values():
-            answer.set_exception(death)
-        self._died(death)
-
-    def _answer(self, number: int, value: Any, error: list[Any] | None) -> None:
-        answer = self._calls.pop(number)
-        failed = codec.unpack_error(error)
-        if failed is None:
-            answer.set_result(value)
-        else:
-            answer.set_exception(failed)
-
-
-# The other side.
-
-
-class _Peer(asyncio.Protocol):
+class _FrontEnd(asyncio.Protocol):
     """A front end, as the engine's process sees it. The first one to say "start" is the owner."""
 
-    def __init__(self, server: _Server) -> None:
+    def __init__(self, server: _SocketServer) -> None:
         self._server = server
         self._data = bytearray()
         self._transport: asyncio.Transport | None = None
@@ -216,10 +97,10 @@ class _Reports:
 
     def __init__(self) -> None:
         self._said: dict[int, str] = {}
-        self._open: dict[int, tuple[_Peer, int, set[int]]] = {}
+        self._open: dict[int, tuple[_FrontEnd, int, set[int]]] = {}
         self._numbers = count()
 
-    def gather(self, asker: _Peer, number: int, peers: Iterable[_Peer]) -> None:
+    def gather(self, asker: _FrontEnd, number: int, peers: Iterable[_FrontEnd]) -> None:
         """Ask all others; the answer to the asker's call `number` follows when they have told."""
         others = [peer for peer in peers if peer is not asker]
         question = next(self._numbers)
@@ -229,14 +110,14 @@ class _Reports:
         self._close(question)
         asyncio.get_running_loop().call_later(_TELLING, self._give_up, question)
 
-    def told(self, peer: _Peer, question: int, text: str) -> None:
+    def told(self, peer: _FrontEnd, question: int, text: str) -> None:
         """A front end has told."""
         self._said[peer.number] = text
         if question in self._open:
             self._open[question][2].discard(peer.number)
             self._close(question)
 
-    def lost(self, peer: _Peer) -> None:
+    def lost(self, peer: _FrontEnd) -> None:
         """A front end is gone; nobody waits for it."""
         for question in list(self._open):
             self._open[question][2].discard(peer.number)
@@ -255,7 +136,7 @@ class _Reports:
             asker.send(codec.pack("answer", number, said, None))
 
 
-class _Server:
+class _SocketServer:
     """Serves the sockets of an engine's process on a thread of its own."""
 
     def __init__(self, listener: socket.socket) -> None:
@@ -264,26 +145,26 @@ class _Server:
         self.gone = threading.Event()
         self._listener = listener
         self._loop = asyncio.new_event_loop()
-        self._owner: _Peer | None = None
-        self._peers: dict[int, _Peer] = {}
-        self._requests: dict[str, _Peer] = {}
+        self._owner: _FrontEnd | None = None
+        self._peers: dict[int, _FrontEnd] = {}
+        self._requests: dict[str, _FrontEnd] = {}
         self._hello: bytes | None = None
         self._reports = _Reports()
-        self._host: EngineCore | None = None
+        self._core: EngineCore | None = None
         self._thread = threading.Thread(target=self._run, name="modulm-sockets", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        serve = self._loop.create_unix_server(lambda: _Peer(self), sock=self._listener)
+        serve = self._loop.create_unix_server(lambda: _FrontEnd(self), sock=self._listener)
         self._loop.run_until_complete(serve)
         self._loop.run_forever()
 
     # From the engine's thread.
 
-    def ready(self, host: EngineCore) -> None:
+    def ready(self, core: EngineCore) -> None:
         """The engine takes requests from now on."""
-        self._loop.call_soon_threadsafe(self._open, host)
+        self._loop.call_soon_threadsafe(self._open, core)
 
     def refuse(self, error: BaseException) -> None:
         """The engine did not start: everybody who asks is told why."""
@@ -311,7 +192,7 @@ class _Server:
 
     # On the sockets' thread.
 
-    def frame(self, peer: _Peer, frame: list[Any]) -> None:
+    def frame(self, peer: _FrontEnd, frame: list[Any]) -> None:
         kind, *arguments = frame
         if kind == "start" and self._owner is None:
             self._owner = peer
@@ -320,30 +201,31 @@ class _Server:
             self._peers[peer.number] = peer
             if self._hello is not None:
                 peer.send(self._hello)
-            elif self._host is not None:
+            elif self._core is not None:
                 self._greet(peer)
-        elif self._host is not None:
-            self._request(self._host, peer, kind, arguments)
+        elif self._core is not None:
+            self._request(self._core, peer, kind, arguments)
 
-    def _request(self, host: EngineCore, peer: _Peer, kind: str, arguments: list[Any]) -> None:
+    def _request(self, core: EngineCore, peer: _FrontEnd, kind: str, arguments: list[Any]) -> None:
         if kind == "submit":
-            self._submit(host, peer, [codec.unpack_request(table) for table in arguments[0]])
-        elif kind == "abort" and arguments[0] in peer.open:
-            self._forget(arguments[0])
-            host.engine.abort(arguments[0])
-        elif kind == "call":
-            self._call(host, peer, *arguments)
+            self._submit(core, peer, [codec.unpack_request(table) for table in arguments[0]])
+        elif kind == "abort":
+            if arguments[0] in peer.open:
+                self._forget(arguments[0])
+                core.loop.abort(arguments[0])
         elif kind == "gather":
             self._reports.gather(peer, arguments[0], self._peers.values())
         elif kind == "told":
             self._reports.told(peer, *arguments)
+        else:
+            self._operate(core, peer, kind, *arguments)
 
-    def _submit(self, host: EngineCore, peer: _Peer, requests: list[Request]) -> None:
+    def _submit(self, core: EngineCore, peer: _FrontEnd, requests: list[Request]) -> None:
         try:
             for request in requests:
                 if request.id in self._requests:
                     raise EngineError(f"request id {request.id!r} is in use")
-            host.submit(*requests)
+            core.submit(*requests)
         except Exception as error:
             refused = [Finish(request.id, "error", None, error) for request in requests]
             peer.send(codec.pack("events", codec.pack_events(StepEvents(finished=refused))))
@@ -352,45 +234,55 @@ class _Server:
             self._requests[request.id] = peer
             peer.open.add(request.id)
 
-    def _call(self, host: EngineCore, peer: _Peer, number: int, name: str, *arguments: Any) -> None:
+    def _operate(
+        self, core: EngineCore, peer: _FrontEnd, kind: str, number: int, *arguments: int
+    ) -> None:
+        """Run an operation between two steps and send what it gives."""
+
         def answered(future: Future[Any]) -> None:
             error = future.exception()
             value = None if error else future.result()
             self._later(peer.send, codec.pack("answer", number, value, codec.pack_error(error)))
 
+        operations: dict[str, Callable[..., Any]] = {
+            "reset_prefix_cache": core.reset_prefix_cache,
+            "sleep": core.sleep,
+            "wake_up": core.wake_up,
+            "is_sleeping": core.is_sleeping,
+        }
         try:
-            host.engine.call(host.operation(name, *arguments)).add_done_callback(answered)
+            core.loop.call(partial(operations[kind], *arguments)).add_done_callback(answered)
         except ModulmError as error:
             peer.send(codec.pack("answer", number, None, codec.pack_error(error)))
 
-    def lost(self, peer: _Peer) -> None:
+    def lost(self, peer: _FrontEnd) -> None:
         """A front end is gone: its requests end, and with the owner everything."""
         self._peers.pop(peer.number, None)
         self._reports.lost(peer)
         for identity in peer.open:
             self._requests.pop(identity, None)
-            if self._host is not None:
-                self._host.engine.abort(identity)
+            if self._core is not None:
+                self._core.loop.abort(identity)
         peer.open.clear()
         if self._owner is None and not self.started.done():  # the owner, before it said a word
             self.started.set_exception(EngineDead("there is nobody to work for"))
         if peer is self._owner:
             self.gone.set()
-            if self._host is not None:
-                self._host.engine.stop()
+            if self._core is not None:
+                self._core.loop.stop()
             if not self.started.done():
                 self.started.cancel()
 
-    def _open(self, host: EngineCore) -> None:
-        self._host = host
+    def _open(self, core: EngineCore) -> None:
+        self._core = core
         for peer in self._peers.values():
             self._greet(peer)
         if self.gone.is_set():
-            host.engine.stop()
+            core.loop.stop()
 
-    def _greet(self, peer: _Peer) -> None:
-        if self._host is not None:
-            peer.send(codec.pack("info", peer.number, codec.pack_info(self._host.info)))
+    def _greet(self, peer: _FrontEnd) -> None:
+        if self._core is not None:
+            peer.send(codec.pack("info", peer.number, codec.pack_info(self._core.info)))
 
     def _greet_all(self, data: bytes) -> None:
         self._hello = data
@@ -443,22 +335,22 @@ def _split_table(table: str, events: StepEvents, owners: dict[str, Any], parts: 
 
 
 def main(descriptor: int) -> int:
-    """The engine's process: wait to be told what to run, run it, end with the owner."""
+    """Wait to be told what to run, run it, end with the owner. The body of the process."""
     from modulm.engine.core.engine_core import EngineCore
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    server = _Server(socket.socket(fileno=descriptor))
+    server = _SocketServer(socket.socket(fileno=descriptor))
     try:
         flags, plugins = server.started.result()
     except BaseException:
         return 0
     try:
         with manager.using(PluginManager.replay(codec.unpack_plugins(plugins))) as here:
-            host = EngineCore(codec.unpack_config(flags), here, server, "server")
-            server.ready(host)
-            host.engine.run()
-            host.stop()
+            core = EngineCore(codec.unpack_config(flags), here, server, "server")
+            server.ready(core)
+            core.loop.run()
+            core.stop()
     except Exception as error:
         if not isinstance(error, ModulmError):
             log.error("the engine did not start: %s", error)
@@ -466,7 +358,7 @@ def main(descriptor: int) -> int:
         server.flush()
         return 1
     server.flush()
-    return 0 if host.engine.dead is None else 1
+    return 0 if core.loop.dead is None else 1
 
 
 if __name__ == "__main__":

@@ -1,0 +1,142 @@
+"""The engine as front ends see it: servers, route families and batch runners know this only."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from modulm.errors import EngineDead, NotFound
+
+if TYPE_CHECKING:
+    from prometheus_client.registry import Collector
+
+    from modulm.contracts.requests import StepStats
+    from modulm.contracts.sampling import PoolingParams, SamplingParams
+    from modulm.engine.frontend.beam_search import BeamSearchParams
+    from modulm.engine.types.engine_info import EngineInfo
+    from modulm.engine.types.outputs import PoolingRequestOutput, RequestOutput
+    from modulm.text.tokenizer import Tokenizer
+
+__all__ = ["API", "EngineClient", "PromptLike"]
+
+API = 1
+
+#: Text, token ids, or a table with `prompt` or `prompt_token_ids` (and `cache_salt`).
+PromptLike: TypeAlias = "str | Sequence[int] | Mapping[str, object]"
+
+
+class EngineClient(ABC):
+    """Many callers on one event loop, one engine behind them.
+
+    info: what the engine is. tokenizer: None on an engine without one. metrics: for a registry of
+    prometheus_client. dead: why the engine cannot go on, None while it lives. address: where
+    further front ends of the same engine connect, None if they cannot.
+    """
+
+    info: EngineInfo
+    tokenizer: Tokenizer | None
+    metrics: Collector
+    dead: EngineDead | None = None
+    address: str | None = None
+
+    @abstractmethod
+    def generate(
+        self,
+        prompt: PromptLike,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs as they come, by `params.output_kind`; the last one has `finished`.
+
+        Leaving early aborts the request. Raises RequestError if the request is wrong, QueueFull if
+        it cannot wait, EngineDead. What goes wrong while it runs is in `finish_reason`.
+        """
+
+    @abstractmethod
+    def beam_search(
+        self,
+        prompt: PromptLike,
+        params: BeamSearchParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """One output with the `params.beam_width` best answers, best first.
+
+        Leaving early ends the search. Raises as `generate` does.
+        """
+
+    @abstractmethod
+    def encode(
+        self, prompt: PromptLike, params: PoolingParams, request_id: str, *, priority: int = 0
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """One output, when it is there. Raises as `generate` does."""
+
+    @abstractmethod
+    async def abort(self, request_id: str) -> None:
+        """End a request now; whoever reads it gets its last output. Unknown ones are ignored."""
+
+    @abstractmethod
+    async def drain(self, timeout: float | None = None) -> bool:
+        """Wait until no request is left, at most `timeout` seconds; what is left is aborted.
+
+        Whether none was left.
+        """
+
+    @property
+    @abstractmethod
+    def active(self) -> int:
+        """Requests that have not ended."""
+
+    @property
+    @abstractmethod
+    def stats(self) -> StepStats | None:
+        """The last step in numbers; None before the first."""
+
+    @abstractmethod
+    async def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; running requests go on."""
+
+    @abstractmethod
+    async def sleep(self, level: int = 1) -> None:
+        """Give back the memory of the caches, with level 2 that of the weights as well.
+
+        Requests are refused until it is woken. Raises UnsupportedError without
+        --enable-sleep-mode, RequestError while requests run.
+        """
+
+    @abstractmethod
+    async def wake_up(self) -> None:
+        """Take the memory again; weights that were given back are loaded anew."""
+
+    @abstractmethod
+    async def is_sleeping(self) -> bool:
+        """Whether the engine sleeps."""
+
+    @abstractmethod
+    def report_by(self, report: Callable[[], str]) -> None:
+        """How this front end tells of itself, on any thread, when another one asks."""
+
+    @abstractmethod
+    async def reports(self) -> list[str]:
+        """What the engine's other front ends tell of themselves."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Stop the engine; requests that are left end with EngineDead. May be called twice."""
+
+    async def check_health(self) -> None:
+        """Raise EngineDead if the engine cannot go on."""
+        if self.dead is not None:
+            raise self.dead
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises NotFound if there is none."""
+        if self.tokenizer is None:
+            raise NotFound("there is no tokenizer: skip_tokenizer_init was given")
+        return self.tokenizer

@@ -1,0 +1,145 @@
+"""The front end's half of an engine in a process of its own: requests out, events in.
+
+owner                              engine process (`engine_process.py`)
+EngineProcess(config)  --start-->  loads the model
+                       <--info---  (or error)
+ProcessCoreClient      --submit, abort, sleep ...-->
+                       <--events, answer, dead------
+                       <--tell (told, gather)-------
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from itertools import count
+from typing import Any
+
+from modulm.contracts.requests import Request, StepEvents
+from modulm.engine.client import codec
+from modulm.engine.client.core_client import EngineCoreClient
+from modulm.engine.client.spawn import EngineProcess, connect
+from modulm.errors import EngineDead
+
+__all__ = ["ProcessCoreClient"]
+
+
+class ProcessCoreClient(EngineCoreClient):
+    """Reaches an engine core in a process of its own over its socket.
+
+    owned: the process, where this front end started it. Waits until the model is loaded and raises
+    what went wrong there.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        events: Callable[[StepEvents], None],
+        died: Callable[[EngineDead], None],
+        owned: EngineProcess | None = None,
+    ) -> None:
+        self.address = address
+        self._events = events
+        self._died = died
+        self._owned = owned
+        self._calls: dict[int, Future[Any]] = {}
+        self._numbers = count()
+        self._closing = False
+        self._lock = threading.Lock()
+        self._peer = connect(address)
+        self._stream = self._peer.makefile("rb")
+        self._peer.sendall(codec.pack("hello"))
+        frame = self._receive()
+        if frame is None:
+            self.close()
+            raise EngineDead(owned.ending() if owned else "the engine's process is gone")
+        if frame[0] == "error":
+            self.close()
+            raise codec.unpack_error(frame[1]) or EngineDead("the engine did not start")
+        self.number, self.info = frame[1], codec.unpack_info(frame[2])
+        self._thread = threading.Thread(target=self._listen, name="modulm-events", daemon=True)
+        self._thread.start()
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._send(codec.pack("submit", [codec.pack_request(request) for request in requests]))
+
+    def abort(self, request: str) -> None:
+        with suppress(EngineDead):
+            self._send(codec.pack("abort", request))
+
+    def reset_prefix_cache(self) -> Future[None]:
+        return self._call("reset_prefix_cache")
+
+    def sleep(self, level: int) -> Future[None]:
+        return self._call("sleep", level)
+
+    def wake_up(self) -> Future[None]:
+        return self._call("wake_up")
+
+    def is_sleeping(self) -> Future[bool]:
+        return self._call("is_sleeping")
+
+    def reports(self) -> Future[list[str]]:
+        return self._call("gather")
+
+    def close(self) -> None:
+        self._closing = True
+        with suppress(OSError):
+            self._peer.shutdown(socket.SHUT_RDWR)
+        self._peer.close()
+        if self._owned is not None:
+            self._owned.close()
+
+    def _call(self, operation: str, *arguments: int) -> Future[Any]:
+        """Ask for an operation; its answer comes with the number of the call."""
+        number, answer = next(self._numbers), Future[Any]()
+        self._calls[number] = answer
+        self._send(codec.pack(operation, number, *arguments))
+        return answer
+
+    def _send(self, data: bytes) -> None:
+        try:
+            with self._lock:
+                self._peer.sendall(data)
+        except OSError as error:
+            raise EngineDead("the engine's process is gone") from error
+
+    def _receive(self) -> list[Any] | None:
+        """The next frame; None when there will be none."""
+        try:
+            size = int.from_bytes(self._stream.read(4), "big")
+            body = self._stream.read(size)
+        except (OSError, ValueError):
+            return None
+        return codec.unpack(body) if size and len(body) == size else None
+
+    def _listen(self) -> None:
+        """Hand on what comes until the connection ends; the body of the receiving thread."""
+        death: EngineDead | None = None
+        while death is None and (frame := self._receive()) is not None:
+            if frame[0] == "events":
+                self._events(codec.unpack_events(frame[1]))
+            elif frame[0] == "answer":
+                self._answer(*frame[1:])
+            elif frame[0] == "tell":
+                with suppress(EngineDead):
+                    self._send(codec.pack("told", frame[1], self.report()))
+            elif frame[0] == "dead":
+                death = EngineDead(frame[1])
+        if death is None:
+            gone = self._owned.ending() if self._owned and not self._closing else ""
+            death = EngineDead(gone or "the connection to the engine was closed")
+        for answer in self._calls.values():
+            answer.set_exception(death)
+        self._died(death)
+
+    def _answer(self, number: int, value: Any, error: list[Any] | None) -> None:
+        answer = self._calls.pop(number)
+        failed = codec.unpack_error(error)
+        if failed is None:
+            answer.set_result(value)
+        else:
+            answer.set_exception(failed)
