@@ -60,7 +60,7 @@ class Ops(RouteFamily):
 
     async def load(self) -> Response:
         """How many requests are being answered."""
-        return json_response({"server_load": self.context.generation.active})
+        return json_response({"server_load": self.context.engine.active})
 
     async def version(self) -> Response:
         """The version of modulm."""
