@@ -114,13 +114,15 @@ def test_a_run_of_tokens_gives_what_single_steps_give(
     found = []
     for size in (1, 3, len(ids)):
         answers, answer = open_answer(words, params, n=2)
-        answers.feed(StepEvents(requests=["a#1"], tokens=[ids[0]], logprobs={"a#1": (entries[0],)}))
+        answers.process(
+            StepEvents(requests=["a#1"], tokens=[ids[0]], logprobs={"a#1": (entries[0],)})
+        )
         for first in range(0, len(ids), size):
             run = ids[first : first + size]
             ends = [Finish("a#0", "length")] if first + size >= len(ids) else []
             logprobs = {"a#0": tuple(entries[first : first + size]), "a#1": (entries[1],)}
             names = ["a#0"] * len(run) + ["a#1"]
-            answers.feed(
+            answers.process(
                 StepEvents(requests=names, tokens=[*run, ids[1]], logprobs=logprobs, finished=ends)
             )
         found.append(answer.choices[0].output())
