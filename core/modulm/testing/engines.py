@@ -93,7 +93,7 @@ def check_empty(engine: EngineLoop) -> None:
         "waiting": scheduler.waiting,
         "rows": scheduler.limits.rows - scheduler.table.free,
         "queued tokens": scheduler.queue.tokens,
-        "rows to fill blocks": scheduler.sharing.expected,
+        "rows to fill blocks": scheduler.prefix_reuse.expected,
     }
     for number, group in enumerate(scheduler.cache.groups):
         left[f"blocks of group {number}"] = group.pool.used

@@ -1,1 +1,1 @@
-"""Blocks of cache memory: pools, tables per row, prefix index, sizes."""
+"""KV cache: block pools, block tables per row, prefix index, sizes."""

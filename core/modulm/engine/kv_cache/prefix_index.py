@@ -1,4 +1,4 @@
-"""Prefix cache: finds blocks of earlier requests that hold the same beginning.
+"""Prefix index: finds blocks of earlier requests that hold the same beginning.
 
 A full block of tokens is named by a hash over its parent's name, its tokens and whatever else
 its content depends on (a salt that keeps tenants apart, an adapter, the media whose placeholders

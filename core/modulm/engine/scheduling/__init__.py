@@ -1,1 +1,1 @@
-"""Which rows run in a step, and with how many tokens."""
+"""Scheduling: which rows run in a step, with how many tokens, drafts, media and transfers."""

@@ -1,4 +1,4 @@
-"""Which rows share blocks: names the blocks of running rows and finds them for waiting requests."""
+"""Prefix reuse: names the full blocks of running rows and finds them for waiting requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The waiting requests, in the order of a policy, and what the scheduler knows of each request."""
+"""Request queue: waiting requests in a policy's order, and what is known of each."""
 
 from __future__ import annotations
 

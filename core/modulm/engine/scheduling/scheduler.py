@@ -53,9 +53,9 @@ class BudgetScheduler(Scheduler):
         self.policy = policy
         self.table = RowTable(limits.rows, capacity.max_model_len)
         self.cache = KVCacheManager(capacity, limits.rows)
-        self.sharing = PrefixReuse(self.cache, self.table, limits.hash, limits.prefixes)
+        self.prefix_reuse = PrefixReuse(self.cache, self.table, limits.hash, limits.prefixes)
         self.drafting = Drafting(capacity, self.table, self.cache)
-        self.transfers = KVTransfers(index, self.cache, self.table, self.sharing)
+        self.transfers = KVTransfers(index, self.cache, self.table, self.prefix_reuse)
         self.adapters = AdapterSlots(capacity.adapters)
         self.encoders = EncoderBudget(capacity, limits, self.cache.unit)
         self.queue = RequestQueue(policy)
@@ -146,7 +146,7 @@ class BudgetScheduler(Scheduler):
         return StepStats(self._steps, len(self._running), len(self.queue), self.cache.usage)
 
     def forget_prefixes(self) -> None:
-        self.sharing.forget()
+        self.prefix_reuse.forget()
 
     # A step is planned.
 
@@ -296,7 +296,7 @@ class BudgetScheduler(Scheduler):
         """
         if entry.request.adapter is not None and not self._has_slot(entry, skipped):
             return None
-        hit = self.sharing.lookup(entry)
+        hit = self.prefix_reuse.lookup(entry)
         reach = None if hit is None else self.transfers.matched(entry, hit)
         return None if hit is None or reach is None else (hit, reach)
 
@@ -337,7 +337,7 @@ class BudgetScheduler(Scheduler):
         if not self.cache.admit(row, hit, known, hit.tokens + count, spare):
             return False
         self.table.admit(entry.request, entry.history, hit.tokens, entry.limit)
-        self.sharing.admit(entry, row, hit)
+        self.prefix_reuse.admit(entry, row, hit)
         self.adapters.take(entry.request.adapter)
         self.transfers.admit(entry, row)
         if entry.request.media:
@@ -436,7 +436,7 @@ class BudgetScheduler(Scheduler):
             self._settle(runs, result)
         if result.transfers is not None:
             self.transfers.end(result.transfers)
-        self.sharing.advance(runs.rows, runs.ends)
+        self.prefix_reuse.advance(runs.rows, runs.ends)
         if self.transfers.index is not None:
             self.transfers.save(runs.rows, runs.ends)
         self.cache.trim(runs.rows, runs.ends)
@@ -525,7 +525,7 @@ class BudgetScheduler(Scheduler):
         }
 
     def _stats(self, flight: StepInFlight, result: StepResult, generated: int) -> StepStats:
-        queried, hits = self.sharing.take_counts()
+        queried, hits = self.prefix_reuse.take_counts()
         preempted, self._preempted = self._preempted, 0
         drafted, accepted = flight.plan.drafted, result.accepted
         return StepStats(
@@ -569,7 +569,7 @@ class BudgetScheduler(Scheduler):
             self._released.append(row)
         self.adapters.release(entry.request.adapter)
         self.encoders.release(row)
-        self.sharing.release(row)
+        self.prefix_reuse.release(row)
         self.drafting.release(row)
         self.cache.release(row)
         return self.table.release(row)
