@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, ClassVar
 
 from attrs import frozen
@@ -11,10 +12,12 @@ from modulm.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
 
+    import numpy as np
     import torch
 
-__all__ = ["API", "Binding", "Memory", "Platform", "Probe"]
+__all__ = ["API", "Binding", "Memory", "Platform", "Probe", "Staging", "Transfer"]
 
 API = 1
 
@@ -46,6 +49,35 @@ class Binding:
     nodes: tuple[int, ...] = ()
 
 
+class Staging:
+    """Brings small arrays to the device, the parts of a step in one copy.
+
+    The default is for devices that compute on host memory: tensors are views of the arrays.
+    """
+
+    def send(self, arrays: Sequence[np.ndarray]) -> tuple[torch.Tensor, ...]:
+        """One tensor per array, in order, valid until the arrays are changed; where work is queued
+        they are copied, and the tensors are valid for the work launched before the next call.
+        """
+        import torch
+
+        return tuple(torch.from_numpy(array) for array in arrays)
+
+
+class Transfer:
+    """Tensors on their way to the host, begun when it is made.
+
+    The default is for devices that compute on host memory.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tuple(tensors)
+
+    def wait(self) -> tuple[np.ndarray, ...]:
+        """The values, once the work that gives them is done; may be called again."""
+        return tuple(tensor.numpy() for tensor in self._tensors)
+
+
 class Platform(ABC):
     """One kind of device. Everything that differs between devices is asked of this object.
 
@@ -62,6 +94,9 @@ class Platform(ABC):
     kernels: ClassVar[tuple[str, ...]] = ()
     #: Named abilities that other code may ask for, e.g. "graphs", "pin_memory", "sleep".
     capabilities: ClassVar[frozenset[str]] = frozenset()
+    #: Whether work is queued: an operation returns before it is done, and reading what it gives
+    #: waits for everything before it. Such platforms override `staging` and `fetch`.
+    queued: ClassVar[bool] = False
     #: Flags that mean nothing here: field name -> the reason that is printed when one is given.
     no_effect: ClassVar[Mapping[str, str]] = {}
     #: Default of --max-num-batched-tokens and --max-num-seqs, for (offline, server).
@@ -109,6 +144,27 @@ class Platform(ABC):
         import torch
 
         return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
+
+    def queue(self) -> AbstractContextManager[object]:
+        """What steps are launched in (a stream, a device)."""
+        return nullcontext()
+
+    def staging(self) -> Staging:
+        """A way for arrays to the device; each place in the code that sends has its own."""
+        return Staging()
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Transfer:
+        """Begin to bring tensors to the host, after all work launched so far."""
+        return Transfer(tensors)
+
+    def peak_memory(self) -> int | None:
+        """Bytes of device memory that tensors took at most since `reset_peak_memory`; None: the
+        platform does not count them."""
+        return None
+
+    def reset_peak_memory(self) -> int:
+        """Begin to count anew; bytes that tensors take now."""
+        return 0
 
     def synchronize(self) -> None:
         """Wait until the device has finished all work that was queued."""

@@ -7,7 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from modulm.contracts.attention import AttentionBackend, AttentionSpec
 from modulm.contracts.model import CacheSpec, StateSpec
@@ -16,7 +16,7 @@ from modulm.errors import UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["CacheGroup", "group_caches"]
+__all__ = ["CacheGroup", "extended", "group_caches"]
 
 
 @frozen
@@ -92,6 +92,27 @@ def _leader(
     if leader.window is not None and leader.window < (spec.window or leader.window + 1):
         raise UnsupportedError(f"{cache.layer} looks back beyond the window of {cache.follows}")
     return leader
+
+
+def extended(
+    groups: Sequence[CacheGroup], caches: Sequence[CacheSpec], first: int
+) -> tuple[CacheGroup, ...]:
+    """The groups with further paged caches, in the blocks of the layers that are like them.
+
+    first: the index of the first of `caches` among all. Raises UnsupportedError where no layer is.
+    """
+    made = list(groups)
+    for index, cache in enumerate(caches, first):
+        at = next((i for i, group in enumerate(made) if group.spec == cache.spec), None)
+        backend = None if at is None else made[at].backend
+        if at is None or backend is None:
+            raise UnsupportedError(f"{cache.layer}: no attention layer of the model is like it")
+        size = 0 if cache.shares else backend.layout(1).block_bytes
+        group = made[at]
+        made[at] = evolve(
+            group, layers=(*group.layers, index), block_bytes=group.block_bytes + size
+        )
+    return tuple(made)
 
 
 def _state_bytes(tensors: Iterable[tuple[str, tuple[int, ...], str]]) -> int:

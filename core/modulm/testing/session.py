@@ -56,7 +56,7 @@ class Session:
             owners,
             rows=rows,
             tokens=rows * length,
-            device=self.platform.device,
+            platform=self.platform,
         )
 
     @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""Edits of one row's logits that are fixed when the row is admitted.
+"""Logit constraints: what a row's parameters change in its logits, fixed when it is admitted.
 
 They run in this order, before the penalties: allowed ids, bad words, minimum length, bias.
 """
@@ -13,7 +13,7 @@ import torch
 from modulm.contracts.executor import RowStart
 from modulm.contracts.sampling import SamplingParams
 
-__all__ = ["AllowedIds", "BadWords", "Bias", "LogitConstraint", "MinTokens", "edits_for"]
+__all__ = ["AllowedIds", "BadWords", "Bias", "LogitConstraint", "MinTokens", "constraints_of"]
 
 
 class LogitConstraint(ABC):
@@ -24,7 +24,7 @@ class LogitConstraint(ABC):
         """logits: [vocabulary] fp32; output: the tokens that the row has produced so far."""
 
     def over(self, output: Sequence[int]) -> bool:
-        """Whether the edit will never change anything again."""
+        """Whether it will never change anything again."""
         return False
 
 
@@ -80,17 +80,17 @@ class Bias(LogitConstraint):
         logits[self.ids] += self.values
 
 
-def edits_for(
+def constraints_of(
     start: RowStart, params: SamplingParams, device: torch.device
 ) -> list[LogitConstraint]:
-    """The edits that a row's parameters ask for, in the order in which they run."""
-    edits: list[LogitConstraint] = []
+    """What a row's parameters ask for, in the order in which they run."""
+    constraints: list[LogitConstraint] = []
     if params.allowed_token_ids is not None:
-        edits.append(AllowedIds(params.allowed_token_ids, device))
+        constraints.append(AllowedIds(params.allowed_token_ids, device))
     if start.bad_words:
-        edits.append(BadWords(start.bad_words))
+        constraints.append(BadWords(start.bad_words))
     if params.min_tokens > len(start.output) and start.stop_ids:
-        edits.append(MinTokens(params.min_tokens, start.stop_ids, device))
+        constraints.append(MinTokens(params.min_tokens, start.stop_ids, device))
     if params.logit_bias:
-        edits.append(Bias(params.logit_bias, device))
-    return edits
+        constraints.append(Bias(params.logit_bias, device))
+    return constraints

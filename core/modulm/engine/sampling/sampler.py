@@ -8,7 +8,8 @@ when it is admitted and kept as flags, so a step in which every row is plain gre
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,28 +18,85 @@ from attrs import define, field, frozen
 from modulm.contracts.executor import RowLogprobs, RowStart
 from modulm.contracts.grammar import Grammar, Matcher
 from modulm.contracts.kernels import Ops
+from modulm.contracts.platform import Platform, Transfer
 from modulm.contracts.sampling import RowView, SamplingParams
-from modulm.engine.sampling.logit_constraints import LogitConstraint, MinTokens, edits_for
+from modulm.engine.sampling.logit_constraints import LogitConstraint, MinTokens, constraints_of
 from modulm.engine.sampling.logits_processors import Processors
 from modulm.engine.sampling.penalties import Seen, penalise, wants_penalties
 
-__all__ = ["Sampled", "Sampler"]
+__all__ = ["Best", "Chosen", "Sampled", "Sampler", "Verified"]
 
 #: CPU time that one row's grammar may take in one step before the row is given up for the others.
 _GRAMMAR_SECONDS = 0.5
 
-_DRAWN, _LOGPROBS, _EDITED, _PENALISED, _GRAMMAR, _EARLY, _LATE = (1 << i for i in range(7))
-_HISTORY = _EDITED | _PENALISED | _GRAMMAR | _EARLY | _LATE
-_CHANGED = _EDITED | _PENALISED | _EARLY | _LATE
+_DRAWN, _LOGPROBS, _CONSTRAINED, _PENALISED, _GRAMMAR, _EARLY, _LATE = (1 << i for i in range(7))
+_HISTORY = _CONSTRAINED | _PENALISED | _GRAMMAR | _EARLY | _LATE
+_CHANGED = _CONSTRAINED | _PENALISED | _EARLY | _LATE
 
 
 @frozen(eq=False)
 class Sampled:
-    """tokens: [n] int64, -1 where the row failed; logprobs and errors by row."""
+    """tokens: [n] int64, -1 where the place failed; logprobs and errors by place."""
 
     tokens: np.ndarray
     logprobs: Mapping[int, RowLogprobs] = field(factory=dict)
     errors: Mapping[int, str] = field(factory=dict)
+
+
+class Verified(NamedTuple):
+    """What rows with drafts gave. tokens: of all rows, one run after the other; accepted: [rows],
+    the lengths of the runs, 0 for rows that failed; logprobs and errors: by place of the row.
+    """
+
+    tokens: np.ndarray
+    accepted: np.ndarray
+    logprobs: Mapping[int, tuple[RowLogprobs, ...]]
+    errors: Mapping[int, str]
+
+
+class Best:
+    """The chosen tokens and the best ones of some places, on their way to the host."""
+
+    def __init__(self, places: Sequence[int], transfer: Transfer) -> None:
+        self._places = places
+        self._transfer = transfer
+
+    def entries(self) -> Iterator[tuple[int, RowLogprobs]]:
+        """(place, log probabilities there)."""
+        ids, values, rank = self._transfer.wait()
+        for place, *entry in zip(self._places, ids, values, rank.tolist(), strict=True):
+            yield place, RowLogprobs(*entry)
+
+
+@define(eq=False)
+class Chosen:
+    """Tokens that were chosen, on their way to the host. device: [n] int64, -1 where none could
+    be; logits: what they were chosen from, to say why.
+    """
+
+    device: torch.Tensor
+    transfer: Transfer
+    logits: torch.Tensor
+    best: Sequence[Best] = ()
+    errors: dict[int, str] = field(factory=dict)
+
+    def tokens(self) -> np.ndarray:
+        """[n] int64, once they are there; places without one are in `errors` then."""
+        (tokens,) = self.transfer.wait()
+        if len(tokens) and tokens.min() < 0:
+            for place in np.flatnonzero(tokens < 0).tolist():
+                self.errors.setdefault(place, _why(self.logits[place]))
+        return tokens
+
+    def result(self) -> Sampled:
+        """Everything, once it is there."""
+        tokens = self.tokens()
+        if self.errors:
+            tokens = tokens.copy()
+            tokens[list(self.errors)] = -1
+        found = (entry for best in self.best for entry in best.entries())
+        logprobs = {place: entry for place, entry in found if place not in self.errors}
+        return Sampled(tokens, logprobs, self.errors)
 
 
 @define(eq=False)
@@ -47,7 +105,8 @@ class _Row:
 
     view: RowView
     output: list[int]
-    edits: list[LogitConstraint]
+    constraints: list[LogitConstraint]
+    stops: frozenset[int]
     seen: Seen | None
     matcher: Matcher | None
 
@@ -61,7 +120,7 @@ class _Row:
 class _Step:
     """One call of `sample`: places are indices into the step's sampling rows."""
 
-    rows: list[int]
+    rows: np.ndarray
     flags: np.ndarray
     logits: torch.Tensor
     positions: np.ndarray
@@ -82,18 +141,20 @@ class Sampler:
     def __init__(
         self,
         ops: Ops,
+        platform: Platform,
         *,
         vocabulary: int,
         rows: int,
-        device: torch.device,
         mode: str = "raw_logprobs",
         processors: Processors | None = None,
     ) -> None:
         self.ops = ops
         self.vocabulary = vocabulary
-        self.device = device
+        self.device = platform.device
         self.mode = mode
         self.processors = processors or Processors()
+        self._platform = platform
+        self._staging = platform.staging()
         self._rows: dict[int, _Row] = {}
         self._flags = np.zeros(rows, dtype=np.int32)
         self._temperature = np.zeros(rows, dtype=np.float32)
@@ -111,15 +172,20 @@ class Sampler:
         flags = self._numbers(row, start, params)
         output = [int(token) for token in start.output]
         view = RowView(row, params, start.prompt.tolist() if self.processors.all else (), output)
-        edits = edits_for(start, params, self.device)
+        constraints = constraints_of(start, params, self.device)
         penalised = wants_penalties(params)
         seen = Seen(params, start.prompt, output, self.vocabulary) if penalised else None
         matcher = None if grammar is None else _replayed(grammar, start.output)
         early, late = self.processors.admit(view)
-        flags |= _EDITED * bool(edits) | _PENALISED * penalised | _GRAMMAR * (matcher is not None)
+        flags |= (
+            _CONSTRAINED * bool(constraints)
+            | _PENALISED * penalised
+            | _GRAMMAR * (matcher is not None)
+        )
         flags |= _EARLY * early | _LATE * (late and not params.greedy)
         if flags & _HISTORY:
-            self._rows[row] = _Row(view, output, edits, seen, matcher)
+            stops = frozenset(start.stop_ids)
+            self._rows[row] = _Row(view, output, constraints, stops, seen, matcher)
         self._flags[row] = flags
 
     def _numbers(self, row: int, start: RowStart, params: SamplingParams) -> int:
@@ -138,17 +204,21 @@ class Sampler:
         self._rows.pop(row, None)
         self.processors.release(row)
 
-    def sample(self, rows: np.ndarray, positions: np.ndarray, logits: torch.Tensor) -> Sampled:
+    def waits(self, rows: np.ndarray) -> bool:
+        """Whether the tokens of these rows have to be known before the next ones are chosen."""
+        return bool((self._flags[rows] & _HISTORY).any())
+
+    def sample(self, rows: np.ndarray, positions: np.ndarray, logits: torch.Tensor) -> Chosen:
         """rows, positions: [n], the position that each row's new token will have; logits:
-        [n, vocabulary], which may be overwritten."""
+        [n, vocabulary], which may be overwritten. A row may come several times if it keeps no
+        history. Where work is queued this returns before it is done, unless a row `waits`.
+        """
         flags = self._flags[rows]
         union = int(np.bitwise_or.reduce(flags)) if len(flags) else 0
         if union == 0:
-            tokens = self.ops.argmax(logits).cpu().numpy()
-            if tokens.min() >= 0:
-                return Sampled(tokens)
-            return Sampled(tokens, errors=self._failures(rows.tolist(), tokens, logits))
-        step = _Step(rows.tolist(), flags, logits.float(), positions)
+            tokens = self.ops.argmax(logits)
+            return Chosen(tokens, self._platform.fetch((tokens,)), logits)
+        step = _Step(rows, flags, logits.float(), positions)
         if union & _GRAMMAR:
             self._mask(step)
         wanted = step.places(_LOGPROBS)
@@ -158,12 +228,48 @@ class Sampler:
         if wanted and values is None:
             values = self._processed(step, wanted, temperature)
         tokens = self._choose(step, union, temperature)
-        step.errors = self._failed_places(tokens, logits) | step.errors
-        self._commit(step, union, tokens)
-        tokens[list(step.errors)] = -1
-        logprobs = {} if values is None else self._logprobs(step, wanted, values, tokens)
-        errors = {step.rows[place]: words for place, words in step.errors.items()}
-        return Sampled(tokens, logprobs, errors)
+        best = () if values is None else self._best_of(step, wanted, values, tokens)
+        chosen = Chosen(tokens, self._platform.fetch((tokens,)), logits, best, step.errors)
+        if union & _HISTORY:
+            self._commit(step, chosen.tokens())
+        return chosen
+
+    def verify(
+        self,
+        rows: np.ndarray,
+        positions: np.ndarray,
+        logits: torch.Tensor,
+        drafts: Sequence[np.ndarray],
+    ) -> Verified:
+        """Choose for rows with drafts what single steps would have chosen.
+
+        positions: [rows], of each row's first new token; drafts: [d] int64 per row; logits:
+        [sum(d + 1), vocabulary], of the row's last known token and of its drafts. Rows without a
+        history are done at once, the others position by position as long as their drafts hold.
+        """
+        sizes = np.array([len(draft) + 1 for draft in drafts])
+        firsts = np.cumsum(sizes) - sizes
+        owners = np.repeat(np.arange(len(rows)), sizes)
+        offsets = np.arange(len(owners)) - firsts[owners]
+        expected = np.concatenate([np.append(draft, -2) for draft in drafts])
+        history = (self._flags[rows] & _HISTORY) != 0
+        tokens = np.full(len(owners), -1, dtype=np.int64)
+        logprobs: dict[int, RowLogprobs] = {}
+        errors: dict[int, str] = {}
+        at = np.flatnonzero(~history[owners] | (offsets == 0))
+        while len(at):
+            own = logits if len(at) == len(owners) else logits[self._tensor(at)]
+            found = self.sample(rows[owners[at]], positions[owners[at]] + offsets[at], own).result()
+            tokens[at] = found.tokens
+            logprobs.update((int(at[place]), entry) for place, entry in found.logprobs.items())
+            errors.update((int(at[place]), words) for place, words in found.errors.items())
+            goes_on = history[owners[at]] & (tokens[at] == expected[at])
+            at = np.array(
+                [place + 1 for place in at[goes_on].tolist()
+                 if int(tokens[place]) not in self._rows[int(rows[owners[place]])].stops],
+                dtype=np.int64,
+            )  # fmt: skip
+        return _runs(firsts, sizes, tokens, expected, logprobs, errors)
 
     def _mask(self, step: _Step) -> None:
         """Apply the grammars' bit masks."""
@@ -172,7 +278,7 @@ class Sampler:
         for place, mask in zip(places, masks, strict=True):
             began = time.thread_time()
             try:
-                self._rows[step.rows[place]].fill(mask)
+                self._rows[int(step.rows[place])].fill(mask)
             except Exception as error:
                 step.errors[place] = f"the grammar failed: {error}"[:300]
             if time.thread_time() - began > _GRAMMAR_SECONDS:
@@ -186,28 +292,28 @@ class Sampler:
         return step.logits if whole else step.logits[places]
 
     def _process(self, step: _Step, union: int) -> None:
-        """Edits, early processors and penalties."""
-        for place in step.places(_EDITED):
+        """Constraints, early processors and penalties."""
+        for place in step.places(_CONSTRAINED):
             try:
-                _edit(self._rows[step.rows[place]], step.logits[place])
+                _constrain(self._rows[int(step.rows[place])], step.logits[place])
             except Exception as error:
-                step.errors[place] = f"the logits could not be edited: {error}"[:300]
+                step.errors[place] = f"the logits could not be changed: {error}"[:300]
         if union & _EARLY:
             self._run_processors(step, _EARLY, late=False)
         if union & _PENALISED:
             places = step.places(_PENALISED)
-            rows = [self._rows[step.rows[place]].seen for place in places]
+            rows = [self._rows[int(step.rows[place])].seen for place in places]
             seen = [row for row in rows if row is not None]
             if seen:
                 penalise(self.ops, step.logits, places, seen)
 
     def _run_processors(self, step: _Step, flag: int, *, late: bool) -> None:
-        views = {place: self._rows[step.rows[place]].view for place in step.places(flag)}
+        views = {place: self._rows[int(step.rows[place])].view for place in step.places(flag)}
         step.errors.update(self.processors.apply(views, step.logits, late=late))
 
     def _temper(self, step: _Step) -> np.ndarray:
         """Divide rows with late processors by their temperature and run these; what is left."""
-        left = self._temperature[step.rows]
+        left: np.ndarray = self._temperature[step.rows]
         places = step.places(_LATE)
         if not places:
             return left
@@ -216,25 +322,24 @@ class Sampler:
         self._run_processors(step, _LATE, late=True)
         return left
 
-    def _choose(self, step: _Step, union: int, temperature: np.ndarray) -> np.ndarray:
-        if not union & _DRAWN:
-            chosen: np.ndarray = self.ops.argmax(step.logits).cpu().numpy()
-            return chosen
-        rows = step.rows
-        uniform = self.ops.uniforms(self._seeds[rows], step.positions)
-        tokens: np.ndarray = (
-            self.ops.sample(
-                step.logits,
-                self._tensor(temperature),
-                self._tensor(self._top_k[rows]),
-                self._tensor(self._top_p[rows]),
-                self._tensor(self._min_p[rows]),
-                self._tensor(uniform),
+    def _choose(self, step: _Step, union: int, temperature: np.ndarray) -> torch.Tensor:
+        """[n] int64, on the device."""
+        tokens: torch.Tensor
+        if union & _DRAWN:
+            uniform = self.ops.uniforms(self._seeds[step.rows], step.positions)
+            tokens = self.ops.sample(
+                step.logits, *self._numbers_of(step.rows, temperature, uniform)
             )
-            .cpu()
-            .numpy()
-        )
+        else:
+            tokens = self.ops.argmax(step.logits)
         return tokens
+
+    def _numbers_of(
+        self, rows: np.ndarray, temperature: np.ndarray, *more: np.ndarray
+    ) -> tuple[torch.Tensor, ...]:
+        """What ops of drawing take beside the logits."""
+        filters = self._top_k[rows], self._top_p[rows], self._min_p[rows]
+        return self._staging.send((temperature, *filters, *more))
 
     def _processed(self, step: _Step, places: list[int], temperature: np.ndarray) -> torch.Tensor:
         """Logits after everything that is done before the draw: [places, vocabulary] fp32."""
@@ -242,79 +347,68 @@ class Sampler:
         drawn = [i for i, place in enumerate(places) if temperature[place] > 0]
         if drawn:
             at = [places[i] for i in drawn]
-            rows = [step.rows[place] for place in at]
-            values[drawn] = self.ops.filter_logits(
-                values[drawn],
-                self._tensor(temperature[at]),
-                self._tensor(self._top_k[rows]),
-                self._tensor(self._top_p[rows]),
-                self._tensor(self._min_p[rows]),
-            )
+            numbers = self._numbers_of(step.rows[at], temperature[at])
+            values[drawn] = self.ops.filter_logits(values[drawn], *numbers)
         return values
 
-    def _logprobs(
-        self, step: _Step, places: list[int], values: torch.Tensor, tokens: np.ndarray
-    ) -> dict[int, RowLogprobs]:
-        """Rows that ask for as many tokens are gathered together."""
-        found = {}
-        best = self._best[step.rows]
-        kept = [(i, place) for i, place in enumerate(places) if place not in step.errors]
-        for k in sorted({int(best[place]) for _, place in kept}):
-            some = [(i, place) for i, place in kept if best[place] == k]
-            at = [place for _, place in some]
-            entries = self.gather(values[[i for i, _ in some]], tokens[at], k)
-            for place, entry in zip(at, entries, strict=True):
-                found[step.rows[place]] = entry
+    def _best_of(
+        self, step: _Step, places: list[int], values: torch.Tensor, tokens: torch.Tensor
+    ) -> list[Best]:
+        """values: [places, vocabulary]. Places that ask for as many tokens are done together."""
+        wishes = self._best[step.rows[places]]
+        # Where no token could be chosen any one will do: what it gives is not looked at.
+        tokens = tokens.clamp(min=0)
+        counts = np.unique(wishes).tolist()
+        if len(counts) == 1 and len(places) == len(step.rows):
+            return [self.best(values, tokens, counts[0])]
+        found = []
+        for k in counts:
+            some = np.flatnonzero(wishes == k)
+            at = [places[i] for i in some.tolist()]
+            chosen = tokens[self._tensor(np.array(at))]
+            found.append(self.best(values[self._tensor(some)], chosen, k, at))
         return found
 
-    def gather(self, values: torch.Tensor, tokens: np.ndarray, k: int) -> list[RowLogprobs]:
-        """values: [n, vocabulary] fp32 logits; tokens: [n] -> in the terms of `mode`."""
+    def best(
+        self,
+        values: torch.Tensor,
+        tokens: torch.Tensor,
+        k: int,
+        places: Sequence[int] | None = None,
+    ) -> Best:
+        """values: [n, vocabulary] fp32 logits; tokens: [n] -> in the terms of `mode`. places: what
+        the n are called, by default 0 ... n - 1.
+        """
         normalise = self.mode.endswith("logprobs")
-        ids, best, rank = self.ops.top_logprobs(values, self._tensor(tokens), k, normalise)
-        arrays = zip(ids.cpu().numpy(), best.cpu().numpy(), rank.tolist(), strict=True)
-        return [RowLogprobs(ids=i, values=v, rank=r) for i, v, r in arrays]
+        found = self.ops.top_logprobs(values, tokens, k, normalise)
+        return Best(range(len(values)) if places is None else places, self._platform.fetch(found))
 
-    def _commit(self, step: _Step, union: int, tokens: np.ndarray) -> None:
+    def _commit(self, step: _Step, tokens: np.ndarray) -> None:
         """Tell the rows that keep a history what they produced."""
-        if not union & _HISTORY:
-            return
         for place in step.places(_HISTORY):
-            row, token = self._rows[step.rows[place]], int(tokens[place])
+            index, token = int(step.rows[place]), int(tokens[place])
+            row = self._rows[index]
             if row.matcher is not None and not row.matcher.accept(token):
                 step.errors[place] = f"the grammar does not accept token {token}"
                 continue
             row.output.append(token)
             if row.seen is not None:
                 row.seen.add(token)
-            if row.edits and any(edit.over(row.output) for edit in row.edits):
-                self._drop_edits(step.rows[place], row)
-
-    def _drop_edits(self, index: int, row: _Row) -> None:
-        row.edits = [edit for edit in row.edits if not edit.over(row.output)]
-        if not row.edits:
-            self._flags[index] &= ~_EDITED
-
-    def _failed_places(self, tokens: np.ndarray, logits: torch.Tensor) -> dict[int, str]:
-        places = np.flatnonzero(tokens < 0).tolist()
-        return {place: _why(logits[place]) for place in places}
-
-    def _failures(
-        self, rows: list[int], tokens: np.ndarray, logits: torch.Tensor
-    ) -> dict[int, str]:
-        failed = self._failed_places(tokens, logits)
-        return {rows[place]: words for place, words in failed.items()}
+            if row.constraints and any(each.over(row.output) for each in row.constraints):
+                row.constraints = [each for each in row.constraints if not each.over(row.output)]
+                if not row.constraints:
+                    self._flags[index] &= ~_CONSTRAINED
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        # A copy: the arrays of a request belong to it, and some cannot be written to.
-        return torch.from_numpy(np.array(array)).to(self.device)
+        return self._staging.send((array,))[0]
 
 
-def _edit(row: _Row, logits: torch.Tensor) -> None:
+def _constrain(row: _Row, logits: torch.Tensor) -> None:
     """logits: [vocabulary]. Once its grammar is finished, a row may end before its minimum."""
     finished = row.matcher is not None and row.matcher.finished
-    for edit in row.edits:
-        if not (finished and isinstance(edit, MinTokens)):
-            edit.apply(logits, row.output)
+    for constraint in row.constraints:
+        if not (finished and isinstance(constraint, MinTokens)):
+            constraint.apply(logits, row.output)
 
 
 def _replayed(grammar: Grammar, output: np.ndarray) -> Matcher:
@@ -324,6 +418,36 @@ def _replayed(grammar: Grammar, output: np.ndarray) -> Matcher:
         if not matcher.accept(token):
             raise ValueError(f"the grammar does not accept token {token} of the output so far")
     return matcher
+
+
+def _runs(
+    firsts: np.ndarray,
+    sizes: np.ndarray,
+    tokens: np.ndarray,
+    expected: np.ndarray,
+    logprobs: Mapping[int, RowLogprobs],
+    errors: Mapping[int, str],
+) -> Verified:
+    """What each row gave: its tokens up to the first that differs from the draft, and that one."""
+    accepted = np.zeros(len(sizes), dtype=np.int32)
+    kept: list[np.ndarray] = []
+    entries: dict[int, tuple[RowLogprobs, ...]] = {}
+    failed: dict[int, str] = {}
+    for place, (first, size) in enumerate(zip(firsts.tolist(), sizes.tolist(), strict=True)):
+        differs = tokens[first : first + size] != expected[first : first + size]
+        last = first + int(differs.argmax())
+        # A run that ended at a stop token is followed by places that were not looked at.
+        while last > first and tokens[last] < 0 and last not in errors:
+            last -= 1
+        if last in errors:
+            failed[place] = errors[last]
+            continue
+        accepted[place] = last + 1 - first
+        kept.append(tokens[first : last + 1])
+        if first in logprobs:
+            entries[place] = tuple(logprobs[at] for at in range(first, last + 1))
+    flat = np.concatenate(kept) if kept else tokens[:0]
+    return Verified(flat, accepted, entries, failed)
 
 
 def _signed(seed: int) -> int:

@@ -15,6 +15,8 @@ from modulm.contracts.model import Batch, StatePlan
 from modulm.errors import EngineError
 
 if TYPE_CHECKING:
+    from modulm.contracts.platform import Platform
+    from modulm.engine.sampling.sampler import Chosen
     from modulm.loading import CacheGroup
 
 __all__ = ["BatchBuilder", "GroupPlanner", "alone"]
@@ -74,7 +76,7 @@ class GroupPlanner:
 
 
 class BatchBuilder:
-    """Builds the `Batch` of each step and keeps the last token of every row.
+    """Builds the `Batch` of each step, and keeps the last token of every row on the device.
 
     rows, tokens: most rows and tokens of a step. caches, owners: the cache of each layer that
     has one and the group it belongs to, in the model's order.
@@ -88,13 +90,16 @@ class BatchBuilder:
         *,
         rows: int,
         tokens: int,
-        device: torch.device,
+        platform: Platform,
     ) -> None:
         self.groups = tuple(groups)
         self.caches = tuple(caches)
         self.owners = tuple(owners)
-        self.device = device
-        self.last = np.full(rows, PENDING, dtype=np.int64)
+        self._queued = platform.queued
+        self._staging = platform.staging()
+        # Where work is queued the last tokens stay on the device, elsewhere this is a view.
+        self._last = torch.full((rows,), PENDING, dtype=torch.int64, device=platform.device)
+        self._last_here = None if self._queued else self._last.numpy()
         self._limit = tokens
         self._ramp = np.arange(max(tokens, rows) + 1, dtype=np.int64)
         self._tokens = np.zeros(tokens, dtype=np.int64)
@@ -119,26 +124,49 @@ class BatchBuilder:
         owners = self._ramp[:rows] if count == rows else np.repeat(self._ramp[:rows], plan.counts)
         positions = self._positions[:count]
         np.add(self._ramp[:count], (plan.starts - query_starts[:-1])[owners], out=positions)
+        tokens, holes = self._resolve(plan, owners)
+        found, *tensors = self._staging.send((tokens, positions, query_starts, sample, *holes))
+        if holes:
+            at, of = tensors[3:]
+            found[at] = self._last[of].clamp(min=0)
         return Batch(
-            tokens=self._tensor(self._resolve(plan, owners)),
-            positions=self._tensor(positions),
-            query_starts=self._tensor(query_starts),
+            tokens=found,
+            positions=tensors[0],
+            query_starts=tensors[1],
             caches=self.caches,
             plans=self._plans(plan, owners, positions, query_starts),
             groups=self.owners,
-            sample=self._tensor(sample),
+            sample=tensors[2],
         )
 
-    def _resolve(self, plan: Plan, owners: np.ndarray) -> np.ndarray:
-        """[tokens]: the plan's tokens with pending ones replaced by the rows' last tokens."""
+    def keep(self, rows: np.ndarray, chosen: Chosen | np.ndarray) -> None:
+        """The rows' last tokens: [rows], as they were chosen, -1 where none could be."""
+        if self._last_here is not None:
+            tokens = chosen if isinstance(chosen, np.ndarray) else chosen.tokens()
+            self._last_here[rows] = tokens
+            return
+        if isinstance(chosen, np.ndarray):
+            at, last = self._staging.send((rows.astype(np.int64), chosen))
+        else:
+            (at,), last = self._staging.send((rows.astype(np.int64),)), chosen.device
+        self._last[at] = last
+
+    def _resolve(self, plan: Plan, owners: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+        """[tokens]: the plan's tokens with pending ones replaced by the rows' last tokens.
+
+        A row that failed has none; what it computes now is never looked at. Where work is queued
+        the last tokens are not known here: their places, and the rows, are given beside.
+        """
         tokens = self._tokens[: len(plan.tokens)]
         tokens[:] = plan.tokens
         holes = np.flatnonzero(tokens == PENDING)
-        if len(holes):
-            found = self.last[plan.rows[owners[holes]]]
-            # A row that failed has no last token; what it computes now is never looked at.
-            tokens[holes] = np.maximum(found, 0)
-        return tokens
+        if not len(holes):
+            return tokens, ()
+        rows = plan.rows[owners[holes]]
+        if self._last_here is None:
+            return tokens, (holes, rows.astype(np.int64))
+        tokens[holes] = np.maximum(self._last_here[rows], 0)
+        return tokens, ()
 
     def _plans(
         self, plan: Plan, owners: np.ndarray, positions: np.ndarray, query_starts: np.ndarray
@@ -183,15 +211,16 @@ class BatchBuilder:
             slots = drafts[places, ats].tolist()
             kept += zip(places.tolist(), (ats + 1).tolist(), slots, strict=True)
         before = np.maximum(plan.starts - 1, 0) // size
+        targets, sources = (table[rows, at].astype(np.int64) for at in (last, before))
+        slots, came, fresh, starts = self._staging.send(
+            (targets, sources, plan.starts == 0, query_starts)
+        )
         return StatePlan(
-            slots=self._tensor(table[rows, last].astype(np.int64)),
-            fresh=self._tensor(plan.starts == 0),
-            query_starts=self._tensor(query_starts),
+            slots=slots,
+            fresh=fresh,
+            query_starts=starts,
             counts=tuple(plan.counts.tolist()),
             starts=tuple(plan.starts.tolist()) if plan.counts.max() > 1 else (),
-            sources=self._tensor(table[rows, before].astype(np.int64)),
+            sources=came,
             kept=tuple(kept),
         )
-
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)

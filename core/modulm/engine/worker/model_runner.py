@@ -6,40 +6,53 @@ Nothing below `run` reads a registry, a hook, the configuration or the environme
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from attrs import evolve
+from attrs import define, evolve
 
 from modulm.contracts.attention import AttentionSpec
-from modulm.contracts.executor import (
-    PENDING,
-    Capacity,
-    Plan,
-    RowLogprobs,
-    RowStart,
-    StepResult,
-)
+from modulm.contracts.executor import Capacity, Plan, RowStart, StepResult
 from modulm.contracts.sampling import PoolingParams
 from modulm.engine.kv_cache.sizing import Sizing, allocate, cache_budget, share_out
 from modulm.engine.pooling.pooler import Pooler, PoolerConfig
 from modulm.engine.sampling.logits_processors import Processors, processor_classes
-from modulm.engine.sampling.sampler import Sampled, Sampler
+from modulm.engine.sampling.sampler import Best, Chosen, Sampler, Verified
+from modulm.engine.worker.drafting import Drafting
 from modulm.engine.worker.input_batch import BatchBuilder, GroupPlanner, alone
 from modulm.errors import EngineError
+from modulm.loading.cache_groups import CacheGroup, extended
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
+    from modulm.contracts.drafter import Drafter
+    from modulm.contracts.model import Batch
     from modulm.contracts.platform import Platform
     from modulm.engine.structured_output.compiler import RequestGrammars
-    from modulm.loading import CacheGroup, Loaded
+    from modulm.loading import Loaded
     from modulm.plugins.manager import PluginManager
 
-__all__ = ["ModelRunner", "build_processors"]
+__all__ = ["LaunchedStep", "ModelRunner", "build_processors"]
 
 #: Prompt positions whose logits are held at once for prompt_logprobs.
 _PROMPT_SLICE = 64
+
+
+@define(eq=False)
+class LaunchedStep:
+    """A step under way."""
+
+    _finish: Callable[[], StepResult]
+    _found: StepResult | None = None
+
+    def result(self) -> StepResult:
+        """Once it is there; steps are asked in the order in which they were launched."""
+        if self._found is None:
+            self._found = self._finish()
+        return self._found
 
 
 class ModelRunner:
@@ -56,6 +69,8 @@ class ModelRunner:
         platform: Platform,
         plugins: PluginManager,
         grammars: RequestGrammars,
+        *,
+        drafter: Drafter | None = None,
         sizing: Sizing | None = None,
     ) -> None:
         rows, tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
@@ -65,85 +80,188 @@ class ModelRunner:
         eager = config.model.enforce_eager
         self._forward = self.model.forward if eager else loaded.ops.recorded(self.model.forward)
         self.platform = platform
-        self.device = platform.device
-        self.sizing = sizing = sizing or _size(config, loaded, platform, rows, tokens)
-        caches, owners = allocate(self.model.caches, loaded.groups, sizing.blocks, platform)
-        planners = GroupPlanner.all(loaded.groups)
+        self._staging = platform.staging()
+        specs, groups = self.model.caches, loaded.groups
+        if drafter is not None:
+            groups = extended(groups, drafter.caches, len(specs))
+            specs = (*specs, *drafter.caches)
+        self.sizing = sizing = sizing or _size(config, loaded, groups, platform, rows, tokens)
+        caches, owners = allocate(specs, groups, sizing.blocks, platform)
         self.capacity = Capacity(
             groups=tuple(
                 (g.kind, g.block_size, g.window, blocks)
-                for g, blocks in zip(loaded.groups, sizing.blocks, strict=True)
+                for g, blocks in zip(groups, sizing.blocks, strict=True)
             ),
             vocabulary=loaded.vocabulary,
             max_model_len=sizing.max_model_len,
             notes=sizing.notes,
+            drafts=0 if drafter is None else drafter.most,
         )
+        planners = GroupPlanner.all(groups)
         self.builder = BatchBuilder(
-            planners, caches, owners, rows=rows, tokens=tokens, device=platform.device
+            planners, caches, owners, rows=rows, tokens=tokens, platform=platform
         )
         self._grammars = grammars
         self.sampler = Sampler(
             loaded.ops,
+            platform,
             vocabulary=loaded.vocabulary,
             rows=rows,
-            device=platform.device,
             mode=config.model.logprobs_mode,
             processors=build_processors(config, loaded.vocabulary, platform.device, plugins),
         )
+        self._drafting = None if drafter is None else Drafting(drafter)
         pooling = PoolerConfig.from_table(loaded.pooling)
         self.pooler = Pooler(pooling, self._logits, loaded.layers)
         self._invariant = config.model.batch_invariant
         # What looks both ways, or keeps nothing between steps, cannot go token by token.
-        self._whole = not all(_forward_only(group) for group in loaded.groups or (None,))
+        self._whole = not all(_forward_only(group) for group in groups or (None,))
         self._pooling: dict[int, int | None] = {}
         self._prompts: dict[int, tuple[np.ndarray, int]] = {}
         self._failed: dict[int, str] = {}
+        # The step in which a row was admitted: results of earlier ones are about others.
+        self._since = np.zeros(rows, dtype=np.int64)
 
-    @torch.inference_mode()
     def run(self, plan: Plan) -> StepResult:
         """Run one step. What the model raises fails the step; what one row does wrong does not."""
+        return self.launch(plan).result()
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> LaunchedStep:
+        """Begin a step. Where work is queued this returns before it is done, so that the next step
+        can be launched behind it, unless what follows depends on what the host makes of this one:
+        rows whose sampling `waits`, drafts, pooled rows.
+        """
         began = time.perf_counter()
-        self._change_rows(plan)
-        if not len(plan.rows):
-            return StepResult(step=plan.step, tokens=np.zeros(0, dtype=np.int64))
+        with self.platform.queue():
+            self._change_rows(plan)
+            if not len(plan.rows):
+                return LaunchedStep(lambda: StepResult(plan.step, np.zeros(0, dtype=np.int64)))
+            step = LaunchedStep(self._launched(plan, began))
+        if not self.platform.queued:
+            step.result()
+        return step
+
+    def _launched(self, plan: Plan, began: float) -> Callable[[], StepResult]:
+        """Launch everything that rows are run for; what gives the result."""
         ends = np.cumsum(plan.counts)
-        places = ends[plan.samples] - 1
-        hidden = self._alone(plan) if self._invariant else self._together(plan, places)
-        prompt_logprobs = self._prompt_logprobs(plan, ends, hidden) if self._prompts else {}
+        sampling = plan.samples
+        if self._pooling:
+            sampling = sampling & np.array([row not in self._pooling for row in plan.rows.tolist()])
+        rows, lasts = plan.rows[sampling], ends[sampling] - 1
+        drafts = None if plan.drafted is None else plan.drafted[sampling]
+        places = lasts if drafts is None else _ranges(lasts - drafts, drafts + 1)
+        hidden, batch = self._hidden(plan, places)
+        scores = self._prompt_logprobs(plan, ends, hidden) if self._prompts else {}
         pooled = self._pool(plan, ends, hidden) if self._pooling else {}
-        rows = plan.rows[plan.samples]
-        sampled = self._sample(plan, rows, places, hidden)
-        self.builder.last[rows] = tokens = sampled.tokens
-        errors = self._errors(plan, sampled) if sampled.errors or self._failed else {}
-        accepted = None
-        if errors or pooled:
-            accepted = (tokens >= 0).astype(np.int32)
-            tokens = tokens[tokens >= 0]
+        positions = (plan.starts + plan.counts)[sampling]
+        verified = chosen = None
+        proposed: dict[int, np.ndarray] = {}
+        if len(rows):
+            states = hidden
+            if len(places) != len(hidden):
+                states = hidden[self._tensor(places) if batch is None else batch.sample]
+            if drafts is None:
+                chosen = self.sampler.sample(rows, positions, self._logits(states))
+                self.builder.keep(rows, chosen)
+            else:
+                runs = _ranges(lasts - drafts + 1, drafts)
+                tokens = np.split(plan.tokens[runs], drafts.cumsum()[:-1])
+                logits = self._logits(states)
+                verified = self.sampler.verify(rows, positions - drafts, logits, tokens)
+                self.builder.keep(rows, _last_of(verified))
+        if self._drafting is not None and len(rows):
+            verified = verified or _verified(chosen)
+            firsts = lasts if drafts is None else lasts - drafts
+            make = partial(self.builder.build, plan, places) if batch is None else lambda: batch
+            proposed = self._propose(rows, verified, firsts, make, hidden)
+        return lambda: self._result(
+            plan, sampling, verified or _verified(chosen), scores, pooled, proposed, began
+        )
+
+    def _propose(
+        self,
+        rows: np.ndarray,
+        verified: Verified,
+        firsts: np.ndarray,
+        batch: Callable[[], Batch],
+        hidden: torch.Tensor,
+    ) -> dict[int, np.ndarray]:
+        """Ask the drafter. firsts: [rows], places in the step of the last tokens before drafts."""
+        drafting = self._drafting
+        alive = verified.accepted > 0
+        runs = np.split(verified.tokens, verified.accepted.cumsum()[:-1])
+        given = {
+            row: runs[place] for place, row in enumerate(rows.tolist())
+            if alive[place] and row not in self._failed
+        }  # fmt: skip
+        kept = (firsts + verified.accepted - 1)[[row in given for row in rows.tolist()]]
+        return {} if drafting is None else drafting.propose(given, batch, kept, hidden)
+
+    def _result(
+        self,
+        plan: Plan,
+        sampling: np.ndarray,
+        verified: Verified,
+        scores: Mapping[int, Sequence[Best]],
+        pooled: Mapping[int, np.ndarray],
+        proposed: Mapping[int, np.ndarray],
+        began: float,
+    ) -> StepResult:
+        rows = plan.rows[sampling].tolist()
+        for place, words in verified.errors.items():
+            if self._since[rows[place]] <= plan.step:
+                self._failed.setdefault(rows[place], words)
+        tokens, accepted = verified.tokens, verified.accepted
+        errors = {}
+        if self._failed:
+            errors = {row: self._failed[row] for row in plan.rows.tolist() if row in self._failed}
+            alive = np.array([row not in errors for row in rows], dtype=bool)
+            tokens, accepted = tokens[np.repeat(alive, accepted)], accepted * alive
+        each = not errors and plan.drafted is None
+        if pooled or len(rows) < np.count_nonzero(plan.samples):
+            runs, accepted, each = accepted, np.zeros_like(plan.counts), False
+            accepted[sampling] = runs
+            accepted = accepted[plan.samples]
         return StepResult(
             step=plan.step,
             tokens=tokens,
-            accepted=accepted,
-            logprobs={row: (entry,) for row, entry in sampled.logprobs.items()},
-            prompt_logprobs=prompt_logprobs,
+            accepted=None if each else accepted,
+            logprobs={
+                rows[place]: some
+                for place, some in verified.logprobs.items()
+                if rows[place] not in errors
+            },
+            prompt_logprobs={
+                row: tuple(entry for best in some for _, entry in best.entries())
+                for row, some in scores.items()
+            },
             pooled=pooled,
             errors=errors,
+            drafts=proposed,
             seconds=time.perf_counter() - began,
         )
 
-    def _together(self, plan: Plan, sample: np.ndarray) -> torch.Tensor:
-        """Hidden states [tokens, hidden] of a step; sample: as `BatchBuilder.build` has it."""
+    def _hidden(self, plan: Plan, sample: np.ndarray) -> tuple[torch.Tensor, Batch | None]:
+        """Hidden states [tokens, hidden] of a step, and its batch if there was one for all."""
+        if self._invariant:
+            return self._alone(plan), None
+        return self._together(plan, sample)
+
+    def _together(self, plan: Plan, sample: np.ndarray) -> tuple[torch.Tensor, Batch]:
+        """In one forward pass; sample: as `BatchBuilder.build` has it."""
         batch = self.builder.build(plan, sample)
         if any(self._pooling.values()):
             types = self._token_types(plan, np.cumsum(plan.counts))
             batch = evolve(batch, extras={"token_types": types})
         # The pooler keeps what it is fed, and recorded steps give their result in one place.
         forward = self.model.forward if self._pooling else self._forward
-        return forward(batch)
+        return forward(batch), batch
 
     def _alone(self, plan: Plan) -> torch.Tensor:
         """The same, in forward passes whose shapes depend on nothing but one row."""
         parts = alone(plan, whole=self._whole)
-        return torch.cat([self._together(part, part.counts - 1).clone() for part in parts])
+        return torch.cat([self._together(part, part.counts - 1)[0].clone() for part in parts])
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [n, hidden] -> [n, vocabulary]."""
@@ -151,6 +269,9 @@ class ModelRunner:
             return self.model.logits(hidden)
         rows = (hidden[place : place + 1].clone() for place in range(len(hidden)))
         return torch.cat([self.model.logits(row) for row in rows])
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return self._staging.send((array,))[0]
 
     @torch.inference_mode()
     def check(self) -> int:
@@ -182,10 +303,9 @@ class ModelRunner:
         for row in plan.release:
             self._release(row)
         for start in plan.admit:
-            self._admit(start)
+            self._admit(start, plan.step)
 
     def _release(self, row: int) -> None:
-        self.builder.last[row] = PENDING
         self._failed.pop(row, None)
         if row in self._pooling:
             del self._pooling[row]
@@ -193,15 +313,20 @@ class ModelRunner:
             return
         self._prompts.pop(row, None)
         self.sampler.release(row)
+        if self._drafting is not None:
+            self._drafting.release(row)
 
-    def _admit(self, start: RowStart) -> None:
+    def _admit(self, start: RowStart, step: int) -> None:
         params = start.params
+        self._since[start.row] = step
         if isinstance(params, PoolingParams):
             self._pooling[start.row] = params.second_text
             self.pooler.admit(start.row, params, start.prompt)
             return
         if params.prompt_logprobs is not None:
             self._prompts[start.row] = (start.prompt, params.prompt_logprobs)
+        if self._drafting is not None:
+            self._drafting.admit(start)
         constraint = params.structured_outputs
         try:
             grammar = None if constraint is None else self._grammars.of(start, constraint)
@@ -210,42 +335,10 @@ class ModelRunner:
             self.sampler.release(start.row)
             self._failed[start.row] = f"the request could not be started: {error}"[:300]
 
-    def _sample(
-        self, plan: Plan, rows: np.ndarray, places: np.ndarray, hidden: torch.Tensor
-    ) -> Sampled:
-        """The next token of each sampling row; -1 for pooling rows."""
-        positions = (plan.starts + plan.counts)[plan.samples]
-        if not self._pooling:
-            return self._choose(rows, positions, places, hidden)
-        generating = np.array([row not in self._pooling for row in rows.tolist()], dtype=bool)
-        tokens = np.full(len(rows), -1, dtype=np.int64)
-        some = self._choose(rows[generating], positions[generating], places[generating], hidden)
-        tokens[generating] = some.tokens
-        return Sampled(tokens, some.logprobs, some.errors)
-
-    def _choose(
-        self, rows: np.ndarray, positions: np.ndarray, places: np.ndarray, hidden: torch.Tensor
-    ) -> Sampled:
-        if not len(rows):
-            return Sampled(np.zeros(0, dtype=np.int64))
-        if len(places) != len(hidden):
-            hidden = hidden[torch.from_numpy(places).to(self.device)]
-        return self.sampler.sample(rows, positions, self._logits(hidden))
-
-    def _errors(self, plan: Plan, sampled: Sampled) -> dict[int, str]:
-        """Remember the rows that failed now, and report all that have failed so far."""
-        for row, words in sampled.errors.items():
-            self._failed.setdefault(row, words)
-        sampling = plan.rows[plan.samples].tolist()
-        for place, row in enumerate(sampling):
-            if row in self._failed:
-                sampled.tokens[place] = -1
-        return {row: self._failed[row] for row in plan.rows.tolist() if row in self._failed}
-
     def _prompt_logprobs(
         self, plan: Plan, ends: np.ndarray, hidden: torch.Tensor
-    ) -> dict[int, tuple[RowLogprobs, ...]]:
-        found: dict[int, tuple[RowLogprobs, ...]] = {}
+    ) -> dict[int, list[Best]]:
+        found: dict[int, list[Best]] = {}
         for i, row in enumerate(plan.rows.tolist()):
             if row not in self._prompts:
                 continue
@@ -257,14 +350,15 @@ class ModelRunner:
                 found[row] = self._score(states, targets, k)
         return found
 
-    def _score(self, hidden: torch.Tensor, targets: np.ndarray, k: int) -> tuple[RowLogprobs, ...]:
+    def _score(self, hidden: torch.Tensor, targets: np.ndarray, k: int) -> list[Best]:
         """hidden: [n, hidden] at the positions before `targets`: [n]; k: -1 for all tokens."""
-        best = self.capacity.vocabulary if k == -1 else k
-        entries: list[RowLogprobs] = []
-        for at in range(0, len(targets), _PROMPT_SLICE):
-            logits = self._logits(hidden[at : at + _PROMPT_SLICE]).float()
-            entries += self.sampler.gather(logits, targets[at : at + _PROMPT_SLICE], best)
-        return tuple(entries)
+        count = self.capacity.vocabulary if k == -1 else k
+        tokens = self._tensor(np.array(targets))
+        slices = [slice(at, at + _PROMPT_SLICE) for at in range(0, len(targets), _PROMPT_SLICE)]
+        return [
+            self.sampler.best(self._logits(hidden[some]).float(), tokens[some], count)
+            for some in slices
+        ]
 
     def _token_types(self, plan: Plan, ends: np.ndarray) -> torch.Tensor:
         """[tokens] int64: 1 for the tokens of a pair's second text, else 0."""
@@ -274,7 +368,7 @@ class ModelRunner:
             if second is not None:
                 first = ends[i] - plan.counts[i]
                 types[first + max(second - int(plan.starts[i]), 0) : ends[i]] = 1
-        return torch.from_numpy(types).to(self.device)
+        return self._tensor(types)
 
     def _pool(self, plan: Plan, ends: np.ndarray, hidden: torch.Tensor) -> dict[int, np.ndarray]:
         finished = []
@@ -285,6 +379,34 @@ class ModelRunner:
         return self.pooler.finish(finished)
 
 
+def _ranges(firsts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """[sum(sizes)] int64: first, first + 1, ... of each, `sizes` many."""
+    before = np.cumsum(sizes) - sizes
+    places: np.ndarray = np.arange(int(sizes.sum())) + np.repeat(firsts - before, sizes)
+    return places
+
+
+def _verified(chosen: Chosen | None) -> Verified:
+    """What was chosen, as runs of one token."""
+    if chosen is None:
+        return Verified(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32), {}, {})
+    found = chosen.result()
+    tokens, accepted = found.tokens, np.ones(len(found.tokens), dtype=np.int32)
+    if found.errors:
+        accepted[tokens < 0] = 0
+        tokens = tokens[tokens >= 0]
+    logprobs = {place: (entry,) for place, entry in found.logprobs.items()}
+    return Verified(tokens, accepted, logprobs, found.errors)
+
+
+def _last_of(verified: Verified) -> np.ndarray:
+    """[rows]: the last token of each run, -1 for rows that failed."""
+    tokens = np.append(verified.tokens, -1)
+    lasts = np.where(verified.accepted > 0, verified.accepted.cumsum() - 1, -1)
+    found: np.ndarray = tokens[lasts]
+    return found
+
+
 def _forward_only(group: CacheGroup | None) -> bool:
     """Whether the group's layers keep what they saw and never look ahead."""
     if group is None:
@@ -293,10 +415,15 @@ def _forward_only(group: CacheGroup | None) -> bool:
 
 
 def _size(
-    config: EngineConfig, loaded: Loaded, platform: Platform, rows: int, tokens: int
+    config: EngineConfig,
+    loaded: Loaded,
+    groups: Sequence[CacheGroup],
+    platform: Platform,
+    rows: int,
+    tokens: int,
 ) -> Sizing:
     return share_out(
-        loaded.groups,
+        groups,
         cache_budget(config, platform),
         max_model_len=loaded.max_model_len,
         chunk=min(tokens, loaded.max_model_len),

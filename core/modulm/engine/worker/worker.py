@@ -6,23 +6,23 @@ Executors carry plans to a worker and results back, from wherever the engine run
 from __future__ import annotations
 
 import gc
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from modulm.config.binding import binding_of
 from modulm.config.resolve import choose_platform
-from modulm.contracts.executor import ModelDescription
+from modulm.contracts.executor import ModelDescription, StepResult
 from modulm.engine.sampling.defaults import end_ids
 from modulm.engine.structured_output.compiler import RequestGrammars, open_compiler
 from modulm.engine.types.engine_info import open_tokenizer
-from modulm.engine.worker.model_runner import ModelRunner
+from modulm.engine.worker.model_runner import LaunchedStep, ModelRunner
 from modulm.errors import EngineError, RequestError
 from modulm.loading import load_model, open_checkpoint
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     from modulm.config import EngineConfig
-    from modulm.contracts.executor import Capacity, Plan, StepResult
+    from modulm.contracts.drafter import Drafter
+    from modulm.contracts.executor import Capacity, Plan
     from modulm.contracts.sampling import StructuredOutputs
     from modulm.engine.kv_cache.sizing import Sizing
     from modulm.engine.structured_output.compiler import ConstraintCompiler
@@ -35,13 +35,17 @@ __all__ = ["Worker"]
 class Worker:
     """Loads the model when it is made, and runs plans on it.
 
-    config: with its automatic values resolved. Asleep, it has released its caches (level 1) and
-    its weights as well (level 2); awake again, it has as many blocks as before.
+    config: with its automatic values resolved. drafter: proposes tokens after each step. Asleep, it
+    has released its caches (level 1) and its weights as well (level 2); awake again, it has as many
+    blocks as before.
     """
 
-    def __init__(self, config: EngineConfig, plugins: PluginManager) -> None:
+    def __init__(
+        self, config: EngineConfig, plugins: PluginManager, drafter: Drafter | None = None
+    ) -> None:
         self.config = config
         self._plugins = plugins
+        self._drafter = drafter
         self._platform, self._chosen = choose_platform(config, plugins)
         binding = binding_of(config.device)
         if binding is not None:
@@ -51,6 +55,7 @@ class Worker:
         self._loaded: Loaded | None = None
         self._runner: ModelRunner | None = None
         self._sizing: Sizing | None = None
+        self._thread: ThreadPoolExecutor | None = None
         self.description = self._build()
 
     @property
@@ -72,7 +77,13 @@ class Worker:
             checkpoint = open_checkpoint(self.config, self._plugins)
             loaded = load_model(self.config, checkpoint, self._platform, self._plugins)
         runner = ModelRunner(
-            self.config, loaded, self._platform, self._plugins, self._grammars, self._sizing
+            self.config,
+            loaded,
+            self._platform,
+            self._plugins,
+            self._grammars,
+            drafter=self._drafter,
+            sizing=self._sizing,
         )
         width = runner.check()
         self._loaded, self._runner, self._sizing = loaded, runner, runner.sizing
@@ -90,6 +101,16 @@ class Worker:
     def run(self, plan: Plan) -> StepResult:
         """Run one step. Raising means the whole step failed."""
         return self.runner.run(plan)
+
+    def submit(self, plan: Plan) -> Future[StepResult]:
+        """Begin one step. Where work is queued it is launched here and now, behind the one before;
+        elsewhere a thread runs it.
+        """
+        if self._platform.queued:
+            return _Landing(self.runner, plan)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="modulm-steps")
+        return self._thread.submit(self.run, plan)
 
     def check(self) -> None:
         """Raise EngineError if the model does not work any more."""
@@ -118,6 +139,9 @@ class Worker:
 
     def close(self) -> None:
         """Release everything; may be called twice."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+            self._thread = None
         self._runner = self._loaded = None
 
     def _open_compiler(self) -> ConstraintCompiler:
@@ -129,3 +153,31 @@ class Worker:
         stops = tuple(dict.fromkeys((*tokenizer.stop_ids, *eos)))
         vocabulary = self.capacity.vocabulary
         return open_compiler(self.config, tokenizer, vocabulary, stops, self._plugins)
+
+
+class _Landing(Future[StepResult]):
+    """A step that is launched when this is made, and waited for when it is asked for its result."""
+
+    def __init__(self, runner: ModelRunner, plan: Plan) -> None:
+        super().__init__()
+        self._step: LaunchedStep | None = None
+        try:
+            self._step = runner.launch(plan)
+        except Exception as error:
+            self.set_exception(error)
+
+    def result(self, timeout: float | None = None) -> StepResult:
+        self._land()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._land()
+        return super().exception(timeout)
+
+    def _land(self) -> None:
+        if self._step is None or self.done():
+            return
+        try:
+            self.set_result(self._step.result())
+        except Exception as error:
+            self.set_exception(error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, ClassVar
 
 from modulm.contracts.executor import Capacity, Executor, ModelDescription, Plan, StepResult
@@ -17,14 +17,13 @@ __all__ = ["UniExecutor"]
 
 
 class UniExecutor(Executor):
-    """A worker in this process; `submit` runs plans in a thread."""
+    """A worker in this process."""
 
     name: ClassVar[str] = "uni"
     api: ClassVar[int | tuple[int, int]] = 2
 
     def __init__(self) -> None:
         self._made: Worker | None = None
-        self._thread: ThreadPoolExecutor | None = None
 
     def start(self, config: EngineConfig) -> Capacity:
         from modulm.engine.worker.worker import Worker
@@ -43,9 +42,7 @@ class UniExecutor(Executor):
         return self._worker.run(plan)
 
     def submit(self, plan: Plan) -> Future[StepResult]:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="modulm-steps")
-        return self._thread.submit(self.run, plan)
+        return self._worker.submit(plan)
 
     def describe(self) -> ModelDescription:
         return self._worker.description
@@ -66,9 +63,6 @@ class UniExecutor(Executor):
         self._worker.wake_up()
 
     def stop(self) -> None:
-        if self._thread is not None:
-            self._thread.shutdown(wait=True)
-            self._thread = None
         if self._made is not None:
             self._made.close()
             self._made = None

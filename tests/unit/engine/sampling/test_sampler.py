@@ -12,20 +12,22 @@ from modulm.contracts.executor import RowStart
 from modulm.contracts.grammar import Grammar, Matcher
 from modulm.contracts.sampling import LogitsProcessor, SamplingParams
 from modulm.engine.sampling.logits_processors import Processors
-from modulm.engine.sampling.sampler import Sampler
+from modulm.engine.sampling.sampler import Sampled, Sampler
 from modulm.ops import bind
+from modulm.plugins import manager
 
 V = 100
 CPU = torch.device("cpu")
 OPS = bind()
+PLATFORM = manager.current().load("platforms", "cpu")()
 
 
 def new(processors=(), mode="raw_logprobs", vocabulary=V, rows=16) -> Sampler:
     return Sampler(
         OPS,
+        PLATFORM,
         vocabulary=vocabulary,
         rows=rows,
-        device=CPU,
         mode=mode,
         processors=Processors(processors),
     )
@@ -49,7 +51,12 @@ def logits(rows=1, seed=0, vocabulary=V) -> torch.Tensor:
 
 
 def pick(sampler: Sampler, rows, x, position=5):
-    return sampler.sample(np.array(rows), np.full(len(rows), position), x.clone())
+    """What was chosen, with logprobs and errors by row instead of by place."""
+    got = sampler.sample(np.array(rows), np.full(len(rows), position), x.clone()).result()
+    tables = [
+        {rows[place]: value for place, value in t.items()} for t in (got.logprobs, got.errors)
+    ]
+    return Sampled(got.tokens, *tables)
 
 
 def one(x, **params) -> int:
@@ -204,12 +211,12 @@ def test_rows_without_a_choice_fail_alone() -> None:
     assert "infinite" in got.errors[3]
 
 
-def test_an_edit_that_cannot_run_ends_its_row() -> None:
+def test_a_constraint_that_cannot_run_ends_its_row() -> None:
     sampler = new()
     admit(sampler, start(0, logit_bias={V: 1.0}), start(1))
     got = pick(sampler, [0, 1], x := logits(2))
     assert got.tokens.tolist() == [-1, int(x[1].argmax())]
-    assert "could not be edited" in got.errors[0]
+    assert "could not be changed" in got.errors[0]
 
 
 class Fixed(Grammar):

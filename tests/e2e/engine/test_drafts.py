@@ -1,0 +1,130 @@
+"""A drafter beside a real model changes no token and no logprob, whatever it proposes."""
+
+from __future__ import annotations
+
+import pytest
+
+from modulm import LLM, SamplingParams
+from modulm.contracts.model import CacheSpec
+from modulm.contracts.sampling import StructuredOutputs
+from modulm.plugins import manager
+from modulm.plugins.manager import PluginManager
+from modulm.testing.checkpoints import make_tiny
+from modulm.testing.drafters import (
+    FakeDrafter,
+    adversarial,
+    drafting_executor,
+    mixed,
+    right,
+    wrong,
+)
+
+PLAIN = {"kernels": "none", "attention_backend": "sdpa", "batch_invariant": True}
+SMALL = {"num_gpu_blocks_override": 14, "block_size": 16}
+SHARED = [7, 9, 11, 13] * 9
+PROMPTS = [
+    [5, 99, 7, 300], [17], [8] * 21, [*SHARED, 40], [*SHARED, 41], list(range(100, 130)),
+    [3, 4, 5], [6, 7], [30, 31, 32, 33], [77] * 5, [50, 51],
+]  # fmt: skip
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=14),
+    SamplingParams(temperature=0, max_tokens=14, logprobs=3),
+    SamplingParams(temperature=1.2, seed=5, max_tokens=14, logprobs=0, top_p=0.9),
+    SamplingParams(temperature=0, max_tokens=12, repetition_penalty=1.3, presence_penalty=0.4),
+    SamplingParams(temperature=0.9, seed=1, max_tokens=12, frequency_penalty=0.6, logprobs=2),
+    SamplingParams(temperature=0, max_tokens=12, min_tokens=9, logit_bias={40: 3.0}),
+    SamplingParams(
+        temperature=0, max_tokens=12, structured_outputs=StructuredOutputs(regex="[ab]{3,5}c"),
+    ),
+    SamplingParams(
+        temperature=1, seed=2, max_tokens=20, logprobs=1,
+        structured_outputs=StructuredOutputs(json={"type": "object", "maxProperties": 1}),
+    ),
+    SamplingParams(temperature=0, max_tokens=12, bad_words=("the", "a b"), prompt_logprobs=1),
+    SamplingParams(temperature=0.7, seed=3, max_tokens=14, top_k=9, min_p=0.01),
+    SamplingParams(temperature=0, max_tokens=1),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(make_tiny(tmp_path_factory.mktemp("drafts") / "tiny"))
+
+
+def outcome(output) -> tuple:
+    """Tokens, text, why it ended, and logprobs to the bit."""
+    answer = output.outputs[0]
+    logprobs = [
+        {token: (entry.logprob, entry.rank) for token, entry in position.items()}
+        for position in answer.logprobs or ()
+    ]
+    return answer.token_ids, answer.text, answer.finish_reason, answer.stop_reason, logprobs
+
+
+def answers(folder, params, flags, drafter=None, prompts=PROMPTS):
+    with manager.using(PluginManager()) as plugins:
+        if drafter is not None:
+            plugins.register("executors", "drafting", drafting_executor(drafter))
+            flags = {**flags, "distributed_executor_backend": "drafting"}
+        flags = {"num_gpu_blocks_override": 80, **flags}
+        with LLM(folder, max_model_len=128, max_num_batched_tokens=48, **flags) as llm:
+            given = [{"prompt_token_ids": prompt} for prompt in prompts]
+            steps = llm._host.engine.scheduler.gauges().step
+            outputs = llm.generate(given, params, use_tqdm=False)
+            again = llm.generate(given[:2], params[:2], use_tqdm=False)
+            steps = llm._host.engine.scheduler.gauges().step - steps
+    return [outcome(output) for output in [*outputs, *again]], steps
+
+
+@pytest.fixture(scope="module", params=["torch", "compiled", "few blocks"])
+def reference(request, folder):
+    flags = {"torch": PLAIN, "compiled": {}, "few blocks": SMALL}[request.param]
+    stops = [answers(folder, PARAMS, flags)[0][place][0][4] for place in (0, 2)]
+    params = list(PARAMS)
+    params[0] = params[0].with_(stop_token_ids=(stops[0],))
+    params[2] = params[2].with_(stop_token_ids=(stops[1],), include_stop_str_in_output=True)
+    expected, steps = answers(folder, params, flags)
+    return flags, params, expected, steps
+
+
+@pytest.mark.parametrize("propose", [right, wrong, mixed, adversarial])
+def test_drafts_change_no_token_and_no_logprob(folder, reference, propose) -> None:
+    flags, params, expected, steps = reference
+    whole = [[*p, *told[0]] for p, told in zip(PROMPTS, expected, strict=False)]
+    drafter = FakeDrafter(propose, whole)
+    found, taken = answers(folder, params, flags, drafter)
+    assert found == expected
+    if propose is right:
+        assert taken < 0.7 * steps
+    assert drafter.released
+    for step in drafter.steps:
+        assert step.hidden.shape[0] == len(step.batch.tokens)
+        assert len(step.rows) == len(step.histories) == len(step.most) == len(step.kept)
+    assert drafter.ran
+    assert all(known == ran for known, ran in drafter.ran)
+
+
+def test_a_drafter_that_raises_is_switched_off(folder, caplog) -> None:
+    flags, params = {}, PARAMS[:4]
+    expected, _ = answers(folder, params, flags, prompts=PROMPTS[:4])
+    whole = [[*p, *told[0]] for p, told in zip(PROMPTS, expected, strict=False)]
+    drafter = FakeDrafter(right, whole, fails_at=3)
+    found, _ = answers(folder, params, flags, drafter, prompts=PROMPTS[:4])
+    assert found == expected
+    assert len(drafter.steps) == 3
+    assert "drafter fake failed: it is switched off" in caplog.text
+
+
+def test_a_drafters_caches_lie_in_the_models_blocks(folder) -> None:
+    from modulm.testing.session import Session
+
+    spec = Session(folder, rows=1).model.caches[0].spec
+    expected, _ = answers(folder, PARAMS[:2], {}, prompts=PROMPTS[:2])
+    whole = [[*p, *told[0]] for p, told in zip(PROMPTS, expected, strict=False)]
+    drafter = FakeDrafter(right, whole, caches=(CacheSpec("draft.0", spec),))
+    found, _ = answers(folder, PARAMS[:2], {}, drafter, prompts=PROMPTS[:2])
+    assert found == expected
+    first, *_, own = drafter.steps[0].batch.caches
+    assert own.shape == first.shape
+    assert own.data_ptr() != first.data_ptr()
+    assert drafter.steps[0].batch.groups[-1] == drafter.steps[0].batch.groups[0]
