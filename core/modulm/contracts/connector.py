@@ -106,7 +106,11 @@ class KVMover(ABC):
 
 
 class KVConnector(ABC):
-    """Makes both halves, each where it lives. `Config`: its options (attrs, frozen)."""
+    """Makes both halves, each where it lives. `Config`: its options (attrs, frozen).
+
+    A driver is in use where the configuration has a table for it:
+    `--plugin-config '{"kv_connectors": {"NAME": {...}}}'`.
+    """
 
     name: ClassVar[str]
     api: ClassVar[int | tuple[int, int]]

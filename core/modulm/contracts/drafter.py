@@ -58,16 +58,21 @@ class DraftStep:
 
 
 class Drafter(ABC):
-    """Proposes the next tokens of rows. `Config`: its options (attrs, frozen)."""
+    """Proposes the next tokens of rows. `Config`: its options (attrs, frozen).
+
+    A driver is in use where the configuration has a table for it:
+    `--plugin-config '{"speculators": {"NAME": {...}}}'`. `most`: tokens that it may propose for a
+    row in a step, set when it is made; blocks and steps are sized for them.
+    """
 
     name: ClassVar[str]
     api: ClassVar[int | tuple[int, int]]
     Config: ClassVar[type]
     needs: ClassVar[Needs] = Needs()
+    most: int
 
-    def __init__(self, config: object, most: int) -> None:
+    def __init__(self, config: object) -> None:
         self.config = config
-        self.most = most
 
     @property
     def caches(self) -> tuple[CacheSpec, ...]:

@@ -16,6 +16,7 @@ from modulm.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     import numpy as np
 
@@ -252,17 +253,20 @@ class Executor(ABC):
         """Have again what `sleep` gave back; the caches are empty, and as large as before."""
         raise self._lacks("wake up")
 
+    def add_adapter(self, name: str, path: Path) -> None:
+        """Read an adapter's files, for requests that name it. Called between steps.
+
+        Raises CheckpointError naming the file and what does not fit.
+        """
+        raise self._lacks("add adapters")
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter that no request uses any more."""
+        raise self._lacks("remove adapters")
+
     def profile(self, folder: str | None) -> None:
         """Record what the steps spend their time on; write it into `folder` when told None."""
         raise self._lacks("profile")
-
-    def add_adapter(self, name: str, path: str) -> None:
-        """Load an adapter, so that plans may name it."""
-        raise self._lacks("adapters")
-
-    def remove_adapter(self, name: str) -> None:
-        """No plan names the adapter any more."""
-        raise self._lacks("adapters")
 
     @abstractmethod
     def stop(self) -> None:

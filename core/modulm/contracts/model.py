@@ -170,6 +170,8 @@ class Model(ABC):
     tasks: ClassVar[tuple[str, ...]] = ("generate",)
     #: Along how many axes it counts the positions of tokens (time, height and width of an image).
     axes: ClassVar[int] = 1
+    #: Kinds of media that `encode` takes ("image", "audio", "video").
+    media: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     @abstractmethod

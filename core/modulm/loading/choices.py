@@ -12,7 +12,7 @@ from attrs import evolve, field, frozen
 
 from modulm.contracts.attention import AttentionBackend, AttentionSpec
 from modulm.contracts.quantization import LinearSpec, QuantizationMethod
-from modulm.errors import ConfigError, UnsupportedError
+from modulm.errors import UnsupportedError
 from modulm.loading.checkpoint import open_loader, pooling_recipe
 from modulm.loading.pooling import conversion, convert, pooling_settings
 from modulm.ops import OpTable, bind
@@ -150,16 +150,13 @@ class Choices:
 
     def adapters(self, ops: OpTable) -> AdapterBank | None:
         """The bank of adapters that the configuration has a table for."""
-        tables = self.config.device.plugin_config.get("adapters") or {}
-        if not tables:
+        found = self.plugins.configured("adapters", self.config.device.plugin_config)
+        if found is None:
             return None
-        if len(tables) > 1:
-            raise ConfigError("plugin_config", f"adapters: one of {', '.join(tables)}, not several")
-        (name,) = tables
-        driver = self.plugins.load("adapters", name)
-        options = self.plugins.options("adapters", name, tables[name])
-        self.decisions.append(Decision("adapters", (Verdict(name),), name, "has a configuration"))
+        driver, options = found
         bank: AdapterBank = driver(options, self.platform, ops)
+        verdicts = (Verdict(bank.name),)
+        self.decisions.append(Decision("adapters", verdicts, bank.name, "has a configuration"))
         return bank
 
     def backend(self, spec: AttentionSpec, ops: OpTable) -> AttentionBackend:

@@ -165,6 +165,19 @@ class PluginManager:
             raise ConfigError(f"{kind}.{name}", f"takes no options, got {keys}")
         return None
 
+    def configured(self, kind: str, tables: Mapping[str, Any]) -> tuple[Any, Any] | None:
+        """The driver of a kind that the configuration has a table for, and its options.
+
+        tables: `--plugin-config`. Raises ConfigError if there are several.
+        """
+        named = tables.get(kind) or {}
+        if not named:
+            return None
+        if len(named) > 1:
+            raise ConfigError("plugin_config", f"{kind}: one of {', '.join(named)}, not several")
+        ((name, table),) = named.items()
+        return self.load(kind, name), self.options(kind, name, table)
+
     def _not_found(self, kind: Kind, name: str) -> PluginNotFound:
         error = ArchitectureNotFound if kind.name == "models" else PluginNotFound
         off = self.switched_off(kind.name, name)

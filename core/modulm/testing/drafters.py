@@ -80,7 +80,8 @@ class FakeDrafter(Drafter):
         caches: tuple[CacheSpec, ...] = (),
         fails_at: int | None = None,
     ) -> None:
-        super().__init__(_Nothing(), most)
+        super().__init__(_Nothing())
+        self.most = most
         self.function = propose
         self.references = [tuple(reference) for reference in references]
         self.steps: list[DraftStep] = []

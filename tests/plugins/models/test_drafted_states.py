@@ -66,7 +66,9 @@ class Rows:
         )  # fmt: skip
         places = np.arange(count)
         runner = self.runner
-        hidden = runner._alone(plan) if self.invariant else runner._together(plan, places)[0].clone()
+        hidden = (
+            runner._alone(plan) if self.invariant else runner._together(plan, places)[0].clone()
+        )
         self.computed[row] = start + (accepted or count)
         if drafted:
             self.cache.settle(one, np.array([self.computed[row]]))

@@ -26,6 +26,7 @@ _ALIASES = {"seq_pooling_type": "pooling_type", "logit_bias": "logit_mean"}
 _ELSEWHERE = ("enable_chunked_processing", "max_embed_len", "enable_flash_late_interaction")
 #: [n, inputs] -> [n, outputs].
 Layer = Callable[[torch.Tensor], torch.Tensor]
+Head = Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
 
 _ACTIVATIONS: dict[str, Layer] = {
     "softmax": lambda x: x.softmax(dim=-1),
@@ -190,11 +191,11 @@ def _sum(before: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
 class Pooler:
     """Collects hidden states by row and makes the result at the row's last token.
 
-    head: the model's `logits`, [n, hidden] -> [n, classes]. layers: those that a vector passes
-    before it is cut and normalised.
+    head: the model's `logits`, [n, hidden] and whose row each is -> [n, classes]. layers: those
+    that a vector passes before it is cut and normalised.
     """
 
-    def __init__(self, config: PoolerConfig, head: Layer, layers: Sequence[Layer] = ()) -> None:
+    def __init__(self, config: PoolerConfig, head: Head, layers: Sequence[Layer] = ()) -> None:
         self.config = config
         self.head = head
         self.layers = tuple(layers)
@@ -226,14 +227,16 @@ class Pooler:
         single = [row for row in rows if self._task(row) in _HEADED - _PER_TOKEN]
         if single:
             sizes = [len(pooled[row]) for row in single]
-            logits = self._logits(torch.cat([pooled[row] for row in single]))
+            owners = np.repeat(single, sizes).tolist()
+            logits = self._logits(torch.cat([pooled[row] for row in single]), owners)
             pooled |= zip(single, torch.split(logits, sizes), strict=True)
         return {row: self._result(row, vectors) for row, vectors in pooled.items()}
 
     def _result(self, row: int, pooled: torch.Tensor) -> np.ndarray:
         params = self._rows[row].params
         if params.task in _HEADED:
-            logits = self._logits(pooled) if params.task in _PER_TOKEN else pooled
+            each = params.task in _PER_TOKEN
+            logits = self._logits(pooled, [row] * len(pooled)) if each else pooled
             pooled = self.config.scores(logits, params.use_activation)
         else:
             pooled = self._embed(pooled, params)
@@ -255,14 +258,14 @@ class Pooler:
         places = np.flatnonzero(state.prompt == step)
         return pooled[torch.from_numpy(places).to(pooled.device)]
 
-    def _logits(self, pooled: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] -> [n, outputs] fp32, of a wide head only what is wanted."""
+    def _logits(self, pooled: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """[n, hidden] of `rows` [n] -> [n, outputs] fp32, of a wide head only what is wanted."""
         columns = self.config.returned_token_ids
         if columns is None:
-            return self.head(pooled).float()
+            return self.head(pooled, rows).float()
         wanted = list(columns)
-        parts = [self.head(part).float()[:, wanted] for part in torch.split(pooled, _SLICE)]
-        return torch.cat(parts)
+        slices = [slice(at, at + _SLICE) for at in range(0, len(pooled), _SLICE)]
+        return torch.cat([self.head(pooled[s], rows[s]).float()[:, wanted] for s in slices])
 
     def _embed(self, pooled: torch.Tensor, params: PoolingParams) -> torch.Tensor:
         """Matryoshka embeddings (arXiv 2205.13147) are cut first and then normalised."""

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from modulm.contracts.executor import Plan, RowStart
 from modulm.contracts.media import MediaItem
-from modulm.contracts.model import Model
+from modulm.contracts.model import Batch, Model
 from modulm.errors import EngineError
 
 __all__ = ["PromptInputs"]
@@ -37,10 +37,6 @@ class PromptInputs:
         self._device = device
         self._rows: dict[int, _Row] = {}
         self._outputs: dict[bytes, torch.Tensor] = {}
-
-    def __bool__(self) -> bool:
-        """Whether any row has more than tokens."""
-        return bool(self._rows)
 
     def admit(self, start: RowStart) -> None:
         """A row starts; rows of plain tokens are not kept."""
@@ -77,6 +73,16 @@ class PromptInputs:
                 )
             # Encoders may give views of one large tensor, which would stay as long as any of them.
             self._outputs[item.hash] = output.clone()
+
+    def put(self, batch: Batch, plan: Plan) -> Batch:
+        """The batch with what stands in the plan's prompts instead of tokens."""
+        if not self._rows and self._model.axes == 1:
+            return batch
+        found = self.embeds(plan)
+        if found is not None:
+            batch = evolve(batch, embeds=found[0], embeds_mask=found[1])
+        positions = self.axis_positions(plan)
+        return batch if positions is None else evolve(batch, axis_positions=positions)
 
     def embeds(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(embeddings [tokens, hidden], mask [tokens] bool) of the plan's tokens, or None.
@@ -121,17 +127,17 @@ class PromptInputs:
             raise EngineError(f"an item of kind {item.kind!r} was needed before it was encoded")
         return output
 
-    def axis_positions(self, plan: Plan, positions: np.ndarray) -> torch.Tensor | None:
+    def axis_positions(self, plan: Plan) -> torch.Tensor | None:
         """[axes, tokens] int64 for a model that has several axes, else None.
 
-        positions: [tokens] of the step, along one axis. Past its prompt a row goes on alike on all
-        axes, `position_offset` further.
+        Past its prompt a row goes on alike on all axes, `position_offset` further.
         """
         axes = self._model.axes
         if axes == 1:
             return None
-        found = np.repeat(positions[None], axes, axis=0)
         firsts = np.cumsum(plan.counts) - plan.counts
+        positions = np.arange(len(plan.tokens)) + np.repeat(plan.starts - firsts, plan.counts)
+        found = np.repeat(positions[None], axes, axis=0)
         for i, row in enumerate(plan.rows.tolist()):
             brought = self._rows.get(row)
             if brought is None or brought.positions is None:

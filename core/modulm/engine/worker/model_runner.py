@@ -21,13 +21,16 @@ from modulm.engine.kv_cache.sizing import Sizing, allocate, cache_budget, share_
 from modulm.engine.pooling.pooler import Pooler, PoolerConfig
 from modulm.engine.sampling.logits_processors import Processors, processor_classes
 from modulm.engine.sampling.sampler import Best, Chosen, Sampler, Verified
+from modulm.engine.worker.adapters import RowAdapters
 from modulm.engine.worker.drafting import Drafting
 from modulm.engine.worker.input_batch import BatchBuilder, GroupPlanner, alone
+from modulm.engine.worker.media import PromptInputs
 from modulm.errors import EngineError
 from modulm.loading.cache_groups import CacheGroup, extended
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
+    from modulm.contracts.connector import KVMover
     from modulm.contracts.drafter import Drafter
     from modulm.contracts.model import Batch
     from modulm.contracts.platform import Platform
@@ -71,6 +74,7 @@ class ModelRunner:
         grammars: RequestGrammars,
         *,
         drafter: Drafter | None = None,
+        mover: KVMover | None = None,
         sizing: Sizing | None = None,
     ) -> None:
         rows, tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
@@ -85,7 +89,9 @@ class ModelRunner:
         if drafter is not None:
             groups = extended(groups, drafter.caches, len(specs))
             specs = (*specs, *drafter.caches)
-        self.sizing = sizing = sizing or _size(config, loaded, groups, platform, rows, tokens)
+        self.sizing = sizing = sizing or _size(
+            config, loaded, groups, platform, rows, tokens, 0 if drafter is None else drafter.most
+        )
         caches, owners = allocate(specs, groups, sizing.blocks, platform)
         self.capacity = Capacity(
             groups=tuple(
@@ -96,6 +102,10 @@ class ModelRunner:
             max_model_len=sizing.max_model_len,
             notes=sizing.notes,
             drafts=0 if drafter is None else drafter.most,
+            adapters=0 if loaded.adapters is None else loaded.adapters.slots,
+            # An item is encoded whole, so what one step takes is also what has to be kept.
+            encoder_tokens=tokens if self.model.media else 0,
+            encoder_cache=tokens if self.model.media else 0,
         )
         planners = GroupPlanner.all(groups)
         self.builder = BatchBuilder(
@@ -111,8 +121,13 @@ class ModelRunner:
             processors=build_processors(config, loaded.vocabulary, platform.device, plugins),
         )
         self._drafting = None if drafter is None else Drafting(drafter)
+        self._inputs = PromptInputs(self.model, platform.device)
+        self.adapters = RowAdapters(loaded.adapters, self._staging)
+        self._mover = mover
+        if mover is not None:
+            mover.open(_by_group(caches, owners))
         pooling = PoolerConfig.from_table(loaded.pooling)
-        self.pooler = Pooler(pooling, self._logits, loaded.layers)
+        self.pooler = Pooler(pooling, self._pooled_logits, loaded.layers)
         self._invariant = config.model.batch_invariant
         # What looks both ways, or keeps nothing between steps, cannot go token by token.
         self._whole = not all(_forward_only(group) for group in groups or (None,))
@@ -135,12 +150,17 @@ class ModelRunner:
         began = time.perf_counter()
         with self.platform.queue():
             self._change_rows(plan)
-            if not len(plan.rows):
-                return LaunchedStep(lambda: StepResult(plan.step, np.zeros(0, dtype=np.int64)))
-            step = LaunchedStep(self._launched(plan, began))
+            if len(plan.rows):
+                step = LaunchedStep(self._launched(plan, began))
+            else:
+                step = LaunchedStep(partial(self._nothing_run, plan))
         if not self.platform.queued:
             step.result()
         return step
+
+    def _nothing_run(self, plan: Plan) -> StepResult:
+        moved = None if self._mover is None else self._mover.ended()
+        return StepResult(plan.step, np.zeros(0, dtype=np.int64), transfers=moved)
 
     def _launched(self, plan: Plan, began: float) -> Callable[[], StepResult]:
         """Launch everything that rows are run for; what gives the result."""
@@ -152,6 +172,8 @@ class ModelRunner:
         drafts = None if plan.drafted is None else plan.drafted[sampling]
         places = lasts if drafts is None else _ranges(lasts - drafts, drafts + 1)
         hidden, batch = self._hidden(plan, places)
+        slots = self.adapters.of_tokens(plan)
+        slots = None if slots is None else slots[places]
         scores = self._prompt_logprobs(plan, ends, hidden) if self._prompts else {}
         pooled = self._pool(plan, ends, hidden) if self._pooling else {}
         positions = (plan.starts + plan.counts)[sampling]
@@ -162,12 +184,12 @@ class ModelRunner:
             if len(places) != len(hidden):
                 states = hidden[self._tensor(places) if batch is None else batch.sample]
             if drafts is None:
-                chosen = self.sampler.sample(rows, positions, self._logits(states))
+                chosen = self.sampler.sample(rows, positions, self._logits(states, slots))
                 self.builder.keep(rows, chosen)
             else:
                 runs = _ranges(lasts - drafts + 1, drafts)
                 tokens = np.split(plan.tokens[runs], drafts.cumsum()[:-1])
-                logits = self._logits(states)
+                logits = self._logits(states, slots)
                 verified = self.sampler.verify(rows, positions - drafts, logits, tokens)
                 self.builder.keep(rows, _last_of(verified))
         if self._drafting is not None and len(rows):
@@ -239,6 +261,7 @@ class ModelRunner:
             pooled=pooled,
             errors=errors,
             drafts=proposed,
+            transfers=None if self._mover is None else self._mover.ended(),
             seconds=time.perf_counter() - began,
         )
 
@@ -250,25 +273,39 @@ class ModelRunner:
 
     def _together(self, plan: Plan, sample: np.ndarray) -> tuple[torch.Tensor, Batch]:
         """In one forward pass; sample: as `BatchBuilder.build` has it."""
+        slots = self.adapters.of_tokens(plan)
+        adapters = self.adapters.begin(slots)
         batch = self.builder.build(plan, sample)
+        if adapters is not None:
+            batch = evolve(batch, adapters=adapters)
         if any(self._pooling.values()):
             types = self._token_types(plan, np.cumsum(plan.counts))
             batch = evolve(batch, extras={"token_types": types})
-        # The pooler keeps what it is fed, and recorded steps give their result in one place.
-        forward = self.model.forward if self._pooling else self._forward
-        return forward(batch), batch
+        batch = self._inputs.put(batch, plan)
+        # The pooler keeps what it is fed, and recorded steps give their result in one place; what
+        # a bank does around a layer reads the slots that it was told of.
+        plain = not self._pooling and adapters is None
+        return (self._forward if plain else self.model.forward)(batch), batch
 
     def _alone(self, plan: Plan) -> torch.Tensor:
         """The same, in forward passes whose shapes depend on nothing but one row."""
         parts = alone(plan, whole=self._whole)
         return torch.cat([self._together(part, part.counts - 1)[0].clone() for part in parts])
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [n, hidden] -> [n, vocabulary]."""
+    def _logits(self, hidden: torch.Tensor, slots: np.ndarray | None = None) -> torch.Tensor:
+        """hidden: [n, hidden] -> [n, vocabulary]; slots: [n] of their adapters, if any."""
         if not self._invariant:
+            self.adapters.begin(slots)
             return self.model.logits(hidden)
-        rows = (hidden[place : place + 1].clone() for place in range(len(hidden)))
-        return torch.cat([self.model.logits(row) for row in rows])
+        found = []
+        for place in range(len(hidden)):
+            self.adapters.begin(None if slots is None else slots[place : place + 1])
+            found.append(self.model.logits(hidden[place : place + 1].clone()))
+        return torch.cat(found)
+
+    def _pooled_logits(self, hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """Of pooled vectors; rows: [n], whose they are."""
+        return self._logits(hidden, self.adapters.of_rows(rows))
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return self._staging.send((array,))[0]
@@ -302,11 +339,19 @@ class ModelRunner:
     def _change_rows(self, plan: Plan) -> None:
         for row in plan.release:
             self._release(row)
+        self.adapters.fill(plan)
         for start in plan.admit:
             self._admit(start, plan.step)
+        self._inputs.encode(plan)
+        if plan.transfers is not None:
+            if self._mover is None:
+                raise EngineError("the plan moves blocks and there is no KV connector")
+            self._mover.begin(plan.transfers)
 
     def _release(self, row: int) -> None:
         self._failed.pop(row, None)
+        self._inputs.release(row)
+        self.adapters.release(row)
         if row in self._pooling:
             del self._pooling[row]
             self.pooler.release(row)
@@ -319,6 +364,8 @@ class ModelRunner:
     def _admit(self, start: RowStart, step: int) -> None:
         params = start.params
         self._since[start.row] = step
+        self._inputs.admit(start)
+        self.adapters.admit(start)
         if isinstance(params, PoolingParams):
             self._pooling[start.row] = params.second_text
             self.pooler.admit(start.row, params, start.prompt)
@@ -347,16 +394,21 @@ class ModelRunner:
             targets = prompt[start + 1 : start + 1 + count]
             if len(targets):
                 states = hidden[ends[i] - count :][: len(targets)]
-                found[row] = self._score(states, targets, k)
+                found[row] = self._score(row, states, targets, k)
         return found
 
-    def _score(self, hidden: torch.Tensor, targets: np.ndarray, k: int) -> list[Best]:
+    def _score(self, row: int, hidden: torch.Tensor, targets: np.ndarray, k: int) -> list[Best]:
         """hidden: [n, hidden] at the positions before `targets`: [n]; k: -1 for all tokens."""
         count = self.capacity.vocabulary if k == -1 else k
         tokens = self._tensor(np.array(targets))
         slices = [slice(at, at + _PROMPT_SLICE) for at in range(0, len(targets), _PROMPT_SLICE)]
+        own = self.adapters.of_rows([row] * len(targets))
         return [
-            self.sampler.best(self._logits(hidden[some]).float(), tokens[some], count)
+            self.sampler.best(
+                self._logits(hidden[some], None if own is None else own[some]).float(),
+                tokens[some],
+                count,
+            )
             for some in slices
         ]
 
@@ -377,6 +429,17 @@ class ModelRunner:
                 self.pooler.feed(row, hidden[ends[i] - plan.counts[i] : ends[i]])
                 finished += [row] if plan.samples[i] else []
         return self.pooler.finish(finished)
+
+
+def _by_group(
+    caches: Sequence[torch.Tensor | Mapping[str, torch.Tensor]], owners: Sequence[int]
+) -> dict[int, list[torch.Tensor]]:
+    """The tensors of each group whose first dimension is the block."""
+    found: dict[int, list[torch.Tensor]] = {}
+    for cache, group in zip(caches, owners, strict=True):
+        tensors = cache.values() if isinstance(cache, Mapping) else (cache,)
+        found.setdefault(group, []).extend(tensors)
+    return found
 
 
 def _ranges(firsts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
@@ -421,6 +484,7 @@ def _size(
     platform: Platform,
     rows: int,
     tokens: int,
+    drafts: int,
 ) -> Sizing:
     return share_out(
         groups,
@@ -428,6 +492,7 @@ def _size(
         max_model_len=loaded.max_model_len,
         chunk=min(tokens, loaded.max_model_len),
         rows=rows,
+        drafts=drafts,
         override=config.cache.num_gpu_blocks_override,
     )
 

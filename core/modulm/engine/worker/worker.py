@@ -16,11 +16,15 @@ from modulm.engine.sampling.defaults import end_ids
 from modulm.engine.structured_output.compiler import RequestGrammars, open_compiler
 from modulm.engine.types.engine_info import open_tokenizer
 from modulm.engine.worker.model_runner import LaunchedStep, ModelRunner
-from modulm.errors import EngineError, RequestError
+from modulm.errors import EngineError, RequestError, UnsupportedError
 from modulm.loading import load_model, open_checkpoint
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from modulm.config import EngineConfig
+    from modulm.contracts.adapter import AdapterBank
+    from modulm.contracts.connector import KVConnector, KVMover
     from modulm.contracts.drafter import Drafter
     from modulm.contracts.executor import Capacity, Plan
     from modulm.contracts.sampling import StructuredOutputs
@@ -35,9 +39,10 @@ __all__ = ["Worker"]
 class Worker:
     """Loads the model when it is made, and runs plans on it.
 
-    config: with its automatic values resolved. drafter: proposes tokens after each step. Asleep, it
-    has released its caches (level 1) and its weights as well (level 2); awake again, it has as many
-    blocks as before.
+    config: with its automatic values resolved. drafter: proposes tokens after each step; without
+    one, the drafter that the configuration has a table for, if any. Asleep, it has released its
+    caches (level 1) and its weights as well (level 2); awake again, it has as many blocks as
+    before.
     """
 
     def __init__(
@@ -45,7 +50,12 @@ class Worker:
     ) -> None:
         self.config = config
         self._plugins = plugins
-        self._drafter = drafter
+        tables = config.device.plugin_config
+        drafting = plugins.configured("speculators", tables) if drafter is None else None
+        self._drafter = drafter if drafting is None else drafting[0](drafting[1])
+        connecting = plugins.configured("kv_connectors", tables)
+        self._connector: KVConnector | None = connecting and connecting[0](connecting[1])
+        self._mover: KVMover | None = None
         self._platform, self._chosen = choose_platform(config, plugins)
         binding = binding_of(config.device)
         if binding is not None:
@@ -83,6 +93,7 @@ class Worker:
             self._plugins,
             self._grammars,
             drafter=self._drafter,
+            mover=self._opened_mover(),
             sizing=self._sizing,
         )
         width = runner.check()
@@ -97,6 +108,13 @@ class Worker:
             weight_bytes=loaded.weight_bytes,
             decisions=(self._chosen, *loaded.decisions),
         )
+
+    def _opened_mover(self) -> KVMover | None:
+        """A mover for the caches that are about to be allocated."""
+        if self._mover is not None:
+            self._mover.close()
+        self._mover = None if self._connector is None else self._connector.mover()
+        return self._mover
 
     def run(self, plan: Plan) -> StepResult:
         """Run one step. Raising means the whole step failed."""
@@ -124,6 +142,21 @@ class Worker:
         """See `Executor.forget`."""
         self._grammars.forget(request)
 
+    def add_adapter(self, name: str, path: Path) -> None:
+        """See `Executor.add_adapter`."""
+        self._bank.add(name, path)
+
+    def remove_adapter(self, name: str) -> None:
+        """See `Executor.remove_adapter`."""
+        self._bank.remove(name)
+
+    @property
+    def _bank(self) -> AdapterBank:
+        bank = None if self._loaded is None else self._loaded.adapters
+        if bank is None:
+            raise UnsupportedError("adapters: --plugin-config has no table for them")
+        return bank
+
     def sleep(self, level: int) -> None:
         """Release the caches, and the weights from level 2 on."""
         self._runner = None
@@ -142,7 +175,9 @@ class Worker:
         if self._thread is not None:
             self._thread.shutdown(wait=True)
             self._thread = None
-        self._runner = self._loaded = None
+        if self._mover is not None:
+            self._mover.close()
+        self._runner = self._loaded = self._mover = None
 
     def _open_compiler(self) -> ConstraintCompiler:
         checkpoint = open_checkpoint(self.config, self._plugins)

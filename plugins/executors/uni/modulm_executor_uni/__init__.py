@@ -9,6 +9,8 @@ from modulm.contracts.executor import Capacity, Executor, ModelDescription, Plan
 from modulm.errors import EngineError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from modulm.config import EngineConfig
     from modulm.contracts.sampling import StructuredOutputs
     from modulm.engine.worker.worker import Worker
@@ -61,6 +63,12 @@ class UniExecutor(Executor):
 
     def wake_up(self) -> None:
         self._worker.wake_up()
+
+    def add_adapter(self, name: str, path: Path) -> None:
+        self._worker.add_adapter(name, path)
+
+    def remove_adapter(self, name: str) -> None:
+        self._worker.remove_adapter(name)
 
     def stop(self) -> None:
         if self._made is not None:

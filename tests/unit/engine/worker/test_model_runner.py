@@ -281,7 +281,7 @@ def pooled(hidden: torch.Tensor, kind: str) -> torch.Tensor:
 def test_pooling_gives_the_same_for_every_way_of_cutting(folder, oracle, kind, skipped) -> None:
     runner = new_runner(folder)
     config = PoolerConfig.from_table({"pooling_type": kind, "normalize": False})
-    runner.pooler = Pooler(config, runner.model.logits)
+    runner.pooler = Pooler(config, lambda hidden, rows: runner.model.logits(hidden))
     with torch.no_grad():
         hidden = oracle.model(torch.tensor([PROMPTS[2]])).last_hidden_state[0]
     if kind == "weighted_mean":

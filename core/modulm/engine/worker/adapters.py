@@ -1,0 +1,74 @@
+"""Which adapter each token of a step uses, told to the bank that applies them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from modulm.contracts.adapter import AdapterBank
+from modulm.errors import EngineError
+
+if TYPE_CHECKING:
+    import torch
+
+    from modulm.contracts.executor import Plan, RowStart
+    from modulm.contracts.platform import Staging
+
+__all__ = ["RowAdapters"]
+
+
+class RowAdapters:
+    """The adapters of rows by name, and the slots that plans have given to names."""
+
+    def __init__(self, bank: AdapterBank | None, staging: Staging) -> None:
+        self.bank = bank
+        self._staging = staging
+        self._slots: dict[str, int] = {}
+        self._rows: dict[int, str] = {}
+
+    @property
+    def slots(self) -> int:
+        """How many adapters a step may use; 0 without a bank."""
+        return 0 if self.bank is None else self.bank.slots
+
+    def fill(self, plan: Plan) -> None:
+        """Put adapters into the slots that the plan gives them."""
+        for slot, name in plan.adapters:
+            if self.bank is None:
+                raise EngineError(f"adapter {name!r} cannot be used: the model was built without")
+            self._slots = {kept: at for kept, at in self._slots.items() if at != slot}
+            self.bank.fill(slot, name)
+            self._slots[name] = slot
+
+    def admit(self, start: RowStart) -> None:
+        """A row starts."""
+        if start.adapter is not None:
+            self._rows[start.row] = start.adapter
+
+    def release(self, row: int) -> None:
+        """The row is gone."""
+        self._rows.pop(row, None)
+
+    def of_rows(self, rows: Sequence[int]) -> np.ndarray | None:
+        """[n] int32, the slots that the rows use; None where none uses any."""
+        names = [self._rows.get(row) for row in rows] if self._rows else []
+        if not any(names):
+            return None
+        slots = [0 if name is None else self._slots[name] for name in names]
+        return np.array(slots, dtype=np.int32)
+
+    def of_tokens(self, plan: Plan) -> np.ndarray | None:
+        """[tokens] int32, the slot that each token of the plan uses; None where none uses any."""
+        slots = self.of_rows(plan.rows.tolist()) if self._rows else None
+        return None if slots is None else np.repeat(slots, plan.counts)
+
+    def begin(self, slots: np.ndarray | None) -> torch.Tensor | None:
+        """What runs next runs on tokens, or hidden states, that use these slots."""
+        if self.bank is None:
+            return None
+        # What is sent is only valid until the next time, and the batch is sent after this.
+        sent = None if slots is None else self._staging.send((slots,))[0].clone()
+        self.bank.begin(sent)
+        return sent

@@ -1,0 +1,132 @@
+"""Encoder outputs, embeddings and positions on axes, put into the batches of a real runner."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from modulm.config import EngineConfig
+from modulm.contracts.executor import Plan, RowStart
+from modulm.contracts.sampling import SamplingParams
+from modulm.engine.structured_output.compiler import RequestGrammars
+from modulm.engine.worker.media import PromptInputs
+from modulm.engine.worker.model_runner import ModelRunner
+from modulm.errors import EngineError
+from modulm.loading import load_model, open_checkpoint
+from modulm.plugins import manager
+from modulm.testing.checkpoints import make_tiny
+from modulm.testing.media import place_items, seeing
+
+PARAMS = SamplingParams(temperature=0.0, logprobs=5)
+PROMPT = [5, 9, [70, 71, 72, 73, 74], 11, [80, 81], 12, 13]
+WORDS = [5, 9, 70, 71, 72, 73, 74, 11, 80, 81, 12, 13]
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory):
+    folder = make_tiny(tmp_path_factory.mktemp("media") / "tiny")
+    plugins = manager.PluginManager()
+    model = seeing(plugins.load("models", "LlamaForCausalLM"))
+    plugins.register("models", "LlamaForCausalLM", model)
+    config = EngineConfig.from_keywords(
+        model=str(folder), max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64,
+        num_gpu_blocks_override=33, dtype="float32",
+    )  # fmt: skip
+    platform = plugins.load("platforms", "cpu")()
+    loaded = load_model(config, open_checkpoint(config, plugins), platform, plugins)
+    return ModelRunner(config, loaded, platform, plugins, RequestGrammars(lambda: None))
+
+
+def plan(runner, row, tokens, start, count, **more) -> Plan:
+    table = (1 + 4 * row + np.arange(4, dtype=np.int32))[None]
+    return Plan(
+        step=0,
+        rows=np.array([row], dtype=np.int32),
+        starts=np.array([start], dtype=np.int32),
+        counts=np.array([count], dtype=np.int32),
+        tokens=np.array(tokens[start : start + count], dtype=np.int64),
+        tables=tuple(table for _ in runner.capacity.groups),
+        samples=np.array([start + count == len(tokens)]),
+        **more,
+    )
+
+
+def first_token(runner, row, tokens, cuts, encode=((0, 1),), **start) -> tuple[int, np.ndarray]:
+    """(token, its best log probabilities) of a prompt that is computed in pieces."""
+    admit = RowStart(row, f"r{row}", PARAMS, np.array(tokens), np.zeros(0, np.int64), 0, **start)
+    at = 0
+    for step, count in enumerate(cuts):
+        named = tuple((row, item) for item in encode[step]) if step < len(encode) else ()
+        more = {"admit": (admit,)} if step == 0 else {}
+        result = runner.run(plan(runner, row, tokens, at, count, encode=named, **more))
+        at += count
+    runner.run(Plan(0, *(np.zeros(0, np.int32),) * 3, np.zeros(0, np.int64), (), np.zeros(0, bool),
+                    release=(row,)))  # fmt: skip
+    return int(result.tokens[0]), result.logprobs[row][0].values
+
+
+def test_the_model_says_what_its_encoder_may_take(runner) -> None:
+    assert runner.capacity.encoder_tokens == runner.capacity.encoder_cache == 64
+
+
+@pytest.mark.parametrize("cuts", [(12,), (4, 8), (2, 3, 4, 3), (1,) * 12])
+def test_items_give_what_their_words_give(runner, cuts) -> None:
+    expected, values = first_token(runner, 0, WORDS, cuts, encode=())
+    tokens, items = place_items(PROMPT)
+    found, others = first_token(runner, 1, tokens, cuts, media=items)
+    assert found == expected
+    np.testing.assert_allclose(others, values, atol=1e-5)
+
+
+def test_equal_items_are_encoded_once_until_they_are_dropped(runner) -> None:
+    encoded = type(runner.model).encoded
+    tokens, items = place_items([5, [90, 91], 6, [90, 91]])
+    encoded.clear()
+    runner.run(Plan(0, *(np.zeros(0, np.int32),) * 3, np.zeros(0, np.int64), (), np.zeros(0, bool),
+                    drop_media=tuple({item.hash for item in items})))  # fmt: skip
+    first_token(runner, 0, tokens, (6,), media=items)
+    first_token(runner, 1, tokens, (6,), encode=((0,),), media=items)
+    assert encoded == [items[0].hash]
+    runner.run(Plan(0, *(np.zeros(0, np.int32),) * 3, np.zeros(0, np.int64), (), np.zeros(0, bool),
+                    drop_media=(items[0].hash,)))  # fmt: skip
+    first_token(runner, 1, tokens, (6,), encode=((0,),), media=items)
+    assert encoded == [items[0].hash] * 2
+
+
+def test_an_item_that_was_not_encoded_is_an_error_and_not_another_answer(runner) -> None:
+    tokens, items = place_items([5, [30, 31, 32], 6])
+    with pytest.raises(EngineError, match="before it was encoded"):
+        first_token(runner, 2, tokens, (5,), encode=(), media=items)
+
+
+def test_an_encoder_that_gives_too_little_is_named(runner, monkeypatch) -> None:
+    monkeypatch.setattr(runner.model, "encode", lambda items: [torch.zeros(1, 8) for _ in items])
+    tokens, items = place_items([5, [33, 34, 35], 6])
+    with pytest.raises(EngineError, match="1 embeddings for an item of kind 'image'.*3 tokens"):
+        first_token(runner, 2, tokens, (5,), encode=((0,),), media=items)
+
+
+def test_embeddings_stand_for_the_tokens_of_a_prompt(runner) -> None:
+    expected, values = first_token(runner, 0, WORDS, (5, 7), encode=())
+    with torch.inference_mode():
+        embeds = runner.model.embed.lookup(torch.tensor(WORDS)).float().numpy()
+    found, others = first_token(runner, 1, [0] * len(WORDS), (5, 7), encode=(), embeds=embeds)
+    assert found == expected
+    np.testing.assert_allclose(others, values, atol=1e-5)
+
+
+def test_positions_on_several_axes_go_on_alike_after_the_prompt() -> None:
+    inputs = PromptInputs(SimpleNamespace(axes=3, media=()), torch.device("cpu"))
+    own = np.array([[0, 1, 1, 1, 4], [0, 1, 1, 2, 4], [0, 1, 2, 1, 4]])
+    inputs.admit(RowStart(1, "a", PARAMS, np.zeros(5), np.zeros(0), 0, positions=own,
+                          position_offset=-1))  # fmt: skip
+    step = Plan(
+        0, np.array([0, 1]), np.array([7, 3]), np.array([2, 4]), np.zeros(6, np.int64), (),
+        np.ones(2, bool),
+    )  # fmt: skip
+    found = inputs.axis_positions(step)
+    assert found.tolist() == [[7, 8, 1, 4, 4, 5], [7, 8, 2, 4, 4, 5], [7, 8, 1, 4, 4, 5]]
+    assert PromptInputs(SimpleNamespace(axes=1), torch.device("cpu")).axis_positions(step) is None
