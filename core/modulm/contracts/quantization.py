@@ -158,7 +158,7 @@ class Axis:
 
     def step(self, spec: LinearSpec) -> int:
         """How many outputs or inputs have `entries` entries together on this rank."""
-        if self.whole:
+        if self.whole or self.block == 1:
             return self.block
         return (spec.output_block if self.along == "outputs" else spec.input_block)(self.block)
 

@@ -33,23 +33,25 @@ def layout(
             name = f"{spec.name}.{stored}"
             ways += [_way(param, spec, [name] * len(paths), p) for p in (joined, _joined(spec, 1))]
         return tuple(ways)
+    one = _way(param, spec, paths, alone)
     each = [
-        part
-        for expert in range(spec.experts)
-        for part in _way(
-            param,
-            spec,
-            [f"{path.format(expert=expert)}.{stored}" for path in paths],
-            alone,
-            slice(expert, expert + 1),
+        Part(
+            f"{part.name.format(expert=expert)}.{stored}",
+            part.shape,
+            part.source,
+            (slice(expert, expert + 1), *part.target),
+            part.transform,
+            part.shared,
         )
+        for expert in range(spec.experts)
+        for part in one
     ]
     stacks = [f"{path.replace('{expert}.', '')}.{stored}" for path in paths]
     whole = spec.name if stored == "weight" else f"{spec.name}.{stored}"
     return (
         tuple(each),
-        _way(param, spec, [whole] * len(paths), joined, _ALL),
-        _way(param, spec, stacks, alone, _ALL),
+        _way(param, spec, [whole] * len(paths), joined, stacked=True),
+        _way(param, spec, stacks, alone, stacked=True),
     )
 
 
@@ -97,22 +99,21 @@ def _way(
     spec: LinearSpec,
     names: Sequence[str],
     pieces: Sequence[_Piece],
-    experts: slice | None = None,
+    *,
+    stacked: bool = False,
 ) -> tuple[Part, ...]:
-    """One tensor or stretch of it for each piece; experts: which are in it, of a stack."""
+    """One tensor or stretch of it for each piece; stacked: with all experts in front."""
     parts: list[Part] = []
     shared = len(pieces) > 1 and not any(axis.along in ("outputs", "parts") for axis in param.axes)
     for name, piece in zip(names, pieces, strict=True):
         if shared and parts and name == parts[0].name:
             break
         places = [_place(axis, spec, piece) for axis in param.axes]
-        if experts == _ALL:
+        if stacked:
             places.insert(0, (spec.experts, _ALL, _ALL))
         shape = tuple(stored for stored, _, _ in places)
         source = tuple(taken for _, taken, _ in places)
         target = tuple(place for _, _, place in places)
-        if experts is not None and experts != _ALL:
-            target = (experts, *target)
         parts.append(Part(name, shape, source, target, param.transform, shared))
     return tuple(parts)
 
