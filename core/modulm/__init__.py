@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
     from modulm.contracts.sampling import PoolingParams, SamplingParams, StructuredOutputs
-    from modulm.engine.async_llm import AsyncLLM
     from modulm.engine.frontend.beam_search import BeamSearchParams
     from modulm.engine.llm import LLM
     from modulm.engine.types.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
     from modulm.plugins import register
+    from modulm_server.engine.async_llm import AsyncLLM
 
 __all__ = [
     "LLM",
@@ -37,7 +37,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "modulm.engine.llm",
-    "AsyncLLM": "modulm.engine.async_llm",
+    "AsyncLLM": "modulm_server.engine.async_llm",
     "BeamSearchParams": "modulm.engine.frontend.beam_search",
     "CompletionOutput": "modulm.engine.types.outputs",
     "EngineConfig": "modulm.config",
@@ -53,7 +53,12 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'modulm' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
+    try:
+        value = getattr(import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "modulm_server":
+            raise
+        raise ImportError(f"{name} needs modulm-server: pip install modulm-server") from error
     globals()[name] = value
     return value
 

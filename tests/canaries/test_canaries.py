@@ -97,8 +97,8 @@ def test_it_is_explained(plugins: PluginManager, checkpoint: Path, capsys) -> No
 
 def test_the_server_has_its_route(plugins: PluginManager, tmp_path: Path) -> None:
     from modulm.testing.checkpoints import make_tokenizer
-    from modulm.testing.scripted import Reply, ScriptedEngine, scripted_info
     from modulm.text.tokenizer import load_tokenizer
+    from modulm_server.scripted import Reply, ScriptedEngine, scripted_info
     from modulm_server.testing import serve_in_thread
 
     tokenizer = load_tokenizer(make_tokenizer(tmp_path / "tokenizer"))

@@ -10,12 +10,12 @@ import pytest
 
 from modulm import LLM, SamplingParams
 from modulm.config import EngineConfig
-from modulm.engine.async_llm import AsyncLLM
 from modulm.plugins import current
 from modulm_demo.recipe.backends import http_backend, modulm_backend
 from modulm_demo.recipe.evaluate import is_right
 from modulm_demo.recipe.generator import heldout
 from modulm_parsing.choice import with_declared_parsers
+from modulm_server.engine.async_llm import AsyncLLM
 from modulm_server.testing import serve_in_thread
 
 WEATHER = {

@@ -12,8 +12,8 @@ import pytest
 from modulm.config import EngineConfig
 from modulm.errors import QueueFull
 from modulm.testing.checkpoints import make_tokenizer
-from modulm.testing.scripted import Reply, ScriptedEngine, scripted_info
 from modulm.text.tokenizer import Tokenizer, load_tokenizer
+from modulm_server.scripted import Reply, ScriptedEngine, scripted_info
 from modulm_server.testing import Live, serve_in_thread
 
 

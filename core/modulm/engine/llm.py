@@ -21,7 +21,6 @@ from modulm.engine.frontend.input_processor import (
     InputProcessor,
     PendingRequest,
 )
-from modulm.engine.frontend.metrics import Metrics
 from modulm.engine.frontend.output_processor import OutputProcessor, RequestState
 from modulm.engine.pooling.inputs import Job, PoolingInputs, paired
 from modulm.engine.sampling.logits_processors import processor_classes
@@ -31,6 +30,7 @@ from modulm.engine.types.outputs import (
     EmbeddingOutput,
     PoolingRequestOutput,
     RequestOutput,
+    Statistics,
 )
 from modulm.errors import EngineDead, ModulmError, RequestError, UnsupportedError
 from modulm.plugins import manager
@@ -69,10 +69,9 @@ class LLM:
         self._core = EngineCore(config, plugins, self, "offline")
         self.info = self._core.info
         self.tokenizer = self._core.tokenizer
-        self.metrics = Metrics(self.info.models[0])
         processors = processor_classes(config.model.logits_processors, plugins)
         self._input_processor = InputProcessor(self.info, self.tokenizer, processors)
-        self._output_processor = OutputProcessor(self.metrics)
+        self._output_processor = OutputProcessor()
         self._numbers = count()
         self._done: list[RequestState] = []
 
@@ -265,6 +264,10 @@ class LLM:
             variables=chat_template_kwargs,
         )
         return self._pool([job], use_tqdm)
+
+    def count_by(self, statistics: Statistics) -> None:
+        """Tell `statistics` of every step and request; `modulm_server` has one for Prometheus."""
+        self._output_processor.statistics = statistics
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes."""

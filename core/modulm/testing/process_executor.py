@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from modulm.config import EngineConfig
 from modulm.contracts.executor import Capacity, Executor, ModelDescription, Plan, StepResult
-from modulm.engine.client import codec
+from modulm.engine.types import frames
 from modulm.engine.worker.plan_codec import (
     decode_plan,
     decode_result,
@@ -56,9 +56,9 @@ class ProcessExecutor(Executor):
                 [sys.executable, "-m", __name__, str(theirs.fileno())], pass_fds=[theirs.fileno()]
             )
         self._socket, self._stream = ours, ours.makefile("rb")
-        plugins = codec.pack_plugins(manager.current().snapshot())
-        capacity, description = self._ask("start", codec.pack_config(config), plugins)
-        self._description = codec.unpack_description(description)
+        plugins = frames.pack_plugins(manager.current().snapshot())
+        capacity, description = self._ask("start", frames.pack_config(config), plugins)
+        self._description = frames.unpack_description(description)
         groups = tuple(tuple(group) for group in capacity.pop("groups"))
         return Capacity(**{**capacity, "groups": groups, "notes": tuple(capacity["notes"])})
 
@@ -77,11 +77,11 @@ class ProcessExecutor(Executor):
         self._process.wait(10)
 
     def _ask(self, *frame: Any) -> Any:
-        self._socket.sendall(codec.pack(*frame))
+        self._socket.sendall(frames.pack(*frame))
         reply = _receive(self._stream)
         if reply is None:
             raise EngineDead("the worker's process is gone")
-        error = codec.unpack_error(reply[1])
+        error = frames.unpack_error(reply[1])
         if error is not None:
             raise error
         return reply[0]
@@ -89,7 +89,7 @@ class ProcessExecutor(Executor):
 
 def _receive(stream: Any) -> list[Any] | None:
     size = int.from_bytes(stream.read(4), "big")
-    return codec.unpack(stream.read(size)) if size else None
+    return frames.unpack(stream.read(size)) if size else None
 
 
 def _serve(peer: socket.socket) -> None:
@@ -103,12 +103,12 @@ def _serve(peer: socket.socket) -> None:
     if frame is None:
         return
     _, flags, plugins = frame
-    with manager.using(PluginManager.replay(codec.unpack_plugins(plugins))):
-        worker = Worker(codec.unpack_config(flags), manager.current())
+    with manager.using(PluginManager.replay(frames.unpack_plugins(plugins))):
+        worker = Worker(frames.unpack_config(flags), manager.current())
         value: Any = attrs.asdict(worker.capacity), attrs.asdict(worker.description)
         error = None
         while True:
-            peer.sendall(codec.pack(value, codec.pack_error(error)))
+            peer.sendall(frames.pack(value, frames.pack_error(error)))
             frame = _receive(stream)
             if frame is None:
                 return

@@ -8,8 +8,8 @@ import signal
 import socket
 import sys
 
-from modulm.engine.async_llm import AsyncLLM
 from modulm_server.app import create_app
+from modulm_server.engine.async_llm import AsyncLLM
 from modulm_server.flags import ServerConfig
 from modulm_server.serve import make_server
 

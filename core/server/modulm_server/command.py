@@ -11,7 +11,7 @@ from modulm.cli.options import FlagCommand, print_notices
 
 if TYPE_CHECKING:
     from modulm.config.sources import Draft
-    from modulm.engine.client.spawn import EngineProcess
+    from modulm_server.engine.spawn import EngineProcess
 
 __all__ = ["command"]
 
@@ -23,7 +23,7 @@ def command(draft: Draft, model_tag: str | None) -> None:
 
     MODEL is a folder, a Hugging Face id or a short name; without one the embedded model answers.
     """
-    from modulm.engine.client.spawn import EngineProcess
+    from modulm_server.engine.spawn import EngineProcess
 
     several = not draft.config.parallel.disable_frontend_multiprocessing
     process = EngineProcess() if several else None
@@ -38,7 +38,7 @@ def command(draft: Draft, model_tag: str | None) -> None:
 def _serve(draft: Draft, process: EngineProcess | None) -> int:
     """The exit code of a server; `process` gets ready for its engine meanwhile."""
     from modulm.cli.logs import configure_logging
-    from modulm.engine.async_llm import AsyncLLM
+    from modulm_server.engine.async_llm import AsyncLLM
     from modulm_server.flags import ServerConfig
     from modulm_server.serve import serve
 

@@ -60,7 +60,7 @@ def run(config: EngineConfig) -> None:
     """Serve with the engine of this package; exits the process with a code other than 0 if the
     engine died.
     """
-    from modulm.engine.async_llm import AsyncLLM
+    from modulm_server.engine.async_llm import AsyncLLM
 
     code = serve(config, AsyncLLM.from_config, _say)
     if code:

@@ -19,13 +19,13 @@ import pytest
 from modulm import LLM, AsyncLLM, BeamSearchParams, SamplingParams, StructuredOutputs
 from modulm.config import EngineConfig
 from modulm.contracts.sampling import OutputKind
-from modulm.engine.client.core_client import ThreadCoreClient
-from modulm.engine.client.spawn import EngineProcess
 from modulm.errors import CheckpointError, EngineDead, QueueFull, RequestError, UnsupportedError
 from modulm.plugins import current, register
 from modulm.testing.checkpoints import make_tiny
 from modulm.testing.engines import check_empty
 from modulm.testing.fakes import FakeExecutor, Group, Script, reference_tokens
+from modulm_server.engine.core_client import ThreadCoreClient
+from modulm_server.engine.spawn import EngineProcess
 
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, output_kind=OutputKind.DELTA)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from modulm import LLM, SamplingParams
 from modulm.config import EngineConfig
 from modulm.testing.checkpoints import make_tiny
-from modulm.testing.scripted import ScriptedEngine
 from modulm.text.tokenizer import load_tokenizer
+from modulm_server.scripted import ScriptedEngine
 from modulm_server.testing import serve_in_thread
 
 MESSAGES = [

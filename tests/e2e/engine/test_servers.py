@@ -95,7 +95,7 @@ def test_two_servers_one_engine(tmp_path: Path) -> None:
     with serving(tmp_path, "--api-server-count", "2", "--shutdown-timeout", "5") as (server, url):
         until(lambda: len(workers(server)) == 1)
         children = descendants(server.pid)
-        roles = {"client.engine_process": 1, "modulm_server.api_worker": 1}
+        roles = {"engine.engine_process": 1, "modulm_server.api_worker": 1}
         found = Counter(role for line in children.values() for role in roles if role in line)
         assert found == roles
         assert len({ask(url) for _ in range(12)}) == 1

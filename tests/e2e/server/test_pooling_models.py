@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 import modulm
 from modulm import PoolingParams
 from modulm.config import EngineConfig
-from modulm.engine.async_llm import AsyncLLM
 from modulm.errors import ConfigError, RequestError
 from modulm.testing.checkpoints import make_tiny
+from modulm_server.engine.async_llm import AsyncLLM
 from modulm_server.testing import serve_in_thread
 
 ONE = {"id2label": {"0": "fits"}, "label2id": {"fits": 0}}

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from modulm.config import EngineConfig
-from modulm.engine.async_llm import AsyncLLM
 from modulm.testing.checkpoints import make_tiny
+from modulm_server.engine.async_llm import AsyncLLM
 from modulm_server.testing import error_of, serve_in_thread
 
 TEXTS = ["It is a cat.", "No", "The capital of France is Paris."]

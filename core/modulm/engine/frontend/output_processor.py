@@ -16,22 +16,22 @@ from attrs import define, field
 from modulm.contracts.executor import RowLogprobs
 from modulm.contracts.requests import Finish, StepEvents
 from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
-from modulm.engine.frontend.metrics import Finished
 from modulm.engine.types.outputs import (
     CompletionOutput,
+    Finished,
     Logprob,
     PoolingOutput,
     PoolingRequestOutput,
     Position,
     RequestMetrics,
     RequestOutput,
+    Statistics,
 )
 from modulm.errors import RequestError
 from modulm.text.detokenizer import Detokenizer
 from modulm.text.stops import StopScanner
 
 if TYPE_CHECKING:
-    from modulm.engine.frontend.metrics import Metrics
     from modulm.text.tokenizer import Tokenizer
 
 __all__ = ["Choice", "OutputProcessor", "RequestState", "position"]
@@ -318,9 +318,9 @@ class RequestState:
 class OutputProcessor:
     """The requests of one front end that have not ended, by the engine's ids of their sequences."""
 
-    def __init__(self, metrics: Metrics | None = None) -> None:
+    def __init__(self, statistics: Statistics | None = None) -> None:
         self._sequences: dict[str, tuple[RequestState, int]] = {}
-        self._metrics = metrics
+        self.statistics = statistics
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -382,8 +382,8 @@ class OutputProcessor:
         for state in news.values():
             if state.finished:
                 self._finished(state)
-        if self._metrics is not None and events.stats is not None:
-            self._metrics.step(events.stats)
+        if self.statistics is not None and events.stats is not None:
+            self.statistics.step(events.stats)
         return list(news.values()), stopped
 
     def _tokens(
@@ -412,8 +412,8 @@ class OutputProcessor:
             if gap is not None:
                 gaps.append(gap)
             news[state.id] = state
-        if self._metrics is not None:
-            self._metrics.gaps(gaps)
+        if self.statistics is not None:
+            self.statistics.gaps(gaps)
         return stopped
 
     def count(self, state: RequestState) -> None:
@@ -423,5 +423,5 @@ class OutputProcessor:
     def _finished(self, state: RequestState) -> None:
         if state.metrics.finished_time is None:
             state.metrics.finished_time = time.monotonic()
-            if self._metrics is not None and state.parent is None:
-                self._metrics.finished(state.summary())
+            if self.statistics is not None and state.parent is None:
+                self.statistics.finished(state.summary())

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
-from attrs import define, field
+from attrs import define, field, frozen
+
+if TYPE_CHECKING:
+    from modulm.contracts.requests import StepStats
+    from modulm.contracts.sampling import PoolingParams, SamplingParams
 
 __all__ = [
     "BeamSearchOutput",
@@ -14,6 +19,7 @@ __all__ = [
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
+    "Finished",
     "Logprob",
     "PoolingOutput",
     "PoolingRequestOutput",
@@ -21,6 +27,7 @@ __all__ = [
     "RequestOutput",
     "ScoringOutput",
     "ScoringRequestOutput",
+    "Statistics",
 ]
 
 
@@ -151,3 +158,27 @@ class BeamSearchOutput:
     """The best beams of one prompt, best first."""
 
     sequences: list[BeamSearchSequence]
+
+
+@frozen
+class Finished:
+    """A request that has ended: its times, and per answer the tokens and why it ended."""
+
+    times: RequestMetrics
+    params: SamplingParams | PoolingParams
+    prompt: int
+    generated: Sequence[int]
+    reasons: Sequence[str]
+
+
+class Statistics(Protocol):
+    """Whoever counts what an engine does; told on the thread that reads the engine's events."""
+
+    def step(self, stats: StepStats) -> None:
+        """The engine did a step."""
+
+    def gaps(self, seconds: Sequence[float]) -> None:
+        """Times since the last token, of all sequences that got one in a step."""
+
+    def finished(self, request: Finished) -> None:
+        """A request has ended."""

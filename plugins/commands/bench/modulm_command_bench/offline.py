@@ -185,7 +185,7 @@ def _run_async(
     config: EngineConfig, samples: Sequence[Sample], params: list[SamplingParams]
 ) -> _Run:
     """The engine behind AsyncLLM, as the server uses it."""
-    from modulm.engine.async_llm import AsyncLLM
+    from modulm_server.engine.async_llm import AsyncLLM
 
     async def one(engine: Any, number: int) -> int:
         prompt = {"prompt_token_ids": list(samples[number].ids)}

@@ -13,10 +13,10 @@ import uvicorn
 from tqdm import tqdm
 
 from modulm.config import EngineConfig
-from modulm.engine.async_llm import AsyncLLM
 from modulm_command_run_batch.batch import answer_all
 from modulm_command_run_batch.files import Answers, is_url, read_lines, upload
 from modulm_server.app import Served, create_app
+from modulm_server.engine.async_llm import AsyncLLM
 from modulm_server.flags import ServerConfig
 
 __all__ = ["run"]

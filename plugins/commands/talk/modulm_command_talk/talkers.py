@@ -17,7 +17,7 @@ from modulm_command_talk.client import Client
 
 if TYPE_CHECKING:
     from modulm.config.sources import Draft
-    from modulm.engine.async_llm import AsyncLLM
+    from modulm_server.engine.async_llm import AsyncLLM
 
 __all__ = ["Asked", "Local", "Piece", "Remote", "Stats", "Talker"]
 
@@ -145,7 +145,7 @@ class Local:
         self._engine = self._start()
 
     def _start(self) -> AsyncLLM:
-        from modulm.engine.async_llm import AsyncLLM
+        from modulm_server.engine.async_llm import AsyncLLM
 
         return AsyncLLM.from_config(self._config)
 

@@ -43,7 +43,7 @@ class EngineProcess:
         listener.bind(self.address)
         listener.listen(64)
         try:
-            command = [sys.executable, "-m", "modulm.engine.client.engine_process"]
+            command = [sys.executable, "-m", "modulm_server.engine.engine_process"]
             self._process = subprocess.Popen(
                 [*command, str(listener.fileno())],
                 pass_fds=(listener.fileno(),),
@@ -58,11 +58,11 @@ class EngineProcess:
 
     def start(self, config: EngineConfig, plugins: PluginManager) -> None:
         """Tell the process what to run, and with which plugins."""
-        from modulm.engine.client import codec
+        from modulm.engine.types import frames
 
-        packed = codec.pack_plugins(plugins.snapshot())
+        packed = frames.pack_plugins(plugins.snapshot())
         try:
-            self._connection.sendall(codec.pack("start", codec.pack_config(config), packed))
+            self._connection.sendall(frames.pack("start", frames.pack_config(config), packed))
         except OSError as error:
             raise EngineDead(self.ending()) from error
         self._started = True

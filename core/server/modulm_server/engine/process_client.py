@@ -19,10 +19,11 @@ from itertools import count
 from typing import Any
 
 from modulm.contracts.requests import Request, StepEvents
-from modulm.engine.client import codec
-from modulm.engine.client.core_client import EngineCoreClient
-from modulm.engine.client.spawn import EngineProcess, connect
+from modulm.engine.types import frames
 from modulm.errors import EngineDead
+from modulm_server.engine import codec
+from modulm_server.engine.core_client import EngineCoreClient
+from modulm_server.engine.spawn import EngineProcess, connect
 
 __all__ = ["ProcessCoreClient"]
 
@@ -51,24 +52,24 @@ class ProcessCoreClient(EngineCoreClient):
         self._lock = threading.Lock()
         self._peer = connect(address)
         self._stream = self._peer.makefile("rb")
-        self._peer.sendall(codec.pack("hello"))
+        self._peer.sendall(frames.pack("hello"))
         frame = self._receive()
         if frame is None:
             self.close()
             raise EngineDead(owned.ending() if owned else "the engine's process is gone")
         if frame[0] == "error":
             self.close()
-            raise codec.unpack_error(frame[1]) or EngineDead("the engine did not start")
+            raise frames.unpack_error(frame[1]) or EngineDead("the engine did not start")
         self.number, self.info = frame[1], codec.unpack_info(frame[2])
         self._thread = threading.Thread(target=self._listen, name="modulm-events", daemon=True)
         self._thread.start()
 
     def submit(self, requests: Sequence[Request]) -> None:
-        self._send(codec.pack("submit", [codec.pack_request(request) for request in requests]))
+        self._send(frames.pack("submit", [codec.pack_request(request) for request in requests]))
 
     def abort(self, request: str) -> None:
         with suppress(EngineDead):
-            self._send(codec.pack("abort", request))
+            self._send(frames.pack("abort", request))
 
     def reset_prefix_cache(self) -> Future[None]:
         return self._call("reset_prefix_cache")
@@ -97,7 +98,7 @@ class ProcessCoreClient(EngineCoreClient):
         """Ask for an operation; its answer comes with the number of the call."""
         number, answer = next(self._numbers), Future[Any]()
         self._calls[number] = answer
-        self._send(codec.pack(operation, number, *arguments))
+        self._send(frames.pack(operation, number, *arguments))
         return answer
 
     def _send(self, data: bytes) -> None:
@@ -114,7 +115,7 @@ class ProcessCoreClient(EngineCoreClient):
             body = self._stream.read(size)
         except (OSError, ValueError):
             return None
-        return codec.unpack(body) if size and len(body) == size else None
+        return frames.unpack(body) if size and len(body) == size else None
 
     def _listen(self) -> None:
         """Hand on what comes until the connection ends; the body of the receiving thread."""
@@ -126,7 +127,7 @@ class ProcessCoreClient(EngineCoreClient):
                 self._answer(*frame[1:])
             elif frame[0] == "tell":
                 with suppress(EngineDead):
-                    self._send(codec.pack("told", frame[1], self.report()))
+                    self._send(frames.pack("told", frame[1], self.report()))
             elif frame[0] == "dead":
                 death = EngineDead(frame[1])
         if death is None:
@@ -138,7 +139,7 @@ class ProcessCoreClient(EngineCoreClient):
 
     def _answer(self, number: int, value: Any, error: list[Any] | None) -> None:
         answer = self._calls.pop(number)
-        failed = codec.unpack_error(error)
+        failed = frames.unpack_error(error)
         if failed is None:
             answer.set_result(value)
         else:

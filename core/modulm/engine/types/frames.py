@@ -1,7 +1,7 @@
-"""What crosses between a front end and an engine in another process: msgpack frames, no pickle.
+"""Frames between processes: msgpack, no pickle; configurations, plugins and errors as plain values.
 
 A frame is four bytes of length (big-endian) and a msgpack array whose first item names it. Arrays
-travel as raw bytes. Times are of the monotonic clock, which the processes of a machine share.
+travel as raw bytes.
 """
 
 from __future__ import annotations
@@ -14,19 +14,7 @@ import attrs
 import modulm.errors
 from modulm.config import EngineConfig
 from modulm.contracts.executor import ModelDescription
-from modulm.contracts.pooling import TextRules
-from modulm.contracts.requests import Finish, Request, Start, StepEvents, StepStats
-from modulm.engine.types.engine_info import EngineInfo
-from modulm.engine.types.packing import (
-    decode,
-    encode,
-    pack_logprobs,
-    pack_media,
-    pack_params,
-    unpack_logprobs,
-    unpack_media,
-    unpack_params,
-)
+from modulm.engine.types.packing import decode, encode
 from modulm.errors import EngineError, ModulmError, RequestError
 from modulm.plugins.declaration import Declaration
 from modulm.plugins.explain import Decision, Verdict
@@ -38,18 +26,12 @@ __all__ = [
     "pack",
     "pack_config",
     "pack_error",
-    "pack_events",
-    "pack_info",
     "pack_plugins",
-    "pack_request",
     "unpack",
     "unpack_config",
     "unpack_description",
     "unpack_error",
-    "unpack_events",
-    "unpack_info",
     "unpack_plugins",
-    "unpack_request",
 ]
 
 #: Bytes that a frame may have: nobody makes the other side allocate more.
@@ -66,24 +48,6 @@ def unpack(body: bytes | bytearray) -> list[Any]:
     """The frame in `body`, which comes without its length."""
     frame: list[Any] = decode(body)
     return frame
-
-
-def pack_request(request: Request) -> dict[str, Any]:
-    """Raises RequestError for what cannot leave the process."""
-    if request.embeds is not None:
-        raise RequestError("prompts of embeddings to an engine in another process: not yet")
-    packed = {"params": pack_params(request.params), "media": pack_media(request.media)}
-    return attrs.asdict(request, recurse=False) | packed
-
-
-def unpack_request(table: dict[str, Any]) -> Request:
-    return Request(**{
-        **table,
-        "params": unpack_params(table["params"]),
-        "eos": tuple(table["eos"]),
-        "media": unpack_media(table["media"]),
-        "bad_words": tuple(tuple(word) for word in table["bad_words"]),
-    })  # fmt: skip
 
 
 def pack_error(error: BaseException | None) -> list[Any] | None:
@@ -109,38 +73,6 @@ def unpack_error(packed: list[Any] | None) -> ModulmError | None:
     return error
 
 
-def pack_events(events: StepEvents) -> list[Any]:
-    return [
-        events.time,
-        events.requests,
-        events.tokens,
-        events.started,
-        [[f.request, f.reason, f.stop, pack_error(f.error)] for f in events.finished],
-        {name: pack_logprobs(entries) for name, entries in events.logprobs.items()},
-        {
-            name: [first, pack_logprobs(entries)]
-            for name, (first, entries) in events.prompt_logprobs.items()
-        },
-        events.pooled,
-        events.stats,
-    ]
-
-
-def unpack_events(packed: list[Any]) -> StepEvents:
-    time, requests, tokens, started, finished, logprobs, prompts, pooled, stats = packed
-    return StepEvents(
-        time,
-        requests,
-        tokens,
-        [Start(*start) for start in started],
-        [Finish(name, why, stop, unpack_error(error)) for name, why, stop, error in finished],
-        {name: unpack_logprobs(entries) for name, entries in logprobs.items()},
-        {name: (first, unpack_logprobs(entries)) for name, (first, entries) in prompts.items()},
-        pooled,
-        None if stats is None else StepStats(*stats),
-    )
-
-
 def pack_config(config: EngineConfig) -> dict[str, Any]:
     """The flags that differ from their defaults. Raises EngineError for a class among them."""
     flags = config.changed()
@@ -156,24 +88,6 @@ def pack_config(config: EngineConfig) -> dict[str, Any]:
 
 def unpack_config(flags: Mapping[str, Any]) -> EngineConfig:
     return EngineConfig().with_parts(flags)
-
-
-def pack_info(info: EngineInfo) -> dict[str, Any]:
-    return attrs.asdict(info, recurse=False) | {
-        "config": pack_config(info.config),
-        "description": attrs.asdict(info.description),
-        "texts": attrs.asdict(info.texts),
-    }
-
-
-def unpack_info(table: Mapping[str, Any]) -> EngineInfo:
-    lists = {name: tuple(table[name]) for name in ("models", "eos", "tasks", "notes")}
-    made = {
-        "config": unpack_config(table["config"]),
-        "description": unpack_description(table["description"]),
-        "texts": TextRules(**table["texts"]),
-    }
-    return EngineInfo(**{**table, **lists, **made})
 
 
 def unpack_description(table: Mapping[str, Any]) -> ModelDescription:

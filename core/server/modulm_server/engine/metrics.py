@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from attrs import frozen
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -20,14 +19,13 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from modulm.contracts.requests import StepStats
 from modulm.contracts.sampling import PoolingParams
 
 if TYPE_CHECKING:
-    from modulm.contracts.sampling import SamplingParams
-    from modulm.engine.types.outputs import RequestMetrics
+    from modulm.contracts.requests import StepStats
+    from modulm.engine.types.outputs import Finished
 
-__all__ = ["Finished", "Histogram", "Metrics", "StepStats"]
+__all__ = ["Histogram", "Metrics"]
 
 _PREFIX = "modulm:"
 _SECONDS = (
@@ -66,17 +64,6 @@ _GAUGES = {
     "num_requests_waiting": "Sequences that wait for one.",
     "kv_cache_usage_perc": "Share of cache blocks in use, 0 to 1.",
 }
-
-
-@frozen
-class Finished:
-    """A request that has ended: its times, and per answer the tokens and why it ended."""
-
-    times: RequestMetrics
-    params: SamplingParams | PoolingParams
-    prompt: int
-    generated: Sequence[int]
-    reasons: Sequence[str]
 
 
 class Histogram:

@@ -16,8 +16,7 @@ from modulm.contracts.sampling import (
     SamplingParams,
     StructuredOutputs,
 )
-from modulm.engine.client import codec
-from modulm.engine.client.engine_process import split
+from modulm.engine.types import frames
 from modulm.errors import (
     ConfigError,
     ContextLengthExceeded,
@@ -27,11 +26,13 @@ from modulm.errors import (
     RequestError,
 )
 from modulm.plugins import manager
+from modulm_server.engine import codec
+from modulm_server.engine.engine_process import split
 from modulm_server.flags import ServerConfig
 
 
 def crossed(value: object) -> object:
-    return codec.unpack(codec.pack(value)[4:])[0]
+    return frames.unpack(frames.pack(value)[4:])[0]
 
 
 SAMPLING = SamplingParams(
@@ -88,7 +89,7 @@ def test_what_cannot_cross_is_an_error() -> None:
     with pytest.raises(RequestError, match="not yet"):
         codec.pack_request(Request(id="r", prompt=[1], params=SamplingParams(), embeds=object()))
     with pytest.raises(EngineError, match="disable-frontend-multiprocessing"):
-        codec.pack_config(EngineConfig.from_keywords(logits_processors=(object,)))
+        frames.pack_config(EngineConfig.from_keywords(logits_processors=(object,)))
 
 
 @pytest.mark.parametrize(
@@ -102,18 +103,18 @@ def test_what_cannot_cross_is_an_error() -> None:
     ],
 )
 def test_errors_keep_class_message_and_field(error: Exception) -> None:
-    back = codec.unpack_error(crossed(codec.pack_error(error)))
+    back = frames.unpack_error(crossed(frames.pack_error(error)))
     assert type(back) is type(error)
     assert str(back) == str(error)
     assert vars(back) == vars(error)
 
 
 def test_strange_errors_become_engine_errors() -> None:
-    back = codec.unpack_error(crossed(codec.pack_error(ZeroDivisionError("x"))))
+    back = frames.unpack_error(crossed(frames.pack_error(ZeroDivisionError("x"))))
     assert type(back) is EngineError
     assert "ZeroDivisionError: x" in str(back)
-    assert type(codec.unpack_error(["__builtins__", "x"])) is EngineError
-    assert codec.unpack_error(None) is None
+    assert type(frames.unpack_error(["__builtins__", "x"])) is EngineError
+    assert frames.unpack_error(None) is None
 
 
 def events() -> StepEvents:
@@ -158,14 +159,14 @@ def test_configuration_and_plugins() -> None:
     config = EngineConfig.from_keywords(
         model="x", max_num_seqs=3, hf_overrides={"a": 1}, served_model_name=["n", "m"]
     )
-    assert codec.unpack_config(crossed(codec.pack_config(config))) == config
+    assert frames.unpack_config(crossed(frames.pack_config(config))) == config
     plugins = manager.current().snapshot()
-    assert codec.unpack_plugins(crossed(codec.pack_plugins(plugins))) == plugins
+    assert frames.unpack_plugins(crossed(frames.pack_plugins(plugins))) == plugins
 
 
 def test_flags_of_packages_and_flags_that_nothing_reads_cross() -> None:
     config = EngineConfig.from_keywords(port=9, swap_space=8, guided_decoding_backend="xgrammar")
-    after = codec.unpack_config(crossed(codec.pack_config(config)))
+    after = frames.unpack_config(crossed(frames.pack_config(config)))
     assert after == config
     assert after.group(ServerConfig).port == 9
     assert after.notices() == config.notices()

@@ -19,22 +19,22 @@ from modulm.config.sources import keywords
 from modulm.contracts.engine import EngineClient, PromptLike
 from modulm.contracts.requests import StepEvents, StepStats
 from modulm.contracts.sampling import LogitsProcessor, PoolingParams, SamplingParams
-from modulm.engine.client.core_client import EngineCoreClient, ThreadCoreClient
 from modulm.engine.frontend.input_processor import (
     BeamSearchRequest,
     InputProcessor,
     PendingRequest,
 )
-from modulm.engine.frontend.metrics import Metrics
 from modulm.engine.frontend.output_processor import OutputProcessor, RequestState
 from modulm.engine.types.outputs import PoolingRequestOutput, RequestOutput
 from modulm.errors import EngineDead, QueueFull, RequestError
 from modulm.plugins import manager
+from modulm_server.engine.core_client import EngineCoreClient, ThreadCoreClient
+from modulm_server.engine.metrics import Metrics
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
-    from modulm.engine.client.spawn import EngineProcess
     from modulm.engine.frontend.beam_search import BeamSearchParams
+    from modulm_server.engine.spawn import EngineProcess
 
 __all__ = ["AsyncLLM"]
 
@@ -64,7 +64,7 @@ class AsyncLLM(EngineClient):
     @classmethod
     def connect(cls, address: str) -> AsyncLLM:
         """A further front end of an engine that runs in a process (`EngineProcess.address`)."""
-        from modulm.engine.client.process_client import ProcessCoreClient
+        from modulm_server.engine.process_client import ProcessCoreClient
 
         made = cls.__new__(cls)
         made._begin()
@@ -77,8 +77,8 @@ class AsyncLLM(EngineClient):
         if config.parallel.disable_frontend_multiprocessing:
             self._attach(ThreadCoreClient(config, plugins, self._post, self._post_death))
             return
-        from modulm.engine.client.process_client import ProcessCoreClient
-        from modulm.engine.client.spawn import EngineProcess
+        from modulm_server.engine.process_client import ProcessCoreClient
+        from modulm_server.engine.spawn import EngineProcess
 
         engine = process or EngineProcess()
         engine.start(config, plugins)

@@ -21,10 +21,11 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from modulm.contracts.requests import Finish, Request, StepEvents
-from modulm.engine.client import codec
+from modulm.engine.types import frames
 from modulm.errors import EngineDead, EngineError, ModulmError
 from modulm.plugins import manager
 from modulm.plugins.manager import PluginManager
+from modulm_server.engine import codec
 
 if TYPE_CHECKING:
     from modulm.engine.core.engine_core import EngineCore
@@ -59,11 +60,11 @@ class _FrontEnd(asyncio.Protocol):
         self._data += data
         while len(self._data) >= 4:
             end = 4 + int.from_bytes(self._data[:4], "big")
-            if end > codec.LIMIT:
+            if end > frames.LIMIT:
                 self.drop("a frame is too long")
             if len(self._data) < end or self._transport is None:
                 return
-            frame = codec.unpack(self._data[4:end])
+            frame = frames.unpack(self._data[4:end])
             del self._data[:end]
             try:
                 self._server.frame(self, frame)
@@ -106,7 +107,7 @@ class _Reports:
         question = next(self._numbers)
         self._open[question] = (asker, number, {peer.number for peer in others})
         for peer in others:
-            peer.send(codec.pack("tell", question))
+            peer.send(frames.pack("tell", question))
         self._close(question)
         asyncio.get_running_loop().call_later(_TELLING, self._give_up, question)
 
@@ -133,7 +134,7 @@ class _Reports:
         if not missing:
             del self._open[question]
             said = [text for peer, text in self._said.items() if peer != asker.number]
-            asker.send(codec.pack("answer", number, said, None))
+            asker.send(frames.pack("answer", number, said, None))
 
 
 class _SocketServer:
@@ -168,7 +169,7 @@ class _SocketServer:
 
     def refuse(self, error: BaseException) -> None:
         """The engine did not start: everybody who asks is told why."""
-        self._later(self._greet_all, codec.pack("error", codec.pack_error(error)))
+        self._later(self._greet_all, frames.pack("error", frames.pack_error(error)))
 
     def events(self, events: StepEvents) -> None:
         """A step is done (see `loop.Listener`)."""
@@ -176,7 +177,7 @@ class _SocketServer:
 
     def died(self, error: EngineDead) -> None:
         """The engine cannot go on."""
-        self._later(self._broadcast, codec.pack("dead", str(error)))
+        self._later(self._broadcast, frames.pack("dead", str(error)))
 
     def flush(self) -> None:
         """Wait until what was sent has left the process, for a moment."""
@@ -228,7 +229,7 @@ class _SocketServer:
             core.submit(*requests)
         except Exception as error:
             refused = [Finish(request.id, "error", None, error) for request in requests]
-            peer.send(codec.pack("events", codec.pack_events(StepEvents(finished=refused))))
+            peer.send(frames.pack("events", codec.pack_events(StepEvents(finished=refused))))
             return
         for request in requests:
             self._requests[request.id] = peer
@@ -242,7 +243,7 @@ class _SocketServer:
         def answered(future: Future[Any]) -> None:
             error = future.exception()
             value = None if error else future.result()
-            self._later(peer.send, codec.pack("answer", number, value, codec.pack_error(error)))
+            self._later(peer.send, frames.pack("answer", number, value, frames.pack_error(error)))
 
         operations: dict[str, Callable[..., Any]] = {
             "reset_prefix_cache": core.reset_prefix_cache,
@@ -253,7 +254,7 @@ class _SocketServer:
         try:
             core.loop.call(partial(operations[kind], *arguments)).add_done_callback(answered)
         except ModulmError as error:
-            peer.send(codec.pack("answer", number, None, codec.pack_error(error)))
+            peer.send(frames.pack("answer", number, None, frames.pack_error(error)))
 
     def lost(self, peer: _FrontEnd) -> None:
         """A front end is gone: its requests end, and with the owner everything."""
@@ -282,7 +283,7 @@ class _SocketServer:
 
     def _greet(self, peer: _FrontEnd) -> None:
         if self._core is not None:
-            peer.send(codec.pack("info", peer.number, codec.pack_info(self._core.info)))
+            peer.send(frames.pack("info", peer.number, codec.pack_info(self._core.info)))
 
     def _greet_all(self, data: bytes) -> None:
         self._hello = data
@@ -296,10 +297,10 @@ class _SocketServer:
         """Each front end gets its own requests' events; all get the numbers of the step."""
         if len(self._peers) == 1:
             for peer in self._peers.values():
-                peer.send(codec.pack("events", codec.pack_events(events)))
+                peer.send(frames.pack("events", codec.pack_events(events)))
         else:
             for peer, own in split(events, self._requests, self._peers.values()):
-                peer.send(codec.pack("events", codec.pack_events(own)))
+                peer.send(frames.pack("events", codec.pack_events(own)))
         for finish in events.finished:
             self._forget(finish.request)
 
@@ -346,8 +347,8 @@ def main(descriptor: int) -> int:
     except BaseException:
         return 0
     try:
-        with manager.using(PluginManager.replay(codec.unpack_plugins(plugins))) as here:
-            core = EngineCore(codec.unpack_config(flags), here, server, "server")
+        with manager.using(PluginManager.replay(frames.unpack_plugins(plugins))) as here:
+            core = EngineCore(frames.unpack_config(flags), here, server, "server")
             server.ready(core)
             core.loop.run()
             core.stop()

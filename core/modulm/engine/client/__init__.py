@@ -1,1 +1,0 @@
-"""How a front end reaches an engine core: in a thread or in another process."""

@@ -1,0 +1,108 @@
+"""What crosses between a front end and an engine in another process, as frames' plain values.
+
+Times are of the monotonic clock, which the processes of a machine share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from modulm.contracts.pooling import TextRules
+from modulm.contracts.requests import Finish, Request, Start, StepEvents, StepStats
+from modulm.engine.types.engine_info import EngineInfo
+from modulm.engine.types.frames import (
+    pack_config,
+    pack_error,
+    unpack_config,
+    unpack_description,
+    unpack_error,
+)
+from modulm.engine.types.packing import (
+    pack_logprobs,
+    pack_media,
+    pack_params,
+    unpack_logprobs,
+    unpack_media,
+    unpack_params,
+)
+from modulm.errors import RequestError
+
+__all__ = [
+    "pack_events",
+    "pack_info",
+    "pack_request",
+    "unpack_events",
+    "unpack_info",
+    "unpack_request",
+]
+
+
+def pack_request(request: Request) -> dict[str, Any]:
+    """Raises RequestError for what cannot leave the process."""
+    if request.embeds is not None:
+        raise RequestError("prompts of embeddings to an engine in another process: not yet")
+    packed = {"params": pack_params(request.params), "media": pack_media(request.media)}
+    return attrs.asdict(request, recurse=False) | packed
+
+
+def unpack_request(table: dict[str, Any]) -> Request:
+    return Request(**{
+        **table,
+        "params": unpack_params(table["params"]),
+        "eos": tuple(table["eos"]),
+        "media": unpack_media(table["media"]),
+        "bad_words": tuple(tuple(word) for word in table["bad_words"]),
+    })  # fmt: skip
+
+
+def pack_events(events: StepEvents) -> list[Any]:
+    return [
+        events.time,
+        events.requests,
+        events.tokens,
+        events.started,
+        [[f.request, f.reason, f.stop, pack_error(f.error)] for f in events.finished],
+        {name: pack_logprobs(entries) for name, entries in events.logprobs.items()},
+        {
+            name: [first, pack_logprobs(entries)]
+            for name, (first, entries) in events.prompt_logprobs.items()
+        },
+        events.pooled,
+        events.stats,
+    ]
+
+
+def unpack_events(packed: list[Any]) -> StepEvents:
+    time, requests, tokens, started, finished, logprobs, prompts, pooled, stats = packed
+    return StepEvents(
+        time,
+        requests,
+        tokens,
+        [Start(*start) for start in started],
+        [Finish(name, why, stop, unpack_error(error)) for name, why, stop, error in finished],
+        {name: unpack_logprobs(entries) for name, entries in logprobs.items()},
+        {name: (first, unpack_logprobs(entries)) for name, (first, entries) in prompts.items()},
+        pooled,
+        None if stats is None else StepStats(*stats),
+    )
+
+
+def pack_info(info: EngineInfo) -> dict[str, Any]:
+    return attrs.asdict(info, recurse=False) | {
+        "config": pack_config(info.config),
+        "description": attrs.asdict(info.description),
+        "texts": attrs.asdict(info.texts),
+    }
+
+
+def unpack_info(table: Mapping[str, Any]) -> EngineInfo:
+    lists = {name: tuple(table[name]) for name in ("models", "eos", "tasks", "notes")}
+    made = {
+        "config": unpack_config(table["config"]),
+        "description": unpack_description(table["description"]),
+        "texts": TextRules(**table["texts"]),
+    }
+    return EngineInfo(**{**table, **lists, **made})
