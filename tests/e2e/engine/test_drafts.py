@@ -69,10 +69,10 @@ def answers(folder, params, flags, drafter=None, prompts=PROMPTS):
         flags = {"num_gpu_blocks_override": 80, **flags}
         with LLM(folder, max_model_len=128, max_num_batched_tokens=48, **flags) as llm:
             given = [{"prompt_token_ids": prompt} for prompt in prompts]
-            steps = llm._host.engine.scheduler.gauges().step
+            steps = llm._core.loop.scheduler.gauges().step
             outputs = llm.generate(given, params, use_tqdm=False)
             again = llm.generate(given[:2], params[:2], use_tqdm=False)
-            steps = llm._host.engine.scheduler.gauges().step - steps
+            steps = llm._core.loop.scheduler.gauges().step - steps
     return [outcome(output) for output in [*outputs, *again]], steps
 
 
