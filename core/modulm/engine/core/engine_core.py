@@ -28,6 +28,7 @@ from modulm.loading import Checkpoint, open_checkpoint, pooling_recipe
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
+    from modulm.contracts.connector import KVConnector
     from modulm.plugins.manager import PluginManager
     from modulm.text.tokenizer import Tokenizer
 
@@ -89,7 +90,14 @@ class EngineCore:
         self.executor: Executor = plugins.load("executors", name)()
         capacity = self.executor.start(self.config)
         policy: Policy = plugins.load("schedulers", self.config.scheduler.scheduling_policy)()
-        scheduler = _scheduler(self.config, policy, capacity, use, self.executor.describe().tasks)
+        made = _scheduler_class(self.config)
+        limits = _limits(self.config, use, capacity, self.executor.describe().tasks)
+        connecting = plugins.configured("kv_connectors", self.config.device.plugin_config)
+        if connecting is None:
+            scheduler: Scheduler = made(limits, capacity, policy)
+        else:
+            connector: KVConnector = connecting[0](connecting[1])
+            scheduler = made(limits, capacity, policy, connector.index())
         _check_length(config.model.max_model_len, capacity, scheduler.max_len)
         depth = 2 if self.config.scheduler.async_scheduling else 1
         self.loop = EngineLoop(scheduler, self.executor, listener, plugins.notify, depth)
@@ -167,19 +175,17 @@ def _check_length(wanted: int | None, capacity: Capacity, most: int) -> None:
     )
 
 
-def _scheduler(
-    config: EngineConfig, policy: Policy, capacity: Capacity, use: Use, tasks: Sequence[str]
-) -> Scheduler:
+def _scheduler_class(config: EngineConfig) -> type[Any]:
     path = config.scheduler.scheduler_cls
-    made: type[Any] = BudgetScheduler
-    if path is not None:
-        made = class_at(path, Scheduler, "scheduler_cls")
+    return BudgetScheduler if path is None else class_at(path, Scheduler, "scheduler_cls")
+
+
+def _limits(config: EngineConfig, use: Use, capacity: Capacity, tasks: Sequence[str]) -> Limits:
     limits = limits_of(config, use)
     if not capacity.groups and "generate" not in tasks:
         # An encoder keeps nothing between steps: it must see a prompt whole.
         limits = evolve(limits, chunked=False)
-    scheduler: Scheduler = made(limits, capacity, policy)
-    return scheduler
+    return limits
 
 
 def _info(
