@@ -13,13 +13,13 @@ from uuid import uuid4
 
 from attrs import frozen
 
-from modulm_command_talk.client import Client
+from modulm_command_chat.client import Client
 
 if TYPE_CHECKING:
     from modulm.config.sources import Draft
     from modulm_server.engine.async_llm import AsyncLLM
 
-__all__ = ["Asked", "Local", "Piece", "Remote", "Stats", "Talker"]
+__all__ = ["Backend", "LocalEngine", "Piece", "RemoteServer", "SamplingOptions", "Stats"]
 
 
 @frozen
@@ -47,7 +47,7 @@ class Stats:
 
 
 @frozen
-class Asked:
+class SamplingOptions:
     """Sampling values that the user gave; None leaves one to the model's defaults."""
 
     max_tokens: int | None = None
@@ -64,23 +64,25 @@ class Asked:
         return {name: value for name, value in values.items() if value is not None}
 
 
-class Talker(Protocol):
+class Backend(Protocol):
     """One model to talk to. `stats` is of the last answer."""
 
     model: str
     stats: Stats | None
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], asked: Asked) -> Iterator[Piece]:
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], options: SamplingOptions
+    ) -> Iterator[Piece]:
         """The answer to a conversation; closing the iterator stops it."""
 
-    def complete(self, prompt: str, asked: Asked) -> Iterator[Piece]:
+    def complete(self, prompt: str, options: SamplingOptions) -> Iterator[Piece]:
         """The text that goes on from `prompt`."""
 
     def close(self) -> None:
         """Let everything go."""
 
 
-class Remote:
+class RemoteServer:
     """A model behind OpenAI's API."""
 
     def __init__(self, url: str, key: str | None, model: str | None) -> None:
@@ -88,13 +90,15 @@ class Remote:
         self.model = model or self._client.first_model()
         self.stats: Stats | None = None
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], asked: Asked) -> Iterator[Piece]:
-        body = {"model": self.model, "messages": list(messages), **asked.given()}
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], options: SamplingOptions
+    ) -> Iterator[Piece]:
+        body = {"model": self.model, "messages": list(messages), **options.given()}
         yield from self._timed("/chat/completions", body)
 
-    def complete(self, prompt: str, asked: Asked) -> Iterator[Piece]:
+    def complete(self, prompt: str, options: SamplingOptions) -> Iterator[Piece]:
         yield from self._timed(
-            "/completions", {"model": self.model, "prompt": prompt, **asked.given()}
+            "/completions", {"model": self.model, "prompt": prompt, **options.given()}
         )
 
     def close(self) -> None:
@@ -127,7 +131,7 @@ def _pieces(choice: Mapping[str, Any]) -> Iterator[Piece]:
         yield Piece("tool", (f"{name} " if name else "") + (function.get("arguments") or ""))
 
 
-class Local:
+class LocalEngine:
     """A model in this process: the engine runs on an event loop of its own thread."""
 
     def __init__(self, draft: Draft) -> None:
@@ -149,14 +153,16 @@ class Local:
 
         return AsyncLLM.from_config(self._config)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], asked: Asked) -> Iterator[Piece]:
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], options: SamplingOptions
+    ) -> Iterator[Piece]:
         from modulm.text.chat import encode_chat
 
         ids, prompt = encode_chat(messages, tokenizer=self._engine.get_tokenizer())
-        yield from self._parsed({"prompt_token_ids": ids}, prompt, asked)
+        yield from self._parsed({"prompt_token_ids": ids}, prompt, options)
 
-    def complete(self, prompt: str, asked: Asked) -> Iterator[Piece]:
-        for text in self._streamed(prompt, asked):
+    def complete(self, prompt: str, options: SamplingOptions) -> Iterator[Piece]:
+        for text in self._streamed(prompt, options):
             yield Piece("text", text)
 
     def close(self) -> None:
@@ -164,7 +170,7 @@ class Local:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
 
-    def _parsed(self, prompt: Any, tail: str, asked: Asked) -> Iterator[Piece]:
+    def _parsed(self, prompt: Any, tail: str, options: SamplingOptions) -> Iterator[Piece]:
         """The answer through the reasoning parser, if one is set."""
         from modulm.contracts.parser import Content, ParseContext, Reasoning
         from modulm_parsing import message_parser
@@ -174,7 +180,7 @@ class Local:
             None,
             self._config.structured_outputs.reasoning_parser,
         )
-        for text in self._streamed(prompt, asked):
+        for text in self._streamed(prompt, options):
             for event in parser.feed(text):
                 if isinstance(event, Reasoning):
                     yield Piece("reasoning", event.text)
@@ -184,10 +190,10 @@ class Local:
             if isinstance(event, Content | Reasoning):
                 yield Piece("text" if isinstance(event, Content) else "reasoning", event.text)
 
-    def _streamed(self, prompt: Any, asked: Asked) -> Iterator[str]:
+    def _streamed(self, prompt: Any, options: SamplingOptions) -> Iterator[str]:
         """New text as the engine makes it; leaving early aborts the request."""
         queue: Queue[Any] = Queue()
-        job = asyncio.run_coroutine_threadsafe(self._feed(prompt, asked, queue), self._loop)
+        job = asyncio.run_coroutine_threadsafe(self._feed(prompt, options, queue), self._loop)
         start = perf_counter()
         first, tokens = 0.0, 0
         try:
@@ -205,11 +211,11 @@ class Local:
         except CancelledError:
             return
 
-    async def _feed(self, prompt: Any, asked: Asked, queue: Queue[Any]) -> None:
+    async def _feed(self, prompt: Any, options: SamplingOptions, queue: Queue[Any]) -> None:
         from modulm.contracts.sampling import OutputKind
 
         defaults = {"max_tokens": None, **self._engine.info.defaults}
-        given = {**defaults, **asked.given(), "output_kind": OutputKind.DELTA}
+        given = {**defaults, **options.given(), "output_kind": OutputKind.DELTA}
         params = self._engine.info.default_params().with_(**given)
         try:
             async for output in self._engine.generate(prompt, params, uuid4().hex):

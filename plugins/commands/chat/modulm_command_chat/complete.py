@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import click
 
 from modulm.cli.options import FlagCommand
-from modulm_command_talk.chat import open_talker, show
+from modulm_command_chat.chat import open_backend, show
 
 if TYPE_CHECKING:
     from modulm.config.sources import Draft
-    from modulm_command_talk.talkers import Asked, Talker
+    from modulm_command_chat.backends import Backend, SamplingOptions
 
 __all__ = ["command"]
 
@@ -43,25 +43,25 @@ def command(
     With --url the server there answers; else MODEL (by default the embedded one) runs in this
     process.
     """
-    from modulm_command_talk.talkers import Asked
+    from modulm_command_chat.backends import SamplingOptions
 
-    talker = open_talker(draft, url, api_key, model_name)
-    asked = Asked(max_tokens, temperature, top_p)
+    backend = open_backend(draft, url, api_key, model_name)
+    options = SamplingOptions(max_tokens, temperature, top_p)
     try:
         if quick is not None:
-            _complete(talker, quick, asked, stats)
+            _complete(backend, quick, options, stats)
             return
         while True:
-            _complete(talker, input("> "), asked, stats)
+            _complete(backend, input("> "), options, stats)
     except (EOFError, KeyboardInterrupt):
         click.echo()
     finally:
-        talker.close()
+        backend.close()
 
 
-def _complete(talker: Talker, prompt: str, asked: Asked, stats: bool) -> None:
+def _complete(backend: Backend, prompt: str, options: SamplingOptions, stats: bool) -> None:
     if not prompt.strip():
         return
-    _, whole = show(talker.complete(prompt, asked))
-    if stats and whole and talker.stats:
-        click.secho(str(talker.stats), dim=True, err=True)
+    _, whole = show(backend.complete(prompt, options))
+    if stats and whole and backend.stats:
+        click.secho(str(backend.stats), dim=True, err=True)

@@ -17,18 +17,18 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from modulm_command_talk.chat import Conversation, show
-from modulm_command_talk.chat import command as chat
-from modulm_command_talk.complete import command as complete
-from modulm_command_talk.talkers import Asked, Piece, Remote, Stats
+from modulm_command_chat.backends import Piece, RemoteServer, SamplingOptions, Stats
+from modulm_command_chat.chat import Conversation, show
+from modulm_command_chat.chat import command as chat
+from modulm_command_chat.complete import command as complete
 
 
 class Server:
-    """Answers with what it is told to, and remembers what it was asked."""
+    """Answers with what it is told to, and remembers what it was options."""
 
     def __init__(self) -> None:
         self.deltas: list[dict[str, Any]] = []
-        self.asked: list[dict[str, Any]] = []
+        self.options: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.error: tuple[int, Any] | None = None
         self.gone = threading.Event()
@@ -45,7 +45,7 @@ class Server:
         return JSONResponse({"data": [{"id": "first"}, {"id": "second"}]})
 
     async def answer(self, request: Request) -> Response:
-        self.asked.append(await request.json())
+        self.options.append(await request.json())
         if self.error is not None:
             return JSONResponse(self.error[1], status_code=self.error[0])
         return StreamingResponse(self.stream(), media_type="text/event-stream")
@@ -82,7 +82,7 @@ def running() -> Iterator[tuple[Server, str]]:
 @pytest.fixture
 def server(running: tuple[Server, str]) -> tuple[Server, str]:
     made, url = running
-    made.asked.clear()
+    made.options.clear()
     made.keys.clear()
     made.error = None
     made.gone.clear()
@@ -101,14 +101,14 @@ def test_one_message(server: tuple[Server, str]) -> None:
     assert result.stdout == "Hello\n"
     assert "7 tokens in" in result.stderr
     assert made.keys == ["Bearer k"]
-    (asked,) = made.asked
-    assert asked["model"] == "first"
-    assert asked["messages"] == [
+    (options,) = made.options
+    assert options["model"] == "first"
+    assert options["messages"] == [
         {"role": "system", "content": "be nice"},
         {"role": "user", "content": "hi"},
     ]
-    assert (asked["temperature"], asked["max_tokens"]) == (0.5, 9)
-    assert "top_p" not in asked
+    assert (options["temperature"], options["max_tokens"]) == (0.5, 9)
+    assert "top_p" not in options
 
 
 def test_a_conversation_keeps_its_messages(
@@ -119,9 +119,9 @@ def test_a_conversation_keeps_its_messages(
     lines = "one\n\ntwo\n/clear\nthree\n/nonsense\n/system short\nfour\n"
     result = CliRunner().invoke(chat, ["--url", url, "--model-name", "second"], input=lines)
     assert result.exit_code == 0, result.output
-    sent = [[message["content"] for message in asked["messages"]] for asked in made.asked]
+    sent = [[message["content"] for message in options["messages"]] for options in made.options]
     assert sent == [["one"], ["one", "Hello", "two"], ["three"], ["short", "four"]]
-    assert {asked["model"] for asked in made.asked} == {"second"}
+    assert {options["model"] for options in made.options} == {"second"}
     assert not made.keys
 
 
@@ -129,9 +129,9 @@ def test_reasoning_and_calls_are_shown_apart(server: tuple[Server, str]) -> None
     made, url = server
     call = {"function": {"name": "look", "arguments": "{}"}}
     made.deltas = [{"reasoning": "hm"}, {"content": "Well."}, {"tool_calls": [call]}]
-    talk = Conversation(Remote(url, None, "m"), Asked(), None, stats=False)
-    talk.say("x")
-    assert talk.messages[-1] == {"role": "assistant", "content": "Well."}
+    conversation = Conversation(RemoteServer(url, None, "m"), SamplingOptions(), None, stats=False)
+    conversation.say("x")
+    assert conversation.messages[-1] == {"role": "assistant", "content": "Well."}
     result = CliRunner().invoke(chat, ["--url", url, "-q", "x"])
     assert result.stdout == "hm\nWell.\nlook {}\n"
 
@@ -139,10 +139,12 @@ def test_reasoning_and_calls_are_shown_apart(server: tuple[Server, str]) -> None
 def test_stopping_an_answer_hangs_up(server: tuple[Server, str]) -> None:
     made, url = server
     made.deltas = [{"content": "endless"}]
-    talker = Remote(url, None, "m")
+    backend = RemoteServer(url, None, "m")
 
     def interrupted() -> Iterator[Piece]:
-        for count, piece in enumerate(talker.chat([{"role": "user", "content": "x"}], Asked())):
+        for count, piece in enumerate(
+            backend.chat([{"role": "user", "content": "x"}], SamplingOptions())
+        ):
             if count == 3:
                 raise KeyboardInterrupt
             yield piece
@@ -150,7 +152,7 @@ def test_stopping_an_answer_hangs_up(server: tuple[Server, str]) -> None:
     text, whole = show(interrupted())
     assert not whole
     assert text == "endless" * 3
-    talker.close()
+    backend.close()
     assert made.gone.wait(10)
 
 
@@ -188,12 +190,12 @@ def test_completions_line_by_line(server: tuple[Server, str]) -> None:
     made.deltas = [{"text": " a"}, {"text": "b"}]
     result = CliRunner().invoke(complete, ["--url", url], input="one\n\ntwo\n")
     assert result.exit_code == 0, result.output
-    assert [asked["prompt"] for asked in made.asked] == ["one", "two"]
+    assert [options["prompt"] for options in made.options] == ["one", "two"]
     assert result.stdout.count(" ab\n") == 2
-    assert made.asked[0]["max_tokens"] == 128
+    assert made.options[0]["max_tokens"] == 128
     result = CliRunner().invoke(complete, ["--url", url, "-q", "x", "--max-tokens", "3"])
     assert result.stdout == " ab\n"
-    assert made.asked[-1]["max_tokens"] == 3
+    assert made.options[-1]["max_tokens"] == 3
 
 
 def test_stats_read_well() -> None:
@@ -202,7 +204,7 @@ def test_stats_read_well() -> None:
 
 
 def test_errors_of_any_shape() -> None:
-    from modulm_command_talk.client import error_text
+    from modulm_command_chat.client import error_text
 
     assert error_text({"error": {"message": "m"}}) == "m"
     assert error_text({"error": "m"}) == "m"

@@ -13,9 +13,9 @@ from modulm.cli.options import FlagCommand, print_notices
 
 if TYPE_CHECKING:
     from modulm.config.sources import Draft
-    from modulm_command_talk.talkers import Asked, Piece, Talker
+    from modulm_command_chat.backends import Backend, Piece, SamplingOptions
 
-__all__ = ["Conversation", "command", "open_talker", "show"]
+__all__ = ["Conversation", "command", "open_backend", "show"]
 
 _HELP = "/clear starts anew, /system TEXT sets the system prompt, /quit or Ctrl-D ends"
 
@@ -49,40 +49,44 @@ def command(
     With --url the server there answers; else MODEL (by default the embedded one) runs in this
     process. Ctrl-C stops an answer, Ctrl-D ends the conversation.
     """
-    from modulm_command_talk.talkers import Asked
+    from modulm_command_chat.backends import SamplingOptions
 
-    talker = open_talker(draft, url, api_key, model_name)
-    talk = Conversation(talker, Asked(max_tokens, temperature, top_p), system_prompt, stats)
+    backend = open_backend(draft, url, api_key, model_name)
+    conversation = Conversation(
+        backend, SamplingOptions(max_tokens, temperature, top_p), system_prompt, stats
+    )
     try:
         if quick is not None:
-            talk.say(quick)
+            conversation.say(quick)
         else:
-            talk.run()
+            conversation.run()
     finally:
-        talker.close()
+        backend.close()
 
 
-def open_talker(draft: Draft, url: str | None, key: str | None, model: str | None) -> Talker:
+def open_backend(draft: Draft, url: str | None, key: str | None, model: str | None) -> Backend:
     """The server at `url`, or the configured model in this process."""
     from modulm.config.environ import client_key
-    from modulm_command_talk.talkers import Local, Remote
+    from modulm_command_chat.backends import LocalEngine, RemoteServer
 
     if url is not None:
-        return Remote(url, key or client_key(), model)
+        return RemoteServer(url, key or client_key(), model)
     if model is not None:
         raise click.UsageError("--model-name goes with --url; a model here is the argument MODEL")
     print_notices(draft.notices)
     if "model" not in draft.origins:
         click.echo("No model named: this is the small embedded one.", err=True)
-    return Local(draft)
+    return LocalEngine(draft)
 
 
 class Conversation:
     """The messages so far, and a loop that reads and answers."""
 
-    def __init__(self, talker: Talker, asked: Asked, system: str | None, stats: bool) -> None:
-        self._talker = talker
-        self._asked = asked
+    def __init__(
+        self, backend: Backend, options: SamplingOptions, system: str | None, stats: bool
+    ) -> None:
+        self._backend = backend
+        self._options = options
         self._stats = stats
         self.messages: list[dict[str, Any]] = []
         self.restart(system)
@@ -94,15 +98,15 @@ class Conversation:
     def say(self, text: str) -> bool:
         """Send a message and show the answer; false if the user stopped it."""
         self.messages.append({"role": "user", "content": text})
-        answer, whole = show(self._talker.chat(self.messages, self._asked))
+        answer, whole = show(self._backend.chat(self.messages, self._options))
         self.messages.append({"role": "assistant", "content": answer})
-        if self._stats and whole and self._talker.stats:
-            click.secho(str(self._talker.stats), dim=True, err=True)
+        if self._stats and whole and self._backend.stats:
+            click.secho(str(self._backend.stats), dim=True, err=True)
         return whole
 
     def run(self) -> None:
         """Read and answer until Ctrl-D or /quit."""
-        click.echo(f"{self._talker.model}: {_HELP}", err=True)
+        click.echo(f"{self._backend.model}: {_HELP}", err=True)
         with _history():
             while (line := _ask()) is not None:
                 if not self._order(line):

@@ -49,9 +49,9 @@ class Client:
         """The chunks of a streamed answer; closing the iterator stops the answer."""
         import httpx
 
-        asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        options = {**body, "stream": True, "stream_options": {"include_usage": True}}
         try:
-            with self._http.stream("POST", f"{self._url}{path}", json=asked) as answer:
+            with self._http.stream("POST", f"{self._url}{path}", json=options) as answer:
                 if answer.is_error:
                     answer.read()
                 _check(answer)
