@@ -20,9 +20,9 @@ from modulm import SamplingParams
 from modulm.config import EngineConfig
 from modulm.engine.frontend.input_processor import InputProcessor
 from modulm.testing.checkpoints import make_tokenizer
-from modulm.testing.scripted import Reply, ScriptedEngine, scripted_info
 from modulm.text.tokenizer import Tokenizer, load_tokenizer
 from modulm_server.app import create_app
+from modulm_server.scripted import Reply, ScriptedEngine, scripted_info
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}]},
