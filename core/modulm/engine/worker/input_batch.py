@@ -107,8 +107,9 @@ class BatchBuilder:
         self._slots = np.zeros((len(self.groups), tokens), dtype=np.int64)
         self._query_starts = np.zeros(rows + 1, dtype=np.int32)
 
-    def build(self, plan: Plan, sample: np.ndarray) -> Batch:
-        """The tensors of `plan`. sample: [n] int64, the step's tokens whose logits are wanted.
+    def build(self, plan: Plan, sample: np.ndarray, spans: np.ndarray | None = None) -> Batch:
+        """The tensors of `plan`. sample: [n] int64, the step's tokens whose logits are wanted;
+        spans: as in `StepLayout`.
 
         The tensors are valid until the next call.
         """
@@ -134,7 +135,7 @@ class BatchBuilder:
             positions=tensors[0],
             query_starts=tensors[1],
             caches=self.caches,
-            plans=self._plans(plan, owners, positions, query_starts),
+            plans=self._plans(plan, owners, positions, query_starts, spans),
             groups=self.owners,
             sample=tensors[2],
         )
@@ -169,7 +170,12 @@ class BatchBuilder:
         return tokens, ()
 
     def _plans(
-        self, plan: Plan, owners: np.ndarray, positions: np.ndarray, query_starts: np.ndarray
+        self,
+        plan: Plan,
+        owners: np.ndarray,
+        positions: np.ndarray,
+        query_starts: np.ndarray,
+        spans: np.ndarray | None,
     ) -> tuple[AttentionPlan | StatePlan, ...]:
         context_lens = (plan.starts + plan.counts).astype(np.int32)
         plans: list[AttentionPlan | StatePlan] = []
@@ -183,7 +189,8 @@ class BatchBuilder:
             slots = self._slots[index, : len(positions)]
             np.multiply(table[owners, positions // size], size, out=slots)
             slots += positions % size
-            layout = StepLayout(size, table, query_starts, context_lens, slots)
+            seen = spans if group.backend.spec.spans else None
+            layout = StepLayout(size, table, query_starts, context_lens, slots, seen)
             plans.append(group.backend.plan(layout))
         return tuple(plans)
 

@@ -74,6 +74,20 @@ class PromptInputs:
             # Encoders may give views of one large tensor, which would stay as long as any of them.
             self._outputs[item.hash] = output.clone()
 
+    def spans(self, plan: Plan) -> np.ndarray | None:
+        """[n, 3] int32, as in `StepLayout.spans`, of the items that lie in the plan's tokens."""
+        if not self._rows:
+            return None
+        found = [
+            (place, first, end)
+            for place, row in enumerate(plan.rows.tolist())
+            if row in self._rows
+            for item in self._rows[row].media
+            for first, end in item.spans
+            if plan.starts[place] <= first and end <= plan.starts[place] + plan.counts[place]
+        ]
+        return np.array(found, dtype=np.int32) if found else None
+
     def put(self, batch: Batch, plan: Plan) -> Batch:
         """The batch with what stands in the plan's prompts instead of tokens."""
         if not self._rows and self._model.axes == 1:

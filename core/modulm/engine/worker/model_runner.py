@@ -275,7 +275,7 @@ class ModelRunner:
         """In one forward pass; sample: as `BatchBuilder.build` has it."""
         slots = self.adapters.of_tokens(plan)
         adapters = self.adapters.begin(slots)
-        batch = self.builder.build(plan, sample)
+        batch = self.builder.build(plan, sample, self._inputs.spans(plan))
         if adapters is not None:
             batch = evolve(batch, adapters=adapters)
         if any(self._pooling.values()):
@@ -474,7 +474,8 @@ def _forward_only(group: CacheGroup | None) -> bool:
     """Whether the group's layers keep what they saw and never look ahead."""
     if group is None:
         return False
-    return not isinstance(group.spec, AttentionSpec) or group.spec.causal
+    spec = group.spec
+    return not isinstance(spec, AttentionSpec) or (spec.causal and not spec.spans)
 
 
 def _size(

@@ -10,6 +10,7 @@ import torch
 
 from modulm.config import EngineConfig
 from modulm.contracts.executor import Plan, RowStart
+from modulm.contracts.media import MediaItem
 from modulm.contracts.sampling import SamplingParams
 from modulm.engine.structured_output.compiler import RequestGrammars
 from modulm.engine.worker.media import PromptInputs
@@ -130,3 +131,17 @@ def test_positions_on_several_axes_go_on_alike_after_the_prompt() -> None:
     found = inputs.axis_positions(step)
     assert found.tolist() == [[7, 8, 1, 4, 4, 5], [7, 8, 2, 4, 4, 5], [7, 8, 1, 4, 4, 5]]
     assert PromptInputs(SimpleNamespace(axes=1), torch.device("cpu")).axis_positions(step) is None
+
+
+def test_spans_of_items_that_lie_in_a_step() -> None:
+    inputs = PromptInputs(SimpleNamespace(axes=1, media=()), torch.device("cpu"))
+    items = (MediaItem("image", b"a", 2, 3, spans=((2, 5),)),
+             MediaItem("image", b"b", 8, 4, spans=((8, 10), (10, 12))))  # fmt: skip
+    inputs.admit(RowStart(4, "a", PARAMS, np.zeros(13), np.zeros(0), 0, media=items))
+    step = Plan(
+        0, np.array([1, 4]), np.array([0, 5]), np.array([3, 5]), np.zeros(8, np.int64), (),
+        np.ones(2, bool),
+    )  # fmt: skip
+    assert inputs.spans(step).tolist() == [[1, 8, 10]]
+    inputs.release(4)
+    assert inputs.spans(step) is None
