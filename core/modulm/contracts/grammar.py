@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     import numpy as np
 
     from modulm.contracts.sampling import StructuredOutputs
+    from modulm.text.tokenizer import Tokenizer
 
 __all__ = ["API", "Grammar", "GrammarBackend", "Matcher"]
 
@@ -59,7 +60,7 @@ class GrammarBackend(ABC):
     #: Where the choice is automatic, the backend with the highest number is asked first.
     preference: ClassVar[int] = 0
 
-    def __init__(self, tokenizer: Any, vocabulary: int, stop_ids: tuple[int, ...]) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int, stop_ids: tuple[int, ...]) -> None:
         self.tokenizer = tokenizer
         self.vocabulary = vocabulary
         self.stop_ids = stop_ids

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from modulm.contracts.media import MediaItem
+    from modulm.nn.names import WeightNames
 
 __all__ = ["API", "Batch", "CacheSpec", "Model", "StatePlan", "StateSpec"]
 
@@ -175,7 +176,7 @@ class Model(ABC):
 
     @classmethod
     @abstractmethod
-    def weights(cls, config: Any) -> Any:
+    def weights(cls, config: Any) -> WeightNames:
         """The table of renames and fusions from checkpoint names (`modulm.loading.WeightNames`)."""
 
     @classmethod

@@ -9,12 +9,14 @@ the text it is, and never present a call that was cut off as complete.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from attrs import field, frozen
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from modulm.text.tokenizer import Tokenizer
 
 __all__ = [
     "API",
@@ -88,11 +90,11 @@ class ParseContext:
     tokenizer: the tokenizer, or None when only text is at hand.
     """
 
-    tools: Sequence[Mapping[str, Any]] = ()
-    tool_choice: str | Mapping[str, Any] = "auto"
-    template_kwargs: Mapping[str, Any] = field(factory=dict)
+    tools: Sequence[Mapping[str, object]] = ()
+    tool_choice: str | Mapping[str, object] = "auto"
+    template_kwargs: Mapping[str, object] = field(factory=dict)
     prompt_tail: str | None = None
-    tokenizer: Any = None
+    tokenizer: Tokenizer | None = None
 
 
 @frozen
@@ -105,7 +107,7 @@ class Example:
     text: str
     content: str | None = None
     reasoning: str | None = None
-    calls: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+    calls: tuple[tuple[str, Mapping[str, object]], ...] = ()
     context: ParseContext = field(factory=ParseContext)
 
 
@@ -134,7 +136,7 @@ class Parser(ABC):
 class ToolParser(Parser):
     """Turns text into content and tool-call events."""
 
-    def structural_tag(self) -> Mapping[str, Any] | None:
+    def structural_tag(self) -> Mapping[str, object] | None:
         """A structural tag (see the grammar contract) that forces calls of the tools, if known."""
         return None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from attrs import field, frozen
 
@@ -19,7 +19,7 @@ API = 1
 Layers: TypeAlias = "Callable[[torch.device], tuple[Callable[[torch.Tensor], torch.Tensor], ...]]"
 
 
-def _no_layers(device: torch.device) -> tuple[Any, ...]:
+def _no_layers(device: torch.device) -> tuple[Callable[[torch.Tensor], torch.Tensor], ...]:
     return ()
 
 
@@ -55,7 +55,7 @@ class PoolingRecipe:
     """
 
     kind: str | None = None
-    settings: Mapping[str, Any] = field(factory=dict)
+    settings: Mapping[str, object] = field(factory=dict)
     layers: Layers = _no_layers
     max_length: int | None = None
     texts: TextRules = TextRules()

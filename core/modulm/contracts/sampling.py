@@ -41,7 +41,7 @@ class OutputKind(Enum):
 class StructuredOutputs:
     """A constraint on the text; exactly one of the first six is set."""
 
-    json: str | Mapping[str, Any] | None = None
+    json: str | Mapping[str, object] | None = None
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
@@ -102,7 +102,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = field(default=None, converter=_ids)
     bad_words: tuple[str, ...] = field(default=(), converter=_strings)
     structured_outputs: StructuredOutputs | None = None
-    extra_args: Mapping[str, Any] | None = None
+    extra_args: Mapping[str, object] | None = None
 
     @property
     def greedy(self) -> bool:
@@ -133,7 +133,7 @@ class PoolingParams:
     prompt_name: str | None = None
     pool_from: int = 0
     second_text: int | None = None
-    extra_args: Mapping[str, Any] | None = None
+    extra_args: Mapping[str, object] | None = None
 
 
 @frozen(eq=False)

@@ -44,7 +44,10 @@ class AfterReasoning(Grammar):
         self.make = make
         self.tokenizer = tokenizer
         self.context = _reasoning_start(tokenizer, prompt)
-        self.openers = tuple(t for t in openers if _opens(make, self.context, t))
+        self.openers = tuple(
+            token for token in openers
+            if _opens(make(self.context), token, tokenizer.id_to_token(token) or "")
+        )  # fmt: skip
 
     def matcher(self) -> Matcher:
         return _GatedMatcher(self)
@@ -79,15 +82,14 @@ def openers_of(make: _ParserMaker, tokenizer: Tokenizer, vocabulary: int) -> tup
         text = tokenizer.id_to_token(index) or ""
         if len(text) < 3 or not (text.startswith(("<", "[")) and text.endswith((">", "]"))):
             continue
-        if _opens(make, ParseContext(prompt_tail="", tokenizer=tokenizer), index):
+        if _opens(make(ParseContext(prompt_tail="", tokenizer=tokenizer)), index, text):
             found.append(index)
     return tuple(found)
 
 
-def _opens(make: _ParserMaker, context: ParseContext, token: int) -> bool:
+def _opens(parser: ReasoningParser, token: int, text: str) -> bool:
     """Whether `token`, said first, begins the reasoning."""
-    parser = make(context)
-    parser.feed(context.tokenizer.id_to_token(token) or "", [token])
+    parser.feed(text, [token])
     return parser.reasoning
 
 
