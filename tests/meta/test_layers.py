@@ -35,7 +35,6 @@ ROOMS = (
     ("scheduling",),
     ("sampling",),
     ("structured_output",),
-    ("pooling",),
     ("worker",),
     ("core",),
     ("frontend",),

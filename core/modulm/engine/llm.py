@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from modulm.config.sources import keywords
 from modulm.contracts.engine import PromptLike
+from modulm.contracts.pooler import PoolingJob, paired
 from modulm.contracts.requests import Finish, StepEvents
 from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
 from modulm.engine.core.engine_core import EngineCore
@@ -22,7 +23,6 @@ from modulm.engine.frontend.input_processor import (
     PendingRequest,
 )
 from modulm.engine.frontend.output_processor import OutputProcessor, RequestState
-from modulm.engine.pooling.inputs import Job, PoolingInputs, paired
 from modulm.engine.sampling.logits_processors import processor_classes
 from modulm.engine.types.outputs import (
     BeamSearchOutput,
@@ -70,7 +70,7 @@ class LLM:
         self.info = self._core.info
         self.tokenizer = self._core.tokenizer
         processors = processor_classes(config.model.logits_processors, plugins)
-        self._input_processor = InputProcessor(self.info, self.tokenizer, processors)
+        self._input_processor = InputProcessor(self.info, self.tokenizer, plugins, processors)
         self._output_processor = OutputProcessor()
         self._numbers = count()
         self._done: list[RequestState] = []
@@ -256,7 +256,7 @@ class LLM:
         the similarity of two embeddings, the cosine if its files say nothing else.
         """
         left, right = paired(data_1, data_2)
-        job = PoolingInputs(self.info, self.tokenizer).pairs(
+        job = self._input_processor.texts.pairs(
             left,
             right,
             pooling_params or PoolingParams(),
@@ -302,7 +302,7 @@ class LLM:
 
     # How it is done.
 
-    def _pool(self, jobs: Sequence[Job], use_tqdm: bool | Callable[..., Any]) -> list[Any]:
+    def _pool(self, jobs: Sequence[PoolingJob], use_tqdm: bool | Callable[..., Any]) -> list[Any]:
         """Run the parts of all jobs together; the jobs' answers in their order."""
         pending = [
             self._input_processor.process(ids, params, str(next(self._numbers)))

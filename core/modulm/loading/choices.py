@@ -14,7 +14,7 @@ from modulm.contracts.attention import AttentionBackend, AttentionSpec
 from modulm.contracts.quantization import LinearSpec, QuantizationMethod
 from modulm.errors import UnsupportedError
 from modulm.loading.checkpoint import open_loader, pooling_recipe
-from modulm.loading.pooling import conversion, convert, pooling_settings
+from modulm.loading.pooling import may_convert, open_pooler, pooling_settings
 from modulm.ops import OpTable, bind
 from modulm.plugins import defaults
 from modulm.plugins.explain import Decision, Verdict
@@ -80,8 +80,11 @@ class Choices:
                 self.decisions.append(Decision("model", (Verdict(name),), name, reason))
                 driver: type[Model] = self.plugins.load("models", name)
                 return driver
+        if not may_convert(self.config, names, self.plugins, self.recipe):
+            return self._keep(defaults.choose_model(self.plugins, names, self.checkpoint.config))
         installed = {d.name for d in self.plugins.names("models")}
-        found = conversion(self.config, names, installed, self.recipe)
+        pooler = open_pooler(self.config, self.plugins)
+        found = pooler.conversion(self.config, names, installed, self.recipe)
         if found is not None:
             base, kind = found
             chosen = self._keep(
@@ -90,7 +93,7 @@ class Choices:
             reason = "what the decoder is for, by flags, files or architecture"
             self.decisions.append(Decision("pooling", (Verdict(kind),), kind, reason))
             settings = pooling_settings(self.config, self.recipe)
-            return convert(chosen, kind, self.checkpoint.config, settings)
+            return pooler.convert(chosen, kind, self.checkpoint.config, settings)
         return self._keep(defaults.choose_model(self.plugins, names, self.checkpoint.config))
 
     def ops(self, dtype: str) -> OpTable:

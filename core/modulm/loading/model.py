@@ -12,7 +12,7 @@ from attrs import field, frozen
 from modulm.errors import CheckpointError, ConfigError, UnsupportedError
 from modulm.loading.cache_groups import CacheGroup, group_caches
 from modulm.loading.choices import Choices, Methods
-from modulm.loading.pooling import pooling_settings, pooling_table, pooling_tasks
+from modulm.loading.pooling import generates, open_pooler, pooling_settings
 from modulm.loading.weights import WeightPlan, fill, plan_weights, wanted, weight_bytes
 from modulm.nn.builder import Builder, Shared
 from modulm.nn.config import read_config
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from modulm.contracts.loader import WeightLoader
     from modulm.contracts.model import Model
     from modulm.contracts.platform import Platform
+    from modulm.contracts.pooler import Pooler
     from modulm.contracts.quantization import QuantizationMethod
     from modulm.loading.checkpoint import Checkpoint
     from modulm.nn.names import WeightNames
@@ -54,8 +55,9 @@ class Loaded:
     """A model that is ready to run, what it keeps, and why it runs the way it does.
 
     `vocabulary` is the width of the logits; `weight_bytes` what the weights took before
-    repacking; `tasks` what requests may ask for; `pooling` how, by names of `--pooler-config`;
-    `layers` those that a pooled vector passes; `adapters` the bank around its layers, if any.
+    repacking; `tasks` what requests may ask for; `pooler` who pools and `pooling` how, by names of
+    `--pooler-config`; `layers` those that a pooled vector passes; `adapters` the bank around its
+    layers, if any.
     """
 
     model: Model
@@ -67,6 +69,7 @@ class Loaded:
     ops: OpTable
     weight_bytes: int
     tasks: tuple[str, ...] = ("generate",)
+    pooler: Pooler | None = None
     pooling: Mapping[str, Any] = field(factory=dict)
     layers: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
     adapters: AdapterBank | None = None
@@ -94,7 +97,9 @@ def load_model(
         fill(plan, built.loader, device=platform.device, progress=config.load.use_tqdm_on_load)
     plugins.hook.modulm_model_loaded(model=built.model, config=config)
     recipe = built.choices.recipe
-    settings = pooling_settings(config, recipe)
+    plain = generates(config, built.model, checkpoint.architecture)
+    pooler = None if plain else open_pooler(config, plugins)
+    given = pooling_settings(config, recipe)
     return Loaded(
         model=built.model,
         groups=groups,
@@ -104,8 +109,9 @@ def load_model(
         max_model_len=built.shared.max_length,
         ops=built.ops,
         weight_bytes=size,
-        tasks=pooling_tasks(config, checkpoint, built.model, settings),
-        pooling=pooling_table(checkpoint, built.model, settings),
+        tasks=pooler.tasks(checkpoint, built.model, given) if pooler else built.model.tasks,
+        pooler=pooler,
+        pooling=pooler.settings(checkpoint, built.model, given) if pooler else {},
         layers=recipe.layers(platform.device),
         adapters=built.shared.adapters,
     )

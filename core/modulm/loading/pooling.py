@@ -1,112 +1,57 @@
-"""What a model pools for, and how: by its files, `--runner`, `--convert`, `--pooler-config`."""
+"""Which pooler a model gets, and whether it needs one: by its files, `--runner`, `--convert`."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from modulm.errors import ConfigError, UnsupportedError
-from modulm.nn.convert import as_classifier, as_embedder, as_is, as_reward
+from modulm.errors import ConfigError
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
     from modulm.contracts.model import Model
+    from modulm.contracts.pooler import Pooler
     from modulm.contracts.pooling import PoolingRecipe
-    from modulm.loading.checkpoint import Checkpoint
+    from modulm.plugins.manager import PluginManager
 
-__all__ = ["conversion", "convert", "pooling_settings", "pooling_table", "pooling_tasks"]
+__all__ = ["generates", "may_convert", "open_pooler", "pooling_settings"]
 
-_CAUSAL, _CLASSIFIER, _BARE = "ForCausalLM", "ForSequenceClassification", "Model"
-_REWARD, _PROCESS = "ForRewardModel", "ForProcessRewardModel"
-#: What the architectures of a decoder's family are for, by the end of their names.
-_ENDINGS = {_PROCESS: "reward", _REWARD: "reward", _CLASSIFIER: "classify", _BARE: "embed"}
-_KINDS = ("embed", "classify", "reward")
-_TASKS = {"classify": ("classify", "token_classify"), "reward": ("reward", "token_classify")}
+_KEY, _STANDARD = "pooler", "standard"
 
 
-def conversion(
+def open_pooler(config: EngineConfig, plugins: PluginManager) -> Pooler:
+    """The pooler that `--pooler-config` names. Raises PluginNotFound with its distribution."""
+    name = (config.model.pooler_config or {}).get(_KEY, _STANDARD)
+    pooler: Pooler = plugins.load("poolers", name)()
+    return pooler
+
+
+def may_convert(
     config: EngineConfig,
     names: Sequence[str],
-    installed: Collection[str],
+    plugins: PluginManager,
     recipe: PoolingRecipe,
-) -> tuple[str, str] | None:
-    """(architecture to run, "embed", "classify" or "reward") if a decoder is to be pooled.
-
-    By `--convert`, by `--runner pooling`, by the checkpoint's other files, or because config.json
-    names the bare decoder, the classifier or the reward model of a family whose `...ForCausalLM`
-    is installed. Otherwise None. Raises UnsupportedError.
+) -> bool:
+    """Whether a pooler has to be asked which driver runs: by flags, by files, or because the
+    architecture has none of its own and a pooler may know what it is made of.
     """
-    wanted, name = config.model.convert, names[0]
-    if wanted not in ("auto", "none", *_KINDS):
-        raise UnsupportedError(f"convert: {wanted}: not yet; there are {', '.join(_KINDS)}")
-    if wanted == "none" or any(n in installed and not n.endswith(_CAUSAL) for n in names):
-        return None
-    if name.endswith(_CAUSAL):
-        pooled = "embed" if config.model.runner == "pooling" else None
-        kind = (recipe.kind or pooled) if wanted == "auto" else wanted
-        return None if kind is None else (name, kind)
-    for ending, own in _ENDINGS.items():
-        base = name.removesuffix(ending) + _CAUSAL
-        if name.endswith(ending) and base in installed:
-            return base, own if wanted == "auto" else wanted
-    return None
+    model = config.model
+    if model.convert not in ("auto", "none") or model.runner == "pooling" or recipe.kind:
+        return True
+    drivers = {declared.name for declared in plugins.names("models")}
+    return names[0] not in drivers and bool(plugins.names("poolers"))
 
 
-def convert(
-    driver: type[Model], kind: str, table: Mapping[str, Any], settings: Mapping[str, Any]
-) -> type[Model]:
-    """The driver as a pooling model; table: config.json; settings: of the pooler."""
-    if settings.get("returned_token_ids") and kind in _TASKS:
-        return as_is(driver, _TASKS[kind])
-    if kind == "reward":
-        name = str(table["architectures"][0])
-        deep, steps = name.endswith((_REWARD, _PROCESS)), name.endswith(_PROCESS)
-        rewards = (2 if steps else 1) if deep else _classes(table)
-        return as_reward(driver, rewards, deep=deep)
-    return as_classifier(driver, _classes(table)) if kind == "classify" else as_embedder(driver)
-
-
-def pooling_tasks(
-    config: EngineConfig, checkpoint: Checkpoint, model: Model, settings: Mapping[str, Any]
-) -> tuple[str, ...]:
-    """What requests may ask of the model; "score" if it has one class, for pairs of texts.
-
-    settings: of the pooler. Raises ConfigError if `--runner` or `task` asks for something else.
+def generates(config: EngineConfig, model: Model, architecture: str) -> bool:
+    """Whether the model is for nothing but text. Raises ConfigError if `--runner` wants that and
+    it cannot.
     """
-    tasks = model.tasks
-    runner = config.model.runner
-    if "generate" not in tasks and runner == "generate":
-        raise ConfigError("runner", f"{checkpoint.architecture} cannot generate; use pooling")
-    task = settings.get("task")
-    if task is not None and task not in tasks:
-        raise ConfigError("pooler_config", f"task: {task} is not one of {', '.join(tasks)}")
-    tasks = tasks if task is None else (task,)
-    picked = settings.get("returned_token_ids")
-    classes = _classes(checkpoint.config) if picked is None else len(picked)
-    if "classify" in tasks and (classes == 1 or settings.get("contrast")):
-        tasks = (*tasks, "score")
-    return tasks
-
-
-def _classes(table: Mapping[str, Any]) -> int:
-    """How many classes config.json names; two where it says nothing, as transformers has it."""
-    named = table.get("id2label")
-    return len(named) if isinstance(named, Mapping) else int(table.get("num_labels", 2))
+    if "generate" not in model.tasks and config.model.runner == "generate":
+        raise ConfigError("runner", f"{architecture} cannot generate; use pooling")
+    return model.tasks == ("generate",) and not config.model.pooler_config
 
 
 def pooling_settings(config: EngineConfig, recipe: PoolingRecipe) -> dict[str, Any]:
     """What was given with `--pooler-config`, then what the checkpoint's other files say."""
-    given = config.model.pooler_config or {}
-    return {**recipe.settings, **given}
-
-
-def pooling_table(
-    checkpoint: Checkpoint, model: Model, settings: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The pooler's settings, by their names in `--pooler-config`, with the model's own way."""
-    table: dict[str, Any] = {"pooling_type": model.pooling}
-    if checkpoint.config.get("problem_type") == "multi_label_classification":
-        table["multi_label"] = True
-    if "reward" in model.tasks and not settings.get("returned_token_ids"):
-        table["use_activation"] = checkpoint.architecture.endswith(_PROCESS)
-    return table | dict(settings)
+    found = {**recipe.settings, **(config.model.pooler_config or {})}
+    return {key: value for key, value in found.items() if key != _KEY}

@@ -115,6 +115,7 @@ KINDS: Mapping[str, Kind] = _table(
     Kind("loaders", "weight loader", "loader", f"{_CONTRACTS}.loader:WeightLoader"),
     Kind("executors", "executor", "executor", f"{_CONTRACTS}.executor:Executor"),
     Kind("schedulers", "scheduling policy", "scheduler", f"{_CONTRACTS}.policy:Policy"),
+    Kind("poolers", "pooler", "pooler", f"{_CONTRACTS}.pooler:Pooler"),
     Kind("grammars", "grammar backend", "grammar", f"{_CONTRACTS}.grammar:GrammarBackend"),
     Kind("speculators", "speculator", "speculator", f"{_CONTRACTS}.drafter:Drafter"),
     Kind("kv_connectors", "KV connector", "connector", f"{_CONTRACTS}.connector:KVConnector"),

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from attrs import evolve, frozen
 
 from modulm.contracts.engine import PromptLike
+from modulm.contracts.pooler import PoolingInputs, PoolingJob
 from modulm.contracts.requests import Finish, Reason, Request
 from modulm.contracts.sampling import LogitsProcessor, OutputKind, PoolingParams, SamplingParams
 from modulm.engine.frontend.beam_search import BeamSearch, BeamSearchParams
 from modulm.engine.frontend.output_processor import RequestState
-from modulm.engine.pooling.inputs import Job, PoolingInputs
 from modulm.engine.sampling.validation import (
     bad_word_ids,
     check,
@@ -25,8 +26,10 @@ from modulm.engine.sampling.validation import (
 from modulm.engine.types.engine_info import EngineInfo
 from modulm.engine.types.outputs import Position, RequestOutput
 from modulm.errors import EngineError, RequestError
+from modulm.loading.pooling import open_pooler
 
 if TYPE_CHECKING:
+    from modulm.plugins.manager import PluginManager
     from modulm.text.tokenizer import Tokenizer
 
 __all__ = ["BeamSearchRequest", "InputProcessor", "PendingRequest"]
@@ -126,6 +129,7 @@ class InputProcessor:
         self,
         info: EngineInfo,
         tokenizer: Tokenizer | None,
+        plugins: PluginManager,
         processors: Sequence[type[LogitsProcessor]] = (),
         stream: int = 0,
     ) -> None:
@@ -133,7 +137,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         ends = (*(tokenizer.stop_ids if tokenizer else ()), *info.eos)
         self.eos = tuple(dict.fromkeys(ends))
-        self.texts = PoolingInputs(info, tokenizer)
+        self._plugins = plugins
         self._processors = tuple(processors)
         self._random = np.random.default_rng([info.config.model.seed, stream])
 
@@ -205,17 +209,19 @@ class InputProcessor:
         check_prompt(kept, vocabulary=vocabulary, max_model_len=most, room=room)
         return text, np.asarray(kept, dtype=np.int64), salt
 
-    def pooling_job(self, prompt: PromptLike, params: PoolingParams) -> Job:
+    def pooling_job(self, prompt: PromptLike, params: PoolingParams) -> PoolingJob:
         """What to ask of the engine to pool a prompt. Raises RequestError."""
         text, ids, _ = self._given(prompt)
         if ids is None:
             if not isinstance(text, str):
                 raise RequestError("prompt must be text, token ids, or a table of them", "prompt")
             ids, params = self.texts.read(text, params)
-        limit = self.texts.limit(params)
-        if limit is not None and params.truncation_side == "left":
-            return self.texts.split(list(ids)[max(len(ids) - limit, 0) :], params)
-        return self.texts.split(list(ids)[:limit], params)
+        return self.texts.job(ids, params)
+
+    @cached_property
+    def texts(self) -> PoolingInputs:
+        """How texts to pool become prompts. Raises PluginNotFound without a pooler."""
+        return open_pooler(self.info.config, self._plugins).inputs(self.info, self.tokenizer)
 
     @staticmethod
     def _given(prompt: PromptLike) -> tuple[Any, Any, str | None]:

@@ -51,7 +51,7 @@ class EngineInfo:
 
 def open_tokenizer(config: EngineConfig, path: str) -> Tokenizer | None:
     """The tokenizer of the checkpoint at `path`; None with --skip-tokenizer-init."""
-    from modulm.loading import stored_tokenizer
+    from modulm.loading.checkpoint import stored_tokenizer
     from modulm.text.tokenizer import load_tokenizer
 
     model = config.model

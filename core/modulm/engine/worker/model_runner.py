@@ -18,7 +18,6 @@ from modulm.contracts.attention import AttentionSpec
 from modulm.contracts.executor import Capacity, Plan, RowStart, StepResult
 from modulm.contracts.sampling import PoolingParams
 from modulm.engine.kv_cache.sizing import Sizing, allocate, cache_budget, share_out
-from modulm.engine.pooling.pooler import Pooler, PoolerConfig
 from modulm.engine.sampling.logits_processors import Processors, processor_classes
 from modulm.engine.sampling.sampler import Best, Chosen, Sampler, Verified
 from modulm.engine.worker.adapters import RowAdapters
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from modulm.contracts.drafter import Drafter
     from modulm.contracts.model import Batch
     from modulm.contracts.platform import Platform
+    from modulm.contracts.pooler import RowPooler
     from modulm.engine.structured_output.compiler import RequestGrammars
     from modulm.loading import Loaded
     from modulm.plugins.manager import PluginManager
@@ -126,8 +126,9 @@ class ModelRunner:
         self._mover = mover
         if mover is not None:
             mover.open(_by_group(caches, owners))
-        pooling = PoolerConfig.from_table(loaded.pooling)
-        self.pooler = Pooler(pooling, self._pooled_logits, loaded.layers)
+        self.pooler: RowPooler | None = None
+        if loaded.pooler is not None:
+            self.pooler = loaded.pooler.rows(loaded.pooling, self._pooled_logits, loaded.layers)
         self._invariant = config.model.batch_invariant
         # What looks both ways, or keeps nothing between steps, cannot go token by token.
         self._whole = not all(_forward_only(group) for group in groups or (None,))
@@ -334,7 +335,7 @@ class ModelRunner:
                 "the model gives no finite logits: its weights are broken or the dtype is too "
                 "narrow for them (try --dtype float32)"
             )
-        return self.pooler.width(hidden)
+        return hidden.shape[-1] if self.pooler is None else self.pooler.width(hidden)
 
     def _change_rows(self, plan: Plan) -> None:
         for row in plan.release:
@@ -352,7 +353,7 @@ class ModelRunner:
         self._failed.pop(row, None)
         self._inputs.release(row)
         self.adapters.release(row)
-        if row in self._pooling:
+        if self.pooler is not None and row in self._pooling:
             del self._pooling[row]
             self.pooler.release(row)
             return
@@ -367,6 +368,8 @@ class ModelRunner:
         self._inputs.admit(start)
         self.adapters.admit(start)
         if isinstance(params, PoolingParams):
+            if self.pooler is None:
+                raise EngineError("this model does not pool")
             self._pooling[start.row] = params.second_text
             self.pooler.admit(start.row, params, start.prompt)
             return
@@ -424,11 +427,14 @@ class ModelRunner:
 
     def _pool(self, plan: Plan, ends: np.ndarray, hidden: torch.Tensor) -> dict[int, np.ndarray]:
         finished = []
+        pooler = self.pooler
+        if pooler is None:
+            return {}
         for i, row in enumerate(plan.rows.tolist()):
             if row in self._pooling:
-                self.pooler.feed(row, hidden[ends[i] - plan.counts[i] : ends[i]])
+                pooler.feed(row, hidden[ends[i] - plan.counts[i] : ends[i]])
                 finished += [row] if plan.samples[i] else []
-        return self.pooler.finish(finished)
+        return pooler.finish(finished)
 
 
 def _by_group(

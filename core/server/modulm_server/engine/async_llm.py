@@ -100,7 +100,7 @@ class AsyncLLM(EngineClient):
         self.tokenizer = core.tokenizer()
         self.metrics: Metrics = Metrics(info.models[0])
         self._input_processor = InputProcessor(
-            info, self.tokenizer, _processors(info.config), core.number
+            info, self.tokenizer, manager.current(), _processors(info.config), core.number
         )
         self._output_processor = OutputProcessor(self.metrics)
         self._interval = info.config.scheduler.stream_interval

@@ -16,9 +16,11 @@ import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from modulm.contracts.pooler import PoolingInputs
 from modulm.contracts.sampling import PoolingParams
-from modulm.engine.pooling.inputs import PoolingInputs
 from modulm.errors import RequestError
+from modulm.loading.pooling import open_pooler
+from modulm.plugins import current
 from modulm_route_pooling.cohere import answer, question, refuse_images
 from modulm_route_pooling.prompts import Part, pairs_of, prompts_of, text_of
 from modulm_route_pooling.schema import (
@@ -146,7 +148,8 @@ class Pooling(RouteFamily):
     @property
     def _texts(self) -> PoolingInputs:
         engine = self.context.engine
-        return PoolingInputs(engine.info, engine.tokenizer, self.context.generation.template)
+        pooler = open_pooler(engine.info.config, current())
+        return pooler.inputs(engine.info, engine.tokenizer, self.context.generation.template)
 
     def _model(self, name: Any, tasks: Sequence[str]) -> str:
         """The served model, if it is for one of the tasks. Raises ApiError(400) naming `model`."""

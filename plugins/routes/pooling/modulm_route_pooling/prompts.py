@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from modulm.contracts.pooler import PoolingInputs, paired
 from modulm.contracts.sampling import PoolingParams
-from modulm.engine.pooling.inputs import PoolingInputs, paired
 from modulm.errors import RequestError
 from modulm_route_pooling.schema import ClassifyRequest, EmbedRequest, RerankRequest, ScoreRequest
 from modulm_server.generation import GenerationService

@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM
 from modulm.config import EngineConfig
 from modulm.contracts.executor import Plan, RowStart
 from modulm.contracts.sampling import PoolingParams, SamplingParams, StructuredOutputs
-from modulm.engine.pooling.pooler import Pooler, PoolerConfig
 from modulm.engine.structured_output.compiler import RequestGrammars
 from modulm.engine.worker.model_runner import ModelRunner
 from modulm.errors import EngineError
 from modulm.loading import load_model, open_checkpoint
 from modulm.plugins import manager
 from modulm.testing.checkpoints import make_tiny
+from modulm_pooler_standard.rows import PoolerConfig, StandardRows
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPTS = [[5, 99, 7, 300, 2, 2, 41], [17], list(range(100, 140)), [8] * 21]
@@ -281,7 +281,7 @@ def pooled(hidden: torch.Tensor, kind: str) -> torch.Tensor:
 def test_pooling_gives_the_same_for_every_way_of_cutting(folder, oracle, kind, skipped) -> None:
     runner = new_runner(folder)
     config = PoolerConfig.from_table({"pooling_type": kind, "normalize": False})
-    runner.pooler = Pooler(config, lambda hidden, rows: runner.model.logits(hidden))
+    runner.pooler = StandardRows(config, lambda hidden, rows: runner.model.logits(hidden))
     with torch.no_grad():
         hidden = oracle.model(torch.tensor([PROMPTS[2]])).last_hidden_state[0]
     if kind == "weighted_mean":
@@ -302,6 +302,7 @@ def test_pooling_gives_the_same_for_every_way_of_cutting(folder, oracle, kind, s
 
 def test_embeddings_are_cut_then_normalised_and_scores_activated(folder) -> None:
     runner = new_runner(folder)
+    runner.pooler = StandardRows(PoolerConfig(), lambda hidden, rows: runner.model.logits(hidden))
     vectors = {}
     for row, params in enumerate([
         PoolingParams(normalize=False), PoolingParams(), PoolingParams(dimensions=8),

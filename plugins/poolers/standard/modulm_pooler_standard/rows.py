@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from attrs import define, field, fields, frozen, validators
 
+from modulm.contracts.pooler import Head, Layer, RowPooler
 from modulm.contracts.sampling import PoolingParams
 from modulm.errors import ConfigError
 
-__all__ = ["Pooler", "PoolerConfig"]
+__all__ = ["PoolerConfig", "StandardRows"]
 
 #: Tasks whose vectors go through the model's head (its `logits`) and an activation.
 _HEADED = frozenset({"classify", "score", "token_classify", "reward"})
@@ -24,9 +25,6 @@ _SLICE = 64
 _ALIASES = {"seq_pooling_type": "pooling_type", "logit_bias": "logit_mean"}
 #: Settings of the same table that others read: loading, and the front ends.
 _ELSEWHERE = ("enable_chunked_processing", "max_embed_len", "enable_flash_late_interaction")
-#: [n, inputs] -> [n, outputs].
-Layer = Callable[[torch.Tensor], torch.Tensor]
-Head = Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
 
 _ACTIVATIONS: dict[str, Layer] = {
     "softmax": lambda x: x.softmax(dim=-1),
@@ -188,7 +186,7 @@ def _sum(before: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
     return torch.cat([start, values]).cumsum(dim=0)[-1:]
 
 
-class Pooler:
+class StandardRows(RowPooler):
     """Collects hidden states by row and makes the result at the row's last token.
 
     head: the model's `logits`, [n, hidden] and whose row each is -> [n, classes]. layers: those

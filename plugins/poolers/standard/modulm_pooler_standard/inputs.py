@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from attrs import evolve, frozen
+from attrs import evolve
 
+from modulm.contracts.pooler import PoolingInputs, PoolingJob
 from modulm.contracts.sampling import PoolingParams
 from modulm.engine.types.outputs import PoolingOutput, PoolingRequestOutput, ScoringOutput
 from modulm.errors import ContextLengthExceeded, RequestError
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from modulm.engine.types.engine_info import EngineInfo
     from modulm.text.tokenizer import Tokenizer
 
-__all__ = ["Job", "PoolingInputs", "paired"]
+__all__ = ["StandardInputs"]
 
 #: What a checkpoint's prompts call the texts of a pair, best first.
 _FIRST, _SECOND = ("query",), ("document", "passage", "corpus")
@@ -25,15 +26,7 @@ _Outputs = Sequence[PoolingRequestOutput]
 _Part = tuple[list[int], PoolingParams]
 
 
-@frozen(eq=False)
-class Job:
-    """Prompts to pool with their parameters, and how answers are made of what comes of them."""
-
-    parts: Sequence[_Part]
-    join: Callable[[_Outputs], list[PoolingRequestOutput]] = list
-
-
-class PoolingInputs:
+class StandardInputs(PoolingInputs):
     """How one engine's texts become prompts. template: of pairs, before the checkpoint's own."""
 
     def __init__(
@@ -72,13 +65,19 @@ class PoolingInputs:
             params = evolve(params, pool_from=self._length(prompt, add_special_tokens))
         return ids, params
 
-    def split(self, ids: list[int], params: PoolingParams) -> Job:
+    def job(self, ids: Sequence[int], params: PoolingParams) -> PoolingJob:
+        limit = self.limit(params)
+        if limit is not None and params.truncation_side == "left":
+            return self._split(list(ids)[max(len(ids) - limit, 0) :], params)
+        return self._split(list(ids)[:limit], params)
+
+    def _split(self, ids: list[int], params: PoolingParams) -> PoolingJob:
         """A text of more tokens than the model takes at once becomes several, if that is allowed:
         the vector is the mean of theirs, weighted by their lengths.
         """
         most = self._info.max_model_len
         if not self._chunked or params.task != "embed" or len(ids) <= most:
-            return Job([(ids, params)])
+            return PoolingJob([(ids, params)])
         if self._longest is not None and len(ids) > self._longest:
             raise ContextLengthExceeded(
                 f"the text has {len(ids)} tokens and max_embed_len is {self._longest}; shorten it "
@@ -87,7 +86,9 @@ class PoolingInputs:
             )
         plain = evolve(params, normalize=False, truncate_prompt_tokens=None)
         chunks = [ids[start : start + most] for start in range(0, len(ids), most)]
-        return Job([(chunk, plain) for chunk in chunks], lambda found: [self._mean(found, params)])
+        return PoolingJob(
+            [(chunk, plain) for chunk in chunks], lambda found: [self._mean(found, params)]
+        )
 
     def pairs(
         self,
@@ -97,7 +98,7 @@ class PoolingInputs:
         *,
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
-    ) -> Job:
+    ) -> PoolingJob:
         """Scores of pairs: the model's own, else those of two vectors, or of all their tokens'.
 
         variables: more of them for the template. Raises RequestError.
@@ -106,7 +107,9 @@ class PoolingInputs:
         if "score" in tasks:
             own = evolve(params, task="score")
             template = template or self._template
-            return Job([self._pair(pair, own, template, variables) for pair in together], _scores)
+            return PoolingJob(
+                [self._pair(pair, own, template, variables) for pair in together], _scores
+            )
         if not {"embed", "token_embed"} & set(tasks):
             raise RequestError(f"the model is for {', '.join(tasks)} only, not for pairs", "model")
         task = "embed" if "embed" in tasks else "token_embed"
@@ -120,7 +123,9 @@ class PoolingInputs:
             for a, b in together
         ]  # fmt: skip
         parts = [self.read(text, evolve(own, prompt_name=name)) for text, name in keys]
-        return Job(parts, lambda found: [_score(found[a], found[b], similar) for a, b in ends])
+        return PoolingJob(
+            parts, lambda found: [_score(found[a], found[b], similar) for a, b in ends]
+        )
 
     # How it is done.
 
@@ -188,19 +193,6 @@ class PoolingInputs:
         return PoolingRequestOutput(
             found[0].request_id, PoolingOutput(mean.astype(np.float32)), ids
         )
-
-
-def paired(
-    first: str | Sequence[str], second: str | Sequence[str], name: str = "data_2"
-) -> tuple[Sequence[str], Sequence[str]]:
-    """Two lists of one length; a single first text goes with every second one."""
-    left = [first] if isinstance(first, str) else list(first)
-    right = [second] if isinstance(second, str) else list(second)
-    if len(left) == 1:
-        left = left * len(right)
-    if not left or len(left) != len(right):
-        raise RequestError(f"{name}: {len(left)} texts are needed, one for each first text", name)
-    return left, right
 
 
 def _scores(found: _Outputs) -> list[PoolingRequestOutput]:

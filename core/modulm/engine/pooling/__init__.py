@@ -1,1 +1,0 @@
-"""Vectors, classes and scores instead of tokens."""
