@@ -26,7 +26,7 @@ LAYERS = (
     ("ops", "parallel"),
     ("nn", "text", "loading"),
     ("engine",),
-    ("cli", "__main__"),
+    ("cli", "parsing", "__main__"),
 )
 #: The rooms of modulm.engine in the order of the flow, and the modules on top of them.
 ROOMS = (
