@@ -43,7 +43,7 @@ ROOMS = (
 #: The server: what route packages import, then the application, then the process.
 SERVER = (
     ("engine", "flags", "kinds", "prompts"),
-    ("auth", "constraints", "errors", "json_body", "loopback", "metrics", "request_guard",
+    ("auth", "constraints", "errors", "json_body", "logs", "loopback", "metrics", "request_guard",
      "request_log", "sampling", "sse", "template_sandbox"),
     ("generation",),
     ("chat_turn", "route"),

@@ -37,9 +37,9 @@ def command(draft: Draft, model_tag: str | None) -> None:
 
 def _serve(draft: Draft, process: EngineProcess | None) -> int:
     """The exit code of a server; `process` gets ready for its engine meanwhile."""
-    from modulm.cli.logs import configure_logging
     from modulm_server.engine.async_llm import AsyncLLM
     from modulm_server.flags import ServerConfig
+    from modulm_server.logs import configure_logging
     from modulm_server.serve import serve
 
     server = draft.config.group(ServerConfig)

@@ -11,12 +11,12 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from modulm.cli.logs import configure_logging
 from modulm.cli.main import cli
 from modulm.config import EngineConfig
 from modulm.errors import ConfigError
 from modulm_command_completion.command import command as completion
 from modulm_command_config.command import command as config
+from modulm_server.logs import configure_logging
 
 # config
 

@@ -52,9 +52,9 @@ def command(
     A wrong line gets an error line and the others go on. Started again after a kill, the command
     goes on where it was.
     """
-    from modulm.cli.logs import configure_logging
     from modulm_command_run_batch.run import run
     from modulm_server.flags import ServerConfig
+    from modulm_server.logs import configure_logging
 
     server = draft.config.group(ServerConfig)
     configure_logging(draft.config, server.disable_access_log_for_endpoints or ())
