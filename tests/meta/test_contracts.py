@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONTRACTS = ROOT / "core/modulm/contracts"
 RECORD = Path(__file__).with_name("contracts.json")
 PATHS = {path.stem: path for path in CONTRACTS.glob("*.py") if path.stem != "__init__"}
+PATHS["engine"] = ROOT / "core/server/modulm_server/engine/client.py"
 PATHS["route"] = ROOT / "core/server/modulm_server/route.py"
 MODULES = sorted(PATHS)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from attrs import field, frozen
@@ -11,15 +11,18 @@ from attrs import field, frozen
 from modulm.contracts.sampling import PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from modulm.contracts.executor import RowLogprobs
     from modulm.contracts.media import MediaItem
     from modulm.contracts.sampling import StructuredOutputs
 
-__all__ = ["API", "Finish", "Reason", "Request", "Start", "StepEvents", "StepStats"]
+__all__ = ["API", "Finish", "PromptLike", "Reason", "Request", "Start", "StepEvents", "StepStats"]
 
 API = 1
+
+#: Text, token ids, or a table with `prompt` or `prompt_token_ids` (and `cache_salt`).
+PromptLike: TypeAlias = "str | Sequence[int] | Mapping[str, object]"
 
 Reason = Literal["stop", "length", "abort", "error"]
 

@@ -11,9 +11,8 @@ from attrs import evolve
 from tqdm import tqdm
 
 from modulm.config.sources import keywords
-from modulm.contracts.engine import PromptLike
 from modulm.contracts.pooler import PoolingJob, paired
-from modulm.contracts.requests import Finish, StepEvents
+from modulm.contracts.requests import Finish, PromptLike, StepEvents
 from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
 from modulm.engine.core.engine_core import EngineCore
 from modulm.engine.frontend.beam_search import BeamSearchParams

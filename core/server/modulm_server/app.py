@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from modulm.config import EngineConfig
-    from modulm.contracts.engine import EngineClient
     from modulm.plugins.manager import PluginManager
+    from modulm_server.engine.client import EngineClient
 
 __all__ = ["Served", "create_app", "served_names"]
 

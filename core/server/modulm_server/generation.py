@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from modulm.config import EngineConfig
-    from modulm.contracts.engine import EngineClient
     from modulm.contracts.sampling import PoolingParams, SamplingParams
     from modulm.engine.types.outputs import PoolingRequestOutput, RequestOutput
     from modulm.text.tokenizer import Tokenizer
+    from modulm_server.engine.client import EngineClient
 
 __all__ = ["GenerationService", "Running", "merged"]
 

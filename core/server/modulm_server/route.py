@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from modulm.config import EngineConfig
-    from modulm.contracts.engine import EngineClient
+    from modulm_server.engine.client import EngineClient
     from modulm_server.generation import GenerationService
     from modulm_server.loopback import LoopbackClient
 

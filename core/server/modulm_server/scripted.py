@@ -12,9 +12,8 @@ import numpy as np
 from attrs import define, field, frozen
 
 from modulm.config import EngineConfig
-from modulm.contracts.engine import EngineClient, PromptLike
 from modulm.contracts.executor import RowLogprobs
-from modulm.contracts.requests import Finish, StepStats
+from modulm.contracts.requests import Finish, PromptLike, StepStats
 from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
 from modulm.engine.frontend.beam_search import BeamSearchParams
 from modulm.engine.frontend.output_processor import Choice
@@ -23,6 +22,7 @@ from modulm.engine.types.engine_info import EngineInfo
 from modulm.engine.types.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from modulm.errors import EngineDead, EngineError, UnsupportedError
 from modulm.text.tokenizer import Tokenizer
+from modulm_server.engine.client import EngineClient
 from modulm_server.engine.metrics import Metrics
 
 __all__ = ["Reply", "ScriptedEngine", "scripted_info"]

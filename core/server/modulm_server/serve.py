@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from modulm.config import EngineConfig
-    from modulm.contracts.engine import EngineClient
     from modulm.plugins.manager import PluginManager
+    from modulm_server.engine.client import EngineClient
 
 __all__ = [
     "Server",

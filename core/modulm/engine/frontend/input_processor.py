@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from attrs import evolve, frozen
 
-from modulm.contracts.engine import PromptLike
 from modulm.contracts.pooler import PoolingInputs, PoolingJob
-from modulm.contracts.requests import Finish, Reason, Request
+from modulm.contracts.requests import Finish, PromptLike, Reason, Request
 from modulm.contracts.sampling import LogitsProcessor, OutputKind, PoolingParams, SamplingParams
 from modulm.engine.frontend.beam_search import BeamSearch, BeamSearchParams
 from modulm.engine.frontend.output_processor import RequestState

@@ -16,8 +16,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from modulm.config.sources import keywords
-from modulm.contracts.engine import EngineClient, PromptLike
-from modulm.contracts.requests import StepEvents, StepStats
+from modulm.contracts.requests import PromptLike, StepEvents, StepStats
 from modulm.contracts.sampling import LogitsProcessor, PoolingParams, SamplingParams
 from modulm.engine.frontend.input_processor import (
     BeamSearchRequest,
@@ -28,6 +27,7 @@ from modulm.engine.frontend.output_processor import OutputProcessor, RequestStat
 from modulm.engine.types.outputs import PoolingRequestOutput, RequestOutput
 from modulm.errors import EngineDead, QueueFull, RequestError
 from modulm.plugins import manager
+from modulm_server.engine.client import EngineClient
 from modulm_server.engine.core_client import EngineCoreClient, ThreadCoreClient
 from modulm_server.engine.metrics import Metrics
 

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import AsyncGenerator, Callable
+from typing import TYPE_CHECKING
 
 from modulm.errors import EngineDead, NotFound
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
 
-    from modulm.contracts.requests import StepStats
+    from modulm.contracts.requests import PromptLike, StepStats
     from modulm.contracts.sampling import PoolingParams, SamplingParams
     from modulm.engine.frontend.beam_search import BeamSearchParams
     from modulm.engine.types.engine_info import EngineInfo
     from modulm.engine.types.outputs import PoolingRequestOutput, RequestOutput
     from modulm.text.tokenizer import Tokenizer
 
-__all__ = ["API", "EngineClient", "PromptLike"]
+__all__ = ["API", "EngineClient"]
 
 API = 1
-
-#: Text, token ids, or a table with `prompt` or `prompt_token_ids` (and `cache_salt`).
-PromptLike: TypeAlias = "str | Sequence[int] | Mapping[str, object]"
 
 
 class EngineClient(ABC):
