@@ -50,32 +50,32 @@ class Binding:
 
 
 class Staging:
-    """Brings small arrays to the device, the parts of a step in one copy.
+    """Brings small arrays to the device, those of one call in one copy where that is a gain.
 
-    The default is for devices that compute on host memory: tensors are views of the arrays.
+    The default copies each; on a device that computes on host memory tensors are views.
     """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
     def send(self, arrays: Sequence[np.ndarray]) -> tuple[torch.Tensor, ...]:
         """One tensor per array, in order, valid until the arrays are changed; where work is queued
-        they are copied, and the tensors are valid for the work launched before the next call.
+        they are copied, and the tensors are valid for all work launched with them.
         """
         import torch
 
-        return tuple(torch.from_numpy(array) for array in arrays)
+        return tuple(torch.from_numpy(array).to(self.device) for array in arrays)
 
 
 class Transfer:
-    """Tensors on their way to the host, begun when it is made.
-
-    The default is for devices that compute on host memory.
-    """
+    """Tensors on their way to the host, begun when it is made. The default waits when asked."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tuple(tensors)
 
     def wait(self) -> tuple[np.ndarray, ...]:
         """The values, once the work that gives them is done; may be called again."""
-        return tuple(tensor.numpy() for tensor in self._tensors)
+        return tuple(tensor.cpu().numpy() for tensor in self._tensors)
 
 
 class Platform(ABC):
@@ -151,20 +151,19 @@ class Platform(ABC):
 
     def staging(self) -> Staging:
         """A way for arrays to the device; each place in the code that sends has its own."""
-        return Staging()
+        return Staging(self.device)
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Transfer:
         """Begin to bring tensors to the host, after all work launched so far."""
         return Transfer(tensors)
 
-    def peak_memory(self) -> int | None:
-        """Bytes of device memory that tensors took at most since `reset_peak_memory`; None: the
-        platform does not count them."""
+    def reset_peak_memory(self) -> int | None:
+        """Bytes that tensors take now; from here on `peak_memory` counts. None: nothing counts."""
         return None
 
-    def reset_peak_memory(self) -> int:
-        """Begin to count anew; bytes that tensors take now."""
-        return 0
+    def peak_memory(self) -> int:
+        """Bytes that tensors took at most since `reset_peak_memory`."""
+        raise UnsupportedError(f"platform {self.name} does not count memory")
 
     def synchronize(self) -> None:
         """Wait until the device has finished all work that was queued."""

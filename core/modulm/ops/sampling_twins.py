@@ -16,6 +16,7 @@ __all__ = [
     "argmax",
     "filter_logits",
     "sample",
+    "sample_blind",
     "top_logprobs",
     "uniforms",
 ]
@@ -81,6 +82,42 @@ def sample(
     target = uniform[drawn, None] * running[:, -1:]
     chosen[drawn] = torch.searchsorted(running, target, right=True).flatten()
     return chosen
+
+
+def sample_blind(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+    min_p: torch.Tensor | None,
+    uniform: torch.Tensor,
+) -> torch.Tensor:
+    """`sample` for devices with a queue: the host looks at no value, so it does not wait for any.
+
+    A filter is None where it is off for all rows.
+    """
+    chosen = argmax(logits)
+    scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
+    if min_p is not None:
+        floor = scaled.amax(dim=-1) + min_p.log()
+        scaled.masked_fill_(scaled < floor[:, None], -torch.inf)
+    if top_k is not None or top_p is not None:
+        ordered = scaled.sort(dim=-1, descending=True).values
+        if top_k is not None:
+            last = (top_k.clamp(1, scaled.shape[-1]).long() - 1)[:, None]
+            floor = torch.where(top_k > 0, ordered.gather(1, last).flatten(), -torch.inf)
+            scaled.masked_fill_(scaled < floor[:, None], -torch.inf)
+            ordered.masked_fill_(ordered < floor[:, None], -torch.inf)
+        if top_p is not None:
+            wanted = top_p.double() * _weights(scaled).cumsum(dim=-1)[:, -1]
+            running = (ordered - ordered[:, :1]).double().exp().cumsum(dim=-1)
+            last = torch.searchsorted(running, wanted[:, None]).clamp(max=scaled.shape[-1] - 1)
+            floor = torch.where(top_p < 1, ordered.gather(1, last).flatten(), -torch.inf)
+            scaled.masked_fill_(scaled < floor[:, None], -torch.inf)
+    running = _weights(scaled).cumsum(dim=-1)
+    target = uniform[:, None] * running[:, -1:]
+    drawn = torch.searchsorted(running, target, right=True).flatten()
+    return torch.where((temperature > 0) & (chosen >= 0), drawn, chosen)
 
 
 def filter_logits(

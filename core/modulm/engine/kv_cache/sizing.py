@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Sizing", "allocate", "cache_budget", "share_out"]
 
-#: Share of what is left after the weights that a step's own tensors may take.
+#: Share of what is left after the weights that a step's own tensors may take, where the platform
+#: does not count memory.
 _ACTIVATIONS = 0.1
 _MIB = 2**20
 _UNSHARED = (
@@ -41,11 +42,14 @@ class Sizing:
     notes: tuple[str, ...] = ()
 
 
-def cache_budget(config: EngineConfig, platform: Platform) -> int:
+def cache_budget(
+    config: EngineConfig, platform: Platform, activations: Callable[[], int | None]
+) -> int:
     """Bytes for all caches, once the weights are loaded.
 
     `kv_cache_memory_bytes` is taken as it is. Otherwise weights and caches together may take
-    `gpu_memory_utilization` of the device, but never more than what is free now.
+    `gpu_memory_utilization` of the device, but never more than what is free now. activations:
+    measures what the largest step takes beside them; None: nobody can tell.
     """
     if config.cache.kv_cache_memory_bytes is not None:
         return config.cache.kv_cache_memory_bytes
@@ -54,7 +58,8 @@ def cache_budget(config: EngineConfig, platform: Platform) -> int:
     left = min(memory.total * share - (memory.total - memory.free), memory.free * share)
     if left <= 0:  # others hold most of the device: take a share of what they left
         left = memory.free * share
-    return int(left * (1.0 - _ACTIVATIONS))
+    measured = activations()
+    return int(left * (1.0 - _ACTIVATIONS)) if measured is None else int(left) - measured
 
 
 def share_out(

@@ -325,13 +325,21 @@ class Sampler:
     def _choose(self, step: _Step, union: int, temperature: np.ndarray) -> torch.Tensor:
         """[n] int64, on the device."""
         tokens: torch.Tensor
-        if union & _DRAWN:
-            uniform = self.ops.uniforms(self._seeds[step.rows], step.positions)
-            tokens = self.ops.sample(
-                step.logits, *self._numbers_of(step.rows, temperature, uniform)
-            )
-        else:
+        if not union & _DRAWN:
             tokens = self.ops.argmax(step.logits)
+            return tokens
+        uniform = self.ops.uniforms(self._seeds[step.rows], step.positions)
+        numbers = self._numbers_of(step.rows, temperature, uniform)
+        if self._platform.queued:
+            heat, *filters, drawn = numbers
+            off = (self._top_k, 0), (self._top_p, 1), (self._min_p, 0)
+            used = [
+                given if (known[step.rows] != value).any() else None
+                for given, (known, value) in zip(filters, off, strict=True)
+            ]
+            tokens = self.ops.sample_blind(step.logits, heat, *used, drawn)
+        else:
+            tokens = self.ops.sample(step.logits, *numbers)
         return tokens
 
     def _numbers_of(

@@ -13,9 +13,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from queue import SimpleQueue
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -209,17 +208,10 @@ class RequestGrammars:
 
     def _open(self) -> Future[ConstraintCompiler]:
         if self._opened is None:
-            opened = self._opened = Future()
-            Thread(target=self._run_opener, args=(opened,), daemon=True).start()
+            thread = ThreadPoolExecutor(1, thread_name_prefix="modulm-grammars")
+            self._opened = thread.submit(self._opener)
+            thread.shutdown(wait=False)
         return self._opened
-
-    def _run_opener(self, opened: Future[ConstraintCompiler]) -> None:
-        try:
-            opened.set_result(self._opener())
-        except ModulmError as error:
-            opened.set_exception(RequestError(str(error), _FIELD))
-        except Exception as error:
-            opened.set_exception(error)
 
     def _compile(self, constraint: StructuredOutputs) -> Future[Grammar]:
         opened = self._open()

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from attrs import define, evolve
+from attrs import evolve
 
 from modulm.contracts.attention import AttentionSpec
 from modulm.contracts.executor import Capacity, Plan, RowStart, StepResult
@@ -24,6 +25,7 @@ from modulm.engine.worker.adapters import RowAdapters
 from modulm.engine.worker.drafting import Drafting
 from modulm.engine.worker.input_batch import BatchBuilder, GroupPlanner, alone
 from modulm.engine.worker.media import PromptInputs
+from modulm.engine.worker.profiling import null_plan, step_memory
 from modulm.errors import EngineError
 from modulm.loading.cache_groups import CacheGroup, extended
 
@@ -44,18 +46,27 @@ __all__ = ["LaunchedStep", "ModelRunner", "build_processors"]
 _PROMPT_SLICE = 64
 
 
-@define(eq=False)
-class LaunchedStep:
-    """A step under way."""
+class LaunchedStep(Future[StepResult]):
+    """A step under way, waited for when it is asked for its result, in the order of launches."""
 
-    _finish: Callable[[], StepResult]
-    _found: StepResult | None = None
+    def __init__(self, finish: Callable[[], StepResult]) -> None:
+        super().__init__()
+        self._finish = finish
 
-    def result(self) -> StepResult:
-        """Once it is there; steps are asked in the order in which they were launched."""
-        if self._found is None:
-            self._found = self._finish()
-        return self._found
+    def result(self, timeout: float | None = None) -> StepResult:
+        self._land()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._land()
+        return super().exception(timeout)
+
+    def _land(self) -> None:
+        if not self.done():
+            try:
+                self.set_result(self._finish())
+            except Exception as error:
+                self.set_exception(error)
 
 
 class ModelRunner:
@@ -89,8 +100,16 @@ class ModelRunner:
         if drafter is not None:
             groups = extended(groups, drafter.caches, len(specs))
             specs = (*specs, *drafter.caches)
-        self.sizing = sizing = sizing or _size(
-            config, loaded, groups, platform, rows, tokens, 0 if drafter is None else drafter.most
+        drafts = 0 if drafter is None else drafter.most
+        measure = partial(step_memory, loaded, specs, groups, platform, rows, tokens)
+        self.sizing = sizing = sizing or share_out(
+            groups,
+            cache_budget(config, platform, measure),
+            max_model_len=loaded.max_model_len,
+            chunk=min(tokens, loaded.max_model_len),
+            rows=rows,
+            drafts=drafts,
+            override=config.cache.num_gpu_blocks_override,
         )
         caches, owners = allocate(specs, groups, sizing.blocks, platform)
         self.capacity = Capacity(
@@ -101,7 +120,7 @@ class ModelRunner:
             vocabulary=loaded.vocabulary,
             max_model_len=sizing.max_model_len,
             notes=sizing.notes,
-            drafts=0 if drafter is None else drafter.most,
+            drafts=drafts,
             adapters=0 if loaded.adapters is None else loaded.adapters.slots,
             # An item is encoded whole, so what one step takes is also what has to be kept.
             encoder_tokens=tokens if self.model.media else 0,
@@ -318,24 +337,17 @@ class ModelRunner:
         Raises EngineError if its logits are not finite, so that broken weights end the start and
         not the first request.
         """
-        one = np.ones(1, dtype=np.int32)
-        nulls = tuple(np.zeros((1, 1), dtype=np.int32) for _ in self.capacity.groups)
-        plan = Plan(
-            step=-1,
-            rows=np.zeros(1, dtype=np.int32),
-            starts=np.zeros(1, dtype=np.int32),
-            counts=one,
-            tokens=np.zeros(1, dtype=np.int64),
-            tables=nulls,
-            samples=one.astype(bool),
-        )
-        hidden = self.model.forward(self.builder.build(plan, np.zeros(1, dtype=np.int64)))
-        if not bool(self.model.logits(hidden).isfinite().any()):
+        plan = null_plan(np.ones(1, dtype=np.int32), [size for _, size, *_ in self.capacity.groups])
+        with self.platform.queue():
+            hidden = self.model.forward(self.builder.build(plan, np.zeros(1, dtype=np.int64)))
+            finite = self.platform.fetch((self.model.logits(hidden).isfinite().any(),))
+            width = hidden.shape[-1] if self.pooler is None else self.pooler.width(hidden)
+        if not finite.wait()[0]:
             raise EngineError(
                 "the model gives no finite logits: its weights are broken or the dtype is too "
                 "narrow for them (try --dtype float32)"
             )
-        return hidden.shape[-1] if self.pooler is None else self.pooler.width(hidden)
+        return width
 
     def _change_rows(self, plan: Plan) -> None:
         for row in plan.release:
@@ -482,26 +494,6 @@ def _forward_only(group: CacheGroup | None) -> bool:
         return False
     spec = group.spec
     return not isinstance(spec, AttentionSpec) or (spec.causal and not spec.spans)
-
-
-def _size(
-    config: EngineConfig,
-    loaded: Loaded,
-    groups: Sequence[CacheGroup],
-    platform: Platform,
-    rows: int,
-    tokens: int,
-    drafts: int,
-) -> Sizing:
-    return share_out(
-        groups,
-        cache_budget(config, platform),
-        max_model_len=loaded.max_model_len,
-        chunk=min(tokens, loaded.max_model_len),
-        rows=rows,
-        drafts=drafts,
-        override=config.cache.num_gpu_blocks_override,
-    )
 
 
 def build_processors(

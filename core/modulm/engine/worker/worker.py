@@ -15,7 +15,7 @@ from modulm.contracts.executor import ModelDescription, StepResult
 from modulm.engine.sampling.defaults import end_ids
 from modulm.engine.structured_output.compiler import RequestGrammars, open_compiler
 from modulm.engine.types.engine_info import open_tokenizer
-from modulm.engine.worker.model_runner import LaunchedStep, ModelRunner
+from modulm.engine.worker.model_runner import ModelRunner
 from modulm.errors import EngineError, RequestError, UnsupportedError
 from modulm.loading import load_model, open_checkpoint
 
@@ -125,7 +125,12 @@ class Worker:
         elsewhere a thread runs it.
         """
         if self._platform.queued:
-            return _Landing(self.runner, plan)
+            try:
+                return self.runner.launch(plan)
+            except Exception as error:
+                failed: Future[StepResult] = Future()
+                failed.set_exception(error)
+                return failed
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="modulm-steps")
         return self._thread.submit(self.run, plan)
@@ -188,31 +193,3 @@ class Worker:
         stops = tuple(dict.fromkeys((*tokenizer.stop_ids, *eos)))
         vocabulary = self.capacity.vocabulary
         return open_compiler(self.config, tokenizer, vocabulary, stops, self._plugins)
-
-
-class _Landing(Future[StepResult]):
-    """A step that is launched when this is made, and waited for when it is asked for its result."""
-
-    def __init__(self, runner: ModelRunner, plan: Plan) -> None:
-        super().__init__()
-        self._step: LaunchedStep | None = None
-        try:
-            self._step = runner.launch(plan)
-        except Exception as error:
-            self.set_exception(error)
-
-    def result(self, timeout: float | None = None) -> StepResult:
-        self._land()
-        return super().result(timeout)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._land()
-        return super().exception(timeout)
-
-    def _land(self) -> None:
-        if self._step is None or self.done():
-            return
-        try:
-            self.set_result(self._step.result())
-        except Exception as error:
-            self.set_exception(error)

@@ -50,6 +50,10 @@ class _Piece:
     visible: Tensor
 
 
+#: A piece whose tensors are arrays still.
+_Arrays = tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
 @frozen(eq=False)
 class _StepPlan(AttentionPlan):
     """Computed by torch, so there is nothing to record."""
@@ -74,6 +78,7 @@ class SdpaAttention(AttentionBackend):
         options: Mapping[str, object] | None = None,
     ) -> None:
         super().__init__(spec, platform, ops, block_size, options)
+        self.staging = platform.staging()
         if options:
             raise ConfigError("attention.sdpa", f"takes no options, got {sorted(options)}")
 
@@ -91,9 +96,14 @@ class SdpaAttention(AttentionBackend):
         return KVLayout((blocks, self.block_size, heads, width), spec.kv_dtype, one)
 
     def plan(self, step: StepLayout) -> _StepPlan:
-        device = self.platform.device
-        pieces = tuple(self._pieces(step, device))
-        return _StepPlan(torch.from_numpy(step.slots).to(device), pieces)
+        parts = list(self._pieces(step))
+        arrays = [array for _, *given in parts for array in given]
+        slots, *tensors = self.staging.send((step.slots, *arrays))
+        pieces = [
+            _Piece(rows, *tensors[4 * place : 4 * place + 4])
+            for place, (rows, *_) in enumerate(parts)
+        ]
+        return _StepPlan(slots, tuple(pieces))
 
     def forward(
         self,
@@ -161,19 +171,19 @@ class SdpaAttention(AttentionBackend):
         )
         return found.reshape(rows, heads, 1, -1)
 
-    def _pieces(self, step: StepLayout, device: torch.device) -> Iterator[_Piece]:
+    def _pieces(self, step: StepLayout) -> Iterator[_Arrays]:
         counts = np.diff(step.query_starts)
         single = np.flatnonzero(counts == 1)
         while len(single):
             lengths = self._reach(step.context_lens[single], 1)
             take = max(1, int(np.count_nonzero(_padded(lengths) <= _GATHERED)))
             some, single = single[:take], single[take:]
-            yield self._piece(step, some, np.zeros(len(some), np.int64), 1, device)
+            yield self._piece(step, some, np.zeros(len(some), np.int64), 1)
         for row in np.flatnonzero(counts > 1):
             for first in range(0, int(counts[row]), _QUERIES):
                 queries = min(_QUERIES, int(counts[row]) - first)
                 one = np.array([row])
-                yield self._piece(step, one, np.array([first]), queries, device)
+                yield self._piece(step, one, np.array([first]), queries)
 
     def _reach(self, ends: np.ndarray, queries: int) -> np.ndarray:
         """How many of the `ends` cached tokens the last `queries` of them look back over."""
@@ -187,8 +197,7 @@ class SdpaAttention(AttentionBackend):
         rows: np.ndarray,
         first: np.ndarray,
         queries: int,
-        device: torch.device,
-    ) -> _Piece:
+    ) -> _Arrays:
         """`queries` tokens of each row, from its `first`; rows [R], first [R]."""
         counts = np.diff(step.query_starts)[rows]
         before = step.context_lens[rows] - counts + first
@@ -205,8 +214,8 @@ class SdpaAttention(AttentionBackend):
         if self.spec.window is not None:
             visible = visible & (np.abs(distance) < self.spec.window)
         tokens = (step.query_starts[rows] + first)[:, None] + np.arange(queries)
-        arrays = (tokens.ravel().astype(np.int64), slots, distance.astype(np.int32), visible)
-        return _Piece(len(rows), *(torch.from_numpy(a.copy()).to(device) for a in arrays))
+        places = tokens.ravel().astype(np.int64)
+        return len(rows), places, slots, distance.astype(np.int32), visible.copy()
 
 
 def _padded(lengths: np.ndarray) -> np.ndarray:

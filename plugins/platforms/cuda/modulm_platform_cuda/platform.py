@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from modulm.contracts.platform import Memory, Platform, Probe
+from modulm.contracts.platform import Memory, Platform, Probe, Staging, Transfer
+from modulm_platform_cuda.transfers import PinnedStaging, PinnedTransfer
 
 __all__ = ["CudaPlatform"]
 
@@ -19,6 +22,7 @@ class CudaPlatform(Platform):
     attention = ("triton", "sdpa")
     kernels = ("triton",)
     capabilities = frozenset({"pin_memory"})
+    queued = True
     batched_tokens = (16384, 8192)
     sequences = (1024, 256)
 
@@ -51,6 +55,19 @@ class CudaPlatform(Platform):
         if threads is not None:
             torch.set_num_threads(threads)
         torch.cuda.set_device(self.device)
+
+    def staging(self) -> Staging:
+        return PinnedStaging(self.device)
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Transfer:
+        return PinnedTransfer(tensors)
+
+    def reset_peak_memory(self) -> int:
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return torch.cuda.memory_allocated(self.device)
+
+    def peak_memory(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

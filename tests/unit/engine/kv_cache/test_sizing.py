@@ -96,7 +96,11 @@ class Device:
     ],
 )
 def test_budget(total, free, expected) -> None:
+    def never() -> int:
+        raise AssertionError("measured although the budget is given")
+
     config = EngineConfig.from_keywords(gpu_memory_utilization=0.5)
-    assert cache_budget(config, Device(total, free)) == int(expected)
+    assert cache_budget(config, Device(total, free), lambda: 30) == round(expected / 0.9) - 30
+    assert cache_budget(config, Device(total, free), lambda: None) == int(expected)
     fixed = EngineConfig.from_keywords(kv_cache_memory_bytes=77)
-    assert cache_budget(fixed, Device(total, free)) == 77
+    assert cache_budget(fixed, Device(total, free), never) == 77

@@ -1,0 +1,233 @@
+"""A platform that poses as a device with a queue, on the processor.
+
+Nothing that is launched inside of `queue()` is done before its result is waited for: operations
+give tensors full of nonsense, which are filled in later. Whoever looks at a value from the host in
+between gets a HostRead error, and so does an operation whose shape depends on values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+from modulm.contracts.platform import Memory, Platform, Probe, Staging, Transfer
+from modulm.errors import EngineError
+
+__all__ = ["HostRead", "QueuedPlatform"]
+
+_READS = frozenset(
+    {"numpy", "tolist", "item", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__"}
+)
+
+
+class HostRead(EngineError):
+    """The host looked at a value that the device has not computed yet."""
+
+
+class _Queue:
+    """Work in order. unread: results that nobody has waited for; `ahead` counts the launches that
+    found some.
+    """
+
+    def __init__(self) -> None:
+        self._work: list[Callable[[], object]] = []
+        self._done = 0
+        self.unread = self.ahead = 0
+
+    def put(self, work: Callable[[], object]) -> int:
+        """How much has to be done until this is."""
+        self._work.append(work)
+        return self._done + len(self._work)
+
+    def drain(self, until: int) -> None:
+        """Do the work up to there."""
+        with _really(), torch.inference_mode():
+            while self._done < until:
+                self._work.pop(0)()
+                self._done += 1
+
+
+@contextmanager
+def _really() -> Iterator[None]:
+    """Operations are done at once, as if nobody posed."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
+def _nonsense(like: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape on the processor, of values that nobody can have meant."""
+    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+    return made.fill_(
+        torch.nan if made.is_floating_point() else 1 if made.dtype == torch.bool else -77
+    )
+
+
+class _Later(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Operations on tensors go to the queue; views and new tensors are made at once."""
+
+    def __init__(self, queue: _Queue) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._queue = queue
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with self:
+            parts = func.decompose(*args, **kwargs)
+        if parts is not NotImplemented:
+            return parts
+        schema = func._schema
+        views = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
+        tensors = [each for each in (*args, *kwargs.values()) if _holds_tensor(each)]
+        if views or not tensors:
+            return func(*args, **kwargs)
+        if schema.is_mutable:
+            self._queue.put(lambda: func(*args, **kwargs))
+            return _written(schema, args, kwargs)
+        return self._filled_later(func, args, kwargs)
+
+    def _filled_later(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        placed = {**kwargs, "device": "meta"} if kwargs.get("device") is not None else kwargs
+        try:
+            shapes = func(*_meta(args), **_meta(placed))
+        except (RuntimeError, NotImplementedError) as error:
+            raise HostRead(f"{func}: what it gives depends on values: {error}"[:300]) from error
+        given = tree_map_only(torch.Tensor, _nonsense, shapes)
+
+        def fill() -> None:
+            made = func(*args, **kwargs)
+            for target, value in zip(_listed(given), _listed(made), strict=True):
+                target.copy_(value)
+
+        self._queue.put(fill)
+        return given
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_holds_tensor, value))
+    return isinstance(value, torch.Tensor)
+
+
+def _meta(values: Any) -> Any:
+    return tree_map_only(
+        torch.Tensor,
+        lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"),
+        values,
+    )
+
+
+def _listed(value: Any) -> list[torch.Tensor]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments that the operation writes to, as it returns them."""
+    found = [
+        args[place] if place < len(args) else kwargs[argument.name]
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    if not schema.returns:
+        return None
+    return found[0] if len(schema.returns) == 1 else tuple(found)
+
+
+class _NoReads(TorchFunctionMode):
+    """Refuses to bring values to the host. Arrays are copied on their way to a tensor."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _READS:
+            raise HostRead(f"Tensor.{name} between the launch of a step and its result")
+        if name == "from_numpy":
+            args = (args[0].copy(),)
+        return func(*args, **(kwargs or {}))
+
+
+class _QueuedStaging(Staging):
+    def __init__(self, queue: _Queue) -> None:
+        super().__init__(torch.device("cpu"))
+        self._queue = queue
+
+    def send(self, arrays: Sequence[np.ndarray]) -> tuple[torch.Tensor, ...]:
+        with _really():
+            return tuple(self._send(torch.from_numpy(array.copy())) for array in arrays)
+
+    def _send(self, source: torch.Tensor) -> torch.Tensor:
+        target = _nonsense(source)
+        self._queue.put(lambda: target.copy_(source))
+        return target
+
+
+class _QueuedTransfer(Transfer):
+    def __init__(self, queue: _Queue, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__([_nonsense(tensor) for tensor in tensors])
+        self._queue = queue
+        self._read = False
+        queue.unread += 1
+        self._until = queue.put(
+            lambda: [to.copy_(of) for to, of in zip(self._tensors, tensors, strict=True)]
+        )
+
+    def wait(self) -> tuple[np.ndarray, ...]:
+        self._queue.drain(self._until)
+        self._queue.unread -= not self._read
+        self._read = True
+        with _really():
+            return super().wait()
+
+
+class QueuedPlatform(Platform):
+    """Register it as platform "queued" and run with `device="queued"`."""
+
+    name: ClassVar[str] = "queued"
+    api: ClassVar[int | tuple[int, int]] = 1
+    attention: ClassVar[tuple[str, ...]] = ("sdpa",)
+    queued: ClassVar[bool] = True
+    #: The queue of the platform that was made last.
+    work: ClassVar[_Queue] = _Queue()
+
+    def __init__(self) -> None:
+        QueuedPlatform.work = self._work = _Queue()
+
+    @classmethod
+    def probe(cls) -> Probe:
+        return Probe(1, "processors pose as a device with a queue")
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def memory(self) -> Memory:
+        return Memory(1 << 30, 1 << 30)
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        return ("float32", "bfloat16")
+
+    def queue(self) -> AbstractContextManager[object]:
+        return self._launching()
+
+    @contextmanager
+    def _launching(self) -> Iterator[None]:
+        self._work.ahead += self._work.unread > 0
+        with _NoReads(), _Later(self._work):
+            yield
+
+    def staging(self) -> Staging:
+        return _QueuedStaging(self._work)
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Transfer:
+        with _really():
+            return _QueuedTransfer(self._work, tensors)
