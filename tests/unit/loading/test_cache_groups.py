@@ -60,7 +60,7 @@ def test_a_follower_attends_where_the_leaders_blocks_are(cpu):
     groups = grouped(cpu, *caches)
     held, owners = allocate(caches, groups, (9,), cpu)
     planners = GroupPlanner.all(groups)
-    builder = BatchBuilder(planners, held, owners, rows=4, tokens=64, device=cpu.device)
+    builder = BatchBuilder(planners, held, owners, rows=4, tokens=64, platform=cpu)
     table = np.array([[7, 3], [2, 0]], dtype=np.int32)
     plan = Plan(
         step=0,
