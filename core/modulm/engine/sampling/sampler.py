@@ -79,14 +79,15 @@ class Chosen:
     logits: torch.Tensor
     best: Sequence[Best] = ()
     errors: dict[int, str] = field(factory=dict)
+    _tokens: np.ndarray | None = None
 
     def tokens(self) -> np.ndarray:
         """[n] int64, once they are there; places without one are in `errors` then."""
-        (tokens,) = self.transfer.wait()
-        if len(tokens) and tokens.min() < 0:
-            for place in np.flatnonzero(tokens < 0).tolist():
+        if self._tokens is None:
+            (self._tokens,) = self.transfer.wait()
+            for place in (self._tokens < 0).nonzero()[0].tolist():
                 self.errors.setdefault(place, _why(self.logits[place]))
-        return tokens
+        return self._tokens
 
     def result(self) -> Sampled:
         """Everything, once it is there."""
@@ -94,6 +95,8 @@ class Chosen:
         if self.errors:
             tokens = tokens.copy()
             tokens[list(self.errors)] = -1
+        elif not self.best:
+            return Sampled(tokens)
         found = (entry for best in self.best for entry in best.entries())
         logprobs = {place: entry for place, entry in found if place not in self.errors}
         return Sampled(tokens, logprobs, self.errors)

@@ -157,9 +157,10 @@ class ModelRunner:
         # The step in which a row was admitted: results of earlier ones are about others.
         self._since = np.zeros(rows, dtype=np.int64)
 
+    @torch.inference_mode()
     def run(self, plan: Plan) -> StepResult:
         """Run one step. What the model raises fails the step; what one row does wrong does not."""
-        return self.launch(plan).result()
+        return self._begin(plan)()
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> LaunchedStep:
@@ -167,16 +168,15 @@ class ModelRunner:
         can be launched behind it, unless what follows depends on what the host makes of this one:
         rows whose sampling `waits`, drafts, pooled rows.
         """
+        return LaunchedStep(self._begin(plan))
+
+    def _begin(self, plan: Plan) -> Callable[[], StepResult]:
         began = time.perf_counter()
         with self.platform.queue():
             self._change_rows(plan)
             if len(plan.rows):
-                step = LaunchedStep(self._launched(plan, began))
-            else:
-                step = LaunchedStep(partial(self._nothing_run, plan))
-        if not self.platform.queued:
-            step.result()
-        return step
+                return self._launched(plan, began)
+            return partial(self._nothing_run, plan)
 
     def _nothing_run(self, plan: Plan) -> StepResult:
         moved = None if self._mover is None else self._mover.ended()
@@ -261,7 +261,7 @@ class ModelRunner:
             alive = np.array([row not in errors for row in rows], dtype=bool)
             tokens, accepted = tokens[np.repeat(alive, accepted)], accepted * alive
         each = not errors and plan.drafted is None
-        if pooled or len(rows) < np.count_nonzero(plan.samples):
+        if sampling is not plan.samples:
             runs, accepted, each = accepted, np.zeros_like(plan.counts), False
             accepted[sampling] = runs
             accepted = accepted[plan.samples]
