@@ -35,7 +35,7 @@ def choose_attention(selection: str = "", plugins: PluginManager | None = None, 
 
 
 def test_attention_of_a_package_that_the_platform_does_not_name() -> None:
-    pytest.importorskip("modulm_kernels_cpu")
+    pytest.importorskip("modulm_kernels_cpu", reason="no compiled CPU kernels")
     decision = choose_attention()
     assert "cpu_paged" not in PluginManager().load("platforms", "cpu").attention
     assert decision.winner == "cpu_paged"
