@@ -31,6 +31,7 @@ ALL_KINDS = {**KINDS, ROUTES.name: ROUTES, CHAT_TEMPLATES.name: CHAT_TEMPLATES}
 LIBRARIES: dict[str, set[str]] = {
     "modulm_chat": {"chat_templates", "commands", "parsers", "poolers"},
     "modulm_cli": {"commands"},
+    "modulm_frontend": {"commands", "routes"},
     "modulm_layers": {"models", "poolers"},
     "modulm_parsing": {"parsers", "routes", "commands", "models", "logits_processors"},
     "modulm_quantized": {"quantization", "commands"},

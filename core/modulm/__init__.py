@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
     from modulm.contracts.sampling import PoolingParams, SamplingParams, StructuredOutputs
-    from modulm.engine.frontend.beam_search import BeamSearchParams
-    from modulm.engine.llm import LLM
     from modulm.engine.types.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
     from modulm.plugins import register, unregister
+    from modulm_frontend.beam_search import BeamSearchParams
+    from modulm_frontend.llm import LLM
     from modulm_server.engine.async_llm import AsyncLLM
 
 __all__ = [
@@ -46,9 +46,9 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "LLM": "modulm.engine.llm",
+    "LLM": "modulm_frontend.llm",
     "AsyncLLM": "modulm_server.engine.async_llm",
-    "BeamSearchParams": "modulm.engine.frontend.beam_search",
+    "BeamSearchParams": "modulm_frontend.beam_search",
     "CompletionOutput": "modulm.engine.types.outputs",
     "EngineConfig": "modulm.config",
     "PoolingParams": "modulm.contracts.sampling",
@@ -67,9 +67,10 @@ def __getattr__(name: str) -> Any:
     try:
         value = getattr(import_module(_HOMES[name]), name)
     except ModuleNotFoundError as error:
-        if error.name != "modulm_server":
+        if error.name not in ("modulm_frontend", "modulm_server"):
             raise
-        raise ImportError(f"{name} needs modulm-server: pip install modulm-server") from error
+        package = error.name.replace("_", "-")
+        raise ImportError(f"{name} needs {package}: pip install {package}") from error
     globals()[name] = value
     return value
 

@@ -15,6 +15,7 @@ PACKAGES = {
     "modulm": ROOT / "core/modulm",
     "modulm_chat": ROOT / "core/chat/modulm_chat",
     "modulm_cli": ROOT / "core/cli/modulm_cli",
+    "modulm_frontend": ROOT / "core/frontend/modulm_frontend",
     "modulm_layers": ROOT / "core/layers/modulm_layers",
     "modulm_parsing": ROOT / "core/parsing/modulm_parsing",
     "modulm_quantized": ROOT / "core/quantized/modulm_quantized",
@@ -43,18 +44,17 @@ ROOMS = (
     ("structured_output",),
     ("worker",),
     ("core",),
-    ("frontend",),
-    ("llm",),
 )
 #: Distributions of this folder that one of them is written with.
 NEEDS: dict[str, set[str]] = {
     "modulm": set(),
     "modulm_chat": {"modulm"},
     "modulm_cli": {"modulm"},
+    "modulm_frontend": {"modulm"},
     "modulm_layers": {"modulm"},
     "modulm_parsing": {"modulm", "modulm_chat"},
     "modulm_quantized": {"modulm"},
-    "modulm_server": {"modulm", "modulm_chat", "modulm_cli", "modulm_parsing"},
+    "modulm_server": {"modulm", "modulm_chat", "modulm_cli", "modulm_frontend", "modulm_parsing"},
     "modulm_speculation": {"modulm"},
 }
 #: The server: what route packages import, then the application, then the process.
@@ -76,7 +76,9 @@ OUTSIDE = ("modulm.testing", "modulm.__init__")
 EXCEPTIONS = {
     # The process-wide manager reads the environment's selection on first use.
     ("modulm.plugins.manager", "modulm.config.environ"),
-    # A public name, for type checkers; who uses it without the server is told what to install.
+    # Public names, for type checkers; who uses them without the package is told what to install.
+    ("modulm", "modulm_frontend.beam_search"),
+    ("modulm", "modulm_frontend.llm"),
     ("modulm", "modulm_server.engine.async_llm"),
 }
 

@@ -15,7 +15,7 @@ from attrs import define, evolve, field, frozen
 
 from modulm.contracts.parser import Content, ParseContext, Reasoning, ToolStart
 from modulm.contracts.sampling import OutputKind
-from modulm.engine.frontend.beam_search import BeamSearchParams
+from modulm_frontend.beam_search import BeamSearchParams
 from modulm_parsing import ParsedMessage, assemble, message_parser
 from modulm_server.errors import ApiError
 from modulm_server.flags import ServerConfig

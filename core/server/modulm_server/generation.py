@@ -16,10 +16,10 @@ from uuid import uuid4
 from attrs import define, field
 
 from modulm.contracts.sampling import OutputKind
-from modulm.engine.frontend.beam_search import BeamSearchParams
 from modulm.errors import EngineError, EngineStalled, RequestError
 from modulm_chat.conversation import ContentFormat, content_format, encode_chat
 from modulm_chat.templates import execute
+from modulm_frontend.beam_search import BeamSearchParams
 from modulm_server.auth import current_owner
 from modulm_server.errors import ApiError, model_error
 from modulm_server.flags import ServerConfig

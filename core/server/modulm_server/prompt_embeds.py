@@ -21,10 +21,10 @@ from uuid import uuid4
 import numpy as np
 
 from modulm.contracts.media import MediaItem
-from modulm.engine.frontend.prompt_embeds import embeds_item
 from modulm.engine.types.engine_info import EngineInfo
 from modulm.errors import RequestError
 from modulm.text.tokenizer import Tokenizer
+from modulm_frontend.prompt_embeds import embeds_item
 from modulm_server.json_body import bad_field
 
 __all__ = ["EmbedsParts", "read_embeds", "refuse_embeds"]

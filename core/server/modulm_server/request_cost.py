@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from modulm.engine.frontend.beam_search import BeamSearchParams
+from modulm_frontend.beam_search import BeamSearchParams
 from modulm_server.flags import ServerConfig
 from modulm_server.json_body import bad_field
 

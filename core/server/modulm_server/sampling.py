@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from modulm.contracts.sampling import OutputKind, SamplingParams, StructuredOutputs
-from modulm.engine.frontend.beam_search import BeamSearchParams
+from modulm_frontend.beam_search import BeamSearchParams
 from modulm_server.json_body import bad_field
 from modulm_server.request_guard import RequestLimits
 

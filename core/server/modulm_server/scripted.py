@@ -15,9 +15,6 @@ from modulm.config import EngineConfig
 from modulm.contracts.executor import RowLogprobs
 from modulm.contracts.requests import Finish, PromptLike, StepStats
 from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
-from modulm.engine.frontend.beam_search import BeamSearchParams
-from modulm.engine.frontend.output_processor import Choice
-from modulm.engine.frontend.prompt_embeds import check_embeds
 from modulm.engine.sampling.logits_processors import processor_classes
 from modulm.engine.sampling.validation import check, check_pooling, check_prompt, truncated
 from modulm.engine.types.engine_info import EngineInfo
@@ -25,6 +22,9 @@ from modulm.engine.types.outputs import PoolingOutput, PoolingRequestOutput, Req
 from modulm.errors import EngineDead, EngineError, UnsupportedError
 from modulm.plugins import manager
 from modulm.text.tokenizer import Tokenizer
+from modulm_frontend.beam_search import BeamSearchParams
+from modulm_frontend.output_processor import Choice
+from modulm_frontend.prompt_embeds import check_embeds
 from modulm_server.engine.client import EngineClient
 from modulm_server.engine.metrics import Metrics
 
@@ -309,7 +309,7 @@ class _Play:
         outputs = [choice.delta() if delta else choice.output() for choice in choices]
         prompt_logprobs = None
         if self.params.prompt_logprobs is not None:
-            from modulm.engine.frontend.output_processor import position
+            from modulm_frontend.output_processor import position
 
             entries = [RowLogprobs(np.array([i]), np.array([-1.0]), 1) for i in self.ids[1:]]
             prompt_logprobs = [None, *(position(e, self.engine.tokenizer) for e in entries)]

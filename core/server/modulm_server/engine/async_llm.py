@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 from modulm.config.sources import keywords
 from modulm.contracts.requests import PromptLike, StepEvents, StepStats
 from modulm.contracts.sampling import LogitsProcessor, PoolingParams, SamplingParams
-from modulm.engine.frontend.input_processor import (
+from modulm.engine.types.outputs import PoolingRequestOutput, RequestOutput
+from modulm.errors import EngineDead, EngineStalled, QueueFull, RequestError
+from modulm.plugins import manager
+from modulm_frontend.input_processor import (
     BeamSearchRequest,
     InputProcessor,
     PendingRequest,
 )
-from modulm.engine.frontend.output_processor import OutputProcessor, RequestState
-from modulm.engine.types.outputs import PoolingRequestOutput, RequestOutput
-from modulm.errors import EngineDead, EngineStalled, QueueFull, RequestError
-from modulm.plugins import manager
+from modulm_frontend.output_processor import OutputProcessor, RequestState
 from modulm_server.engine.client import EngineClient
 from modulm_server.engine.core_client import EngineCoreClient, ThreadCoreClient
 from modulm_server.engine.metrics import Metrics
@@ -35,7 +35,7 @@ from modulm_server.flags import WatchdogConfig
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
-    from modulm.engine.frontend.beam_search import BeamSearchParams
+    from modulm_frontend.beam_search import BeamSearchParams
     from modulm_server.engine.spawn import EngineProcess
 
 __all__ = ["AsyncLLM"]

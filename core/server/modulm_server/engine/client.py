@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
     from modulm.contracts.requests import PromptLike, StepStats
     from modulm.contracts.sampling import PoolingParams, SamplingParams
-    from modulm.engine.frontend.beam_search import BeamSearchParams
     from modulm.engine.types.engine_info import EngineInfo
     from modulm.engine.types.outputs import PoolingRequestOutput, RequestOutput
     from modulm.text.tokenizer import Tokenizer
+    from modulm_frontend.beam_search import BeamSearchParams
 
 __all__ = ["API", "EngineClient"]
 

@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 from modulm.config import EngineConfig
 from modulm.contracts.sampling import SamplingParams
-from modulm.engine.frontend.beam_search import BeamSearchParams
 from modulm_command_bench.samples import Recipe, Sample, make_samples
+from modulm_frontend.beam_search import BeamSearchParams
 
 __all__ = ["Latency", "latency", "throughput"]
 
@@ -37,7 +37,7 @@ class Latency:
 
 def latency(config: EngineConfig, flags: Latency) -> dict[str, Any]:
     """Seconds for one batch, many times over."""
-    from modulm.engine.llm import LLM
+    from modulm_frontend.llm import LLM
 
     engine = LLM.from_config(config)
     rng = np.random.default_rng(0)
@@ -170,7 +170,7 @@ def _run(
 def _run_engine(
     config: EngineConfig, samples: Sequence[Sample], params: list[SamplingParams]
 ) -> _Run:
-    from modulm.engine.llm import LLM
+    from modulm_frontend.llm import LLM
 
     with LLM.from_config(config) as engine:
         prompts = [{"prompt_token_ids": list(sample.ids)} for sample in samples]

@@ -123,7 +123,7 @@ def _answers(
 ) -> list[Any]:
     """The engine's outputs, in the order of the jobs."""
     from modulm.contracts.sampling import SamplingParams
-    from modulm.engine.llm import LLM
+    from modulm_frontend.llm import LLM
 
     given = {name: sampling[name] for name in _SAMPLING if sampling[name] not in (None, ())}
     params = SamplingParams(**given)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from modulm.contracts.parser import Event
     from modulm.contracts.sampling import SamplingParams
-    from modulm.engine.frontend.beam_search import BeamSearchParams
+    from modulm_frontend.beam_search import BeamSearchParams
     from modulm_route_openai.schema import ChatRequest
     from modulm_server.route import RouteContext
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from modulm.engine.frontend.beam_search import BeamSearchParams
+from modulm_frontend.beam_search import BeamSearchParams
 from modulm_route_openai.answers import (
     StreamUsage,
     answer_id,

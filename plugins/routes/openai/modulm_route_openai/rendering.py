@@ -9,8 +9,8 @@ import attrs
 
 if TYPE_CHECKING:
     from modulm.contracts.sampling import SamplingParams
-    from modulm.engine.frontend.beam_search import BeamSearchParams
     from modulm.text.tokenizer import Tokenizer
+    from modulm_frontend.beam_search import BeamSearchParams
     from modulm_server.prompts import Prompt
     from modulm_server.sampling import SamplingFields
 

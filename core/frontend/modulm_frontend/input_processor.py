@@ -13,9 +13,6 @@ from attrs import evolve, frozen
 from modulm.contracts.pooler import PoolingInputs, PoolingJob
 from modulm.contracts.requests import Finish, PromptLike, Reason, Request
 from modulm.contracts.sampling import LogitsProcessor, OutputKind, PoolingParams, SamplingParams
-from modulm.engine.frontend.beam_search import BeamSearch, BeamSearchParams
-from modulm.engine.frontend.output_processor import RequestState
-from modulm.engine.frontend.prompt_embeds import check_embeds, embedded_prompt
 from modulm.engine.sampling.validation import (
     bad_word_ids,
     check,
@@ -27,6 +24,9 @@ from modulm.engine.types.engine_info import EngineInfo
 from modulm.engine.types.outputs import Position, RequestOutput
 from modulm.errors import EngineError, RequestError
 from modulm.loading.pooling import open_pooler
+from modulm_frontend.beam_search import BeamSearch, BeamSearchParams
+from modulm_frontend.output_processor import RequestState
+from modulm_frontend.prompt_embeds import check_embeds, embedded_prompt
 
 if TYPE_CHECKING:
     from modulm.contracts.media import MediaItem

@@ -11,10 +11,10 @@ import torch
 from modulm.config import EngineConfig
 from modulm.contracts.media import DIGEST, EMBEDS
 from modulm.contracts.sampling import PoolingParams, SamplingParams
-from modulm.engine.frontend.input_processor import InputProcessor
 from modulm.engine.types.engine_info import EngineInfo
 from modulm.errors import RequestError
 from modulm.plugins import manager
+from modulm_frontend.input_processor import InputProcessor
 
 
 def processor(**flags: Any) -> InputProcessor:

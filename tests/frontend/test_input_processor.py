@@ -6,9 +6,9 @@ import pytest
 
 from modulm.config import EngineConfig
 from modulm.contracts.sampling import SamplingParams
-from modulm.engine.frontend.input_processor import InputProcessor
 from modulm.engine.types.engine_info import EngineInfo
 from modulm.plugins import manager
+from modulm_frontend.input_processor import InputProcessor
 
 
 def processor(seed: int) -> InputProcessor:

@@ -15,13 +15,6 @@ from modulm.contracts.pooler import PoolingJob, paired
 from modulm.contracts.requests import Finish, PromptLike, StepEvents
 from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
 from modulm.engine.core.engine_core import EngineCore
-from modulm.engine.frontend.beam_search import BeamSearchParams
-from modulm.engine.frontend.input_processor import (
-    BeamSearchRequest,
-    InputProcessor,
-    PendingRequest,
-)
-from modulm.engine.frontend.output_processor import OutputProcessor, RequestState
 from modulm.engine.sampling.logits_processors import processor_classes
 from modulm.engine.types.outputs import (
     BeamSearchOutput,
@@ -34,6 +27,13 @@ from modulm.engine.types.outputs import (
 from modulm.errors import EngineDead, ModulmError, RequestError, UnsupportedError
 from modulm.plugins import manager
 from modulm.plugins.moved import public_name
+from modulm_frontend.beam_search import BeamSearchParams
+from modulm_frontend.input_processor import (
+    BeamSearchRequest,
+    InputProcessor,
+    PendingRequest,
+)
+from modulm_frontend.output_processor import OutputProcessor, RequestState
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
