@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from itertools import count
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from attrs import evolve
 from tqdm import tqdm
@@ -34,10 +35,12 @@ from modulm_frontend.input_processor import (
     PendingRequest,
 )
 from modulm_frontend.output_processor import OutputProcessor, RequestState
+from modulm_frontend.thoughts import ThoughtReader
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
     from modulm.text.tokenizer import Tokenizer
+    from modulm_frontend.keywords import LLMFlags
 
 __all__ = ["LLM"]
 
@@ -54,7 +57,7 @@ class LLM:
     threads. Raises ConfigError, CheckpointError or PluginError where it cannot start.
     """
 
-    def __init__(self, model: str = "demo", **flags: Any) -> None:
+    def __init__(self, model: str = "demo", **flags: Unpack[LLMFlags]) -> None:
         self._open(keywords(model=model, **flags).config)
 
     @classmethod
@@ -74,6 +77,7 @@ class LLM:
         self._output_processor = OutputProcessor()
         self._numbers = count()
         self._done: list[RequestState] = []
+        self._open_now = True
 
     # What the engine tells (see `loop.Listener`).
 
@@ -144,7 +148,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several. Raises ImportError without modulm-chat.
 
-        chat_template: in place of the checkpoint's, what `--chat-template` takes.
+        Thoughts are the answers' `reasoning`, where modulm-parsing is installed and has a reasoning
+        parser for the model. chat_template: in place of the checkpoint's, what `--chat-template`
+        takes.
         """
         encode_chat = public_name("modulm_chat", "encode_chat", __name__)
         if reasoning_effort is not None:
@@ -157,7 +163,7 @@ class LLM:
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if several else [messages]
         tokenizer = self.get_tokenizer()
-        prompts = []
+        prompts: list[PromptLike] = []
         for conversation in conversations:
             ids, text = encode_chat(
                 conversation,
@@ -169,7 +175,17 @@ class LLM:
                 kwargs=chat_template_kwargs,
             )
             prompts.append({"prompt": text, "prompt_token_ids": ids})
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        params = _spread(sampling_params, len(prompts), self.get_default_sampling_params())
+        if self._thoughts is None:
+            return self.generate(prompts, params, use_tqdm=use_tqdm)
+        outputs = self.generate(prompts, list(map(self._thoughts.tuned, params)), use_tqdm=use_tqdm)
+        for output in outputs:
+            self._thoughts.split(output, chat_template_kwargs or {})
+        return outputs
+
+    @cached_property
+    def _thoughts(self) -> ThoughtReader | None:
+        return ThoughtReader.of(self.info.config, self.get_tokenizer())
 
     def beam_search(
         self,
@@ -296,7 +312,8 @@ class LLM:
         self._core.wake_up()
 
     def shutdown(self) -> None:
-        """Release the model; may be called twice."""
+        """Release the model; may be called twice. Nothing can be asked of it any more."""
+        self._open_now = False
         self._core.stop()
 
     def __enter__(self) -> Self:
@@ -325,13 +342,17 @@ class LLM:
     def _run(
         self, pending: Sequence[PendingRequest], use_tqdm: bool | Callable[..., Any]
     ) -> list[Any]:
-        """Run the request to its end; outputs in its order."""
+        """Run the requests to their end; outputs in their order. Constraints come first."""
+        if not self._open_now:
+            raise EngineDead("this LLM was shut down: make a new one")
         self._done.clear()
         bar = _bar(use_tqdm, len(pending))
         try:
             for request in pending:
                 self._output_processor.add(request.state)
                 self._core.submit(*request.requests)
+            asked = (part.id for request in pending for part in request.requests)
+            self._core.loop.wait_prepared(asked)
             while len(self._output_processor):
                 self._core.loop.check()
                 if not self._core.loop.tick() and len(self._output_processor):

@@ -6,10 +6,12 @@ Field names and meaning are those of vLLM's SamplingParams and PoolingParams, wh
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from difflib import get_close_matches
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from attrs import evolve, field, frozen
+from attrs import fields as attr_fields
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -71,8 +73,26 @@ def _most_drafts(value: bool | int | None) -> int | None:
     return value if not isinstance(value, bool) else None if value else 0
 
 
+class _Suggests(type):
+    """Of values that people write by hand: a misspelt field is told what it may have meant."""
+
+    if not TYPE_CHECKING:
+
+        def __call__(cls, *args: object, **fields: object) -> object:
+            try:
+                return super().__call__(*args, **fields)
+            except TypeError:
+                known = [attribute.name for attribute in attr_fields(cls)]
+                wrong = [name for name in fields if name not in known]
+                if not wrong:
+                    raise
+                close = get_close_matches(wrong[0], known, n=3)
+                hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+                raise TypeError(f"{cls.__name__} has no field {wrong[0]!r}{hint}") from None
+
+
 @frozen(kw_only=True)
-class SamplingParams:
+class SamplingParams(metaclass=_Suggests):
     """How the tokens of one request are chosen and when it ends.
 
     `logprobs=k` asks for the k best tokens beside the chosen one, -1 for the whole vocabulary.

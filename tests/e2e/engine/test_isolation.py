@@ -53,8 +53,6 @@ def trouble(what: str, at: int) -> dict[str, Any]:
 BAD: list[dict[str, Any]] = [
     trouble("raise", 0), trouble("raise", 3), trouble("nan", 0), trouble("nan", 2),
     trouble("inf", 1), trouble("nothing", 1), trouble("shape", 2), trouble("admit", 0),
-    {"structured_outputs": StructuredOutputs(regex="(")},
-    {"structured_outputs": StructuredOutputs(grammar="root ::= missing")},
 ]  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True, logprobs=2)
 GOOD: list[SamplingParams] = [

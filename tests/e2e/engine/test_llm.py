@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from modulm import LLM, BeamSearchParams, SamplingParams, StructuredOutputs
 from modulm.contracts.policy import Scheduler
 from modulm.engine.scheduling.scheduler import BudgetScheduler
-from modulm.errors import ConfigError, ContextLengthExceeded, RequestError
+from modulm.errors import ConfigError, ContextLengthExceeded, EngineDead, RequestError
 from modulm.plugins import PluginManager
 from modulm.plugins.manager import using
 from modulm.testing.checkpoints import make_tiny
@@ -151,13 +151,21 @@ def test_logprobs_sum_to_one_and_prompts_have_them(llm: LLM) -> None:
         assert position[token].rank == 1
 
 
-def test_one_bad_request_does_not_take_the_others(llm: LLM) -> None:
+def test_a_broken_constraint_is_raised_before_anything_runs(llm: LLM) -> None:
     wrong = SamplingParams(structured_outputs=StructuredOutputs(regex="("), max_tokens=4)
-    right = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    bad, good = llm.generate(["Hello", "Hello"], [wrong, right], use_tqdm=False)
-    assert bad.outputs[0].finish_reason == "error"
-    assert "regex" in str(bad.outputs[0].stop_reason)
-    assert len(good.outputs[0].token_ids) == 4
+    steps = llm._core.loop.scheduler.gauges().step
+    with pytest.raises(RequestError, match="regex"):
+        llm.generate(["Hello", "Hello"], [GREEDY, wrong], use_tqdm=False)
+    assert llm._core.loop.scheduler.gauges().step == steps
+    check_empty(llm._core.loop)
+
+
+def test_nothing_can_be_asked_after_a_shutdown(checkpoint: Path) -> None:
+    llm = LLM(str(checkpoint))
+    llm.shutdown()
+    llm.shutdown()
+    with pytest.raises(EngineDead, match="shut down: make a new one"):
+        llm.generate("x", GREEDY, use_tqdm=False)
 
 
 def test_what_is_wrong_is_raised_before_anything_runs(llm: LLM) -> None:

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from modulm import LLM, SamplingParams, StructuredOutputs
+from modulm.errors import RequestError
 from modulm.testing.checkpoints import make_tiny
 
 DIGIT = {
@@ -61,12 +62,12 @@ def test_answers_are_valid_and_plain_rows_are_as_without_them(llm) -> None:
         assert digits.isdigit()
 
 
-def test_a_bad_constraint_ends_its_own_request(llm) -> None:
-    outputs = llm.generate(
-        ["a", "b"], [asks(regex="["), asks(choice=["only this"])], use_tqdm=False
-    )
-    assert outputs[0].outputs[0].finish_reason == "error"
-    assert outputs[1].outputs[0].text == "only this"
+def test_a_bad_constraint_is_raised_and_the_next_call_works(llm) -> None:
+    good = asks(choice=["only this"])
+    with pytest.raises(RequestError, match="regex"):
+        llm.generate(["a", "b"], [asks(regex="["), good], use_tqdm=False)
+    (output,) = llm.generate("b", good, use_tqdm=False)
+    assert output.outputs[0].text == "only this"
 
 
 def test_choices_of_one_request_have_matchers_of_their_own(llm) -> None:

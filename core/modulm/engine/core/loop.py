@@ -273,6 +273,12 @@ class EngineLoop:
                 self._forget(request.id)
             raise
 
+    def wait_prepared(self, requests: Iterable[str]) -> None:
+        """Wait until the constraints of these requests are compiled. Raises what refuses one."""
+        for request in requests:
+            if (ready := self._prepared.get(request)) is not None:
+                ready.result()
+
     def abort(self, request: str) -> None:
         """End a request before the next step; unknown ones are ignored. There is no event."""
         self._inbox.put(_Abort(request))

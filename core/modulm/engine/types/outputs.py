@@ -61,7 +61,8 @@ class CompletionOutput:
 
     finish_reason: None while it runs, then "stop", "length", "abort" or "error". stop_reason: the
     stop string or token id that ended it, None for end of sequence; with "error", what went wrong.
-    cumulative_logprob: of all tokens so far, where logprobs were asked for.
+    cumulative_logprob: of all tokens so far, where logprobs were asked for. reasoning: the thoughts
+    before the text, where they are told apart (`LLM.chat`).
     """
 
     index: int
@@ -71,6 +72,7 @@ class CompletionOutput:
     logprobs: list[Position] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    reasoning: str | None = None
 
     def finished(self) -> bool:
         """Whether nothing will be added."""

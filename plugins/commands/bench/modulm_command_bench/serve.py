@@ -93,10 +93,11 @@ async def _measure(
 
 
 def _wait_ready(settings: Settings) -> None:
-    """Wait until the server answers; at most the given seconds."""
+    """Wait until the server answers; at most the given seconds. Who must wait is told at once."""
     import time
 
     end = time.monotonic() + settings.ready_timeout
+    told = False
     while True:
         try:
             answer = httpx.get(f"{settings.base_url}/health", timeout=5)
@@ -107,6 +108,13 @@ def _wait_ready(settings: Settings) -> None:
             reason = str(error)
         if time.monotonic() >= end:
             raise click.ClickException(f"no server at {settings.base_url}: {reason}")
+        if not told:
+            click.echo(
+                f"no server at {settings.base_url} yet ({reason}): waiting for it, at most "
+                f"{settings.ready_timeout:.0f} s (--ready-check-timeout-sec)",
+                err=True,
+            )
+            told = True
         time.sleep(0.2)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 import click
+from attrs import frozen
 
 from modulm_cli import FlagCommand, print_notices
 
@@ -41,8 +42,12 @@ _SAMPLING = ("n", "max_tokens", "temperature", "top_p", "top_k", "min_p", "stop"
     type=click.Choice(["text", "jsonl"]),
     help="Default: jsonl if the input is JSONL, else text.",
 )
-@click.option("--chat", is_flag=True, help="Put each prompt into the chat template.")
-@click.option("--system-prompt", help="System prompt, with --chat.")
+@click.option(
+    "--chat/--no-chat",
+    default=None,
+    help="Put each prompt of text into the chat template; by default where the model has one.",
+)
+@click.option("--system-prompt", help="System prompt, where prompts go into a chat template.")
 @click.option("--n", type=int, default=1, help="Answers per prompt.")
 @click.option(
     "--max-tokens", type=int, default=128, show_default=True, help="Most new tokens per answer."
@@ -60,7 +65,7 @@ def command(
     source: IO[str] | None,
     output: IO[str],
     form: str | None,
-    chat: bool,
+    chat: bool | None,
     system_prompt: str | None,
     no_progress: bool,
     **sampling: Any,
@@ -74,10 +79,8 @@ def command(
     if not jobs:
         raise click.UsageError("no prompt: give one as an argument, with -i FILE, or on stdin")
     lines = form == "jsonl" or (form is None and any(job.keys() - {"prompt"} for job in jobs))
-    if chat:
-        jobs = [_as_chat(job, system_prompt) for job in jobs]
     print_notices(draft.notices)
-    answers = _answers(draft, jobs, sampling, progress=not no_progress)
+    answers = _answers(draft, jobs, sampling, Asked(chat, system_prompt), progress=not no_progress)
     for job, answer in zip(jobs, answers, strict=True):
         output.write(_line(job, answer) if lines else _text(answer))
 
@@ -108,18 +111,40 @@ def _job(line: str, number: int) -> dict[str, Any]:
     return dict(job)
 
 
-def _as_chat(job: Mapping[str, Any], system: str | None) -> dict[str, Any]:
-    if "messages" in job:
-        return dict(job)
-    if not isinstance(job["prompt"], str):
-        raise click.UsageError("--chat needs prompts of text, not of token ids")
-    before = [{"role": "system", "content": system}] if system else []
-    rest = {key: value for key, value in job.items() if key != "prompt"}
-    return {"messages": [*before, {"role": "user", "content": job["prompt"]}], **rest}
+@frozen
+class Asked:
+    """How prompts of text are asked. chat: as a conversation; None where the model has a template.
+    system: what goes before it.
+    """
+
+    chat: bool | None
+    system: str | None
+
+    def check(self, jobs: Sequence[Mapping[str, Any]]) -> None:
+        """Raise click.UsageError for what does not go together."""
+        if self.chat and any(isinstance(job.get("prompt"), list) for job in jobs):
+            raise click.UsageError("--chat needs prompts of text, not of token ids")
+        if self.system and self.chat is False:
+            raise click.UsageError("--system-prompt needs a conversation: leave --no-chat out")
+
+    def messages(self, job: Mapping[str, Any], templated: bool) -> list[Any] | None:
+        """The conversation of a job; None if its prompt is continued as it is."""
+        if "messages" in job:
+            return list(job["messages"])
+        as_chat = templated if self.chat is None else self.chat
+        if not as_chat or not isinstance(job["prompt"], str):
+            return None
+        before = [{"role": "system", "content": self.system}] if self.system else []
+        return [*before, {"role": "user", "content": job["prompt"]}]
 
 
 def _answers(
-    draft: Draft, jobs: Sequence[Mapping[str, Any]], sampling: Mapping[str, Any], *, progress: bool
+    draft: Draft,
+    jobs: Sequence[Mapping[str, Any]],
+    sampling: Mapping[str, Any],
+    asked: Asked,
+    *,
+    progress: bool,
 ) -> list[Any]:
     """The engine's outputs, in the order of the jobs."""
     from modulm.contracts.sampling import SamplingParams
@@ -127,13 +152,20 @@ def _answers(
 
     given = {name: sampling[name] for name in _SAMPLING if sampling[name] not in (None, ())}
     params = SamplingParams(**given)
-    chats = [job["messages"] for job in jobs if "messages" in job]
-    texts = [_prompt(job["prompt"]) for job in jobs if "prompt" in job]
+    asked.check(jobs)
     with LLM.from_config(draft.config) as engine:
+        tokenizer = engine.tokenizer
+        templated = tokenizer is not None and bool(tokenizer.chat or tokenizer.chat_template)
+        if asked.system and not templated:
+            raise click.UsageError("--system-prompt needs a chat template, and the model has none")
+        conversations = [asked.messages(job, templated) for job in jobs]
+        chats = [messages for messages in conversations if messages is not None]
+        left = zip(jobs, conversations, strict=True)
+        texts = [_prompt(job["prompt"]) for job, messages in left if messages is None]
         chatted: list[Any] = engine.chat(chats, params, use_tqdm=progress) if chats else []
         written: list[Any] = engine.generate(texts, params, use_tqdm=progress) if texts else []
     of_chats, of_texts = iter(chatted), iter(written)
-    return [next(of_chats if "messages" in job else of_texts) for job in jobs]
+    return [next(of_texts if messages is None else of_chats) for messages in conversations]
 
 
 def _prompt(prompt: Any) -> Any:
@@ -146,7 +178,12 @@ def _text(answer: Any) -> str:
 
 def _line(job: Mapping[str, Any], answer: Any) -> str:
     outputs = [
-        {"text": one.text, "finish_reason": one.finish_reason, "tokens": len(one.token_ids)}
+        {
+            "text": one.text,
+            **({"reasoning": one.reasoning} if one.reasoning is not None else {}),
+            "finish_reason": one.finish_reason,
+            "tokens": len(one.token_ids),
+        }
         for one in answer.outputs
     ]
     prompt = len(answer.prompt_token_ids or ())

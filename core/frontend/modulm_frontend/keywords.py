@@ -1,0 +1,113 @@
+"""The keywords of `LLM(...)`, for editors and type checkers.
+
+Written by `python tests/frontend/test_keywords.py` from the flags of the core and of the libraries
+beside it that an engine of one's own has. Flags of other packages are keywords too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+__all__ = ["LLMFlags"]
+
+
+class LLMFlags(TypedDict, total=False):
+    """Every keyword is optional; what it means is in docs/config.md."""
+
+    additional_config: Mapping[str, Any] | str
+    async_scheduling: bool | None
+    attention_backend: str | None
+    attention_options: Mapping[str, Any] | str
+    batch_invariant: bool
+    block_size: int | None
+    convert: Literal["auto", "none", "embed", "classify", "reward", "mm_encoder_only"]
+    cpu_threads: int | None
+    device: str
+    disable_frontend_multiprocessing: bool
+    disable_sliding_window: bool
+    distributed_executor_backend: str | None
+    download_dir: str | None
+    dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
+    enable_chunked_prefill: bool | None
+    enable_log_requests: bool
+    enable_prefix_caching: bool | None
+    enable_prompt_embeds: bool
+    enable_sleep_mode: bool
+    enforce_eager: bool
+    fail_on_environ_validation: bool
+    generation_config: str
+    gpu_memory_utilization: float
+    hf_config_path: str | None
+    hf_overrides: Mapping[str, Any] | str
+    hf_token: str | bool | None
+    ignore_patterns: Sequence[str] | str
+    kernels: Sequence[str] | str | None
+    kv_cache_dtype: Literal[
+        "auto",
+        "bfloat16",
+        "float16",
+        "float32",
+        "int8",
+        "fp8",
+        "fp8_e4m3",
+        "fp8_e5m2",
+        "fp8_inc",
+        "int4_per_token_head",
+        "int8_per_token_head",
+    ]
+    kv_cache_dtype_skip_layers: Sequence[str] | str
+    kv_cache_memory_bytes: int | None
+    load_format: str
+    log_config_file: str | None
+    log_level: Literal["trace", "debug", "info", "warning", "error", "critical"]
+    logging_config: Mapping[str, Any] | str | None
+    logits_processors: Sequence[Any] | str | None
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+    long_prefill_token_threshold: int
+    mamba_block_size: int | None
+    mamba_cache_mode: Literal["none", "all", "align"] | None
+    max_logprobs: int
+    max_long_partial_prefills: int
+    max_model_len: int | str | None
+    max_num_batched_tokens: int | None
+    max_num_partial_prefills: int
+    max_num_queued_reqs: int | None
+    max_num_queued_tokens: int | None
+    max_num_scheduled_tokens: int | None
+    max_num_seqs: int | None
+    model_class_overrides: Mapping[str, Any] | str
+    model_impl: Literal["auto", "modulm", "vllm", "transformers", "terratorch"]
+    model_loader_extra_config: Mapping[str, Any] | str
+    num_gpu_blocks_override: int | None
+    numa_bind: bool
+    numa_bind_cpus: Sequence[str] | str | None
+    numa_bind_nodes: Sequence[int] | str | None
+    override_generation_config: Mapping[str, Any] | str
+    plugin_config: Mapping[str, Any] | str
+    plugins: Sequence[str] | str | None
+    pooler_config: Mapping[str, Any] | str | None
+    prefix_caching_hash_algo: Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor", "builtin"]
+    quantization: str | None
+    quantization_config: Mapping[str, Any] | str | None
+    reasoning_parser: str | None
+    reasoning_parser_plugin: str
+    revision: str | None
+    runner: Literal["auto", "generate", "pooling", "draft"]
+    scheduler_cls: str | None
+    scheduler_reserve_full_isl: bool
+    scheduling_policy: str
+    seed: int | str
+    served_model_name: Sequence[str] | str | None
+    skip_tokenizer_init: bool
+    spec_method: str | None
+    spec_model: str | None
+    spec_tokens: int | None
+    speculative_config: Mapping[str, Any] | str
+    stream_interval: int
+    tokenizer: str | None
+    tokenizer_mode: str
+    tokenizer_revision: str | None
+    trust_remote_code: bool
+    use_tqdm_on_load: bool
+    watermark: float
