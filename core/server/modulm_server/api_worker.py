@@ -8,9 +8,11 @@ import signal
 import socket
 import sys
 
+from modulm.config.environ import variables
 from modulm_server.app import create_app
 from modulm_server.engine.async_llm import AsyncLLM
 from modulm_server.flags import ServerConfig
+from modulm_server.heap import bound_arenas
 from modulm_server.logs import configure_logging
 from modulm_server.output import unblock
 from modulm_server.serve import make_server
@@ -23,6 +25,7 @@ log = logging.getLogger("modulm_server")
 def main(descriptor: int, address: str) -> int:
     """Serve what the socket brings, until told to stop or left by the engine; the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    bound_arenas(variables())
     unblock()
     engine = AsyncLLM.connect(address)
     config = engine.info.config

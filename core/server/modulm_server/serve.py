@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
+from modulm.config.environ import variables
 from modulm.errors import ConfigError
 from modulm.loading import open_checkpoint
 from modulm.plugins import manager
@@ -26,6 +27,7 @@ from modulm_server.api_workers import Workers
 from modulm_server.app import Served, create_app, served_names
 from modulm_server.auth import open_paths, read_keys
 from modulm_server.flags import ServerConfig
+from modulm_server.heap import bound_arenas, give_back
 from modulm_server.hosts import is_loopback
 from modulm_server.protocol import affordable, protocol
 
@@ -57,6 +59,8 @@ _CLOSING = 5.0
 _BACKLOG = 2048
 #: Connections that are taken in one turn of the event loop.
 _AT_ONCE = 8
+#: Ticks of uvicorn, ten a second, after which freed memory is given back.
+_TIDYING = 600
 
 
 def run(config: EngineConfig) -> None:
@@ -84,6 +88,7 @@ def serve(
     """
     check_exposure(config.group(ServerConfig))
     check_files(config.group(ServerConfig))
+    bound_arenas(variables())
     sock = open_socket(config.group(ServerConfig))
     try:
         plugins = manager.current()
@@ -297,6 +302,9 @@ class Server(uvicorn.Server):
         if self.workers is not None and counter % 10 == 0 and not self.workers.look():
             self.failed = True
             return True
+        if counter % _TIDYING == _TIDYING - 1 and self._served.generation.engine.address:
+            # Beside an engine in this process it would take the pages of its activations.
+            asyncio.get_running_loop().run_in_executor(None, give_back)
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
