@@ -59,7 +59,7 @@ NEEDS: dict[str, set[str]] = {
 }
 #: The server: what route packages import, then the application, then the process.
 SERVER = (
-    ("engine", "flags", "kinds", "output", "prompts"),
+    ("engine", "flags", "heap", "kinds", "openapi", "output", "prompts"),
     ("auth", "constraints", "errors", "hosts", "json_body", "logprobs", "logs", "loopback",
      "metrics", "pacing", "paging", "prompt_embeds", "request_cost", "request_guard",
      "request_log", "sampling", "sse", "template_sandbox", "text_work"),

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
+import jsonschema_rs
 import pytest
+from fastapi.routing import APIRoute
+from starlette.datastructures import Headers
+from starlette.routing import Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modulm.config import EngineConfig
 from modulm.errors import QueueFull
 from modulm.testing.checkpoints import make_tokenizer
 from modulm.text.tokenizer import Tokenizer, load_tokenizer
+from modulm_server.app import Served
 from modulm_server.scripted import Reply, ScriptedEngine, scripted_info
 from modulm_server.testing import Live, serve_in_thread
 
@@ -67,8 +74,128 @@ REPLIES = {
 ServerMaker = Callable[..., Live]
 
 
+class Description:
+    """/openapi.json, read so that a field which it does not name is wrong."""
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        self._paths = document["paths"]
+        self._shapes = closed(document["components"])
+        self._validators: dict[Any, Any] = {}
+
+    def fault(self, path: str, method: str, status: int, media: str, value: Any) -> str | None:
+        """What is wrong with an answer, or with one event of it."""
+        answers = self._paths[path][method.lower()]["responses"]
+        name = str(status) if str(status) in answers else f"{status // 100}XX"
+        key = path, method, name, media
+        if key not in self._validators:
+            shape = answers.get(name, {}).get("content", {}).get(media, {}).get("schema")
+            if shape is None:
+                return f"{method} {path}: {status} with {media} is not described"
+            whole = {**shape, "components": self._shapes}
+            self._validators[key] = jsonschema_rs.validator_for(whole)
+        found = next(self._validators[key].iter_errors(value), None)
+        told = None if found is None else f"{found.message} at {found.instance_path}"
+        return told and f"{method} {path}: {status}, {media}: {told[:600]}\n  {str(value)[:600]}"
+
+
+def closed(schema: Any) -> Any:
+    """A schema whose objects have no other fields than those it names."""
+    if isinstance(schema, list):
+        return [closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: closed(item) for key, item in schema.items()}
+    if made.get("type") == "object" and "properties" in made:
+        made.setdefault("additionalProperties", False)
+    return made
+
+
+class Watch:
+    """Looks at what an application answers; `strays`: what was not as described."""
+
+    strays: ClassVar[list[str]] = []
+    #: Bytes of an answer that are looked at.
+    most = 1 << 18
+
+    def __init__(self, served: Served, description: Description) -> None:
+        self._app, self._routes = served.app, served.api.router.routes
+        self._description = description
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._app, name)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        status, media, body = 0, "", bytearray()
+
+        async def seen(message: Message) -> None:
+            nonlocal status, media
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                media = Headers(raw=message["headers"]).get("content-type", "").partition(";")[0]
+            elif len(body) < self.most:
+                body.extend(message.get("body", b""))
+            await send(message)
+
+        try:
+            await self._app(scope, receive, seen)
+        finally:
+            if body and len(body) < self.most and scope["method"] != "HEAD":
+                self._look(scope, status, media, bytes(body))
+
+    def _look(self, scope: Scope, status: int, media: str, body: bytes) -> None:
+        asked = {"type": "http", **{key: scope[key] for key in ("path", "method", "headers")}}
+        route = next(
+            (r for r in self._routes if r.matches(asked)[0] is Match.FULL and described(r)), None
+        )
+        if route is None:
+            return
+        values: list[Any] = []
+        if media == "application/json":
+            values = [json.loads(body)]
+        elif media == "text/event-stream":
+            frames = [frame.rpartition(b"data: ")[2] for frame in body.split(b"\n\n")[:-1]]
+            values = [json.loads(data) for data in frames if data.startswith(b"{")]
+        else:
+            values = ["as it is"]
+        for value in values:
+            where = route.path_format, scope["method"], status, media
+            fault = self._description.fault(*where, value)
+            if fault is not None:
+                self.strays.append(fault)
+
+
+def described(route: Any) -> bool:
+    return isinstance(route, APIRoute) and route.include_in_schema
+
+
 @pytest.fixture(scope="session")
-def make_server(tokenizer: Tokenizer) -> Iterator[ServerMaker]:
+def watched() -> Callable[[Served], ASGIApp]:
+    """What is put around the applications of this folder's servers."""
+    descriptions: dict[Any, Description] = {}
+
+    def watch(served: Served) -> ASGIApp:
+        key = tuple(sorted(str(route) for route in served.api.router.routes))
+        if key not in descriptions:
+            descriptions[key] = Description(served.api.openapi())
+        return Watch(served, descriptions[key])
+
+    return watch
+
+
+@pytest.fixture(autouse=True)
+def as_described() -> Iterator[None]:
+    """Each answer of these servers has the shape that /openapi.json gives it."""
+    Watch.strays.clear()
+    yield
+    assert not Watch.strays, "\n".join(Watch.strays[:5])
+
+
+@pytest.fixture(scope="session")
+def make_server(
+    tokenizer: Tokenizer, watched: Callable[[Served], ASGIApp]
+) -> Iterator[ServerMaker]:
     """Start a server with flags; `info`: changes to what the engine tells of itself."""
     with ExitStack() as stack:
 
@@ -77,7 +204,7 @@ def make_server(tokenizer: Tokenizer) -> Iterator[ServerMaker]:
             config = EngineConfig.from_keywords(**given)
             facts = {"config": config, **(info or {})}
             engine = ScriptedEngine(tokenizer, reply, scripted_info(tokenizer, **facts))
-            return stack.enter_context(serve_in_thread(engine, config))
+            return stack.enter_context(serve_in_thread(engine, config, watched))
 
         yield make
 
@@ -109,6 +236,7 @@ from modulm_server.app import create_app
 from modulm_server.flags import ServerConfig
 from modulm_server.logs import configure_logging
 from modulm_server.output import unblock
+from modulm_server.app import Served
 from modulm_server.scripted import ScriptedEngine
 from modulm_server.serve import make_server, open_socket
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from uuid import uuid4
 
 from attrs import evolve, frozen
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MessageParser",
+    "OpenAICall",
+    "OpenAIFunction",
     "ParsedMessage",
     "ToolCall",
     "assemble",
@@ -44,6 +46,21 @@ __all__ = [
 PROMPT_TAIL = 512
 
 
+class OpenAIFunction(TypedDict):
+    """A function to call, its arguments as JSON in a text."""
+
+    name: str
+    arguments: str
+
+
+class OpenAICall(TypedDict):
+    """A call, as OpenAI's chat API spells it."""
+
+    id: str
+    type: Literal["function"]
+    function: OpenAIFunction
+
+
 @frozen
 class ToolCall:
     """A call of a tool. `arguments` is JSON text; not `complete`: the text was cut inside it."""
@@ -54,9 +71,9 @@ class ToolCall:
     arguments: str
     complete: bool
 
-    def as_openai(self) -> dict[str, Any]:
+    def as_openai(self) -> OpenAICall:
         """The call as OpenAI's chat API spells it."""
-        function = {"name": self.name, "arguments": self.arguments}
+        function: OpenAIFunction = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 

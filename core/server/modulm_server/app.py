@@ -31,6 +31,7 @@ from modulm_server.hosts import HostCheck
 from modulm_server.json_body import bad_field
 from modulm_server.loopback import LoopbackClient
 from modulm_server.metrics import HttpMetrics, exposition
+from modulm_server.openapi import Described
 from modulm_server.request_guard import RequestGuard
 from modulm_server.request_log import RequestLog
 from modulm_server.route import RouteContext, RouteFamily
@@ -173,7 +174,7 @@ def _generation(engine: EngineClient, config: EngineConfig, keys: int) -> Genera
 
 def _api(server: ServerConfig) -> FastAPI:
     pages = not server.disable_fastapi_docs
-    api = FastAPI(
+    api = Described(
         title="modulm",
         version=modulm.__version__,
         docs_url="/docs" if pages else None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 from attrs import frozen
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
     from starlette.types import Scope
+
+    from modulm_server.openapi import ErrorAnswer
 
 __all__ = [
     "ApiError",
@@ -155,7 +157,7 @@ def model_error(model: str) -> ApiError:
     )
 
 
-def error_body(error: ApiError) -> dict[str, Any]:
+def error_body(error: ApiError) -> ErrorAnswer:
     """OpenAI's error object."""
     message = _PRIVATE.sub("[...]", error.message)[:_LONGEST] or "error"
     return {

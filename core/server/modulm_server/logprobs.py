@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["LEAST", "token_logprobs", "token_name"]
+__all__ = ["LEAST", "TokenLogprob", "TopLogprob", "token_logprobs", "token_name"]
 
 #: What a probability of zero is shown as, since JSON has no word for minus infinity.
 LEAST = -9999.0
 
 
+class TopLogprob(TypedDict):
+    """A token of a position; `bytes`: its text in UTF-8."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """The token that was chosen, and the best of its position."""
+
+    top_logprobs: list[TopLogprob]
+
+
 def token_logprobs(
     positions: Sequence[Mapping[int, Any]], token_ids: Sequence[int], top: int, as_ids: bool
-) -> list[dict[str, Any]]:
+) -> list[TokenLogprob]:
     """One entry per token, with the `top` best of its position."""
-    content = []
+    content: list[TokenLogprob] = []
     for token, position in zip(token_ids, positions, strict=True):
         best = [_entry(t, e, as_ids) for t, e in position.items() if e.rank and e.rank <= top]
         chosen = _entry(token, position[token], as_ids)
@@ -33,7 +47,7 @@ def token_name(token: int, entry: Any, as_ids: bool) -> str:
     return text
 
 
-def _entry(token: int, entry: Any, as_ids: bool) -> dict[str, Any]:
+def _entry(token: int, entry: Any, as_ids: bool) -> TopLogprob:
     text = token_name(token, entry, as_ids)
     return {
         "token": text,

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, Literal, TypedDict, TypeVar
 
 from modulm_server.json_body import bad_field
 
-__all__ = ["page"]
+__all__ = ["Page", "page"]
+
+_Item = TypeVar("_Item", bound=Mapping[str, Any])
+
+
+class Page(TypedDict, Generic[_Item]):
+    """A part of a list."""
+
+    object: Literal["list"]
+    data: list[_Item]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 def page(
-    items: Sequence[Mapping[str, Any]],
+    items: Sequence[_Item],
     query: Mapping[str, str],
     *,
     usual: int = 20,
     most: int = 100,
-) -> dict[str, Any]:
+) -> Page[_Item]:
     """Some of the items, as `limit`, `order` and `after` want. Raises ApiError(400).
 
     items: each with an `id`, the oldest first; the newest come first unless `order` is asc.
@@ -35,7 +47,7 @@ def page(
         if not places:
             raise bad_field("after", "after: nothing in this list has this id")
         listed = listed[places[0] + 1 :]
-    data = listed[: int(given)]
+    data = list(listed[: int(given)])
     return {
         "object": "list",
         "data": data,

@@ -6,13 +6,14 @@ import re
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
-from attrs import define
+from attrs import define, evolve
+from starlette.types import ASGIApp
 
 from modulm.config import EngineConfig
 from modulm_server.app import Served, create_app
@@ -69,10 +70,17 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 
 
 @contextmanager
-def serve_in_thread(engine: Any, config: EngineConfig) -> Iterator[Live]:
-    """A real server on a free port of the loopback interface, or on the unix socket of `--uds`."""
+def serve_in_thread(
+    engine: Any, config: EngineConfig, watch: Callable[[Served], ASGIApp] | None = None
+) -> Iterator[Live]:
+    """A real server on a free port of the loopback interface, or on the unix socket of `--uds`.
+
+    watch: puts something around the application that sees what goes in and out.
+    """
     config = config.with_(host="127.0.0.1", port=0)
     served = create_app(engine, config)
+    if watch is not None:
+        served = evolve(served, app=watch(served))
     sock = open_socket(config.group(ServerConfig))
     server = make_server(served, config.group(ServerConfig))
     thread = threading.Thread(target=server.serve_on, args=(sock,), name="test-server")

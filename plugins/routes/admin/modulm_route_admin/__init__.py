@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from fastapi import APIRouter
 from starlette.responses import Response
@@ -10,12 +10,25 @@ from starlette.responses import Response
 from modulm_server.errors import ApiError
 from modulm_server.flags import ServerConfig
 from modulm_server.json_body import json_response
+from modulm_server.openapi import gives
 from modulm_server.route import RouteFamily
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
 __all__ = ["Admin"]
+
+
+class Success(TypedDict):
+    """Whether it was done."""
+
+    success: bool
+
+
+class Sleeping(TypedDict):
+    """Whether the engine sleeps."""
+
+    is_sleeping: bool
 
 
 class Admin(RouteFamily):
@@ -34,17 +47,28 @@ class Admin(RouteFamily):
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["Administration"])
-        router.add_api_route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"])
-        router.add_api_route("/sleep", self.sleep, methods=["POST"])
-        router.add_api_route("/wake_up", self.wake_up, methods=["POST"])
-        router.add_api_route("/is_sleeping", self.is_sleeping, methods=["GET"])
-        for path in ("/start_profile", "/stop_profile"):
-            router.add_api_route(path, _later("profiles on request"), methods=["POST"])
+        router.add_api_route(
+            "/reset_prefix_cache",
+            self.reset_prefix_cache,
+            methods=["POST"],
+            responses=gives(Success),
+        )
+        router.add_api_route(
+            "/is_sleeping", self.is_sleeping, methods=["GET"], responses=gives(Sleeping)
+        )
+        for path, silent in (
+            ("/sleep", self.sleep),
+            ("/wake_up", self.wake_up),
+            ("/start_profile", _later("profiles on request")),
+            ("/stop_profile", _later("profiles on request")),
+        ):
+            router.add_api_route(path, silent, methods=["POST"], response_class=Response)
         return router
 
     async def reset_prefix_cache(self) -> Response:
         """Forget cached prefixes."""
-        return json_response({"success": await self.context.engine.reset_prefix_cache()})
+        done: Success = {"success": await self.context.engine.reset_prefix_cache()}
+        return json_response(done)
 
     async def sleep(self, level: int = 1) -> Response:
         """Give the model's memory back."""
@@ -58,7 +82,8 @@ class Admin(RouteFamily):
 
     async def is_sleeping(self) -> Response:
         """Whether the engine sleeps."""
-        return json_response({"is_sleeping": await self.context.engine.is_sleeping()})
+        told: Sleeping = {"is_sleeping": await self.context.engine.is_sleeping()}
+        return json_response(told)
 
 
 def _later(what: str) -> Callable[[], Awaitable[Response]]:

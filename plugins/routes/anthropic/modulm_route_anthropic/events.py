@@ -14,15 +14,16 @@ if TYPE_CHECKING:
 
     from modulm.contracts.parser import Event
     from modulm_parsing import ParsedMessage
+    from modulm_route_anthropic import objects
 
 __all__ = ["Events", "blocks_of", "stop_of", "usage_of", "written"]
 
 _STOPS = {"stop": "end_turn", "length": "max_tokens"}
 
 
-def blocks_of(parsed: ParsedMessage, single: bool, omitted: bool = False) -> list[dict[str, Any]]:
+def blocks_of(parsed: ParsedMessage, single: bool, omitted: bool = False) -> list[Any]:
     """The blocks of a whole message, in the order in which they were written."""
-    blocks: list[dict[str, Any]] = []
+    blocks: list[Any] = []
     events = Events(single, omitted)
     for sent in [*events.of(parsed.deltas), *events.close()]:
         if sent["type"] == "content_block_start":
@@ -43,7 +44,7 @@ _GROWS = {
 }
 
 
-def _grow(block: dict[str, Any], delta: Mapping[str, Any]) -> None:
+def _grow(block: Any, delta: Mapping[str, Any]) -> None:
     name, source = _GROWS[delta["type"]]
     block[name] = (block[name] or "") + delta[source]
 
@@ -57,7 +58,7 @@ def _object(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def stop_of(reason: str | None, stop: Any, called: bool) -> dict[str, Any]:
+def stop_of(reason: str | None, stop: Any, called: bool) -> objects.Stop:
     """`stop_reason` and `stop_sequence`."""
     if reason == "stop" and called:
         return {"stop_reason": "tool_use", "stop_sequence": None}
@@ -66,7 +67,7 @@ def stop_of(reason: str | None, stop: Any, called: bool) -> dict[str, Any]:
     return {"stop_reason": _STOPS.get(reason or "", reason), "stop_sequence": None}
 
 
-def usage_of(output: Any, generated: int, thought: int | None = None) -> dict[str, Any]:
+def usage_of(output: Any, generated: int, thought: int | None = None) -> objects.Usage:
     """Tokens read, found in the cache, and written; `thought` of these are thoughts."""
     cached = output.num_cached_tokens or 0
     return {
@@ -77,10 +78,12 @@ def usage_of(output: Any, generated: int, thought: int | None = None) -> dict[st
     }
 
 
-def written(generated: int, thought: int | None) -> dict[str, Any]:
+def written(generated: int, thought: int | None) -> objects.Written:
     """The part of usage that is about the answer."""
-    details = {} if thought is None else {"output_tokens_details": {"thinking_tokens": thought}}
-    return {"output_tokens": generated, **details}
+    if thought is None:
+        return {"output_tokens": generated}
+    details: objects.Thoughts = {"thinking_tokens": thought}
+    return {"output_tokens": generated, "output_tokens_details": details}
 
 
 class Events:
@@ -98,35 +101,38 @@ class Events:
         self._index = -1
         self.called = False
 
-    def of(self, events: Sequence[Event]) -> list[dict[str, Any]]:
+    def of(self, events: Sequence[Event]) -> list[objects.Event]:
         """What to send for these."""
-        sent: list[dict[str, Any]] = []
+        sent: list[objects.Event] = []
         for event in events:
             match event:
                 case Content(text):
                     sent += self._within("text", {"type": "text", "text": ""})
                     sent.append(self._delta({"type": "text_delta", "text": text}))
                 case Reasoning(text):
-                    block = {"type": "thinking", "thinking": "", "signature": ""}
-                    sent += self._within("thinking", block)
+                    sent += self._within(
+                        "thinking", {"type": "thinking", "thinking": "", "signature": ""}
+                    )
                     self._signature.update(text.encode("utf-8", "surrogatepass"))
                     if not self._omitted:
                         sent.append(self._delta({"type": "thinking_delta", "thinking": text}))
                 case ToolStart(index, name, call_id) if self._wanted(index):
                     self.called = True
-                    made = {"type": "tool_use", "id": call_id or new_call_id(), "name": name}
-                    sent += self._within(f"tool {index}", {**made, "input": {}})
+                    called = call_id or new_call_id()
+                    sent += self._within(
+                        f"tool {index}",
+                        {"type": "tool_use", "id": called, "name": name, "input": {}},
+                    )
                 case ToolArguments(index, text) if self._wanted(index):
-                    delta = {"type": "input_json_delta", "partial_json": text}
-                    sent.append(self._delta(delta))
+                    sent.append(self._delta({"type": "input_json_delta", "partial_json": text}))
         return sent
 
-    def close(self) -> list[dict[str, Any]]:
+    def close(self) -> list[objects.Event]:
         """The end of the block that is open."""
         kind, self._open = self._open, None
         if kind is None:
             return []
-        stop = {"type": "content_block_stop", "index": self._index}
+        stop: objects.BlockStop = {"type": "content_block_stop", "index": self._index}
         if kind != "thinking":
             return [stop]
         signature, self._signature = self._signature.hexdigest(), sha256()
@@ -135,7 +141,7 @@ class Events:
     def _wanted(self, index: int) -> bool:
         return index == 0 or not self._single
 
-    def _within(self, kind: str, block: dict[str, Any]) -> list[dict[str, Any]]:
+    def _within(self, kind: str, block: objects.Block) -> list[objects.Event]:
         if self._open == kind:
             return []
         sent = self.close()
@@ -146,5 +152,5 @@ class Events:
             {"type": "content_block_start", "index": self._index, "content_block": block},
         ]
 
-    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+    def _delta(self, delta: objects.BlockDelta) -> objects.BlockGrows:
         return {"type": "content_block_delta", "index": self._index, "delta": delta}

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from modulm_route_anthropic.events import Events, blocks_of, stop_of, usage_of, written
+from modulm_route_anthropic.objects import Failure, Message, Opening, StreamEvent, TokenCount
 from modulm_route_anthropic.schema import (
     CountRequest,
     MessagesRequest,
@@ -26,6 +27,7 @@ from modulm_server.errors import ClientGone, error_body, report
 from modulm_server.flags import ServerConfig
 from modulm_server.held_calls import HeldCalls, hold_calls
 from modulm_server.json_body import json_response, read, takes
+from modulm_server.openapi import gives
 from modulm_server.prompts import ChatOptions
 from modulm_server.route import RouteFamily
 from modulm_server.sse import EventStream, event
@@ -60,10 +62,18 @@ class Anthropic(RouteFamily):
         router = APIRouter(prefix="/v1/messages", tags=["Anthropic"])
         self._parsers = Parsers.of(self.context.config)
         router.add_api_route(
-            "", self.create, methods=["POST"], openapi_extra=takes(MessagesRequest)
+            "",
+            self.create,
+            methods=["POST"],
+            openapi_extra=takes(MessagesRequest),
+            responses=gives(Message, events=StreamEvent, failure=Failure),
         )
         router.add_api_route(
-            "/count_tokens", self.count, methods=["POST"], openapi_extra=takes(CountRequest)
+            "/count_tokens",
+            self.count,
+            methods=["POST"],
+            openapi_extra=takes(CountRequest),
+            responses=gives(TokenCount, failure=Failure),
         )
         return router
 
@@ -92,7 +102,8 @@ class Anthropic(RouteFamily):
             variables = variables_of(body, self._parsers.reasoning)
             options = ChatOptions(tools=tools, variables=variables)
             prompt = await self.context.generation.from_messages(messages_of(body), options)
-            return json_response({"input_tokens": len(prompt.ids)})
+            counted: TokenCount = {"input_tokens": len(prompt.ids)}
+            return json_response(counted)
         except Exception as error:
             return self._refuse(request, error)
 
@@ -145,7 +156,7 @@ class Anthropic(RouteFamily):
         tokenizer = self.context.generation.tokenizer
         return hold_calls(choice, tools, self._parsers, tokenizer, several=several)
 
-    async def _whole(self, job: _Job, started: RunningTurn) -> dict[str, Any]:
+    async def _whole(self, job: _Job, started: RunningTurn) -> Message:
         output, messages = await started.messages()
         message = messages[0]
         blocks = blocks_of(message.parsed, job.single, job.omitted)
@@ -165,8 +176,13 @@ class Anthropic(RouteFamily):
                 if not opened:
                     opened = True
                     usage = usage_of(output, 0)
-                    message = {**_opening(job), "content": [], **stop_of(None, None, False)}
-                    yield _named({"type": "message_start", "message": {**message, "usage": usage}})
+                    message: Message = {
+                        **_opening(job),
+                        "content": [],
+                        **stop_of(None, None, False),
+                        "usage": usage,
+                    }
+                    yield _named({"type": "message_start", "message": message})
                     yield _named({"type": "ping"})
                 for delta in started.deltas(output):
                     for value in events.of(delta.events):
@@ -175,20 +191,20 @@ class Anthropic(RouteFamily):
                         for value in events.close():
                             yield _named(value)
                         stop = stop_of(delta.finish_reason, delta.stop_reason, events.called)
-                        usage = written(delta.generated, await started.reasoning_tokens())
-                        yield _named({"type": "message_delta", "delta": stop, "usage": usage})
+                        spent = written(delta.generated, await started.reasoning_tokens())
+                        yield _named({"type": "message_delta", "delta": stop, "usage": spent})
         yield _named({"type": "message_stop"})
 
 
-def _opening(job: _Job) -> dict[str, Any]:
+def _opening(job: _Job) -> Opening:
     return {"id": job.id, "type": "message", "role": "assistant", "model": job.model}
 
 
-def _named(value: dict[str, Any]) -> bytes:
+def _named(value: StreamEvent) -> bytes:
     return event(value["type"], value)
 
 
-def _error(told: ApiError) -> dict[str, Any]:
+def _error(told: ApiError) -> Failure:
     """Anthropic's error, with OpenAI's `param` and `code` beside its own fields."""
     return {"type": "error", **error_body(told)}
 

@@ -15,6 +15,7 @@ from uuid import uuid4
 import msgspec
 from attrs import asdict, define, field, fields, filters
 
+from modulm_route_files.objects import Counts
 from modulm_server.errors import ApiError
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from io import RawIOBase
     from pathlib import Path
 
+    from modulm_route_files.objects import BatchCard, BatchError
     from modulm_route_files.store import FileStore, StoredFile
     from modulm_server.loopback import LoopbackClient
 
@@ -59,10 +61,10 @@ class Batch:
     made: int = field(factory=time.time_ns)
     status: str = "validating"
     times: dict[str, int] = field(factory=dict)
-    counts: dict[str, int] = field(factory=lambda: {"total": 0, "completed": 0, "failed": 0})
+    counts: Counts = field(factory=lambda: Counts(total=0, completed=0, failed=0))
     output: str | None = None
     errors: str | None = None
-    trouble: list[dict[str, Any]] = field(factory=list)
+    trouble: list[BatchError] = field(factory=list)
     cancelled: bool = False
 
     @property
@@ -79,9 +81,9 @@ class Batch:
         """From its table."""
         return cls(**table)
 
-    def card(self) -> dict[str, Any]:
+    def card(self) -> BatchCard:
         """OpenAI's batch object."""
-        stages = ("in_progress", "finalizing", "completed", "failed", "cancelling", "cancelled")
+        times = self.times
         return {
             "id": self.id,
             "object": "batch",
@@ -95,8 +97,13 @@ class Batch:
             "created_at": self.made // 1_000_000_000,
             "expires_at": None,
             "expired_at": None,
-            **{f"{stage}_at": self.times.get(stage) for stage in stages},
-            "request_counts": dict(self.counts),
+            "in_progress_at": times.get("in_progress"),
+            "finalizing_at": times.get("finalizing"),
+            "completed_at": times.get("completed"),
+            "failed_at": times.get("failed"),
+            "cancelling_at": times.get("cancelling"),
+            "cancelled_at": times.get("cancelled"),
+            "request_counts": {**self.counts},
             "metadata": self.metadata,
         }
 
@@ -149,7 +156,7 @@ class Batch:
         good, bad = self._file(files, "output"), self._file(files, "error")
         self.output, self.errors = good.id, bad.id
         done = _done(good.path), _done(bad.path)
-        self.counts.update(completed=len(done[0]), failed=len(done[1]))
+        self.counts.update({"completed": len(done[0]), "failed": len(done[1])})
         left = [(n, line) for n, line in enumerate(lines) if n not in done[0] and n not in done[1]]
         await self._ask_all(left, loopback, good.path, bad.path)
         self.enter("finalizing")
@@ -300,5 +307,5 @@ def _done(path: Path) -> set[int]:
     return found
 
 
-def _trouble(code: str, message: str) -> dict[str, Any]:
+def _trouble(code: str, message: str) -> BatchError:
     return {"code": code, "message": message, "param": None, "line": None}

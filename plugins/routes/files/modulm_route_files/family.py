@@ -16,11 +16,13 @@ from starlette.responses import FileResponse, Response
 from modulm_route_files.batch import ENDPOINTS, Batch
 from modulm_route_files.batch_store import BatchStore
 from modulm_route_files.flags import FilesConfig
+from modulm_route_files.objects import BatchCard, Deleted, FileCard
 from modulm_route_files.store import FileStore, expires_after, no_room
 from modulm_server.auth import owner_of
 from modulm_server.errors import ApiError
 from modulm_server.json_body import bad_field, json_response, read, takes
-from modulm_server.paging import page
+from modulm_server.openapi import gives
+from modulm_server.paging import Page, page
 from modulm_server.route import RouteFamily
 from modulm_server.sampling import LIMITS
 
@@ -83,17 +85,30 @@ class Files(RouteFamily):
         )
         self._batches = BatchStore(self._files)
         router = APIRouter(prefix="/v1", tags=["Files and batches"])
-        router.add_api_route("/files", self.upload, methods=["POST"], openapi_extra=_UPLOAD)
-        router.add_api_route("/files", self.list_files, methods=["GET"])
-        router.add_api_route("/files/{file_id}", self.file, methods=["GET"])
-        router.add_api_route("/files/{file_id}", self.delete, methods=["DELETE"])
-        router.add_api_route("/files/{file_id}/content", self.content, methods=["GET"])
+        file, batch = "/files/{file_id}", "/batches/{batch_id}"
+        for method, path, endpoint, answer, extra in (
+            ("POST", "/files", self.upload, FileCard, _UPLOAD),
+            ("GET", "/files", self.list_files, Page[FileCard], None),
+            ("POST", "/batches", self.create, BatchCard, takes(BatchRequest)),
+            ("GET", "/batches", self.list_batches, Page[BatchCard], None),
+        ):
+            router.add_api_route(
+                path, endpoint, methods=[method], responses=gives(answer), openapi_extra=extra
+            )
+        for method, path, one, card in (
+            ("GET", file, self.file, FileCard),
+            ("DELETE", file, self.delete, Deleted),
+            ("GET", batch, self.batch, BatchCard),
+            ("POST", f"{batch}/cancel", self.cancel, BatchCard),
+        ):
+            router.add_api_route(path, one, methods=[method], responses=gives(card))
         router.add_api_route(
-            "/batches", self.create, methods=["POST"], openapi_extra=takes(BatchRequest)
+            f"{file}/content",
+            self.content,
+            methods=["GET"],
+            response_class=FileResponse,
+            responses=gives(content="application/octet-stream"),
         )
-        router.add_api_route("/batches", self.list_batches, methods=["GET"])
-        router.add_api_route("/batches/{batch_id}", self.batch, methods=["GET"])
-        router.add_api_route("/batches/{batch_id}/cancel", self.cancel, methods=["POST"])
         return router
 
     async def start(self) -> None:
@@ -152,7 +167,8 @@ class Files(RouteFamily):
         """Delete a file."""
         file = self._files.get(file_id, owner_of(request))
         self._files.remove(file)
-        return json_response({"id": file.id, "object": "file", "deleted": True})
+        gone: Deleted = {"id": file.id, "object": "file", "deleted": True}
+        return json_response(gone)
 
     async def content(self, request: Request, file_id: str) -> Response:
         """What is in a file."""

@@ -25,6 +25,8 @@ from modulm_server.json_body import bad_field
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from modulm_route_files.objects import FileCard
+
 __all__ = ["FileStore", "StoredFile", "expires_after", "no_room", "write_whole"]
 
 #: Seconds that a file may be kept for, where that is said: an hour to thirty days.
@@ -68,7 +70,7 @@ class StoredFile:
         except OSError:
             return 0
 
-    def card(self) -> dict[str, Any]:
+    def card(self) -> FileCard:
         """OpenAI's file object."""
         return {
             "id": self.id,

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
+    from modulm_route_openai.objects import (
+        ChatLogprobs,
+        CompletionLogprobs,
+        PromptLogprob,
+        Usage,
+    )
     from modulm_server.sampling import SamplingFields
 
 __all__ = [
@@ -32,11 +38,10 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
+_Shown = TypeVar("_Shown")
 
 
-async def paced(
-    found: Sequence[_T], show: Callable[[_T], dict[str, Any]]
-) -> AsyncIterator[dict[str, Any]]:
+async def paced(found: Sequence[_T], show: Callable[[_T], _Shown]) -> AsyncIterator[_Shown]:
     """Choices as they are shown; others have their turn on the event loop between two."""
     for place, each in enumerate(found):
         if place:
@@ -71,11 +76,9 @@ def check_priority(config: Any, priority: int | None) -> int:
     return priority or 0
 
 
-def usage(
-    prompt: int, generated: int, cached: int | None, reasoning: int | None = None
-) -> dict[str, Any]:
+def usage(prompt: int, generated: int, cached: int | None, reasoning: int | None = None) -> Usage:
     """OpenAI's usage; `cached` where the server shows it, `reasoning` where it reads thoughts."""
-    counted: dict[str, Any] = {
+    counted: Usage = {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
@@ -107,13 +110,13 @@ class StreamUsage:
         """How many tokens a choice has so far."""
         self._generated[index] = tokens
 
-    def total(self, reasoning: int | None = None) -> dict[str, Any]:
+    def total(self, reasoning: int | None = None) -> Usage:
         """Of all prompts and choices so far; reasoning: tokens that were thoughts."""
         cached = sum(hit or 0 for _, hit in self._prompts.values()) if self._details else None
         prompt = sum(tokens for tokens, _ in self._prompts.values())
         return usage(prompt, sum(self._generated.values()), cached, reasoning)
 
-    def now(self, index: int, place: int = 0) -> dict[str, Any]:
+    def now(self, index: int, place: int = 0) -> Usage:
         """Of one choice so far."""
         return usage(self._prompts[place][0], self._generated.get(index, 0), None)
 
@@ -123,7 +126,7 @@ def chat_logprobs(
     token_ids: Sequence[int],
     top: int,
     as_ids: bool,
-) -> dict[str, Any] | None:
+) -> ChatLogprobs | None:
     """`logprobs` of a chat choice."""
     if positions is None:
         return None
@@ -137,14 +140,14 @@ def completion_logprobs(
     as_ids: bool,
     offset: int,
     text_of: Callable[[int], str],
-) -> dict[str, Any] | None:
+) -> CompletionLogprobs | None:
     """`logprobs` of a completion; `offset`: characters before the first token.
 
     text_of: the text of a token that has no probability, as the first one of a prompt.
     """
     if positions is None:
         return None
-    shown: dict[str, list[Any]] = {
+    shown: CompletionLogprobs = {
         "text_offset": [],
         "token_logprobs": [],
         "tokens": [],
@@ -171,7 +174,9 @@ def _best(
     return {token_name(t, e, as_ids): max(e.logprob, LEAST) for t, e in wanted.items()}
 
 
-def prompt_logprobs(positions: Sequence[Mapping[int, Any] | None] | None) -> list[Any] | None:
+def prompt_logprobs(
+    positions: Sequence[Mapping[int, Any] | None] | None,
+) -> list[dict[str, PromptLogprob] | None] | None:
     """`prompt_logprobs` as vLLM shows them: per token an object keyed by token id."""
     if positions is None:
         return None

@@ -45,6 +45,17 @@ if TYPE_CHECKING:
     from modulm.contracts.parser import Event
     from modulm.contracts.sampling import SamplingParams
     from modulm_frontend.beam_search import BeamSearchParams
+    from modulm_route_openai.objects import (
+        ChatChoice,
+        ChatChunk,
+        ChatChunkChoice,
+        ChatCompletion,
+        ChatDelta,
+        ChatLogprobs,
+        ChatMessage,
+        FunctionDelta,
+        ToolCallDelta,
+    )
     from modulm_route_openai.schema import ChatRequest
     from modulm_server.route import RouteContext
 
@@ -206,11 +217,15 @@ class Chat:
 
     # A whole answer.
 
-    async def _whole(self, job: _Job, started: RunningTurn) -> dict[str, Any]:
+    async def _whole(self, job: _Job, started: RunningTurn) -> ChatCompletion:
         output, messages = await started.messages()
         details = self._context.config.group(ServerConfig).enable_prompt_tokens_details
-        body = {
-            **self._head(job, "chat.completion"),
+        body: ChatCompletion = {
+            "id": job.id,
+            "object": "chat.completion",
+            "created": job.created,
+            "model": job.model,
+            "system_fingerprint": fingerprint(self._context.config, self._context.engine),
             "choices": [choice async for choice in paced(messages, partial(self._choice, job))],
             "usage": usage(
                 len(output.prompt_token_ids),
@@ -225,20 +240,21 @@ class Chat:
             body["prompt_token_ids"] = list(output.prompt_token_ids)
         return body
 
-    def _head(self, job: _Job, kind: str) -> dict[str, Any]:
+    def _head(self, job: _Job) -> ChatChunk:
         return {
             "id": job.id,
-            "object": kind,
+            "object": "chat.completion.chunk",
             "created": job.created,
             "model": job.model,
             "system_fingerprint": fingerprint(self._context.config, self._context.engine),
+            "choices": [],
         }
 
-    def _choice(self, job: _Job, message: Message) -> dict[str, Any]:
+    def _choice(self, job: _Job, message: Message) -> ChatChoice:
         parsed = message.parsed
         calls = parsed.tool_calls[:1] if job.single_call else parsed.tool_calls
         content = job.echo + parsed.content if parsed.content else job.echo or None
-        shown: dict[str, Any] = {
+        shown: ChatMessage = {
             "role": job.role,
             "content": content if content or calls else content or "",
             "refusal": None,
@@ -247,7 +263,7 @@ class Chat:
         }
         if calls:
             shown["tool_calls"] = [call.as_openai() for call in calls]
-        choice = {
+        choice: ChatChoice = {
             "index": message.index,
             "message": shown,
             "logprobs": self._logprobs(job, message.logprobs, message.token_ids),
@@ -258,7 +274,7 @@ class Chat:
             choice["token_ids"] = list(message.token_ids)
         return choice
 
-    def _logprobs(self, job: _Job, positions: Any, ids: Sequence[int]) -> dict[str, Any] | None:
+    def _logprobs(self, job: _Job, positions: Any, ids: Sequence[int]) -> ChatLogprobs | None:
         as_ids = job.body.return_tokens_as_token_ids
         if as_ids is None:
             as_ids = self._context.config.group(ServerConfig).return_tokens_as_token_ids
@@ -268,7 +284,7 @@ class Chat:
 
     async def _frames(self, job: _Job, started: RunningTurn) -> AsyncGenerator[bytes, None]:
         counted = StreamUsage(job.body, self._context.config)
-        head = self._head(job, "chat.completion.chunk")
+        head = self._head(job)
         deltas = [_Deltas(job) for _ in range(job.turn.params.n)]
         first = True
         async with aclosing(started.running) as outputs:
@@ -277,23 +293,23 @@ class Chat:
                 if first:
                     first = False
                     for index in range(len(deltas)):
-                        opening = {**head, "choices": [_opening(job, index)]}
+                        opening: ChatChunk = {**head, "choices": [_opening(job, index)]}
                         if counted.each:
                             opening["usage"] = counted.now(index)
                         yield frame(opening)
                 for new in started.deltas(output):
                     counted.generated(new.index, new.generated)
                     for choice in self._pieces(job, new, deltas[new.index]):
-                        body = {**head, "choices": [choice]}
+                        body: ChatChunk = {**head, "choices": [choice]}
                         if counted.each:
                             body["usage"] = counted.now(new.index)
                         yield frame(body)
         if counted.last:
             total = counted.total(await started.reasoning_tokens())
-            yield frame({**head, "choices": [], "usage": total})
+            yield frame({**head, "usage": total})
         yield DONE
 
-    def _pieces(self, job: _Job, new: Delta, deltas: _Deltas) -> Iterator[dict[str, Any]]:
+    def _pieces(self, job: _Job, new: Delta, deltas: _Deltas) -> Iterator[ChatChunkChoice]:
         """The choices of the chunks that tell what is new; mostly one."""
         *others, last = _in_order(new.events)
         for events in others:
@@ -304,7 +320,7 @@ class Chat:
         ids = job.body.return_token_ids and new.token_ids
         if not (delta or new.finish_reason or new.logprobs or ids):
             return
-        choice: dict[str, Any] = {
+        choice: ChatChunkChoice = {
             "index": new.index,
             "delta": delta,
             "logprobs": self._logprobs(job, new.logprobs, new.token_ids),
@@ -325,22 +341,22 @@ class _Deltas:
         self._job = job
         self.called = False
 
-    def of(self, events: Sequence[Event]) -> dict[str, Any]:
+    def of(self, events: Sequence[Event]) -> ChatDelta:
         """One delta for all of them."""
-        delta: dict[str, Any] = {}
+        delta: ChatDelta = {}
         for event in events:
             match event:
                 case Content(text):
                     delta["content"] = delta.get("content", "") + text
                 case Reasoning(text):
-                    for name in ("reasoning", "reasoning_content"):
-                        delta[name] = delta.get(name, "") + text
+                    thought = delta.get("reasoning", "") + text
+                    delta["reasoning"] = delta["reasoning_content"] = thought
                 case ToolStart(index, name, call_id) if self._wanted(index):
                     self.called = True
-                    function = {"name": name, "arguments": ""}
-                    call = {"id": call_id or new_call_id(), "type": "function"}
+                    function: FunctionDelta = {"name": name, "arguments": ""}
+                    called = call_id or new_call_id()
                     delta.setdefault("tool_calls", []).append(
-                        {"index": index, **call, "function": function}
+                        {"index": index, "id": called, "type": "function", "function": function}
                     )
                 case ToolArguments(index, text) if self._wanted(index):
                     _add_arguments(delta.setdefault("tool_calls", []), index, text)
@@ -367,15 +383,15 @@ def _in_order(events: Sequence[Event]) -> list[Sequence[Event]]:
     return list(runs)
 
 
-def _add_arguments(calls: list[dict[str, Any]], index: int, text: str) -> None:
+def _add_arguments(calls: list[ToolCallDelta], index: int, text: str) -> None:
     if calls and calls[-1]["index"] == index:
         calls[-1]["function"]["arguments"] += text
     else:
         calls.append({"index": index, "function": {"arguments": text}})
 
 
-def _opening(job: _Job, index: int) -> dict[str, Any]:
-    delta = {"role": job.role, "content": job.echo}
+def _opening(job: _Job, index: int) -> ChatChunkChoice:
+    delta: ChatDelta = {"role": job.role, "content": job.echo}
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 

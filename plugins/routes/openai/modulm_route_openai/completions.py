@@ -39,6 +39,12 @@ if TYPE_CHECKING:
 
     from modulm.contracts.sampling import SamplingParams, StructuredOutputs
     from modulm.engine.types.outputs import RequestOutput
+    from modulm_route_openai.objects import (
+        Completion,
+        CompletionChoice,
+        CompletionChunk,
+        CompletionLogprobs,
+    )
     from modulm_route_openai.schema import CompletionRequest
     from modulm_server.route import RouteContext
 
@@ -210,7 +216,7 @@ class Completions:
                     await run.aclose()
             raise
 
-    async def _whole(self, job: _Job, runs: Sequence[Running]) -> dict[str, Any]:
+    async def _whole(self, job: _Job, runs: Sequence[Running]) -> Completion:
         async with AsyncExitStack() as stack:
             for run in runs:
                 stack.push_async_callback(run.aclose)
@@ -227,16 +233,17 @@ class Completions:
         tokens = sum(len(output.prompt_token_ids) for output in outputs)
         return {**self._head(job), "choices": choices, "usage": usage(tokens, generated, cached)}
 
-    def _head(self, job: _Job) -> dict[str, Any]:
+    def _head(self, job: _Job) -> CompletionChunk:
         return {
             "id": job.id,
             "object": "text_completion",
             "created": job.created,
             "model": job.model,
             "system_fingerprint": fingerprint(self._context.config, self._context.engine),
+            "choices": [],
         }
 
-    def _choice(self, job: _Job, output: Any, choice: Any, index: int) -> dict[str, Any]:
+    def _choice(self, job: _Job, output: Any, choice: Any, index: int) -> CompletionChoice:
         text, ids, positions = choice.text, list(choice.token_ids), choice.logprobs
         if job.nothing:
             text, ids, positions = "", [], None if positions is None else []
@@ -245,7 +252,7 @@ class Completions:
             if positions is not None and output.prompt_logprobs is not None:
                 positions = [*output.prompt_logprobs, *positions]
                 ids = [*output.prompt_token_ids, *ids]
-        shown = {
+        shown: CompletionChoice = {
             "index": index,
             "text": text,
             "logprobs": self._logprobs(job, positions, ids, 0),
@@ -261,7 +268,7 @@ class Completions:
 
     def _logprobs(
         self, job: _Job, positions: Any, ids: Sequence[int], offset: int
-    ) -> dict[str, Any] | None:
+    ) -> CompletionLogprobs | None:
         as_ids = job.body.return_tokens_as_token_ids
         if as_ids is None:
             as_ids = self._context.config.group(ServerConfig).return_tokens_as_token_ids
@@ -290,7 +297,7 @@ class Completions:
                 chunk = self._piece(job, output, choice, index, index not in totals, sent)
                 totals[index] = totals.get(index, 0) + len(choice.token_ids)
                 counted.generated(index, 0 if job.nothing else totals[index])
-                body = {**head, "choices": [chunk]}
+                body: CompletionChunk = {**head, "choices": [chunk]}
                 if counted.each:
                     body["usage"] = counted.now(index, place)
                 yield frame(body)
@@ -307,12 +314,12 @@ class Completions:
                     for data in chunks(place, output):
                         yield data
         if counted.last:
-            yield frame({**head, "choices": [], "usage": counted.total()})
+            yield frame({**head, "usage": counted.total()})
         yield DONE
 
     def _piece(
         self, job: _Job, output: Any, choice: Any, index: int, first: bool, sent: dict[int, int]
-    ) -> dict[str, Any]:
+    ) -> CompletionChoice:
         """A chunk's choice; the first one carries the echo."""
         text, ids, positions = choice.text, list(choice.token_ids), choice.logprobs
         if job.nothing:
@@ -322,7 +329,7 @@ class Completions:
             if positions is not None and output.prompt_logprobs is not None:
                 positions = [*output.prompt_logprobs, *positions]
                 ids = [*output.prompt_token_ids, *ids]
-        shown = {
+        shown: CompletionChoice = {
             "index": index,
             "text": text,
             "logprobs": self._logprobs(job, positions, ids, sent.get(index, 0)),

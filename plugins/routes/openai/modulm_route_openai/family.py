@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Literal, NotRequired
+
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from modulm_route_openai.chat import Chat
 from modulm_route_openai.completions import Completions
 from modulm_route_openai.models import Models
+from modulm_route_openai.objects import (
+    ChatChunk,
+    ChatCompletion,
+    Completion,
+    CompletionChunk,
+    ModelCard,
+    ModelInfo,
+    ModelList,
+    ModelPage,
+    Rendered,
+)
 from modulm_route_openai.schema import ChatRequest, CompletionRequest
 from modulm_server.json_body import json_response, read, takes
+from modulm_server.openapi import ErrorAnswer, gives
 from modulm_server.route import RouteFamily
 
 __all__ = ["OpenAI"]
+
+
+class _Refusal(ErrorAnswer):
+    """OpenAI's error, or Anthropic's, which says that it is one."""
+
+    type: NotRequired[Literal["error"]]
 
 
 class OpenAI(RouteFamily):
@@ -26,31 +46,57 @@ class OpenAI(RouteFamily):
         completions, chat = Completions(self.context), Chat(self.context)
 
         models = Models(self.context)
-        router.add_api_route("/models", models.listed, methods=["GET"])
+        router.add_api_route(
+            "/models",
+            models.listed,
+            methods=["GET"],
+            responses=gives(ModelList | ModelPage, failure=_Refusal),
+        )
 
-        @router.head("/models")
+        @router.head("/models", response_class=Response)
         async def models_head() -> Response:
             """Whether models are served."""
             return json_response({})
 
-        router.add_api_route("/models/{model:path}", models.one, methods=["GET"])
+        router.add_api_route(
+            "/models/{model:path}",
+            models.one,
+            methods=["GET"],
+            responses=gives(ModelCard | ModelInfo, failure=_Refusal),
+        )
 
-        @router.post("/completions", openapi_extra=takes(CompletionRequest))
+        @router.post(
+            "/completions",
+            openapi_extra=takes(CompletionRequest),
+            responses=gives(Completion, events=CompletionChunk | ErrorAnswer),
+        )
         async def complete(request: Request) -> Response:
             """Go on with a prompt."""
             return await completions.answer(request, await read(request, CompletionRequest))
 
-        @router.post("/chat/completions", openapi_extra=takes(ChatRequest))
+        @router.post(
+            "/chat/completions",
+            openapi_extra=takes(ChatRequest),
+            responses=gives(ChatCompletion, events=ChatChunk | ErrorAnswer),
+        )
         async def converse(request: Request) -> Response:
             """Answer a conversation."""
             return await chat.answer(request, await read(request, ChatRequest))
 
-        @router.post("/completions/render", openapi_extra=takes(CompletionRequest))
+        @router.post(
+            "/completions/render",
+            openapi_extra=takes(CompletionRequest),
+            responses=gives(list[Rendered]),
+        )
         async def render_completion(request: Request) -> Response:
             """The prompts and parameters that a completion request becomes."""
             return await completions.rendered(request, await read(request, CompletionRequest))
 
-        @router.post("/chat/completions/render", openapi_extra=takes(ChatRequest))
+        @router.post(
+            "/chat/completions/render",
+            openapi_extra=takes(ChatRequest),
+            responses=gives(Rendered),
+        )
         async def render_chat(request: Request) -> Response:
             """The prompt and parameters that a chat request becomes."""
             return await chat.rendered(request, await read(request, ChatRequest))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastapi import Request
 from starlette.responses import Response
@@ -14,6 +14,7 @@ from modulm_server.json_body import bad_field, json_response
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from modulm_route_openai.objects import ModelCard, ModelInfo, ModelList, ModelPage
     from modulm_server.route import RouteContext
 
 __all__ = ["Models"]
@@ -33,19 +34,19 @@ class Models:
         """The models that are served."""
         names = self._context.models
         if not _anthropic(request):
-            return json_response({"object": "list", "data": [self._card(name) for name in names]})
+            cards: ModelList = {"object": "list", "data": [self._card(name) for name in names]}
+            return json_response(cards)
         try:
             shown, more = _page(names, request.query_params)
         except ApiError as error:
             return _refused(error)
-        return json_response(
-            {
-                "data": [self._info(name) for name in shown],
-                "first_id": shown[0] if shown else None,
-                "last_id": shown[-1] if shown else None,
-                "has_more": more,
-            }
-        )
+        page: ModelPage = {
+            "data": [self._info(name) for name in shown],
+            "first_id": shown[0] if shown else None,
+            "last_id": shown[-1] if shown else None,
+            "has_more": more,
+        }
+        return json_response(page)
 
     async def one(self, request: Request, model: str) -> Response:
         """One model."""
@@ -56,7 +57,7 @@ class Models:
             return json_response(self._card(model))
         return json_response(self._info(model)) if known else _refused(model_error(model))
 
-    def _card(self, name: str) -> dict[str, Any]:
+    def _card(self, name: str) -> ModelCard:
         return {
             "id": name,
             "object": "model",
@@ -67,7 +68,7 @@ class Models:
             "max_model_len": self._context.engine.info.max_model_len,
         }
 
-    def _info(self, name: str) -> dict[str, Any]:
+    def _info(self, name: str) -> ModelInfo:
         created = datetime.fromtimestamp(self._context.created, UTC)
         longest = self._context.engine.info.max_model_len
         return {

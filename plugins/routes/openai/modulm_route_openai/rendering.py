@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from modulm.contracts.sampling import SamplingParams
     from modulm.text.tokenizer import Tokenizer
     from modulm_frontend.beam_search import BeamSearchParams
+    from modulm_route_openai.objects import Rendered
     from modulm_server.prompts import Prompt
     from modulm_server.sampling import SamplingFields
 
@@ -24,7 +25,7 @@ def rendered(
     prompt: Prompt,
     params: SamplingParams | BeamSearchParams,
     tokenizer: Tokenizer,
-) -> dict[str, Any]:
+) -> Rendered:
     """One prompt in vLLM's form, a request of tokens; `prompt` is its text.
 
     A prompt with embeddings has id 0 in their places.

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 from fastapi import APIRouter
 from starlette.responses import Response
 
 import modulm
+from modulm_server.engine.metrics import Metrics
 from modulm_server.errors import ApiError
 from modulm_server.json_body import json_response
 from modulm_server.metrics import exposition, merged
+from modulm_server.openapi import gives
 from modulm_server.route import RouteFamily
 
 __all__ = ["Ops"]
+
+
+class Load(TypedDict):
+    """How many requests are being answered."""
+
+    server_load: int
+
+
+class Version(TypedDict):
+    """The version of modulm."""
+
+    version: str
+
+
+class ServerInfo(Version):
+    """What is served, and every flag that differs from its default."""
+
+    models: list[str]
+    max_model_len: int
+    dtype: str
+    config: dict[str, Any]
 
 
 class Ops(RouteFamily):
@@ -29,13 +52,22 @@ class Ops(RouteFamily):
             ("/ping", self.health),
             ("/ready", self.ready),
         ):
-            router.add_api_route(path, sign, methods=["GET"])
+            router.add_api_route(path, sign, methods=["GET"], response_class=Response)
             router.add_api_route(path, sign, methods=["HEAD"], include_in_schema=False)
         router.add_api_route("/ping", self.health, methods=["POST"], include_in_schema=False)
-        router.add_api_route("/load", self.load, methods=["GET"])
-        router.add_api_route("/version", self.version, methods=["GET"])
-        router.add_api_route("/metrics", self.metrics, methods=["GET"])
-        router.add_api_route("/server_info", self.server_info, methods=["GET"])
+        for path, endpoint, answer in (
+            ("/load", self.load, Load),
+            ("/version", self.version, Version),
+            ("/server_info", self.server_info, ServerInfo),
+        ):
+            router.add_api_route(path, endpoint, methods=["GET"], responses=gives(answer))
+        router.add_api_route(
+            "/metrics",
+            self.metrics,
+            methods=["GET"],
+            response_class=Response,
+            responses=gives(content="text/plain"),
+        )
         return router
 
     async def health(self) -> Response:
@@ -60,11 +92,13 @@ class Ops(RouteFamily):
 
     async def load(self) -> Response:
         """How many requests are being answered."""
-        return json_response({"server_load": self.context.engine.active})
+        told: Load = {"server_load": self.context.engine.active}
+        return json_response(told)
 
     async def version(self) -> Response:
         """The version of modulm."""
-        return json_response({"version": modulm.__version__})
+        told: Version = {"version": modulm.__version__}
+        return json_response(told)
 
     async def metrics(self) -> Response:
         """Metrics of engine and server, all of its processes, in Prometheus' text format."""
@@ -72,7 +106,7 @@ class Ops(RouteFamily):
         engine = self.context.engine
         others = await engine.reports()
         if others:
-            body = merged(body, others, engine.metrics.SHARED)
+            body = merged(body, others, Metrics.SHARED)
         return Response(body, media_type=None, headers={"Content-Type": kind})
 
     async def server_info(self) -> Response:
@@ -83,15 +117,14 @@ class Ops(RouteFamily):
             if secret in changed:
                 changed[secret] = "(set)"
         info = self.context.engine.info
-        return json_response(
-            {
-                "version": modulm.__version__,
-                "models": list(self.context.models),
-                "max_model_len": info.max_model_len,
-                "dtype": str(info.dtype),
-                "config": changed,
-            }
-        )
+        told: ServerInfo = {
+            "version": modulm.__version__,
+            "models": list(self.context.models),
+            "max_model_len": info.max_model_len,
+            "dtype": str(info.dtype),
+            "config": changed,
+        }
+        return json_response(told)
 
 
 def _plain(value: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from modulm_route_pooling.objects import CohereEmbeddings
 from modulm_route_pooling.prompts import text_of
 from modulm_route_pooling.schema import CohereEmbedRequest, EmbedRequest
 from modulm_route_pooling.vectors import bits
@@ -76,7 +77,7 @@ def question(body: CohereEmbedRequest, longest: int, prompts: Collection[str]) -
 
 def answer(
     body: CohereEmbedRequest, texts: Sequence[str], vectors: Sequence[np.ndarray], tokens: int
-) -> dict[str, Any]:
+) -> CohereEmbeddings:
     """The vectors in every type that was asked for."""
     wanted = body.embedding_types or ["float"]
     embeddings = {kind: [_ENCODINGS[kind](vector) for vector in vectors] for kind in wanted}

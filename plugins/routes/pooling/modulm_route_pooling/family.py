@@ -21,7 +21,21 @@ from modulm.contracts.sampling import PoolingParams
 from modulm.errors import RequestError
 from modulm.loading.pooling import open_pooler
 from modulm.plugins import current
-from modulm_route_pooling.cohere import answer, question, refuse_images
+from modulm_route_pooling import cohere
+from modulm_route_pooling.cohere import question, refuse_images
+from modulm_route_pooling.objects import (
+    Classified,
+    ClassList,
+    CohereEmbeddings,
+    EmbeddingList,
+    Head,
+    PoolingList,
+    Ranked,
+    RankList,
+    Scored,
+    ScoreList,
+    Usage,
+)
 from modulm_route_pooling.prompts import Part, pairs_of, prompts_of, text_of
 from modulm_route_pooling.schema import (
     ClassifyRequest,
@@ -33,11 +47,13 @@ from modulm_route_pooling.schema import (
 )
 from modulm_route_pooling.vectors import bytes_response, is_binary, shown
 from modulm_server.json_body import bad_field, json_response, read, takes
+from modulm_server.openapi import gives
 from modulm_server.prompts import Prompt
 from modulm_server.route import RouteFamily
 
 __all__ = ["Pooling"]
 
+_BYTES = "application/octet-stream"
 #: Tasks whose vectors are embeddings, or of which scores can be made.
 _PAIRS = ("score", "embed", "token_embed")
 
@@ -51,17 +67,22 @@ class Pooling(RouteFamily):
     def router(self) -> APIRouter:
         router = APIRouter(tags=["Pooling"])
         routes = (
-            (self.embed, EmbedRequest, ("/v1/embeddings",)),
-            (self.cohere_embed, CohereEmbedRequest, ("/v2/embed",)),
-            (self.pool, PoolRequest, ("/pooling",)),
-            (self.classify, ClassifyRequest, ("/classify",)),
-            (self.score, ScoreRequest, ("/score", "/v1/score")),
-            (self.rerank, RerankRequest, ("/rerank", "/v1/rerank", "/v2/rerank")),
+            (self.embed, EmbedRequest, gives(EmbeddingList, content=_BYTES), ("/v1/embeddings",)),
+            (self.cohere_embed, CohereEmbedRequest, gives(CohereEmbeddings), ("/v2/embed",)),
+            (self.pool, PoolRequest, gives(PoolingList, content=_BYTES), ("/pooling",)),
+            (self.classify, ClassifyRequest, gives(ClassList), ("/classify",)),
+            (self.score, ScoreRequest, gives(ScoreList), ("/score", "/v1/score")),
+            (self.rerank, RerankRequest, gives(RankList), ("/rerank", "/v1/rerank", "/v2/rerank")),
         )
-        for function, schema, paths in routes:
+        for function, schema, answers, paths in routes:
             for path in paths:
-                extra = takes(schema)
-                router.add_api_route(path, function, methods=["POST"], openapi_extra=extra)
+                router.add_api_route(
+                    path,
+                    function,
+                    methods=["POST"],
+                    openapi_extra=takes(schema),
+                    responses=answers,
+                )
         return router
 
     async def embed(self, request: Request) -> Response:
@@ -81,7 +102,7 @@ class Pooling(RouteFamily):
         outputs = await self._vectors(asked, "embed")
         texts = [text_of("inputs", given) for given in asked.input]
         vectors = [np.asarray(output.outputs.data) for output in outputs]
-        return json_response(answer(body, texts, vectors, _usage(outputs)["prompt_tokens"]))
+        return json_response(cohere.answer(body, texts, vectors, _usage(outputs)["prompt_tokens"]))
 
     async def pool(self, request: Request) -> Response:
         """The model's vectors as they are."""
@@ -96,15 +117,24 @@ class Pooling(RouteFamily):
         body = await read(request, ClassifyRequest)
         model = self._model(body.model, ("classify",))
         outputs = await self._pooled(body, _params(body, task="classify"))
-        data = []
+        data: list[Classified] = []
         for index, output in enumerate(outputs):
             probs = np.asarray(output.outputs.data).ravel()
             best = self._labels.get(str(int(probs.argmax())))
-            numbers = {"probs": probs.tolist(), "num_classes": len(probs)}
-            data.append({"index": index, "label": best, **numbers})
-        return json_response(
-            {**_head("classify", model, body), "data": data, "usage": _usage(outputs)}
-        )
+            data.append(
+                {
+                    "index": index,
+                    "label": best,
+                    "probs": probs.tolist(),
+                    "num_classes": len(probs),
+                }
+            )
+        answer: ClassList = {
+            **_head("classify", model, body),
+            "data": data,
+            "usage": _usage(outputs),
+        }
+        return json_response(answer)
 
     async def score(self, request: Request) -> Response:
         """How well texts go together."""
@@ -112,11 +142,12 @@ class Pooling(RouteFamily):
         model = self._model(body.model, _PAIRS)
         left, right = await pairs_of(self.context.generation, self._texts, body)
         scores, usage = await self._scores(left, right, body)
-        data = [
+        data: list[Scored] = [
             {"index": index, "object": "score", "score": score}
             for index, score in enumerate(scores)
         ]
-        return json_response({**_head("score", model, body), "data": data, "usage": usage})
+        answer: ScoreList = {**_head("score", model, body), "data": data, "usage": usage}
+        return json_response(answer)
 
     async def rerank(self, request: Request) -> Response:
         """Documents, the best for a query first."""
@@ -125,14 +156,15 @@ class Pooling(RouteFamily):
         left, right = await pairs_of(self.context.generation, self._texts, body)
         scores, usage = await self._scores(left, right, body)
         order = sorted(range(len(scores)), key=lambda place: -scores[place])
-        results: list[dict[str, Any]] = [
+        results: list[Ranked] = [
             {"index": i, "relevance_score": scores[i]} for i in order[: body.top_n or len(order)]
         ]
         if body.return_documents is not False:
             for result in results:
                 given = body.documents[result["index"]]
                 result["document"] = {"text": text_of("documents", given)}
-        return json_response({**_head("rerank", model, body), "results": results, "usage": usage})
+        answer: RankList = {**_head("rerank", model, body), "results": results, "usage": usage}
+        return json_response(answer)
 
     # How it is done.
 
@@ -193,7 +225,7 @@ class Pooling(RouteFamily):
 
     async def _scores(
         self, left: Sequence[str], right: Sequence[str], body: ScoreRequest | RerankRequest
-    ) -> tuple[list[float], dict[str, int]]:
+    ) -> tuple[list[float], Usage]:
         """One score per pair, and what was computed for them."""
         wanted = {"variables": body.chat_template_kwargs}
         pairs = self._texts.pairs
@@ -231,11 +263,11 @@ def _vectors(
     return json_response({**head, "data": data, "usage": usage})
 
 
-def _head(prefix: str, model: str, body: Any) -> dict[str, Any]:
+def _head(prefix: str, model: str, body: Any) -> Head:
     name = f"{prefix}-{body.request_id or uuid4().hex}"
     return {"id": name, "object": "list", "created": int(time.time()), "model": model}
 
 
-def _usage(outputs: Sequence[Any]) -> dict[str, int]:
+def _usage(outputs: Sequence[Any]) -> Usage:
     tokens = sum(len(output.prompt_token_ids) for output in outputs)
     return {"prompt_tokens": tokens, "total_tokens": tokens}

@@ -10,6 +10,7 @@ from modulm_server.json_body import bad_field
 
 if TYPE_CHECKING:
     from modulm.contracts.sampling import SamplingParams
+    from modulm_route_responses.objects import ResponseObject, Usage
     from modulm_route_responses.schema import ResponsesRequest
 
 __all__ = ["LOGPROBS", "refuse", "response", "usage"]
@@ -38,7 +39,7 @@ def refuse(body: ResponsesRequest) -> None:
         raise bad_field("service_tier", "service_tier: auto or default")
 
 
-def response(body: ResponsesRequest, model: str, params: SamplingParams) -> dict[str, Any]:
+def response(body: ResponsesRequest, model: str, params: SamplingParams) -> ResponseObject:
     """The response before anything was said.
 
     `max_tool_calls` bounds calls of tools that a server runs itself; there are none here, so that
@@ -76,13 +77,15 @@ def response(body: ResponsesRequest, model: str, params: SamplingParams) -> dict
     }
 
 
-def usage(output: Any, generated: int, reasoning: int) -> dict[str, Any]:
+def usage(output: Any, generated: int, reasoning: int) -> Usage:
     """Token counts of a response; `reasoning` of the generated ones were reasoning."""
     prompt = len(output.prompt_token_ids)
-    cached = {"cached_tokens": output.num_cached_tokens or 0, "cache_write_tokens": 0}
     return {
         "input_tokens": prompt,
-        "input_tokens_details": cached,
+        "input_tokens_details": {
+            "cached_tokens": output.num_cached_tokens or 0,
+            "cache_write_tokens": 0,
+        },
         "output_tokens": generated,
         "output_tokens_details": {"reasoning_tokens": min(reasoning, generated)},
         "total_tokens": prompt + generated,

@@ -16,12 +16,14 @@ from fastapi import Request
 from msgspec import Meta, Struct
 from starlette.responses import Response
 
+from modulm_route_responses.objects import Card, Deleted
 from modulm_route_responses.schema import Metadata, items_of, messages_of
 from modulm_route_responses.store import surplus
 from modulm_server.auth import owner_of
 from modulm_server.errors import ApiError
 from modulm_server.json_body import bad_field, json_response, read, takes
-from modulm_server.paging import page
+from modulm_server.openapi import gives
+from modulm_server.paging import Page, page
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,7 +68,7 @@ class Conversation:
     id: str = field(factory=lambda: f"conv_{uuid4().hex}")
     created: int = field(factory=lambda: int(time.time()))
 
-    def card(self) -> dict[str, Any]:
+    def card(self) -> Card:
         """OpenAI's conversation object."""
         return {
             "id": self.id,
@@ -91,17 +93,27 @@ class Conversations:
     def add_routes(self, router: APIRouter) -> None:
         """Put the routes on a router whose prefix is /v1."""
         one = "/conversations/{conversation_id}"
-        for path, endpoint, schema in (
-            ("/conversations", self.create, ConversationRequest),
-            (one, self.update, UpdateRequest),
-            (f"{one}/items", self.add_items, ItemsRequest),
+        items, item = f"{one}/items", f"{one}/items/{{item_id}}"
+        for path, endpoint, schema, answer in (
+            ("/conversations", self.create, ConversationRequest, Card),
+            (one, self.update, UpdateRequest, Card),
+            (items, self.add_items, ItemsRequest, Page[dict[str, Any]]),
         ):
-            router.add_api_route(path, endpoint, methods=["POST"], openapi_extra=takes(schema))
-        router.add_api_route(one, self.retrieve, methods=["GET"])
-        router.add_api_route(one, self.delete, methods=["DELETE"])
-        router.add_api_route(f"{one}/items", self.list_items, methods=["GET"])
-        router.add_api_route(f"{one}/items/{{item_id}}", self.item, methods=["GET"])
-        router.add_api_route(f"{one}/items/{{item_id}}", self.delete_item, methods=["DELETE"])
+            router.add_api_route(
+                path,
+                endpoint,
+                methods=["POST"],
+                openapi_extra=takes(schema),
+                responses=gives(answer),
+            )
+        for method, path, plain, card in (
+            ("GET", one, self.retrieve, Card),
+            ("DELETE", one, self.delete, Deleted),
+            ("GET", items, self.list_items, Page[dict[str, Any]]),
+            ("GET", item, self.item, dict[str, Any]),
+            ("DELETE", item, self.delete_item, Card),
+        ):
+            router.add_api_route(path, plain, methods=[method], responses=gives(card))
 
     def named(self, given: Any, owner: str) -> Conversation | None:
         """The conversation that a request is part of: its id, or an object with it.
@@ -137,7 +149,7 @@ class Conversations:
     async def delete(self, request: Request, conversation_id: str) -> Response:
         """Forget a conversation; responses that were part of it stay."""
         del self._held[self._get(conversation_id, owner_of(request)).id]
-        gone = {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
+        gone: Deleted = {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
         return json_response(gone)
 
     async def add_items(self, request: Request, conversation_id: str) -> Response:

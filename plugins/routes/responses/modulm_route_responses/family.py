@@ -7,7 +7,7 @@ import logging
 import time
 from contextlib import aclosing
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import field, frozen
 from fastapi import APIRouter, Request
@@ -18,6 +18,7 @@ from modulm_route_responses.body import refuse, response, usage
 from modulm_route_responses.conversations import Conversation, Conversations
 from modulm_route_responses.events import Log
 from modulm_route_responses.flags import ResponsesConfig
+from modulm_route_responses.objects import Deleted, Event, InputTokens, ResponseObject
 from modulm_route_responses.output import LogprobsOf, Output
 from modulm_route_responses.prompts import StoredPrompts
 from modulm_route_responses.schema import (
@@ -40,7 +41,8 @@ from modulm_server.errors import ApiError, describe, escape
 from modulm_server.flags import ServerConfig
 from modulm_server.held_calls import hold_calls
 from modulm_server.json_body import bad_field, json_response, read, takes
-from modulm_server.paging import page
+from modulm_server.openapi import gives
+from modulm_server.paging import Page, page
 from modulm_server.prompts import ChatOptions, Prompt
 from modulm_server.route import RouteFamily
 from modulm_server.sse import EventStream, event
@@ -48,6 +50,7 @@ from modulm_server.sse import EventStream, event
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Sequence
 
+    from modulm.contracts.sampling import SamplingParams
     from modulm_server.chat_turn import RunningTurn
 
 __all__ = ["Responses"]
@@ -71,7 +74,7 @@ class _Job:
     numbers: Iterator[int] = field(factory=count)
 
     @property
-    def body(self) -> dict[str, Any]:
+    def body(self) -> ResponseObject:
         return self.stored.body
 
     def frame(self, value: dict[str, Any]) -> bytes:
@@ -100,18 +103,26 @@ class Responses(RouteFamily):
         self._conversations = Conversations()
         self._prompts = StoredPrompts.of(self.context.config.group(ResponsesConfig))
         router = APIRouter(prefix="/v1", tags=["Responses"])
-        for path, endpoint in (
-            ("/responses", self.create),
-            ("/responses/input_tokens", self.count),
+        told = gives(ResponseObject, events=Event)
+        for path, endpoint, answers in (
+            ("/responses", self.create, told),
+            ("/responses/input_tokens", self.count, gives(InputTokens)),
         ):
             router.add_api_route(
-                path, endpoint, methods=["POST"], openapi_extra=takes(ResponsesRequest)
+                path,
+                endpoint,
+                methods=["POST"],
+                openapi_extra=takes(ResponsesRequest),
+                responses=answers,
             )
         one = "/responses/{response_id}"
-        router.add_api_route(one, self.retrieve, methods=["GET"])
-        router.add_api_route(one, self.delete, methods=["DELETE"])
-        router.add_api_route(f"{one}/cancel", self.cancel, methods=["POST"])
-        router.add_api_route(f"{one}/input_items", self.input_items, methods=["GET"])
+        for method, path, plain, answers in (
+            ("GET", one, self.retrieve, told),
+            ("DELETE", one, self.delete, gives(Deleted)),
+            ("POST", f"{one}/cancel", self.cancel, gives(ResponseObject)),
+            ("GET", f"{one}/input_items", self.input_items, gives(Page[dict[str, Any]])),
+        ):
+            router.add_api_route(path, plain, methods=[method], responses=answers)
         self._conversations.add_routes(router)
         return router
 
@@ -134,7 +145,8 @@ class Responses(RouteFamily):
         """How many tokens the input would be; nothing is answered or stored."""
         job, _ = await self._job(request, await read(request, ResponsesRequest))
         tokens = len(job.turn.prompt.ids)
-        return json_response({"object": "response.input_tokens", "input_tokens": tokens})
+        counted: InputTokens = {"object": "response.input_tokens", "input_tokens": tokens}
+        return json_response(counted)
 
     async def retrieve(self, request: Request, response_id: str) -> Response:
         """A response that was stored, or its events from `starting_after` on."""
@@ -162,7 +174,8 @@ class Responses(RouteFamily):
         stored = self._store.get(response_id, owner_of(request))
         await _end(stored)
         self._store.remove(response_id)
-        return json_response({"id": response_id, "object": "response", "deleted": True})
+        gone: Deleted = {"id": response_id, "object": "response", "deleted": True}
+        return json_response(gone)
 
     async def cancel(self, request: Request, response_id: str) -> Response:
         """End a response that is made in the background."""
@@ -183,7 +196,7 @@ class Responses(RouteFamily):
         body, said = self._prompts.apply(body)
         owner = owner_of(request)
         conversation = self._conversations.named(body.conversation, owner)
-        before = Stored(owner, {"output": []})
+        before: Stored | None = None
         if body.previous_response_id is not None:
             before = self._store.get(body.previous_response_id, owner, "previous_response_id")
             if before.body["status"] in ("queued", "in_progress"):
@@ -192,11 +205,13 @@ class Responses(RouteFamily):
                 )
         earlier = conversation.items if conversation is not None else []
         spoken = messages_of([*earlier, *said], needed=False)
-        messages = [*before.messages, *spoken, *messages_of(body.input, needed=not spoken)]
+        said_before = before.messages if before else []
+        messages = [*said_before, *spoken, *messages_of(body.input, needed=not spoken)]
         asked = [*items_of(said), *items_of(body.input)]
-        items = [*before.items, *before.body["output"], *earlier, *asked]
-        turn = await self._turn(body, messages)
-        stored = Stored(owner, response(body, model, turn.params), messages, items)
+        there: list[Any] = [*before.items, *before.body["output"]] if before else []
+        items = [*there, *earlier, *asked]
+        turn, params = await self._turn(body, messages)
+        stored = Stored(owner, response(body, model, params), messages, items)
         if conversation is not None:
             stored.body["conversation"] = {"id": conversation.id}
         output = Output(
@@ -221,7 +236,9 @@ class Responses(RouteFamily):
         """Tokens that are no part of a text."""
         return frozenset(self.context.generation.tokenizer.special_ids)
 
-    async def _turn(self, body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatTurn:
+    async def _turn(
+        self, body: ResponsesRequest, messages: list[dict[str, Any]]
+    ) -> tuple[ChatTurn, SamplingParams]:
         tools = tools_of(body)
         choice, allowed = choice_of(body, tools)
         fewer = len(allowed) < len(tools)
@@ -238,14 +255,14 @@ class Responses(RouteFamily):
             **thinking_variables(self._parsers.reasoning, effort_of(body), field="reasoning"),
             **(body.chat_template_kwargs or {}),
         }
+        constraint = None if found is None else found[1]
+        params = params_of(body, self.context.engine.info.defaults, constraint)
         turn = ChatTurn(
             generation=self.context.generation,
             prompt=await self._prompt(
                 body, messages, ChatOptions(tools=tools, variables=variables)
             ),
-            params=params_of(
-                body, self.context.engine.info.defaults, None if found is None else found[1]
-            ),
+            params=params,
             parsers=self._parsers,
             tools=tools,
             tool_choice=choice,
@@ -262,7 +279,7 @@ class Responses(RouteFamily):
             },
         )
         turn.check()
-        return turn
+        return turn, params
 
     async def _prompt(
         self, body: ResponsesRequest, messages: list[dict[str, Any]], options: ChatOptions
@@ -347,7 +364,7 @@ class Responses(RouteFamily):
         counts: tokens that were generated, and those of them that were thoughts.
         """
         cut = reason == "length"
-        status = "incomplete" if cut else "completed"
+        status: Literal["incomplete", "completed"] = "incomplete" if cut else "completed"
         last = list(job.output.close(status))
         body = job.body
         body["status"] = status
@@ -398,7 +415,7 @@ def _place(after: str | None) -> int:
     return int(after) + 1
 
 
-def _stopped(job: _Job, status: str) -> None:
+def _stopped(job: _Job, status: Literal["cancelled", "failed"]) -> None:
     """A response that did not come to its end; it keeps what was said so far."""
     for _ in job.output.close("incomplete"):
         pass

@@ -7,7 +7,7 @@ from uuid import uuid4
 
 from modulm.contracts.parser import Content, Reasoning, ToolArguments, ToolEnd, ToolStart
 from modulm_parsing import new_call_id
-from modulm_server.logprobs import token_logprobs
+from modulm_server.logprobs import TokenLogprob, token_logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ class LogprobsOf:
         self._top = top
         self._held: list[tuple[int, Position]] = []
 
-    def of(self, events: Sequence[Event], delta: Delta) -> list[dict[str, Any]]:
+    def of(self, events: Sequence[Event], delta: Delta) -> list[TokenLogprob]:
         """What the text among the events gets."""
         whole = not self._held and all(isinstance(event, Content) for event in events)
         self._held += [
@@ -74,7 +74,7 @@ class Output:
     """
 
     def __init__(self, single: bool = False, logprobs: LogprobsOf | None = None) -> None:
-        self.items: list[dict[str, Any]] = []
+        self.items: list[Any] = []
         self._single = single
         self._logprobs = logprobs
         self._open: str | None = None

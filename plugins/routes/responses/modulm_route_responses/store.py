@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from modulm_route_responses.events import Log
+    from modulm_route_responses.objects import ResponseObject
 
 __all__ = ["Store", "Stored", "surplus"]
 
@@ -32,7 +33,7 @@ class Stored:
     """
 
     owner: str
-    body: dict[str, Any]
+    body: ResponseObject
     messages: list[dict[str, Any]] = field(factory=list)
     items: list[dict[str, Any]] = field(factory=list)
     task: asyncio.Task[None] | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, TypedDict
 
 from fastapi import APIRouter, Request
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -11,6 +12,7 @@ from starlette.responses import Response
 from modulm_server.constraints import check_tools
 from modulm_server.flags import ServerConfig
 from modulm_server.json_body import bad_field, json_response, read, takes
+from modulm_server.openapi import gives
 from modulm_server.prompts import ChatOptions
 from modulm_server.route import RouteFamily
 from modulm_server.sampling import LIMITS
@@ -45,6 +47,31 @@ class DetokenizeRequest(Struct, kw_only=True):
     model: str | UnsetType = UNSET
 
 
+class Tokenized(TypedDict):
+    """The ids of a prompt, and their texts where these were asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str | None] | None
+
+
+class Detokenized(TypedDict):
+    """The text of token ids."""
+
+    prompt: str
+
+
+class TokenizerInfo(TypedDict):
+    """What the tokenizer is."""
+
+    tokenizer_class: str
+    vocab_size: int
+    special_tokens: dict[str, Any]
+    stop_token_ids: list[int]
+    chat_template: str | Mapping[str, str] | None
+
+
 class Tokens(RouteFamily):
     """What the tokenizer does, over HTTP."""
 
@@ -57,13 +84,23 @@ class Tokens(RouteFamily):
     def router(self) -> APIRouter:
         router = APIRouter(tags=["Tokens"])
         router.add_api_route(
-            "/tokenize", self.tokenize, methods=["POST"], openapi_extra=takes(TokenizeRequest)
+            "/tokenize",
+            self.tokenize,
+            methods=["POST"],
+            openapi_extra=takes(TokenizeRequest),
+            responses=gives(Tokenized),
         )
         router.add_api_route(
-            "/detokenize", self.detokenize, methods=["POST"], openapi_extra=takes(DetokenizeRequest)
+            "/detokenize",
+            self.detokenize,
+            methods=["POST"],
+            openapi_extra=takes(DetokenizeRequest),
+            responses=gives(Detokenized),
         )
         if self.context.config.group(ServerConfig).enable_tokenizer_info_endpoint:
-            router.add_api_route("/tokenizer_info", self.info, methods=["GET"])
+            router.add_api_route(
+                "/tokenizer_info", self.info, methods=["GET"], responses=gives(TokenizerInfo)
+            )
         return router
 
     async def tokenize(self, request: Request) -> Response:
@@ -78,22 +115,21 @@ class Tokens(RouteFamily):
                 body.prompt, add_special_tokens=body.add_special_tokens is not False
             )
         else:
-            prompt = await generation.from_messages(body.messages, self._options(body))
+            prompt = await generation.from_messages(body.messages or [], self._options(body))
         ids = list(prompt.ids)
 
         def strings() -> list[str | None]:
             return [generation.tokenizer.id_to_token(index) for index in ids]
 
-        return json_response(
-            {
-                "count": len(ids),
-                "max_model_len": self.context.engine.info.max_model_len,
-                "tokens": ids,
-                "token_strs": await generation.work.run(len(ids), strings)
-                if body.return_token_strs
-                else None,
-            }
-        )
+        told: Tokenized = {
+            "count": len(ids),
+            "max_model_len": self.context.engine.info.max_model_len,
+            "tokens": ids,
+            "token_strs": await generation.work.run(len(ids), strings)
+            if body.return_token_strs
+            else None,
+        }
+        return json_response(told)
 
     def _options(self, body: TokenizeRequest) -> ChatOptions:
         trusted = self.context.config.group(ServerConfig).trust_request_chat_template
@@ -129,17 +165,17 @@ class Tokens(RouteFamily):
             raise bad_field("tokens", f"tokens: {wrong} is out of vocabulary (0 to {size - 1})")
         decode = generation.tokenizer.decode
         text = await generation.work.run(len(body.tokens), decode, body.tokens, False)
-        return json_response({"prompt": text})
+        told: Detokenized = {"prompt": text}
+        return json_response(told)
 
     async def info(self) -> Response:
         """What the tokenizer is."""
         tokenizer = self.context.generation.tokenizer
-        return json_response(
-            {
-                "tokenizer_class": type(tokenizer.backend).__name__,
-                "vocab_size": len(tokenizer),
-                "special_tokens": dict(tokenizer.special),
-                "stop_token_ids": list(tokenizer.stop_ids),
-                "chat_template": tokenizer.chat_template,
-            }
-        )
+        told: TokenizerInfo = {
+            "tokenizer_class": type(tokenizer.backend).__name__,
+            "vocab_size": len(tokenizer),
+            "special_tokens": dict(tokenizer.special),
+            "stop_token_ids": list(tokenizer.stop_ids),
+            "chat_template": tokenizer.chat_template,
+        }
+        return json_response(told)

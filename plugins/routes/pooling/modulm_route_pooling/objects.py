@@ -1,0 +1,132 @@
+"""What is answered: lists of vectors, classes, scores and ranks."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, Literal, NotRequired, TypedDict, TypeVar
+
+__all__ = [
+    "ClassList",
+    "Classified",
+    "CohereEmbeddings",
+    "Embedding",
+    "EmbeddingList",
+    "Head",
+    "PoolingList",
+    "RankList",
+    "Ranked",
+    "ScoreList",
+    "Scored",
+    "Usage",
+]
+
+_Item = TypeVar("_Item")
+
+
+class Usage(TypedDict):
+    """What was read, in tokens."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Head(TypedDict):
+    """What all lists begin with."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+
+
+class _List(Head, Generic[_Item]):
+    data: list[_Item]
+    usage: Usage
+
+
+class Embedding(TypedDict):
+    """A vector: its numbers, or the base64 of its bytes."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | list[list[float]] | str
+
+
+class Pooled(TypedDict):
+    """What a model made of a text: numbers, a row of them for each token, or base64."""
+
+    object: Literal["pooling"]
+    index: int
+    data: list[float] | list[list[float]] | str
+
+
+class Classified(TypedDict):
+    """The probability of each class, and the name of the likeliest."""
+
+    index: int
+    label: str | None
+    probs: list[float]
+    num_classes: int
+
+
+class Scored(TypedDict):
+    """How well two texts go together."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Document(TypedDict):
+    """A document that was ranked."""
+
+    text: str
+
+
+class Ranked(TypedDict):
+    """A document's place in the request, and how well it answers the query."""
+
+    index: int
+    relevance_score: float
+    document: NotRequired[Document]
+
+
+class RankList(Head):
+    """Documents, the best first."""
+
+    results: list[Ranked]
+    usage: Usage
+
+
+EmbeddingList = _List[Embedding]
+PoolingList = _List[Pooled]
+ClassList = _List[Classified]
+ScoreList = _List[Scored]
+
+
+class Version(TypedDict):
+    """The version of Cohere's API."""
+
+    version: Literal["2"]
+
+
+class Billed(TypedDict):
+    """What was read, in tokens."""
+
+    input_tokens: int
+
+
+class Meta(TypedDict):
+    """About an answer in Cohere's shape."""
+
+    api_version: Version
+    billed_units: Billed
+
+
+class CohereEmbeddings(TypedDict):
+    """Vectors by the type of their numbers."""
+
+    id: str
+    response_type: Literal["embeddings_by_type"]
+    embeddings: dict[Literal["float", "base64", "binary", "ubinary"], list[Any]]
+    texts: list[str]
+    meta: Meta
