@@ -37,6 +37,7 @@ LIBRARIES: dict[str, set[str]] = {
     "modulm_quantized": {"quantization", "commands"},
     "modulm_server": {"routes", "commands"},
     "modulm_speculation": {"speculators"},
+    "modulm_tensor_files": {"loaders", "quantization", "commands"},
 }
 
 #: Folder under plugins/ -> (what its distributions are called after "modulm-", its groups).

@@ -21,6 +21,7 @@ PACKAGES = {
     "modulm_quantized": ROOT / "core/quantized/modulm_quantized",
     "modulm_server": ROOT / "core/server/modulm_server",
     "modulm_speculation": ROOT / "core/speculation/modulm_speculation",
+    "modulm_tensor_files": ROOT / "core/tensor-files/modulm_tensor_files",
 }
 CORE = PACKAGES["modulm"]
 
@@ -56,6 +57,7 @@ NEEDS: dict[str, set[str]] = {
     "modulm_quantized": {"modulm"},
     "modulm_server": {"modulm", "modulm_chat", "modulm_cli", "modulm_frontend", "modulm_parsing"},
     "modulm_speculation": {"modulm"},
+    "modulm_tensor_files": {"modulm"},
 }
 #: The server: what route packages import, then the application, then the process.
 SERVER = (

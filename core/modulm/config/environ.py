@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
-__all__ = ["client_key", "isolated", "plugin_selection", "reported_environment", "variables"]
+__all__ = [
+    "client_key",
+    "isolated",
+    "plugin_selection",
+    "reported_environment",
+    "variables",
+    "variables_for_library",
+]
 
 _REPORTED = ("MODULM_", "HF_", "OMP_", "KMP_", "MKL_", "TORCH_", "PYTORCH_", "PYTHON", "LD_PRELOAD")
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
@@ -29,6 +37,21 @@ def isolated() -> dict[str, str]:
     items = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     path = os.pathsep.join(filter(None, items))
     return {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": path}
+
+
+@contextmanager
+def variables_for_library(values: Mapping[str, str]) -> Iterator[None]:
+    """Variables by which alone a library takes its settings; as they were, afterwards."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def client_key() -> str | None:

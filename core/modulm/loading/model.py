@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from modulm.plugins.explain import Decision
     from modulm.plugins.manager import PluginManager
 
-__all__ = ["Loaded", "build_model", "explain_model", "load_model"]
+__all__ = ["Loaded", "build_model", "explain_model", "load_model", "plan_checkpoint"]
 
 #: Values of --kv-cache-dtype that torch calls otherwise.
 _KV_DTYPES = {
@@ -88,7 +88,7 @@ def load_model(
     built = build_model(config, checkpoint, platform, plugins)
     plugins.hook.modulm_model_built(model=built.model, config=config)
     filled = built.model.load(checkpoint.path)
-    plan = None if filled else _plan(built, checkpoint)
+    plan = None if filled else plan_checkpoint(built, checkpoint)
     size = weight_bytes(built.shared.units)
     if plan is not None:
         _check_memory(size, platform)
@@ -157,7 +157,7 @@ def build_model(
     return _Built(model, settings, dtype, ops, shared, choices, methods.main, choices.loader())
 
 
-def _plan(built: _Built, checkpoint: Checkpoint) -> WeightPlan:
+def plan_checkpoint(built: _Built, checkpoint: Checkpoint) -> WeightPlan:
     """Where each tensor of the checkpoint goes; raises CheckpointError if they do not fit."""
     shared = built.shared
     made_up = built.loader.expect(wanted(shared.units))

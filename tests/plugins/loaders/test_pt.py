@@ -142,9 +142,9 @@ def test_a_missing_shard_is_named(folder):
     ("change", "words"),
     [
         ({"model.ghost": "pytorch_model-00001-of-00002.bin"}, "model.ghost should be in"),
-        ({"model.ghost": "../elsewhere.bin"}, "is no name of a shard"),
-        ({"model.ghost": "training_args.bin"}, "is no name of a shard"),
-        ({"model.ghost": 3}, "3 is no name of a shard"),
+        ({"model.ghost": "../elsewhere.bin"}, "is no name of a file here"),
+        ({"model.ghost": "training_args.bin"}, "is no name of a file here"),
+        ({"model.ghost": 3}, "3 is no name of a file here"),
     ],
 )
 def test_an_index_that_is_wrong_is_named(folder, change, words):

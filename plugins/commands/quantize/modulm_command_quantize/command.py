@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-_SCHEMES = ("w4a16", "w4a16-asym", "w8a16", "w8a8", "fp8")
+_SCHEMES = ("w4a16", "w4a16-asym", "w8a16", "w8a8", "w4a8", "fp8")
 #: Tokens that perplexities are of, at most.
 _MEASURED = 16_384
 

@@ -14,14 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from modulm.errors import ConfigError
+from modulm_tensor_files import copy_beside, replace
 
 __all__ = ["Output"]
 
 _STATE = ".quantize"
-#: Ends of names that are not copied: weights, and what is written anew.
-_NEEDLESS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", "config.json")
-#: What ends so and is copied all the same.
-_COPIED = ("generation_config.json", "tokenizer_config.json", "preprocessor_config.json")
 
 
 @frozen
@@ -48,7 +45,7 @@ class Output:
             raise ConfigError("out", f"{folder} exists and is not empty")
         else:
             notes.parent.mkdir(parents=True, exist_ok=True)
-            _replace(notes, json.dumps(told).encode())
+            replace(notes, json.dumps(told).encode())
         return cls(folder, total)
 
     def file(self, step: int) -> Path:
@@ -92,16 +89,7 @@ class Output:
         places = {name: self.file(step).name for step, here in enumerate(names) for name in here}
         size = sum(self.file(step).stat().st_size for step in range(self.total))
         index = {"metadata": {"total_size": size}, "weight_map": places}
-        for file in source.iterdir():
-            copied = file.name in _COPIED or not file.name.endswith(_NEEDLESS)
-            if file.is_file() and copied:
-                shutil.copy2(file, self.folder / file.name)
-        _replace(self.folder / "model.safetensors.index.json", json.dumps(index, indent=1).encode())
-        _replace(self.folder / "config.json", json.dumps(config, indent=2).encode())
+        copy_beside(source, self.folder)
+        replace(self.folder / "model.safetensors.index.json", json.dumps(index, indent=1).encode())
+        replace(self.folder / "config.json", json.dumps(config, indent=2).encode())
         shutil.rmtree(self.folder / _STATE)
-
-
-def _replace(file: Path, content: bytes) -> None:
-    unfinished = file.with_name(f"{file.name}.part")
-    unfinished.write_bytes(content)
-    unfinished.replace(file)

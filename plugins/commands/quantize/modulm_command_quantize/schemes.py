@@ -169,6 +169,7 @@ _ALL = (
     Scheme("w4a16-asym", "pack-quantized", 4, group=128, symmetric=False),
     Scheme("w8a16", "pack-quantized", 8),
     Scheme("w8a8", "int-quantized", 8, activations=_INT8),
+    Scheme("w4a8", "int-quantized", 4, group=128, activations=_INT8),
     Scheme("fp8", "float-quantized", 8, "float", activations=_FLOAT8),
 )
 #: By the names that `--scheme` takes.

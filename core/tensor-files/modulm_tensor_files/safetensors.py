@@ -1,0 +1,141 @@
+"""Safetensors: one file or several (huggingface/safetensors, README "Format").
+
+A file is 8 bytes (the header's length, little endian), a JSON header (name -> dtype, shape,
+offsets into what follows), and the data. The header says everything that has to be checked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from modulm.contracts.loader import StoredTensor
+from modulm.errors import CheckpointError
+from modulm_tensor_files.folder import TensorFolder
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SafetensorsFolder", "read_header"]
+
+_SINGLE = "model.safetensors"
+_LARGEST_HEADER = 100_000_000
+
+_DTYPES = {
+    "BF16": "bfloat16",
+    "BOOL": "bool",
+    "F16": "float16",
+    "F32": "float32",
+    "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
+    "I8": "int8",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
+    "U8": "uint8",
+}
+
+
+class SafetensorsFolder(TensorFolder):
+    """model.safetensors, shards and their index, or whatever *.safetensors there are; each tensor
+    is mapped when it is read."""
+
+    INDEX = "model.safetensors.index.json"
+
+    def files(self) -> list[str]:
+        if (self.path / _SINGLE).exists():
+            return [_SINGLE]
+        found = sorted(file.name for file in self.path.glob("*.safetensors"))
+        if not found:
+            raise CheckpointError(f"{self.path}: no *.safetensors files are there")
+        return found
+
+    def headers(self, file: str) -> Iterable[StoredTensor]:
+        return read_header(self.path / file)
+
+    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
+        from safetensors import SafetensorError, safe_open
+
+        for file, names in self.by_file().items():
+            try:
+                with safe_open(self.path / file, framework="pt") as opened:
+                    for name in names:
+                        yield name, opened.get_tensor(name)
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{self.path / file}: cannot be read: {error}") from error
+
+
+def read_header(file: Path) -> Iterator[StoredTensor]:
+    """The tensors of one file. Raises CheckpointError if the file is cut short or no such file.
+
+    The header must be one that the format allows: no name twice, each tensor as many bytes as its
+    shape and dtype take, and together all of the data, without gaps and without overlaps.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if not 2 <= length <= min(size - 8, _LARGEST_HEADER):
+                raise CheckpointError(
+                    f"{file}: no safetensors file: header of {length} bytes in a file of {size}"
+                )
+            header = json.loads(opened.read(length), object_pairs_hook=_once)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: the header cannot be read: {error}") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file}: the header is no table of tensors")
+    reach = 0
+    entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
+    stored = [_stored(file, name, entry, size - 8 - length) for name, entry in entries]
+    for start, end, tensor in sorted(stored, key=lambda one: one[:2]):
+        if start != reach:
+            what = "overlaps another tensor" if start < reach else "follows a gap in the data"
+            raise CheckpointError(f"{file}: {tensor.name}: begins at {start} and {what}")
+        reach = end
+    if reach != size - 8 - length:
+        raise CheckpointError(f"{file}: {size - 8 - length - reach} bytes too many after the data")
+    yield from (tensor for _, _, tensor in stored)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object in which no name stands twice. Raises ValueError."""
+    table: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in table:
+            raise ValueError(f"{name} is there twice")
+        table[name] = value
+    return table
+
+
+def _stored(file: Path, name: str, entry: Any, data: int) -> tuple[int, int, StoredTensor]:
+    """One tensor, with where its bytes begin and end."""
+    import torch
+
+    try:
+        dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        numbers = [*shape, start, end]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file}: {name}: bad header entry {entry!r}") from error
+    if dtype not in _DTYPES:
+        raise CheckpointError(f"{file}: {name}: dtype {dtype!r} is none that is known")
+    if any(type(number) is not int or number < 0 for number in numbers):
+        raise CheckpointError(f"{file}: {name}: shape {shape} at {start} to {end}")
+    if end > data:
+        raise CheckpointError(
+            f"{file}: {name}: the file is cut short: {end} bytes of data are needed, {data} there"
+        )
+    kind = _DTYPES[dtype]
+    wanted = prod(shape) * getattr(torch, kind).itemsize
+    if end - start != wanted:
+        raise CheckpointError(
+            f"{file}: {name}: {dtype} of shape {shape} takes {wanted} bytes, not {end - start}"
+        )
+    return start, end, StoredTensor(name, tuple(shape), kind, file.name, wanted)

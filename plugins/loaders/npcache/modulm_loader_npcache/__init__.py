@@ -1,0 +1,1 @@
+"""PyTorch checkpoints, read once and then from numpy files beside them."""

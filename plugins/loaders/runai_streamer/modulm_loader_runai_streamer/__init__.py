@@ -1,0 +1,1 @@
+"""Safetensors files, read by several threads ahead of the model."""

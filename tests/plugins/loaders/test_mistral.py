@@ -1,0 +1,265 @@
+"""params.json and consolidated files: the numbers of the same model in the form of Hugging Face."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from modulm import LLM, SamplingParams
+from modulm.errors import ModulmError
+from modulm.testing.checkpoints import make_tiny
+from modulm.testing.session import Session
+from modulm_loader_mistral.params import configuration
+
+TOKENS = [5, 77, 130, 9, 301, 42, 8, 250, 12, 400, 33, 60, 71, 15, 2, 99]
+YARN = {"factor": 4.0, "original_max_position_embeddings": 16, "beta": 32.0, "alpha": 1.0}
+ROPE = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
+
+#: What Mistral calls a tensor of ours, by the end of its path.
+NAMES = {
+    "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output",
+    "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv", "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2",
+    "mlp.up_proj": "feed_forward.w3", "block_sparse_moe.gate": "feed_forward.gate",
+}  # fmt: skip
+
+
+def theirs(name):
+    path, _, last = name.rpartition(".")
+    found = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", path)
+    inside = found[2] if found else path
+    expert = re.fullmatch(r"block_sparse_moe\.experts\.(\d+)\.(w.)", inside)
+    own = f"feed_forward.experts.{expert[1]}.{expert[2]}" if expert else NAMES[inside]
+    last = {"weight_scale": "qscale_weight", "input_scale": "qscale_act"}.get(last, last)
+    return f"layers.{found[1]}.{own}.{last}" if found else f"{own}.{last}"
+
+
+def unturned(tensor, heads):
+    """Rows in the order of Mistral: the two numbers that are turned together, side by side."""
+    size = len(tensor) // heads
+    return tensor.view(heads, 2, size // 2, -1).transpose(1, 2).reshape(tensor.shape)
+
+
+def publish(plain, out, **params):
+    """The checkpoint `plain` as Mistral would have it."""
+    config = json.loads((plain / "config.json").read_text())
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    out.mkdir()
+    stored = {}
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        part = name.split(".")[-2]
+        turned = part in heads and tensor.dim() > 1
+        stored[theirs(name)] = unturned(tensor, heads[part]) if turned else tensor
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()},
+              out / "consolidated.safetensors")  # fmt: skip
+    table = {
+        "dim": config["hidden_size"], "n_layers": config["num_hidden_layers"],
+        "n_heads": config["num_attention_heads"], "n_kv_heads": config["num_key_value_heads"],
+        "head_dim": config["head_dim"], "hidden_dim": config["intermediate_size"],
+        "vocab_size": config["vocab_size"], "norm_eps": config["rms_norm_eps"],
+        "rope_theta": AutoConfig.from_pretrained(plain).rope_parameters["rope_theta"],
+        "max_position_embeddings": config["max_position_embeddings"],
+        "tied_embeddings": config["tie_word_embeddings"], **params,
+    }  # fmt: skip
+    (out / "params.json").write_text(json.dumps(table))
+    return out
+
+
+#: Architecture, its settings, and what params.json has beside sizes.
+CASES = {
+    "mistral": ("MistralForCausalLM", {"sliding_window": 8}, {"sliding_window": 8}),
+    "tied": (
+        "MistralForCausalLM", {"sliding_window": None, "tie_word_embeddings": True}, {},
+    ),
+    "windows by layer": (
+        "MinistralForCausalLM",
+        {"num_hidden_layers": 4, "sliding_window": 8,
+         "layer_types": ["full_attention", "sliding_attention"] * 2},
+        {"sliding_window": [None, 8]},
+    ),
+    "yarn that scales": (
+        "MistralForCausalLM",
+        {"sliding_window": None, "rope_parameters": {k: ROPE[k] for k in ROPE if "msc" not in k}},
+        {"yarn": YARN},
+    ),
+    "growing queries": (
+        "Ministral3ForCausalLM",
+        {"sliding_window": None, "rope_parameters": {**ROPE, "llama_4_scaling_beta": 0.3}},
+        {"yarn": {**YARN, "apply_scale": False},
+         "llama_4_scaling": {"beta": 0.3, "original_max_position_embeddings": 16}},
+    ),
+    "experts": (
+        "MixtralForCausalLM", {"head_dim": 16, "num_local_experts": 4},
+        {"moe": {"num_experts": 4, "num_experts_per_tok": 2}},
+    ),
+}  # fmt: skip
+
+
+def run(folder, **flags):
+    return Session(folder, device="cpu", dtype="float32", block_size=16, **flags).step({0: TOKENS})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_numbers_of_transformers(tmp_path, name):
+    architecture, settings, params = CASES[name]
+    plain = make_tiny(tmp_path / "plain", architecture, **settings)
+    out = publish(plain, tmp_path / "out", **params)
+    oracle = AutoModelForCausalLM.from_pretrained(
+        plain, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    with torch.inference_mode():
+        wanted = oracle(torch.tensor([TOKENS])).logits[0].log_softmax(-1)
+    torch.testing.assert_close(run(out)[0], wanted, rtol=0, atol=1e-3)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mistral") / "plain"
+    return make_tiny(folder, "MistralForCausalLM", sliding_window=None, vocab_size=512)
+
+
+@pytest.fixture
+def own(plain, tmp_path):
+    return publish(plain, tmp_path / "own")
+
+
+def test_beside_config_json_by_name_alone(plain, own):
+    """Repositories have both forms; the weights of either are the same."""
+    expected = run(plain)[0]
+    for file in plain.iterdir():
+        shutil.copy2(file, own / file.name)
+    assert torch.equal(run(own)[0], expected)
+    (own / "model.safetensors").unlink()
+    assert torch.equal(run(own, load_format="mistral")[0], expected)
+
+
+def test_eight_bits_with_a_scale_for_each_layer(plain, own, tmp_path):
+    """Weights with `qscale_weight`, as Mistral's own fp8 files have them."""
+    stored = load_file(own / "consolidated.safetensors")
+    meant = load_file(plain / "model.safetensors")
+    coded = {}
+    for name, tensor in stored.items():
+        if ".attention." not in name and ".feed_forward." not in name:
+            coded[name] = tensor
+            continue
+        scale = tensor.float().abs().amax() / 448
+        coded[name] = (tensor.float() / scale).to(torch.float8_e4m3fn)
+        path = name.removesuffix("weight")
+        coded |= {f"{path}qscale_weight": scale, f"{path}qscale_act": torch.tensor(1.0)}
+    for name, tensor in meant.items():
+        if theirs(name).removesuffix("weight") + "qscale_weight" in coded:
+            scale = coded[theirs(name).removesuffix("weight") + "qscale_weight"]
+            meant[name] = (tensor.float() / scale).to(torch.float8_e4m3fn).float() * scale
+    save_file(coded, own / "consolidated.safetensors")
+    params = json.loads((own / "params.json").read_text())
+    params["quantization"] = {"qformat_weight": "fp8_e4m3", "qscheme_act": "TENSOR"}
+    (own / "params.json").write_text(json.dumps(params))
+    exact = shutil.copytree(plain, tmp_path / "exact")
+    save_file(meant, exact / "model.safetensors", {"format": "pt"})
+    torch.testing.assert_close(run(own)[0], run(exact)[0], rtol=0, atol=1e-4)
+
+
+def test_what_sees_pictures_is_left_out(plain, own, caplog):
+    stored = load_file(own / "consolidated.safetensors")
+    stored["vision_encoder.patch_conv.weight"] = torch.zeros(4, 4)
+    save_file(stored, own / "consolidated.safetensors")
+    assert torch.equal(run(own)[0], run(plain)[0])
+    assert "1 tensors of the vision encoder are left out" in caplog.text
+
+
+def test_two_files_and_their_index(plain, own):
+    stored = load_file(own / "consolidated.safetensors")
+    (own / "consolidated.safetensors").unlink()
+    files = [f"consolidated-{i:05d}-of-00002.safetensors" for i in (1, 2)]
+    where = {name: files[i % 2] for i, name in enumerate(stored)}
+    for file in files:
+        save_file({n: t for n, t in stored.items() if where[n] == file}, own / file)
+    (own / "consolidated.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    assert torch.equal(run(own)[0], run(plain)[0])
+
+
+def tekken(folder):
+    special = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]",
+               "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]",
+               "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]",
+               "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"]  # fmt: skip
+    words = [bytes([byte]) for byte in range(256)]
+    vocab = [
+        {"rank": rank, "token_bytes": base64.b64encode(word).decode(), "token_str": None}
+        for rank, word in enumerate(words)
+    ]
+    config = {"pattern": r"[^\s]+|\s+", "num_vocab_tokens": 256, "default_vocab_size": 296,
+              "default_num_special_tokens": 40, "version": "v7"}  # fmt: skip
+    table = {
+        "config": config, "vocab": vocab, "version": 1,
+        "special_tokens": [{"rank": r, "token_str": t, "is_control": True}
+                           for r, t in enumerate(special)],
+    }  # fmt: skip
+    (folder / "tekken.json").write_text(json.dumps(table))
+
+
+def test_a_conversation_with_nothing_but_mistrals_files(own):
+    tekken(own)
+    assert {file.name for file in own.iterdir()} == {
+        "params.json", "consolidated.safetensors", "tekken.json"
+    }  # fmt: skip
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with LLM(str(own), dtype="float32", max_model_len=128) as llm:
+        (answer,) = llm.chat([{"role": "user", "content": "hi"}], params, use_tqdm=False)
+    assert answer.prompt_token_ids[:2] == [1, 3]  # <s>[INST]
+    assert len(answer.outputs[0].token_ids) == 4
+
+
+SIZES = {"dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 96, "vocab_size": 99,
+         "norm_eps": 1e-5}  # fmt: skip
+BAD = {
+    "no size": ({"hidden_dim": None}, None),
+    "another kind": ({"model_type": "mamba"}, r"model_type 'mamba'.*config\.json"),
+    "latent attention": ({"kv_lora_rank": 8}, r"latent attention"),
+    "audio": ({"multimodal": {"whisper_model_args": {}}}, r"an audio model"),
+    "an encoder": ({"causal": False}, r"causal is false"),
+    "experts without number": ({"moe": {"num_experts": 2}}, r"moe\.num_experts_per_tok is needed"),
+    "a table that is none": ({"moe": 3}, r"moe: a table"),
+    "windows that do not repeat": ({"sliding_window": [1, 2, None]}, r"sliding_window"),
+    "an unknown key of yarn": ({"yarn": {"gamma": 1}}, r"yarn\.gamma"),
+    "growth without yarn": (
+        {"llama_4_scaling": {"beta": 1, "original_max_position_embeddings": 4}}, r"without yarn",
+    ),
+    "growth without beta": ({"llama_4_scaling": {"x": 1}}, r"llama_4_scaling: beta and"),
+    "unknown codes": ({"quantization": {"qformat_weight": "int3"}}, r"quantization: .*int3"),
+    "an unknown scheme": (
+        {"quantization": {"qformat_weight": "fp8_e4m3", "qscheme_act": "ROW"}}, r"qscheme_act",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_is_wrong_with_params_is_said(what):
+    changed, message = BAD[what]
+    given = {key: value for key, value in {**SIZES, **changed}.items() if value is not None}
+    with pytest.raises(ModulmError, match=message or r"file: hidden_dim is needed"):
+        configuration(given, "file")
+
+
+def test_names_and_files_that_do_not_fit_are_said(own):
+    stored = load_file(own / "consolidated.safetensors")
+    save_file({**stored, "layers.0.attention.wx.weight": torch.zeros(1)},
+              own / "consolidated.safetensors")  # fmt: skip
+    with pytest.raises(ModulmError, match=r"layers\.0\.attention\.wx\.weight: no tensor of Mist"):
+        run(own)
+    for text, message in (("[1]", "a JSON object"), ("{", r"params\.json: ")):
+        (own / "params.json").write_text(text)
+        with pytest.raises(ModulmError, match=message):
+            run(own)
