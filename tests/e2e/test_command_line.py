@@ -79,12 +79,12 @@ def test_generate_reads_standard_input_and_prints_text(checkpoint: Path) -> None
 
 def test_complete_and_chat_in_this_process(checkpoint: Path) -> None:
     flags = ["--temperature", "0", "--max-tokens", "6", *SMALL]
-    out, _ = modulm("generate", "--model", str(checkpoint), "--no-progress", *flags, "hello")
+    plain = ["generate", "--model", str(checkpoint), "--no-progress", "--no-chat"]
+    out, _ = modulm(*plain, *flags, "hello")
     same, told = modulm("complete", str(checkpoint), "-q", "hello", "--stats", *flags)
     assert same == out
     assert "tokens in" in told
     chatted, _ = modulm("chat", str(checkpoint), "-q", "hello", *flags)
-    flags.append("--chat")
     again, _ = modulm("generate", "--model", str(checkpoint), "--no-progress", *flags, "hello")
     assert chatted == again
 

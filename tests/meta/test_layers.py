@@ -64,7 +64,7 @@ SERVER = (
     ("engine", "flags", "heap", "kinds", "openapi", "output", "prompts"),
     ("auth", "constraints", "errors", "hosts", "json_body", "logprobs", "logs", "loopback",
      "metrics", "pacing", "paging", "prompt_embeds", "request_cost", "request_guard",
-     "request_log", "sampling", "sse", "template_sandbox", "text_work"),
+     "request_log", "sampling", "sse", "stats_log", "template_sandbox", "text_work"),
     ("generation",),
     ("chat_turn", "held_calls", "route"),
     ("protocol",),

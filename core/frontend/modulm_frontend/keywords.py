@@ -25,6 +25,7 @@ class LLMFlags(TypedDict, total=False):
     cpu_threads: int | None
     device: str
     disable_frontend_multiprocessing: bool
+    disable_log_stats: bool
     disable_sliding_window: bool
     distributed_executor_backend: str | None
     download_dir: str | None
@@ -60,6 +61,7 @@ class LLMFlags(TypedDict, total=False):
     kv_cache_memory_bytes: int | None
     load_format: str
     log_config_file: str | None
+    log_format: Literal["text", "json"]
     log_level: Literal["trace", "debug", "info", "warning", "error", "critical"]
     logging_config: Mapping[str, Any] | str | None
     logits_processors: Sequence[Any] | str | None

@@ -52,6 +52,10 @@ _PRIVATE = re.compile(
     re.DOTALL,
 )
 _LONGEST = 2000
+#: Characters of the reason that a log line gives.
+_SHOWN = 500
+#: The status of an answer that nobody waits for.
+_GONE = 499
 
 _TYPES = {
     401: "authentication_error",
@@ -124,7 +128,7 @@ def describe(error: BaseException, reference: str = "") -> ApiError:
     if isinstance(error, HTTPException):
         return http_error(error)
     if isinstance(error, ClientGone):
-        return ApiError(499, "the client has left")
+        return ApiError(_GONE, "the client has left")
     for kind, context in _KNOWN:
         if isinstance(error, kind):
             return _known(error, context)
@@ -192,6 +196,14 @@ def report(error: Exception, scope: Scope, stacks: bool = False) -> ApiError:
             type(error).__name__,
             escape(str(error), _LONGEST),
             exc_info=error if stacks else None,
+        )
+    elif 400 <= told.status < 500 and told.status != _GONE:
+        log.info(
+            "request %s to %s refused: %d: %s",
+            reference,
+            escape(scope["path"]),
+            told.status,
+            escape(told.message, _SHOWN),
         )
     return told
 

@@ -9,6 +9,7 @@ import json
 import logging
 import logging.config
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,21 @@ class _OneLine(logging.Formatter):
         return "".join(_visible(letter) for letter in super().formatMessage(record))
 
 
+class _Json(logging.Formatter):
+    """One JSON object a line: time in UTC, level, logger, message, and the traceback if any."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        table = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            table["exception"] = self.formatException(record.exc_info)
+        return json.dumps(table, ensure_ascii=False)
+
+
 class _Silent(logging.Filter):
     """Drops access lines of some paths (`--disable-access-log-for-endpoints`)."""
 
@@ -48,7 +64,8 @@ def _visible(letter: str) -> str:
 
 
 def configure_logging(config: EngineConfig, silent: Iterable[str] = ()) -> None:
-    """Set logging up as `--log-level`, `--logging-config` and `--log-config-file` say.
+    """Set logging up as `--log-level`, `--log-format`, `--logging-config` and `--log-config-file`
+    say.
 
     Requests for the paths in `silent` get no line in the access log. Raises ConfigError for a
     logging configuration that cannot be read or used.
@@ -68,7 +85,7 @@ def configure_logging(config: EngineConfig, silent: Iterable[str] = ()) -> None:
             raise ConfigError(field, f"logging cannot be set up: {error}") from error
         return
     handler = logging.StreamHandler()
-    handler.setFormatter(_OneLine(_FORMAT))
+    handler.setFormatter(_Json() if given.log_format == "json" else _OneLine(_FORMAT))
     level = _TRACE if given.log_level == "trace" else given.log_level.upper()
     logging.basicConfig(level=level, handlers=[handler], force=True)
     for chatty in ("httpx", "httpcore", "filelock", "urllib3"):

@@ -26,17 +26,19 @@ from modulm_parsing.choice import parser_decisions, with_parsers
 from modulm_server.api_workers import Workers
 from modulm_server.app import Served, create_app, served_names
 from modulm_server.auth import open_paths, read_keys
+from modulm_server.engine.metrics import Metrics
 from modulm_server.flags import ServerConfig
 from modulm_server.heap import bound_arenas, give_back
 from modulm_server.hosts import is_loopback
 from modulm_server.protocol import affordable, protocol
+from modulm_server.stats_log import StatsLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import FrameType
 
     from modulm.config import EngineConfig
-    from modulm.plugins.explain import Decision
+    from modulm.engine.types.engine_info import EngineInfo
     from modulm.plugins.manager import PluginManager
     from modulm_server.engine.client import EngineClient
 
@@ -49,6 +51,7 @@ __all__ = [
     "open_socket",
     "run",
     "serve",
+    "start_facts",
 ]
 
 #: Seconds that a server with a dead engine still answers: running requests get their error, and
@@ -57,6 +60,8 @@ _LAST_WORDS = 3.0
 #: Seconds for connections to close once no request is running.
 _CLOSING = 5.0
 _BACKLOG = 2048
+#: Turns of uvicorn's loop, a tenth of a second each, between two lines of statistics.
+_STATS_TICKS = 100
 #: Connections that are taken in one turn of the event loop.
 _AT_ONCE = 8
 #: Ticks of uvicorn, ten a second, after which freed memory is given back.
@@ -99,7 +104,11 @@ def serve(
         try:
             served = create_app(engine, config)
             server = make_server(served, config.group(ServerConfig))
-            server.announce = lambda: announce(banner(config, plugins, sock, parsers))
+            facts = [
+                *start_facts(engine.info),
+                *(f"{d.subject}: {d.winner or 'none'} ({d.reason})" for d in parsers),
+            ]
+            server.announce = lambda: announce(banner(config, plugins, sock, facts))
             with _others(config.group(ServerConfig), sock, engine) as workers:
                 server.workers = workers
                 server.serve_on(sock)
@@ -229,9 +238,9 @@ def banner(
     config: EngineConfig,
     plugins: PluginManager,
     sock: socket.socket,
-    chosen: Sequence[Decision] = (),
+    facts: Sequence[str] = (),
 ) -> str:
-    """What a person needs to try the server. chosen: what was decided of its own accord."""
+    """What a person needs to try the server. facts: of the engine, and what was chosen for it."""
     server, model = config.group(ServerConfig), served_names(config)[0]
     scheme = "http" if server.ssl_certfile is None else "https"
     if server.uds is not None:
@@ -246,7 +255,7 @@ def banner(
     return (
         f"{model} is served at {url}\n"
         + "".join(f"  {line}\n" for line in header)
-        + "".join(f"  {d.subject}: {d.winner or 'none'} ({d.reason})\n" for d in chosen)
+        + "".join(f"  {line}\n" for line in facts)
         + unlocked
         + f"  chat page   {url}/\n"
         f"  try         curl{option} {url}/v1/chat/completions{key} -H 'Content-Type: "
@@ -254,6 +263,20 @@ def banner(
         f'{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}\'\n'
         "  stop        Ctrl-C"
     )
+
+
+def start_facts(info: EngineInfo) -> list[str]:
+    """What runs: device, weights, kernels and cache, a line each."""
+    said = info.description
+    won = {d.subject.partition(" ")[0]: d.winner or "none" for d in said.decisions}
+    quantization = won.get("quantization", "none")
+    cache = [f"{info.cache_tokens} tokens"] if info.cache_tokens else []
+    return [
+        f"device: {said.platform}" + (f" ({said.device})" if said.device else ""),
+        f"weights: {info.dtype}, {said.weight_bytes >> 20} MiB, quantization {quantization}",
+        f"kernels: {won.get('kernels', 'none')}; attention {won.get('attention', 'none')}",
+        f"cache: {', '.join([*cache, f'context {info.max_model_len}'])}",
+    ]
 
 
 class Server(uvicorn.Server):
@@ -266,6 +289,7 @@ class Server(uvicorn.Server):
         self._certificates: _Certificates | None = None
         self._died: float | None = None
         self.announce: Callable[[], None] = lambda: None
+        self.stats: StatsLog | None = None
         self.workers: Workers | None = None
         self.failed = False
 
@@ -299,6 +323,8 @@ class Server(uvicorn.Server):
                 return True
         if self._certificates is not None and counter % 10 == 0:
             self._certificates.refresh()
+        if self.stats is not None and counter % _STATS_TICKS == 0:
+            self.stats.look(time.monotonic())
         if self.workers is not None and counter % 10 == 0 and not self.workers.look():
             self.failed = True
             return True
@@ -345,6 +371,12 @@ def make_server(served: Served, server: ServerConfig) -> Server:
         ssl_ciphers=server.ssl_ciphers or "TLSv1.2+HIGH:!aNULL",
     )
     made = Server(config, served, server.shutdown_timeout)
+    metrics = served.generation.engine.metrics
+    if (
+        isinstance(metrics, Metrics)
+        and not served.generation.config.observability.disable_log_stats
+    ):
+        made.stats = StatsLog(metrics)
     if server.enable_ssl_refresh and server.ssl_certfile and server.ssl_keyfile:
         config.load()
         made.watch(_Certificates(config.ssl, server.ssl_certfile, server.ssl_keyfile))

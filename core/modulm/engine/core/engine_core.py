@@ -201,4 +201,12 @@ def _info(
         tasks=description.tasks,
         notes=notes,
         description=description,
+        cache_tokens=max(
+            (
+                size * blocks
+                for kind, size, window, blocks in capacity.groups
+                if kind == "attention" and window is None
+            ),
+            default=0,
+        ),
     )

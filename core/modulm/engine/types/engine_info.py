@@ -26,7 +26,8 @@ class EngineInfo:
     config: resolved; models: served names; path: the checkpoint's folder; vocabulary: width of
     the logits; eos: ids that end an answer; defaults: sampling defaults of the checkpoint, by
     field of SamplingParams; tasks: what the model is for; notes: for people; description: the
-    executor's; texts: how they become prompts of a pooling model.
+    executor's; texts: how they become prompts of a pooling model; cache_tokens: how many tokens'
+    keys and values fit, 0 where nothing is kept of all of a sequence.
     """
 
     config: EngineConfig
@@ -43,6 +44,7 @@ class EngineInfo:
     notes: tuple[str, ...] = ()
     description: ModelDescription = field(factory=ModelDescription)
     texts: TextRules = field(factory=TextRules)
+    cache_tokens: int = 0
 
     def default_params(self) -> SamplingParams:
         """What a caller gets who gives no parameters."""

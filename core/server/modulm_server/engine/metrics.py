@@ -131,6 +131,18 @@ class Metrics(Collector):
         if stats.computed:
             self._histograms["iteration_tokens_total"].add((stats.computed,))
 
+    def totals(self) -> tuple[float, float, float, float]:
+        """Tokens that went through the model, that were generated, that were looked up in the
+        prefix cache, and that were found there.
+        """
+        counters = self._counters
+        return (
+            self._histograms["iteration_tokens_total"].total,
+            counters["generation_tokens"],
+            counters["prefix_cache_queries"],
+            counters["prefix_cache_hits"],
+        )
+
     def gaps(self, seconds: Sequence[float]) -> None:
         """Times since the last token, of all sequences that got one in a step."""
         if seconds:

@@ -1,0 +1,44 @@
+"""A line every ten seconds while the engine works: what runs, what waits, and how fast."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from modulm_server.engine.metrics import Metrics
+
+__all__ = ["StatsLog"]
+
+log = logging.getLogger("modulm_server.stats")
+
+
+class StatsLog:
+    """Logs what has changed in an engine's metrics since it last looked; nothing, if it idled."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._seen = metrics.totals()
+        self._when: float | None = None
+
+    def look(self, now: float) -> None:
+        """now: seconds of a monotonic clock."""
+        last, before, self._when = self._seen, self._when, now
+        self._seen = self._metrics.totals()
+        stats = self._metrics.last
+        if before is None or stats is None or self._seen == last:
+            return
+        seconds = now - before
+        computed, generated, queried, hit = (
+            new - old for new, old in zip(self._seen, last, strict=True)
+        )
+        log.info(
+            "running %d, waiting %d; prompts %.1f tokens/s, answers %.1f tokens/s; "
+            "prefix hits %.1f %%, cache in use %.1f %%",
+            stats.running,
+            stats.waiting,
+            max(computed - generated, 0) / seconds,
+            generated / seconds,
+            100 * hit / queried if queried else 0.0,
+            100 * stats.usage,
+        )

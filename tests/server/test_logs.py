@@ -1,0 +1,105 @@
+"""What a server's log tells: why it refused, how fast it is, and what it runs."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import httpx
+import pytest
+
+from modulm.contracts.executor import ModelDescription
+from modulm.contracts.requests import StepStats
+from modulm.plugins.explain import Decision
+from modulm.text.tokenizer import Tokenizer
+from modulm_server.engine.metrics import Metrics
+from modulm_server.flags import ServerConfig
+from modulm_server.logs import _Json
+from modulm_server.scripted import scripted_info
+from modulm_server.serve import start_facts
+from modulm_server.stats_log import StatsLog
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"temperature": 9}, "400: temperature: "),
+        ({"model": "nope\nINFO forged"}, "404: model "),
+    ],
+)
+def test_the_reason_of_a_refusal_is_logged(
+    http: httpx.Client, caplog: pytest.LogCaptureFixture, body: dict[str, object], reason: str
+) -> None:
+    caplog.set_level(logging.INFO, "modulm_server")
+    messages = [{"role": "user", "content": "hi"}]
+    answer = http.post("/v1/chat/completions", json={"messages": messages, **body})
+    assert answer.is_client_error
+    (line,) = [line for line in caplog.messages if "refused" in line]
+    assert reason in line
+    assert "\n" not in line
+
+
+def test_an_answer_is_no_refusal(http: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "modulm_server")
+    messages = [{"role": "user", "content": "hi"}]
+    assert http.post("/v1/chat/completions", json={"messages": messages}).is_success
+    assert not caplog.messages
+
+
+def test_signs_of_life_are_not_logged_unless_asked_for() -> None:
+    silent = ServerConfig().disable_access_log_for_endpoints or ()
+    assert {"/health", "/metrics"} <= set(silent)
+    assert not ServerConfig(
+        disable_access_log_for_endpoints="none"
+    ).disable_access_log_for_endpoints
+
+
+def test_statistics_are_of_the_time_since_the_last_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "modulm_server.stats")
+    metrics = Metrics("M")
+    log = StatsLog(metrics)
+    log.look(100.0)
+    assert not caplog.messages
+    metrics.step(StepStats(1, 2, 1, 0.25, computed=90, generated=10, queried=80, hit=20))
+    metrics.step(StepStats(2, 2, 0, 0.5, computed=30, generated=10))
+    log.look(110.0)
+    assert caplog.messages == [
+        (
+            "running 2, waiting 0; prompts 10.0 tokens/s, answers 2.0 tokens/s; "
+            "prefix hits 25.0 %, cache in use 50.0 %"
+        )
+    ]
+    log.look(120.0)
+    assert len(caplog.messages) == 1
+
+
+def test_lines_as_json() -> None:
+    record = logging.LogRecord("a.b", logging.WARNING, "", 0, "one\n%s", ("two",), None)
+    record.created = 0.0
+    assert json.loads(_Json().format(record)) == {
+        "time": "1970-01-01T00:00:00.000+00:00",
+        "level": "warning",
+        "logger": "a.b",
+        "message": "one\ntwo",
+    }
+    assert "\n" not in _Json().format(record)
+
+
+def test_the_start_says_what_runs(tokenizer: Tokenizer) -> None:
+    description = ModelDescription(
+        platform="cpu",
+        device="a chip",
+        weight_bytes=3 << 20,
+        decisions=(
+            Decision("kernels", (), "fast", ""),
+            Decision("quantization", (), "int4", ""),
+            Decision("attention (2 heads)", (), "paged", ""),
+        ),
+    )
+    info = scripted_info(tokenizer, description=description, cache_tokens=640, dtype="float32")
+    assert start_facts(info) == [
+        "device: cpu (a chip)",
+        "weights: float32, 3 MiB, quantization int4",
+        "kernels: fast; attention paged",
+        f"cache: 640 tokens, context {info.max_model_len}",
+    ]
