@@ -66,6 +66,36 @@ def play(
 LENGTH = Finish("a", "length")
 
 
+def test_drafts_are_counted_for_each_answer(words: Tokenizer) -> None:
+    params = SamplingParams(n=2, max_tokens=9)
+    state = RequestState(
+        "a", "text", np.array([3, 4]), params, words, 0.0, ("a#0", "a#1"), keep=2, drafts=4
+    )
+    answers = OutputProcessor()
+    answers.add(state)
+    for verified in ({"a#0": (4, 4), "a#1": (4, 0)}, {"a#0": (2, 1)}, {"gone": (4, 4)}):
+        answers.process(StepEvents(drafted=verified))
+    ends = [Finish("a#0", "length"), Finish("a#1", "length")]
+    answers.process(StepEvents(finished=ends, drafted={"a#0": (4, 0)}))
+    first, second = (choice.spec_decode_metrics for choice in state.take().outputs)
+    assert first.to_dict(detailed=True) == {
+        "mean_acceptance_length": 1 + 5 / 3,
+        "draft_acceptance_rate": 0.5,
+        "acceptance_histogram": [1, 1, 0, 0, 1],
+        "acceptance_histogram_by_draft_length": {"4": [1, 0, 0, 0, 1], "2": [0, 1, 0]},
+        "num_spec_steps": 3,
+        "num_accepted_draft_tokens": 5,
+        "num_draft_tokens": 10,
+        "num_spec_tokens": 4,
+        "per_step_accepted": [4, 1, 0],
+        "per_step_drafted": [4, 2, 4],
+    }
+    assert second.to_dict()["acceptance_histogram"] == [1, 0, 0, 0, 0]
+    plain, state = open_answer(words, params.with_(n=1))
+    plain.process(StepEvents(finished=[LENGTH]))
+    assert state.take().outputs[0].spec_decode_metrics is None
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.text(alphabet="abcé€🙂 \n", min_size=1, max_size=24),

@@ -135,7 +135,8 @@ def events() -> StepEvents:
         {"a": (entry,)},
         {"b": (1, (entry,))},
         {"c": np.array([[1.0, 2.0]], dtype=np.float32)},
-        StepStats(7, 2, 1, 0.5),
+        StepStats(7, 2, 1, 0.5, drafts=1, accepted_at=(1,)),
+        {"b": (3, 1)},
     )
 
 
@@ -147,6 +148,7 @@ def test_events() -> None:
     assert after.finished[0] == before.finished[0]
     assert after.finished[1].error.param == "x"
     assert after.stats == before.stats
+    assert after.drafted == {"b": (3, 1)}
     assert after.logprobs["a"][0].values.tolist() == [-1.0, -2.0]
     assert after.prompt_logprobs["b"][1][0].rank == 2
     assert after.pooled["c"].tolist() == [[1.0, 2.0]]
@@ -158,6 +160,7 @@ def test_front_ends_get_their_own() -> None:
     assert (parts[id(one)].requests, parts[id(two)].requests) == (["a"], ["b"])
     assert [finish.request for finish in parts[id(two)].finished] == ["b"]
     assert set(parts[id(one)].logprobs) == {"a"}
+    assert (parts[id(one)].drafted, parts[id(two)].drafted) == ({}, {"b": (3, 1)})
     assert parts[id(one)].stats == parts[id(two)].stats == events().stats
     assert not parts[id(one)].pooled
 

@@ -342,6 +342,7 @@ class InputProcessor:
             tokenizer=self.tokenizer,
             arrival=time.monotonic(),
             ids=identities if count > 1 else (request_id,),
+            drafts=self.info.drafts,
         )
 
     def _seed(self, params: SamplingParams, place: int) -> int | None:

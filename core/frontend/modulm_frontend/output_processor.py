@@ -25,6 +25,7 @@ from modulm.engine.types.outputs import (
     Position,
     RequestMetrics,
     RequestOutput,
+    SpecDecodeMetrics,
     Statistics,
 )
 from modulm.errors import RequestError
@@ -52,6 +53,7 @@ class Choice:
         self.cumulative: float | None = None if params.logprobs is None else 0.0
         self.reason: str | None = None
         self.stop: int | str | None = None
+        self.drafted: SpecDecodeMetrics | None = None
         self._pieces: list[str] = []
         self._params = params
         self._tokenizer = tokenizer
@@ -104,6 +106,7 @@ class Choice:
         return CompletionOutput(
             self.index, self.text, self.tokens[:], self.cumulative,
             None if self.logprobs is None else self.logprobs[:], self.reason, self.stop,
+            spec_decode_metrics=self.drafted,
         )  # fmt: skip
 
     def delta(self) -> CompletionOutput | None:
@@ -115,6 +118,7 @@ class Choice:
         return CompletionOutput(
             self.index, "".join(self._pieces[pieces:]), self.tokens[tokens:], self.cumulative,
             None if self.logprobs is None else self.logprobs[tokens:], self.reason, self.stop,
+            spec_decode_metrics=self.drafted,
         )  # fmt: skip
 
     def _emit(self, text: str) -> None:
@@ -153,9 +157,10 @@ class RequestState:
 
     prompt_ids: [tokens] int64. ids: the engine's ids of the sequences; keep: how many of them the
     caller gets, the most probable ones (best_of runs more), without the logprobs if `ranks_only`.
-    parent: the request that this one is a part of; no statistics count it then. fresh: tokens
-    since the last `take`; streamed, told: whether anything, and its end, was taken. error: set
-    when the request never ran; its caller gets it raised.
+    parent: the request that this one is a part of; no statistics count it then. drafts: most
+    tokens that are drafted in a step. fresh: tokens since the last `take`; streamed, told: whether
+    anything, and its end, was taken. error: set when the request never ran; its caller gets it
+    raised.
     """
 
     id: str
@@ -171,6 +176,7 @@ class RequestState:
     choices: list[Choice] = field(factory=list)
     metrics: RequestMetrics = field(init=False)
     cached: int | None = None
+    drafts: int = 0
     fresh: int = 0
     streamed: bool = False
     told: bool = False
@@ -192,6 +198,9 @@ class RequestState:
         self.choices = [
             Choice(index, context, params, self.tokenizer) for index in range(len(self.ids))
         ]
+        if self.drafts:
+            for choice in self.choices:
+                choice.drafted = SpecDecodeMetrics(self.drafts)
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -234,6 +243,12 @@ class RequestState:
             self.cached = part.num_cached_tokens
         if part.metrics is not None:
             self.metrics.last_token_time = part.metrics.last_token_time
+
+    def verified(self, place: int, drafted: int, accepted: int) -> None:
+        """A step verified drafts of a sequence."""
+        metrics = self.choices[place].drafted
+        if metrics is not None and self.choices[place].reason is None:
+            metrics.steps.append((drafted, accepted))
 
     def add_prompt_logprobs(self, first: int, entries: Sequence[RowLogprobs]) -> None:
         """Entries for the prompt tokens from `first` on; those of all sequences are equal."""
@@ -366,6 +381,10 @@ class OutputProcessor:
         for identity, (first, entries) in events.prompt_logprobs.items():
             if identity in self._sequences:
                 self._sequences[identity][0].add_prompt_logprobs(first, entries)
+        for identity, verified in events.drafted.items():
+            if identity in self._sequences:
+                state, place = self._sequences[identity]
+                state.verified(place, *verified)
         stopped = self._tokens(events, ending, news)
         for identity, values in events.pooled.items():
             if identity in self._sequences:

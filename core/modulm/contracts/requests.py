@@ -135,7 +135,8 @@ class StepStats(NamedTuple):
     """One step in numbers. Counts are of this step, except for the gauges running, waiting, usage.
 
     usage: share of the cache's blocks in use. computed: tokens that went through the model.
-    drafted, accepted: tokens that were verified, and those of them that were right.
+    drafted, accepted: tokens that were verified, and those of them that were right; drafts: rows
+    that had such tokens; accepted_at: of these, how many had the first, second ... token right.
     queried, hit: tokens looked up and found in the prefix cache by requests that joined.
     plan_seconds, run_seconds: host time of planning, time in the executor.
     """
@@ -153,6 +154,8 @@ class StepStats(NamedTuple):
     run_seconds: float = 0.0
     drafted: int = 0
     accepted: int = 0
+    drafts: int = 0
+    accepted_at: tuple[int, ...] = ()
 
 
 @frozen(eq=False)
@@ -161,7 +164,8 @@ class StepEvents:
 
     requests[i] sampled tokens[i]; several tokens of a request follow one another, and logprobs has
     an entry for each. prompt_logprobs: request -> (index of the prompt token that the
-    first entry is about, entries).
+    first entry is about, entries). drafted: request -> how many of its drafted tokens were
+    verified, and how many of these were right.
     """
 
     time: float = field(factory=time.monotonic)
@@ -173,3 +177,4 @@ class StepEvents:
     prompt_logprobs: dict[str, tuple[int, tuple[RowLogprobs, ...]]] = field(factory=dict)
     pooled: dict[str, np.ndarray] = field(factory=dict)
     stats: StepStats | None = None
+    drafted: dict[str, tuple[int, int]] = field(factory=dict)

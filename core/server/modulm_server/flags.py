@@ -126,6 +126,10 @@ class ServerConfig(FlagGroup):
         None, "Most characters of a prompt or answer in a log line.", least=0
     )
     enable_prompt_tokens_details: bool = flag(False, "Report cached prompt tokens in usage.")
+    per_request_spec_decode_metrics: str = flag(
+        "none", "Tell in each answer what became of its drafts, as a sum or also by step.",
+        choices=("none", "summary", "detailed"),
+    )  # fmt: skip
     enable_force_include_usage: bool = flag(False, "Stream usage whether asked or not.")
     sse_keep_alive_interval: float = flag(
         0, "Silence after which a stream sends a comment; 0: never.", unit="s", least=0

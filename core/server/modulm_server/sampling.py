@@ -92,6 +92,7 @@ class SamplingFields(Struct, kw_only=True):
     response_format: dict[str, Any] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    include_metrics: bool | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None

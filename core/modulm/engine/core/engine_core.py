@@ -209,4 +209,5 @@ def _info(
             ),
             default=0,
         ),
+        drafts=capacity.drafts,
     )

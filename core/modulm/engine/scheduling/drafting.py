@@ -7,15 +7,47 @@ it. Drafts never cost a row its own token: they take what is left of the budget 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from modulm.contracts.executor import Capacity
+from modulm.contracts.executor import Capacity, StepResult
 from modulm.engine.kv_cache.manager import KVCacheManager
 from modulm.engine.scheduling.row_table import RowTable
-from modulm.engine.scheduling.step import NextStep
+from modulm.engine.scheduling.step import NextStep, StepInFlight
 
-__all__ = ["Drafting"]
+__all__ = ["Drafting", "Verified", "drafting_figures", "verified"]
+
+#: request -> how many of its drafted tokens a step verified, and how many of these were right
+Verified = Mapping[str, tuple[int, int]]
+
+
+def verified(
+    flight: StepInFlight, result: StepResult, table: RowTable
+) -> dict[str, tuple[int, int]]:
+    """What became of the drafts of a step, for the rows that are still there."""
+    plan = flight.plan
+    if plan.drafted is None or result.accepted is None:
+        return {}
+    alive = table.epoch[flight.sampled] == flight.epochs[plan.samples]
+    counts = plan.drafted[plan.samples] * alive
+    places = counts.nonzero()[0]
+    right = np.maximum(result.accepted[places] - 1, 0)
+    names = table.names[flight.sampled[places]].tolist()
+    return dict(zip(names, zip(counts[places].tolist(), right.tolist(), strict=True), strict=True))
+
+
+def drafting_figures(drafted: Verified) -> dict[str, Any]:
+    """The same as fields of `StepStats`; none where nothing was drafted."""
+    if not drafted:
+        return {}
+    counts, right = np.array(list(drafted.values())).T
+    return {
+        "drafted": int(counts.sum()),
+        "accepted": int(right.sum()),
+        "drafts": len(counts),
+        "accepted_at": tuple(np.bincount(right)[:0:-1].cumsum()[::-1].tolist()),
+    }
 
 
 class Drafting:

@@ -25,7 +25,7 @@ from modulm.contracts.requests import Finish, Reason, Request, Start, StepEvents
 from modulm.engine.kv_cache.manager import Hit, KVCacheManager
 from modulm.engine.scheduling.adapter_slots import AdapterSlots
 from modulm.engine.scheduling.admission import Admission
-from modulm.engine.scheduling.drafting import Drafting
+from modulm.engine.scheduling.drafting import Drafting, Verified, drafting_figures, verified
 from modulm.engine.scheduling.encoder_budget import EncoderBudget
 from modulm.engine.scheduling.limits import Limits
 from modulm.engine.scheduling.prefix_reuse import PrefixReuse
@@ -440,9 +440,9 @@ class BudgetScheduler(Scheduler):
             self.transfers.save(runs.rows, runs.ends)
         self.cache.trim(runs.rows, runs.ends)
         names, ids = table.names[runs.owners].tolist(), runs.tokens.tolist()
-        extras: dict[str, Any] = {}
+        extras: dict[str, Any] = {"drafted": verified(flight, result, table)}
         if result.logprobs or result.prompt_logprobs or result.pooled:
-            extras = self._extras(result, flight, runs, names)
+            extras |= self._extras(result, flight, runs, names)
         finished = [
             self._end(int(runs.owners[i]), ids[i], bool(stopped[i]))
             for i in ended.nonzero()[0].tolist()
@@ -454,7 +454,7 @@ class BudgetScheduler(Scheduler):
             tokens=ids,
             started=flight.started,
             finished=failed + finished,
-            stats=self._stats(flight, result, len(ids)),
+            stats=self._stats(flight, result, len(ids), extras["drafted"]),
             **extras,
         )
 
@@ -530,10 +530,11 @@ class BudgetScheduler(Scheduler):
             },
         }
 
-    def _stats(self, flight: StepInFlight, result: StepResult, generated: int) -> StepStats:
+    def _stats(
+        self, flight: StepInFlight, result: StepResult, generated: int, drafted: Verified
+    ) -> StepStats:
         queried, hits = self.prefix_reuse.take_counts()
         preempted, self._preempted = self._preempted, 0
-        drafted, accepted = flight.plan.drafted, result.accepted
         return StepStats(
             self._steps,
             len(self._running),
@@ -546,8 +547,7 @@ class BudgetScheduler(Scheduler):
             hit=hits,
             plan_seconds=flight.seconds,
             run_seconds=result.seconds,
-            drafted=0 if drafted is None else int(drafted.sum()),
-            accepted=0 if accepted is None else len(result.tokens) - int((accepted > 0).sum()),
+            **drafting_figures(drafted),
         )
 
     def _end(self, row: int, token: int, stopped: bool) -> Finish:

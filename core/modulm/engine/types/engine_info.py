@@ -27,7 +27,8 @@ class EngineInfo:
     the logits; eos: ids that end an answer; defaults: sampling defaults of the checkpoint, by
     field of SamplingParams; tasks: what the model is for; notes: for people; description: the
     executor's; texts: how they become prompts of a pooling model; cache_tokens: how many tokens'
-    keys and values fit, 0 where nothing is kept of all of a sequence.
+    keys and values fit, 0 where nothing is kept of all of a sequence; drafts: most tokens that are
+    drafted for a sequence in a step, 0 without a speculator.
     """
 
     config: EngineConfig
@@ -45,6 +46,7 @@ class EngineInfo:
     description: ModelDescription = field(factory=ModelDescription)
     texts: TextRules = field(factory=TextRules)
     cache_tokens: int = 0
+    drafts: int = 0
 
     def default_params(self) -> SamplingParams:
         """What a caller gets who gives no parameters."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict
 
 from attrs import define, field, frozen
 
@@ -27,6 +27,8 @@ __all__ = [
     "RequestOutput",
     "ScoringOutput",
     "ScoringRequestOutput",
+    "SpecDecodeFigures",
+    "SpecDecodeMetrics",
     "Statistics",
 ]
 
@@ -55,6 +57,56 @@ class RequestMetrics:
     finished_time: float | None = None
 
 
+class SpecDecodeFigures(TypedDict):
+    """vLLM's figures of an answer's drafts; the last two are per step."""
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]
+    acceptance_histogram_by_draft_length: dict[str, list[int]]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+    per_step_accepted: NotRequired[list[int]]
+    per_step_drafted: NotRequired[list[int]]
+
+
+@define
+class SpecDecodeMetrics:
+    """What became of an answer's drafts. num_spec_tokens: most that are drafted in a step. steps:
+    of each step that verified some, how many, and how many of these were right.
+    """
+
+    num_spec_tokens: int
+    steps: list[tuple[int, int]] = field(factory=list)
+
+    def to_dict(self, detailed: bool = False) -> SpecDecodeFigures:
+        """The figures; detailed: also those of each step."""
+        most = max(self.num_spec_tokens, *(drafted for drafted, _ in self.steps), 0)
+        by_length: dict[str, list[int]] = {}
+        whole = [0] * (most + 1)
+        for drafted, accepted in self.steps:
+            by_length.setdefault(str(drafted), [0] * (drafted + 1))[accepted] += 1
+            whole[accepted] += 1
+        count, drafted = len(self.steps), sum(drafted for drafted, _ in self.steps)
+        accepted = sum(accepted for _, accepted in self.steps)
+        shown: SpecDecodeFigures = {
+            "mean_acceptance_length": 1 + accepted / count if count else 1.0,
+            "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+            "acceptance_histogram": whole,
+            "acceptance_histogram_by_draft_length": by_length,
+            "num_spec_steps": count,
+            "num_accepted_draft_tokens": accepted,
+            "num_draft_tokens": drafted,
+            "num_spec_tokens": self.num_spec_tokens,
+        }
+        if detailed:
+            shown["per_step_accepted"] = [accepted for _, accepted in self.steps]
+            shown["per_step_drafted"] = [drafted for drafted, _ in self.steps]
+        return shown
+
+
 @define
 class CompletionOutput:
     """One of the n answers. In a delta stream text, token_ids and logprobs hold what is new.
@@ -62,7 +114,8 @@ class CompletionOutput:
     finish_reason: None while it runs, then "stop", "length", "abort" or "error". stop_reason: the
     stop string or token id that ended it, None for end of sequence; with "error", what went wrong.
     cumulative_logprob: of all tokens so far, where logprobs were asked for. reasoning: the thoughts
-    before the text, where they are told apart (`LLM.chat`).
+    before the text, where they are told apart (`LLM.chat`). spec_decode_metrics: of all steps so
+    far, None without a speculator.
     """
 
     index: int
@@ -73,6 +126,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     reasoning: str | None = None
+    spec_decode_metrics: SpecDecodeMetrics | None = None
 
     def finished(self) -> bool:
         """Whether nothing will be added."""

@@ -69,11 +69,12 @@ def pack_events(events: StepEvents) -> list[Any]:
         },
         events.pooled,
         events.stats,
+        events.drafted,
     ]
 
 
 def unpack_events(packed: list[Any]) -> StepEvents:
-    time, requests, tokens, started, finished, logprobs, prompts, pooled, stats = packed
+    time, requests, tokens, started, finished, logprobs, prompts, pooled, stats, drafted = packed
     return StepEvents(
         time,
         requests,
@@ -83,7 +84,8 @@ def unpack_events(packed: list[Any]) -> StepEvents:
         {name: unpack_logprobs(entries) for name, entries in logprobs.items()},
         {name: (first, unpack_logprobs(entries)) for name, (first, entries) in prompts.items()},
         pooled,
-        None if stats is None else StepStats(*stats),
+        None if stats is None else StepStats(*stats)._replace(accepted_at=tuple(stats[-1])),
+        {name: (verified, right) for name, (verified, right) in drafted.items()},
     )
 
 

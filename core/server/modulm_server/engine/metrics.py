@@ -56,9 +56,11 @@ _COUNTERS = {
     "generation_tokens": "Tokens generated.",
     "prefix_cache_queries": "Tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Tokens found in the prefix cache.",
+    "spec_decode_num_drafts": "Sequences' steps that verified drafted tokens.",
     "spec_decode_num_draft_tokens": "Drafted tokens that were verified.",
     "spec_decode_num_accepted_tokens": "Drafted tokens that were right.",
 }
+_AT = "spec_decode_num_accepted_tokens_per_pos"
 _GAUGES = {
     "num_requests_running": "Sequences that have a row.",
     "num_requests_waiting": "Sequences that wait for one.",
@@ -97,6 +99,7 @@ class Metrics(Collector):
         for name in (
             *_GAUGES,
             *(_COUNTERS.keys() - {"prompt_tokens"}),
+            _AT,
             "iteration_tokens_total",
         )
     )
@@ -106,6 +109,7 @@ class Metrics(Collector):
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self._counters = dict.fromkeys(_COUNTERS, 0.0)
         self._gauges = dict.fromkeys(_GAUGES, 0.0)
+        self._accepted_at: list[int] = []
         self._success = dict.fromkeys(("abort", "error", "length", "stop"), 0)
         self.last: StepStats | None = None
 
@@ -126,8 +130,8 @@ class Metrics(Collector):
         counters["generation_tokens"] += stats.generated
         counters["prefix_cache_queries"] += stats.queried
         counters["prefix_cache_hits"] += stats.hit
-        counters["spec_decode_num_draft_tokens"] += stats.drafted
-        counters["spec_decode_num_accepted_tokens"] += stats.accepted
+        if stats.drafts:
+            self._drafts(stats)
         if stats.computed:
             self._histograms["iteration_tokens_total"].add((stats.computed,))
 
@@ -142,6 +146,15 @@ class Metrics(Collector):
             counters["prefix_cache_queries"],
             counters["prefix_cache_hits"],
         )
+
+    def _drafts(self, stats: StepStats) -> None:
+        self._counters["spec_decode_num_drafts"] += stats.drafts
+        self._counters["spec_decode_num_draft_tokens"] += stats.drafted
+        self._counters["spec_decode_num_accepted_tokens"] += stats.accepted
+        known, now = self._accepted_at, stats.accepted_at
+        known += [0] * (len(now) - len(known))
+        for position, count in enumerate(now):
+            known[position] += count
 
     def gaps(self, seconds: Sequence[float]) -> None:
         """Times since the last token, of all sequences that got one in a step."""
@@ -198,6 +211,13 @@ class Metrics(Collector):
             counter = CounterMetricFamily(_PREFIX + name, text, labels=names)
             counter.add_metric(self._labels, self._counters[name])
             yield counter
+        at = CounterMetricFamily(
+            _PREFIX + _AT, "Drafted tokens that were right, by place in the draft.",
+            labels=(*names, "position"),
+        )  # fmt: skip
+        for position, right in enumerate(self._accepted_at):
+            at.add_metric((*self._labels, str(position)), right)
+        yield at
         for name, (text, _) in _HISTOGRAMS.items():
             found = self._histograms[name]
             histogram = HistogramMetricFamily(_PREFIX + name, text, labels=names)

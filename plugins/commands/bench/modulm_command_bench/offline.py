@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
-from attrs import frozen
+from attrs import field, frozen
 from tqdm import tqdm
 
 from modulm.config import EngineConfig
 from modulm.contracts.sampling import SamplingParams
+from modulm_command_bench.drafts import Drafts, of_outputs
 from modulm_command_bench.samples import Recipe, Sample, make_samples
 from modulm_frontend.beam_search import BeamSearchParams
+
+if TYPE_CHECKING:
+    from modulm.engine.types.outputs import RequestOutput
 
 __all__ = ["Latency", "latency", "throughput"]
 
@@ -52,18 +56,34 @@ def latency(config: EngineConfig, flags: Latency) -> dict[str, Any]:
     if flags.profile is not None:
         _profile(run, flags.profile)
         return {}
-    times = [_seconds(run) for _ in tqdm(range(flags.iterations), desc="iterations")]
+    times, last = [], []
+    for _ in tqdm(range(flags.iterations), desc="iterations"):
+        start = perf_counter()
+        last = run()
+        times.append(perf_counter() - start)
     shown: dict[str, Any] = {"avg_latency": float(np.mean(times)), "latencies": times}
     shown["percentiles"] = {
         str(q): float(np.percentile(times, q)) for q in (10, 25, 50, 75, 90, 99)
     }
+    if not flags.beams:
+        shown |= of_outputs(last).figures()
     click.echo(f"average latency: {shown['avg_latency']:.4f} s")
     for q, seconds in shown["percentiles"].items():
         click.echo(f"{q}% percentile: {seconds:.4f} s")
+    _echo_drafts(shown)
     return shown
 
 
-def _batch(engine: Any, prompts: Sequence[Any], flags: Latency) -> Callable[[], object]:
+def _echo_drafts(shown: Mapping[str, Any]) -> None:
+    if "spec_decode_num_drafts" in shown:
+        click.echo(
+            f"drafts: {shown['spec_decode_acceptance_rate']:.1f}% of "
+            f"{shown['spec_decode_draft_tokens']} tokens right, "
+            f"{shown['spec_decode_acceptance_length']:.2f} tokens a step"
+        )
+
+
+def _batch(engine: Any, prompts: Sequence[Any], flags: Latency) -> Callable[[], list[Any]]:
     if flags.beams:
         beams = BeamSearchParams(flags.n, flags.output_len, ignore_eos=True)
         return lambda: engine.beam_search(prompts, beams)
@@ -76,12 +96,6 @@ def _batch(engine: Any, prompts: Sequence[Any], flags: Latency) -> Callable[[], 
         detokenize=flags.detokenize,
     )
     return lambda: engine.generate(prompts, params, use_tqdm=False)
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    start = perf_counter()
-    run()
-    return perf_counter() - start
 
 
 def _profile(run: Callable[[], object], path: str) -> None:
@@ -97,11 +111,12 @@ def _profile(run: Callable[[], object], path: str) -> None:
 
 @frozen
 class _Run:
-    """What a backend did: seconds, and tokens it read and made."""
+    """What a backend did: seconds, tokens it read and made, and what became of its drafts."""
 
     seconds: float
     read: int
     made: int
+    drafts: Drafts = field(factory=Drafts)
 
 
 def throughput(
@@ -128,6 +143,7 @@ def throughput(
             "requests_per_second": len(samples) / run.seconds,
             "tokens_per_second": rate,
             "output_tokens_per_second": run.made / run.seconds,
+            **run.drafts.figures(),
         }
         shown[name] = figures
         times = f", {rate / first:.2f} of {backends[0]}" if name != backends[0] else ""
@@ -135,6 +151,7 @@ def throughput(
             f"{name}: {figures['requests_per_second']:.2f} requests/s, {rate:.2f} tokens/s, "
             f"{figures['output_tokens_per_second']:.2f} output tokens/s{times}"
         )
+        _echo_drafts(figures)
     return shown[backends[0]] if len(backends) == 1 else shown
 
 
@@ -178,7 +195,7 @@ def _run_engine(
         outputs = engine.generate(prompts, params, use_tqdm=True)
         seconds = perf_counter() - start
     made = sum(len(one.token_ids) for output in outputs for one in output.outputs)
-    return _Run(seconds, sum(s.input_len for s in samples), made)
+    return _Run(seconds, sum(s.input_len for s in samples), made, of_outputs(outputs))
 
 
 def _run_async(
@@ -187,22 +204,23 @@ def _run_async(
     """The engine behind AsyncLLM, as the server uses it."""
     from modulm_server.engine.async_llm import AsyncLLM
 
-    async def one(engine: Any, number: int) -> int:
+    async def one(engine: Any, number: int) -> RequestOutput:
         prompt = {"prompt_token_ids": list(samples[number].ids)}
         last: Any = None
         async for output in engine.generate(prompt, params[number], str(number)):
             last = output
-        return sum(len(part.token_ids) for part in last.outputs)
+        return last
 
     async def everything() -> _Run:
         engine = AsyncLLM.from_config(config)
         try:
             start = perf_counter()
-            made = await asyncio.gather(*(one(engine, number) for number in range(len(samples))))
+            outputs = await asyncio.gather(*(one(engine, number) for number in range(len(samples))))
             seconds = perf_counter() - start
         finally:
             engine.shutdown()
-        return _Run(seconds, sum(s.input_len for s in samples), sum(made))
+        made = sum(len(part.token_ids) for output in outputs for part in output.outputs)
+        return _Run(seconds, sum(s.input_len for s in samples), made, of_outputs(outputs))
 
     return asyncio.run(everything())
 

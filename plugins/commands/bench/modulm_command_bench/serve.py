@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from modulm.config import EngineConfig
 from modulm.config.environ import client_key
+from modulm_command_bench.drafts import Drafts, of_server
 from modulm_command_bench.figures import Timed, figures, parse_goodput, save, table
 from modulm_command_bench.load import BACKENDS, Schedule, Target, arrivals, run
 from modulm_command_bench.samples import Recipe, Sample, make_samples
@@ -60,7 +61,7 @@ def bench(settings: Settings, recipe: Recipe, schedule: Schedule) -> dict[str, A
     if target.path.endswith("/chat/completions"):
         samples = _with_text(samples, _tokenizer(settings, target.model))
     times = arrivals(schedule, samples)
-    done, seconds = asyncio.run(_measure(settings, target, samples, times))
+    done, seconds, drafts = asyncio.run(_measure(settings, target, samples, times))
     shown = figures(
         done,
         seconds,
@@ -68,6 +69,7 @@ def bench(settings: Settings, recipe: Recipe, schedule: Schedule) -> dict[str, A
         percentiles=settings.percentiles,
         goodput=limits,
     )
+    shown |= drafts.figures()
     _report_errors(done)
     click.echo(table(shown))
     return {**_about(settings, target, recipe, schedule), **shown, **_details(settings, done)}
@@ -75,7 +77,7 @@ def bench(settings: Settings, recipe: Recipe, schedule: Schedule) -> dict[str, A
 
 async def _measure(
     settings: Settings, target: Target, samples: Sequence[Sample], times: Sequence[float]
-) -> tuple[list[Timed], float]:
+) -> tuple[list[Timed], float, Drafts]:
     """One request to see that it works, warm-ups, then the run itself."""
     first, _ = await run(target, samples[:1], [0.0])
     if first[0].error:
@@ -83,13 +85,16 @@ async def _measure(
     if settings.warmups:
         await run(target, [samples[0]] * settings.warmups, [0.0] * settings.warmups)
     with tqdm(total=len(samples), unit="request", disable=settings.quiet) as bar:
-        return await run(
+        before = of_server(target.base, target.headers)
+        done, seconds = await run(
             target,
             samples,
             times,
             concurrency=settings.max_concurrency,
             finished=lambda _: bar.update(),
         )
+        after = before and of_server(target.base, target.headers)
+    return done, seconds, after.since(before) if before and after else Drafts()
 
 
 def _wait_ready(settings: Settings) -> None:

@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
+    from modulm.engine.types.outputs import RequestOutput
     from modulm_route_openai.objects import (
         ChatLogprobs,
         CompletionLogprobs,
+        Measured,
         PromptLogprob,
         Usage,
     )
@@ -31,6 +33,7 @@ __all__ = [
     "chat_logprobs",
     "check_priority",
     "completion_logprobs",
+    "draft_metrics",
     "fingerprint",
     "paced",
     "prompt_logprobs",
@@ -88,6 +91,19 @@ def usage(prompt: int, generated: int, cached: int | None, reasoning: int | None
     if reasoning is not None:
         counted["completion_tokens_details"] = {"reasoning_tokens": reasoning}
     return counted
+
+
+def draft_metrics(body: SamplingFields, config: Any, single: RequestOutput | None) -> Measured:
+    """`metrics` of an answer, where the server or the request asks for it: what became of its
+    drafts, null where nothing drafts. single: the last output of an answer that has one choice.
+    """
+    level = config.group(ServerConfig).per_request_spec_decode_metrics
+    if level == "none" and not body.include_metrics:
+        return {}
+    choices = () if single is None else single.outputs
+    found = choices[0].spec_decode_metrics if choices else None
+    shown = None if found is None else found.to_dict(detailed=level == "detailed")
+    return {"metrics": {"speculative_decoding": shown}}
 
 
 class StreamUsage:

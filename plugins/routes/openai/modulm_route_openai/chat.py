@@ -16,6 +16,7 @@ from modulm_route_openai.answers import (
     answer_id,
     chat_logprobs,
     check_priority,
+    draft_metrics,
     fingerprint,
     paced,
     prompt_logprobs,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
     from modulm.contracts.parser import Event
     from modulm.contracts.sampling import SamplingParams
+    from modulm.engine.types.outputs import RequestOutput
     from modulm_frontend.beam_search import BeamSearchParams
     from modulm_route_openai.objects import (
         ChatChoice,
@@ -234,6 +236,9 @@ class Chat:
                 await started.reasoning_tokens(),
             ),
         }
+        single = output if job.turn.params.n == 1 else None
+        if measured := draft_metrics(job.body, self._context.config, single):
+            body["metrics"] = measured["metrics"]
         if job.body.prompt_logprobs is not None:
             body["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         if job.body.return_token_ids:
@@ -286,10 +291,12 @@ class Chat:
         counted = StreamUsage(job.body, self._context.config)
         head = self._head(job)
         deltas = [_Deltas(job) for _ in range(job.turn.params.n)]
+        last: RequestOutput | None = None
         first = True
         async with aclosing(started.running) as outputs:
             async for output in outputs:
                 counted.prompt(0, len(output.prompt_token_ids), output.num_cached_tokens)
+                last = output if len(deltas) == 1 else None
                 if first:
                     first = False
                     for index in range(len(deltas)):
@@ -306,7 +313,8 @@ class Chat:
                         yield frame(body)
         if counted.last:
             total = counted.total(await started.reasoning_tokens())
-            yield frame({**head, "usage": total})
+            metrics = draft_metrics(job.body, self._context.config, last)
+            yield frame({**head, "usage": total, **metrics})
         yield DONE
 
     def _pieces(self, job: _Job, new: Delta, deltas: _Deltas) -> Iterator[ChatChunkChoice]:

@@ -15,6 +15,7 @@ from modulm_route_openai.answers import (
     answer_id,
     check_priority,
     completion_logprobs,
+    draft_metrics,
     fingerprint,
     paced,
     prompt_logprobs,
@@ -231,7 +232,13 @@ class Completions:
         details = self._context.config.group(ServerConfig).enable_prompt_tokens_details
         cached = sum(output.num_cached_tokens or 0 for output in outputs) if details else None
         tokens = sum(len(output.prompt_token_ids) for output in outputs)
-        return {**self._head(job), "choices": choices, "usage": usage(tokens, generated, cached)}
+        single = outputs[0] if len(found) == 1 else None
+        return {
+            **self._head(job),
+            "choices": choices,
+            "usage": usage(tokens, generated, cached),
+            **draft_metrics(job.body, self._context.config, single),
+        }
 
     def _head(self, job: _Job) -> CompletionChunk:
         return {
@@ -289,6 +296,7 @@ class Completions:
         head = self._head(job)
         sent: dict[int, int] = {}
         totals: dict[int, int] = {}
+        last: RequestOutput | None = None
 
         def chunks(place: int, output: RequestOutput) -> Iterator[bytes]:
             counted.prompt(place, len(output.prompt_token_ids), output.num_cached_tokens)
@@ -307,6 +315,7 @@ class Completions:
                 stack.push_async_callback(run.aclose)
             if len(runs) == 1:
                 async for output in runs[0]:
+                    last = output if job.n == 1 else None
                     for data in chunks(0, output):
                         yield data
             else:
@@ -314,7 +323,8 @@ class Completions:
                     for data in chunks(place, output):
                         yield data
         if counted.last:
-            yield frame({**head, "usage": counted.total()})
+            metrics = draft_metrics(job.body, self._context.config, last)
+            yield frame({**head, "usage": counted.total(), **metrics})
         yield DONE
 
     def _piece(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, NotRequired, TypedDict
 
+from modulm.engine.types.outputs import SpecDecodeFigures
 from modulm_parsing.message import OpenAICall
 from modulm_server.logprobs import TokenLogprob
 
@@ -21,6 +22,8 @@ __all__ = [
     "CompletionChoice",
     "CompletionChunk",
     "CompletionLogprobs",
+    "Measured",
+    "Metrics",
     "ModelCard",
     "ModelInfo",
     "ModelList",
@@ -52,6 +55,18 @@ class Usage(TypedDict):
     total_tokens: int
     prompt_tokens_details: NotRequired[PromptTokens]
     completion_tokens_details: NotRequired[CompletionTokens]
+
+
+class Metrics(TypedDict):
+    """What was measured of an answer with one choice; null where nothing drafts."""
+
+    speculative_decoding: SpecDecodeFigures | None
+
+
+class Measured(TypedDict, total=False):
+    """What answers have where the server or the request asks for it."""
+
+    metrics: Metrics
 
 
 class PromptLogprob(TypedDict):
@@ -93,7 +108,7 @@ class CompletionChoice(TypedDict):
     token_ids: NotRequired[list[int]]
 
 
-class Completion(_Head):
+class Completion(_Head, Measured):
     """The answer of `POST /v1/completions`."""
 
     object: Literal["text_completion"]
@@ -101,7 +116,7 @@ class Completion(_Head):
     usage: Usage
 
 
-class CompletionChunk(_Head):
+class CompletionChunk(_Head, Measured):
     """A chunk of a streamed completion; the last one has no choices, if usage was asked for."""
 
     object: Literal["text_completion"]
@@ -137,7 +152,7 @@ class ChatChoice(TypedDict):
     token_ids: NotRequired[list[int]]
 
 
-class ChatCompletion(_Head):
+class ChatCompletion(_Head, Measured):
     """The answer of `POST /v1/chat/completions`."""
 
     object: Literal["chat.completion"]
@@ -184,7 +199,7 @@ class ChatChunkChoice(TypedDict):
     token_ids: NotRequired[list[int]]
 
 
-class ChatChunk(_Head):
+class ChatChunk(_Head, Measured):
     """A chunk of a streamed answer; the last one has no choices, if usage was asked for."""
 
     object: Literal["chat.completion.chunk"]

@@ -111,9 +111,36 @@ def test_right_drafts_save_steps_and_are_counted(depth: int) -> None:
     assert sum(stats.drafted for stats in seen.stats) == 5 * 3 + 2
     assert sum(stats.accepted for stats in seen.stats) == 5 * 3 + 2
     assert seen.steps[1].requests == ["a"] * 4
+    assert [stats.drafts for stats in seen.stats] == [0, 1, 1, 1, 1, 1, 1]
+    assert [stats.accepted_at for stats in seen.stats] == [(), *[(1, 1, 1)] * 5, (1, 1)]
+    assert [step.drafted for step in seen.steps] == [{}, *[{"a": (3, 3)}] * 5, {"a": (2, 2)}]
     executor, seen = run_one(wrong)
     assert len(executor.plans) == 24
     assert sum(stats.accepted for stats in seen.stats) == 0
+    assert {stats.accepted_at for stats in seen.stats} == {()}
+
+
+def test_drafts_are_counted_by_place() -> None:
+    """Three rows whose drafts are right up to different places, and one that is aborted."""
+    goods = {9: 3, 10: 1, 11: 0, 12: 2}
+
+    def some(history: Sequence[int], coming: Sequence[int]) -> Sequence[int]:
+        good = goods[history[0]]
+        return [*coming[:good], *wrong(history, coming[good:])]
+
+    executor = FakeExecutor(drafter=some, drafts=3)
+    engine, seen = make_engine(executor)
+    for first in goods:
+        params = SamplingParams(temperature=0, max_tokens=20)
+        engine.submit(Request(id=str(first), prompt=[first], params=params))
+    engine.tick()
+    engine.abort("12")
+    engine.tick()
+    assert seen.steps[-1].drafted == {"9": (3, 3), "10": (3, 1), "11": (3, 0)}
+    stats = seen.stats[-1]
+    assert (stats.drafts, stats.drafted, stats.accepted) == (3, 9, 4)
+    assert stats.accepted_at == (2, 1, 1)
+    executor.stop()
 
 
 def test_a_run_ends_at_a_stop_id_but_not_before_the_least_tokens() -> None:

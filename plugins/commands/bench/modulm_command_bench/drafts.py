@@ -1,0 +1,95 @@
+"""What became of drafted tokens during a run, in the figures of vLLM's result files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import httpx
+from attrs import field, frozen
+
+if TYPE_CHECKING:
+    from modulm.engine.types.outputs import RequestOutput
+
+__all__ = ["Drafts", "of_outputs", "of_server"]
+
+_SAMPLE = re.compile(
+    r"^(?:modulm|vllm):spec_decode_num_(drafts|draft_tokens|accepted_tokens(?:_per_pos)?)_total"
+    r"(?:\{(.*)\})? (\S+)$",
+    re.MULTILINE,
+)
+_POSITION = re.compile(r'position="(\d+)"')
+
+
+@frozen
+class Drafts:
+    """drafts: times that a sequence had drafted tokens verified. tokens, accepted: drafted tokens,
+    and those that were right; at: of these, how many at each place of a draft.
+    """
+
+    drafts: int = 0
+    tokens: int = 0
+    accepted: int = 0
+    at: tuple[int, ...] = field(default=())
+
+    def since(self, before: Drafts) -> Drafts:
+        """What came after `before`."""
+        known = (*before.at, *[0] * (len(self.at) - len(before.at)))
+        return Drafts(
+            self.drafts - before.drafts,
+            self.tokens - before.tokens,
+            self.accepted - before.accepted,
+            tuple(now - then for now, then in zip(self.at, known, strict=True)),
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """As result files have them; empty where nothing was drafted. Rates are in percent."""
+        if not self.drafts:
+            return {}
+        return {
+            "spec_decode_acceptance_rate": 100 * self.accepted / self.tokens,
+            "spec_decode_acceptance_length": 1 + self.accepted / self.drafts,
+            "spec_decode_num_drafts": self.drafts,
+            "spec_decode_draft_tokens": self.tokens,
+            "spec_decode_accepted_tokens": self.accepted,
+            "spec_decode_per_position_acceptance_rates": [n / self.drafts for n in self.at],
+        }
+
+
+def of_server(base: str, headers: dict[str, str]) -> Drafts | None:
+    """What a server has counted so far; None if it does not say."""
+    try:
+        answer = httpx.get(f"{base}/metrics", headers=headers, timeout=5)
+    except httpx.HTTPError:
+        return None
+    return _read(answer.text) if answer.is_success else None
+
+
+def _read(text: str) -> Drafts | None:
+    sums: dict[str, int] = {}
+    places: dict[int, int] = {}
+    for name, labels, value in _SAMPLE.findall(text):
+        count = round(float(value))
+        place = _POSITION.search(labels)
+        if place is None:
+            sums[name] = sums.get(name, 0) + count
+        else:
+            places[int(place[1])] = places.get(int(place[1]), 0) + count
+    if "drafts" not in sums:
+        return None
+    at = tuple(places.get(place, 0) for place in range(max(places, default=-1) + 1))
+    return Drafts(sums["drafts"], sums.get("draft_tokens", 0), sums.get("accepted_tokens", 0), at)
+
+
+def of_outputs(outputs: Iterable[RequestOutput]) -> Drafts:
+    """What the answers of an engine in this process say."""
+    found = [choice.spec_decode_metrics for output in outputs for choice in output.outputs]
+    steps = [step for metrics in found if metrics is not None for step in metrics.steps]
+    longest = max((right for _, right in steps), default=0)
+    return Drafts(
+        len(steps),
+        sum(drafted for drafted, _ in steps),
+        sum(right for _, right in steps),
+        tuple(sum(right > place for _, right in steps) for place in range(longest)),
+    )
