@@ -1,0 +1,1 @@
+"""The commands `pull`, `list` and `rm`."""
