@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch.nn import Module, ModuleList
 
 from modulm.contracts.model import Batch, CacheSpec, Model
 from modulm.errors import UnsupportedError
+from modulm.nn.embedding import Embedding
 from modulm.nn.names import WeightNames
 from modulm_layers.attention import Attention
 from modulm_layers.config import DecoderConfig
@@ -17,7 +18,7 @@ from modulm_layers.mlp import GatedMLP
 
 if TYPE_CHECKING:
     from modulm.nn.builder import Builder
-    from modulm.nn.embedding import Embedding, Head
+    from modulm.nn.embedding import Head
     from modulm.nn.norm import Norm
 
 __all__ = [
@@ -83,15 +84,38 @@ class DecoderForCausalLM(Module, Model):
     def forward(self, batch: Batch) -> Tensor:
         return self.norm.add(*self._run(batch))[0]
 
+    def states(self, batch: Batch, layers: Sequence[int]) -> tuple[Tensor, ...]:
+        if type(self).forward is not DecoderForCausalLM.forward or batch.carried:
+            return super().states(batch, layers)
+        found: dict[int, Tensor] = {}
+        x, residual = self._run(batch, found, frozenset(layers))
+        lacking = [index for index in layers if index not in found]
+        if lacking:
+            raise UnsupportedError(f"there is no layer {lacking[0]}: {len(self.layers)} are there")
+        return (self.norm.add(x, residual)[0], *(found[index] for index in layers))
+
+    def embeddings(self, tokens: Tensor) -> Tensor:
+        table: Module = self.embed
+        if not isinstance(table, Embedding):
+            return super().embeddings(tokens)
+        return table.lookup(tokens)
+
     def carry(self, batch: Batch) -> tuple[Tensor, ...]:
         return tuple(x for x in self._run(batch) if x is not None)
 
-    def _run(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """The layers of this stage."""
+    def _run(
+        self,
+        batch: Batch,
+        found: dict[int, Tensor] | None = None,
+        wanted: frozenset[int] = frozenset(),
+    ) -> tuple[Tensor, Tensor | None]:
+        """The layers of this stage; the streams after those that are `wanted` go into `found`."""
         x: Tensor = batch.carried[0] if batch.carried else self.embed(batch)
         residual: Tensor | None = batch.carried[1] if len(batch.carried) > 1 else None
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             x, residual = layer(x, residual, batch)
+            if index in wanted and found is not None:
+                found[index] = x if residual is None else self.norm.ops.add(x, residual)
         return x, residual
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -176,9 +176,10 @@ class Capacity:
 
     groups: one entry per cache group: (kind, block size in tokens, window or None, blocks).
     vocabulary: the width of the logits, which may differ from the tokenizer's length. drafts: most
-    tokens that are drafted ahead for a row; 0 without a drafter. adapters: how many may be in one
-    step; 0: none at all. encoder_tokens: embeddings that encoders may give in one step, and
-    encoder_cache: those that are kept at once; 0 where the model takes no media.
+    tokens that are drafted ahead for a row; 0 without a drafter. ahead: tokens beyond those of a
+    step for which rows should have blocks, since the drafter keeps something of them. adapters:
+    how many may be in one step; 0: none at all. encoder_tokens: embeddings that encoders may give
+    in one step, and encoder_cache: those that are kept at once; 0 where the model takes no media.
     """
 
     groups: tuple[tuple[str, int, int | None, int], ...]
@@ -186,6 +187,7 @@ class Capacity:
     max_model_len: int
     notes: tuple[str, ...] = ()
     drafts: int = 0
+    ahead: int = 0
     adapters: int = 0
     encoder_tokens: int = 0
     encoder_cache: int = 0

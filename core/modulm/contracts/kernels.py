@@ -19,8 +19,8 @@ __all__ = ["API", "Forward", "KernelProvider", "Op", "Ops"]
 
 API = 1
 
-#: `Model.forward`: a batch to hidden states [tokens, hidden].
-Forward: TypeAlias = "Callable[[Batch], torch.Tensor]"
+#: `Model.forward`: a batch to hidden states [tokens, hidden]; or to several tensors like these.
+Forward: TypeAlias = "Callable[[Batch], torch.Tensor | tuple[torch.Tensor, ...]]"
 
 
 class KernelProvider(ABC):

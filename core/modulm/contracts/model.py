@@ -228,6 +228,17 @@ class Model(ABC):
     def forward(self, batch: Batch) -> torch.Tensor:
         """Hidden states after the final norm: [tokens, hidden]."""
 
+    def states(self, batch: Batch, layers: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """What `forward` gives, then what each of these layers gives: [tokens, hidden] each.
+
+        layers: indices from 0, of those whose output (the whole stream of residuals) is wanted.
+        """
+        raise UnsupportedError(f"{type(self).__name__} does not show states of single layers")
+
+    def embeddings(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens: [n] int64 -> [n, hidden], as the first layer is given them."""
+        raise UnsupportedError(f"{type(self).__name__} does not show its embedding")
+
     def carry(self, batch: Batch) -> tuple[torch.Tensor, ...]:
         """In a pipeline stage that is not the last, instead of `forward`: what the next one takes.
 

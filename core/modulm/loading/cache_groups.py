@@ -95,24 +95,52 @@ def _leader(
 
 
 def extended(
-    groups: Sequence[CacheGroup], caches: Sequence[CacheSpec], first: int
+    groups: Sequence[CacheGroup],
+    caches: Sequence[CacheSpec],
+    first: int,
+    backends: Mapping[AttentionSpec, AttentionBackend],
 ) -> tuple[CacheGroup, ...]:
     """The groups with further paged caches, in the blocks of the layers that are like them.
 
-    first: the index of the first of `caches` among all. Raises UnsupportedError where no layer is.
+    first: the index of the first of `caches` among all. backends: of those that bring their own;
+    they follow the block table of a group that sees as far, or make a group of their own. Raises
+    UnsupportedError where a cache brings none and no layer is like it.
     """
     made = list(groups)
     for index, cache in enumerate(caches, first):
-        at = next((i for i, group in enumerate(made) if group.spec == cache.spec), None)
-        backend = None if at is None else made[at].backend
-        if at is None or backend is None:
+        backend = None if isinstance(cache.spec, StateSpec) else backends.get(cache.spec)
+        at = next((i for i, group in enumerate(made) if _takes(group, cache, backend)), None)
+        if backend is not None and at is None:
+            block, window, size = backend.block_size, backend.spec.window, 0
+            at = len(made)
+            made.append(CacheGroup("attention", (), backend.spec, backend, block, window, size))
+        if at is None:
             raise UnsupportedError(f"{cache.layer}: no attention layer of the model is like it")
-        size = 0 if cache.shares else backend.layout(1).block_bytes
-        group = made[at]
-        made[at] = evolve(
-            group, layers=(*group.layers, index), block_bytes=group.block_bytes + size
-        )
+        made[at] = _with_cache(made[at], index, cache, backend)
     return tuple(made)
+
+
+def _takes(group: CacheGroup, cache: CacheSpec, backend: AttentionBackend | None) -> bool:
+    """Whether a cache can lie in the group's blocks."""
+    if group.backend is None or backend is None:
+        return group.backend is not None and group.spec == cache.spec
+    window = backend.spec.window
+    sees = group.window is None or (window is not None and window <= group.window)
+    return sees and group.block_size == backend.block_size
+
+
+def _with_cache(
+    group: CacheGroup, index: int, cache: CacheSpec, backend: AttentionBackend | None
+) -> CacheGroup:
+    """The group with one more cache; with a backend of its own it follows the block table."""
+    used = group.backend if backend is None else backend
+    size = 0 if cache.shares or used is None else used.layout(1).block_bytes
+    group = evolve(group, block_bytes=group.block_bytes + size)
+    if backend is None or backend is group.backend:
+        return evolve(group, layers=(*group.layers, index))
+    own = dict(group.followers)
+    own[backend] = (*own.get(backend, ()), index)
+    return evolve(group, followers=tuple(own.items()))
 
 
 def _state_bytes(tensors: Iterable[tuple[str, tuple[int, ...], str]]) -> int:

@@ -213,13 +213,13 @@ def modulm_model_loaded(model: Any, config: Any) -> None:
 
 
 @hookspec(firstresult=True)
-def modulm_drafter(config: Any, model: Any, platform: Any) -> Drafter | None:
+def modulm_drafter(config: Any, model: Any, platform: Any, loaded: Any) -> Drafter | None:
     """Make the `modulm.contracts.drafter.Drafter` that proposes tokens for the model to verify.
 
     `config` is the EngineConfig, `model` the loaded `modulm.contracts.model.Model`, `platform` the
-    `Platform` that it is on. First result. Asked in the process that runs the model, when its
-    weights are in place, unless `--plugin-config` has a table for a speculator. Raising stops the
-    start.
+    `Platform` that it is on, `loaded` the `modulm.loading.Loaded` that it is part of. First result.
+    Asked in the process that runs the model, when its weights are in place, unless
+    `--plugin-config` has a table for a speculator. Raising stops the start.
     """
 
 

@@ -31,7 +31,7 @@ class Repeater:
     def recorded(self) -> int:
         return len(self._recorded)
 
-    def __call__(self, batch: Batch) -> torch.Tensor:
+    def __call__(self, batch: Batch) -> torch.Tensor | tuple[torch.Tensor, ...]:
         key = signature(batch)
         if key is None:
             self.passed += 1

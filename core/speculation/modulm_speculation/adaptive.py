@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -19,6 +19,7 @@ from modulm.contracts.drafter import Drafter, DraftStep, Needs
 from modulm_speculation.speculator import Speculator
 
 if TYPE_CHECKING:
+    from modulm.contracts.attention import AttentionBackend, AttentionSpec
     from modulm.contracts.model import CacheSpec
 
 __all__ = ["Adaptive", "StepTimes"]
@@ -103,6 +104,10 @@ class Adaptive(Drafter):
     def caches(self) -> tuple[CacheSpec, ...]:
         return self._speculator.caches
 
+    @property
+    def backends(self) -> Mapping[AttentionSpec, AttentionBackend]:
+        return self._speculator.backends
+
     def admit(self, row: int, prompt: int, salt: str | None) -> None:
         self._rows[row] = _Row()
         self._speculator.admit(row, prompt, salt)
@@ -112,6 +117,8 @@ class Adaptive(Drafter):
         self._speculator.release(row)
 
     def propose(self, step: DraftStep) -> Sequence[np.ndarray]:
+        if not step.rows:
+            return self._speculator.propose(step)
         self._measure(step)
         rows = [self._rows.setdefault(row, _Row()) for row in step.rows]
         for row, history in zip(rows, step.histories, strict=True):

@@ -11,6 +11,8 @@ from modulm_speculation.flags import SpeculationConfig
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
     from modulm.contracts.drafter import Drafter
+    from modulm.contracts.platform import Platform
+    from modulm.loading import Loaded
 
 __all__ = ["modulm_config_final", "modulm_drafter"]
 
@@ -63,12 +65,18 @@ def modulm_config_final(config: EngineConfig) -> None:
 
 
 @hookimpl
-def modulm_drafter(config: EngineConfig) -> Drafter | None:
+def modulm_drafter(config: EngineConfig, loaded: Loaded, platform: Platform) -> Drafter | None:
     """The speculator that the flags name."""
     made = _made(config)
     if made is None:
         return None
     from modulm_speculation.adaptive import Adaptive
+    from modulm_speculation.speculator import Speculator
+    from modulm_speculation.target import Target
 
     driver, options, adaptive = made
-    return Adaptive(driver(options)) if adaptive else driver(options)
+    if issubclass(driver, Speculator):
+        speculator = driver.open(options, Target(config, loaded, platform))
+    else:
+        speculator = driver(options)
+    return Adaptive(speculator) if adaptive else speculator

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from attrs import frozen
 
 from modulm.contracts.drafter import Drafter
 from modulm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from modulm_speculation.target import Target
 
 __all__ = ["Options", "Speculator"]
 
@@ -40,3 +43,8 @@ class Speculator(Drafter):
     def __init__(self, config: Options) -> None:
         super().__init__(config)
         self.most = config.num_speculative_tokens
+
+    @classmethod
+    def open(cls, config: Options, target: Target) -> Self:
+        """Make it for a model that is loaded; what it loads for itself is loaded here."""
+        return cls(config)

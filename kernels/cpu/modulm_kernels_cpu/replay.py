@@ -19,7 +19,7 @@ import logging
 import struct
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -154,13 +154,16 @@ def _pack(letter: str, value: Any) -> bytes:
     return struct.pack("=Q", value or 0) if letter == "p" else struct.pack("=q", value)
 
 
+Result: TypeAlias = Tensor | tuple[Tensor, ...]
+
+
 class _Program:
     """One recorded step: its inputs, the calls, and where their result lies."""
 
     def __init__(self, batch: Batch) -> None:
         self.inputs = FixedInputs(batch)
         self.slots = np.zeros(0, dtype=np.uint64)
-        self.result = torch.empty(0)
+        self.result: Result = torch.empty(0)
 
 
 class Replay:
@@ -169,7 +172,7 @@ class Replay:
     `reason` says why this model's steps are not recorded.
     """
 
-    def __init__(self, library: Library, forward: Callable[[Batch], Tensor]) -> None:
+    def __init__(self, library: Library, forward: Callable[[Batch], Result]) -> None:
         self._library = library
         self._forward = forward
         self._repeat = library.call("replay", "pn", ctypes.c_int64)
@@ -177,7 +180,7 @@ class Replay:
         self._programs: dict[Hashable, _Program] = {}
         self.reason: str | None = None
 
-    def __call__(self, batch: Batch) -> Tensor:
+    def __call__(self, batch: Batch) -> Result:
         if self.reason is not None or not _is_decode(batch):
             return self._forward(batch)
         key = signature(batch)
@@ -191,12 +194,15 @@ class Replay:
             return self._forward(batch)  # it raises what is wrong with the step
         return program.result
 
-    def _record(self, key: Hashable, batch: Batch) -> Tensor:
+    def _record(self, key: Hashable, batch: Batch) -> Result:
         program, recorder = _Program(batch), Recorder(self._arena)
         with self._library.listen(recorder), recorder:
             result = self._forward(program.inputs.step)
         try:
-            program.slots, program.result = recorder.program(), self._arena.at(result)
+            program.slots = recorder.program()
+            several = isinstance(result, tuple)
+            kept = tuple(map(self._arena.at, result if several else (result,)))
+            program.result = kept if several else kept[0]
         except Unrepeatable as why:
             self._give_up(why)
             return result
@@ -218,4 +224,4 @@ def _is_decode(batch: Batch) -> bool:
     """Whether every row has one token, there are few enough, and no embeddings to put in place."""
     tokens = batch.tokens.shape[0]
     single = tokens == batch.query_starts.shape[0] - 1
-    return single and tokens <= MAX_ROWS and batch.embeds is None and not batch.extras
+    return single and tokens <= MAX_ROWS and batch.embeds is None

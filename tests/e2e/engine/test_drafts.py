@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from modulm import LLM, SamplingParams
+from modulm.contracts.drafter import Needs
 from modulm.contracts.model import CacheSpec
 from modulm.contracts.sampling import StructuredOutputs
+from modulm.errors import UnsupportedError
 from modulm.plugins import manager
 from modulm.plugins.manager import PluginManager
 from modulm.testing.checkpoints import make_tiny
@@ -128,3 +131,45 @@ def test_a_drafters_caches_lie_in_the_models_blocks(folder) -> None:
     assert own.shape == first.shape
     assert own.data_ptr() != first.data_ptr()
     assert drafter.steps[0].batch.groups[-1] == drafter.steps[0].batch.groups[0]
+
+
+class LayerDrafter(FakeDrafter):
+    """Keeps what the layers gave at the places that count."""
+
+    needs = Needs(hidden=True, layers=(0, 2))
+
+    def propose(self, step):
+        self.seen = getattr(self, "seen", [])
+        at = torch.from_numpy(step.kept)
+        for place, history in enumerate(step.histories):
+            states = [tensor[at[place]].clone() for tensor in (step.hidden, *step.layers)]
+            self.seen.append((history[:-1].tolist(), states))
+        return super().propose(step)
+
+
+@pytest.mark.parametrize("flags", [{}, {"enforce_eager": True}, PLAIN])
+def test_a_drafter_sees_what_single_layers_give(folder, flags) -> None:
+    from transformers import AutoModelForCausalLM
+
+    given = {"dtype": "float32", **flags}
+    expected, _ = answers(folder, PARAMS[:1], given, prompts=PROMPTS[:1])
+    drafter = LayerDrafter(mixed, [[*PROMPTS[0], *expected[0][0]]])
+    found, _ = answers(folder, PARAMS[:1], given, drafter, prompts=PROMPTS[:1])
+    assert found == expected
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    raw = {}
+    for index, layer in enumerate(model.model.layers):
+        layer.register_forward_hook(lambda _m, _a, out, i=index: raw.__setitem__(i, out))
+    assert len(drafter.seen) > 5
+    for history, states in drafter.seen:
+        with torch.no_grad():
+            last = model.model(torch.tensor([history])).last_hidden_state
+        for mine, theirs in zip(states, (last, raw[0], raw[2]), strict=True):
+            torch.testing.assert_close(mine, theirs.reshape(-1, 64)[-1], atol=2e-4, rtol=2e-4)
+
+
+def test_layers_that_a_model_does_not_show_end_the_start(folder) -> None:
+    drafter = LayerDrafter(mixed, [[1]])
+    drafter.needs = Needs(layers=(7,))
+    with pytest.raises(UnsupportedError, match="there is no layer 7: 3 are there"):
+        answers(folder, PARAMS[:1], {}, drafter, prompts=PROMPTS[:1])

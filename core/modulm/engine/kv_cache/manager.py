@@ -337,6 +337,15 @@ class KVCacheManager:
         self._extend(rows, lacks)
         return True
 
+    def reserve(self, rows: np.ndarray, ends: np.ndarray) -> None:
+        """Blocks, as far as there are enough, for tokens up to `ends` that may come to the rows."""
+        paged = [group for group in self.groups if not isinstance(group, _State)]
+        lacks = [group.lack(rows, ends) for group in paged]
+        for group, lack in zip(paged, lacks, strict=True):
+            if lack is not None and group.price(lack) <= group.pool.free:
+                self._changes += 1
+                group.extend(rows, lack)
+
     def room(self, rows: np.ndarray) -> np.ndarray:
         """[rows] how long each can become with the blocks that it has."""
         room = np.full(len(rows), _BOUNDLESS)

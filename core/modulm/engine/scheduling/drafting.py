@@ -55,6 +55,7 @@ class Drafting:
 
     def __init__(self, capacity: Capacity, table: RowTable, cache: KVCacheManager) -> None:
         self.most = capacity.drafts
+        self._ahead = capacity.ahead
         self._vocabulary = capacity.vocabulary
         self._table = table
         self._cache = cache
@@ -79,6 +80,14 @@ class Drafting:
 
     def add(self, step: NextStep, left: int) -> None:
         """Give the step's decoding rows their drafts; `left`: tokens left of the budget."""
+        self._add(step, left)
+        if self._ahead:
+            ends = step.starts + step.counts + self._ahead
+            if step.drafted is not None:
+                ends = ends + step.drafted
+            self._cache.reserve(step.rows, np.minimum(ends, self._table.limit[step.rows]))
+
+    def _add(self, step: NextStep, left: int) -> None:
         table, rows = self._table, step.rows
         known = table.known[rows]
         decodes = (step.counts == 1) & (step.starts + 1 == known)

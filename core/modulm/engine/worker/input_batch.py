@@ -95,6 +95,7 @@ class BatchBuilder:
         self.groups = tuple(groups)
         self.caches = tuple(caches)
         self.owners = tuple(owners)
+        self._rows, self._platform = rows, platform
         self._queued = platform.queued
         self._staging = platform.staging()
         # Where work is queued the last tokens stay on the device, elsewhere this is a view.
@@ -106,6 +107,19 @@ class BatchBuilder:
         self._positions = np.zeros(tokens, dtype=np.int64)
         self._slots = np.zeros((len(self.groups), tokens), dtype=np.int64)
         self._query_starts = np.zeros(rows + 1, dtype=np.int32)
+
+    def part(self, caches: slice) -> BatchBuilder:
+        """A builder of batches that have only these caches, with buffers of its own."""
+        owners = self.owners[caches]
+        used = sorted(set(owners))
+        return BatchBuilder(
+            [self.groups[owner] for owner in used],
+            self.caches[caches],
+            [used.index(owner) for owner in owners],
+            rows=self._rows,
+            tokens=self._limit,
+            platform=self._platform,
+        )
 
     def build(self, plan: Plan, sample: np.ndarray, spans: np.ndarray | None = None) -> Batch:
         """The tensors of `plan`. sample: [n] int64, the step's tokens whose logits are wanted;
@@ -182,7 +196,7 @@ class BatchBuilder:
         for index, group in enumerate(self.groups):
             table = plan.tables[group.table]
             if group.backend is None:
-                drafts = plan.state_slots[index] if plan.state_slots else None
+                drafts = plan.state_slots[group.table] if plan.state_slots else None
                 plans.append(self._state_plan(plan, table, query_starts, group.block_size, drafts))
                 continue
             size = group.block_size

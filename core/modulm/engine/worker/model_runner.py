@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from modulm.config import EngineConfig
     from modulm.contracts.connector import KVMover
     from modulm.contracts.drafter import Drafter
-    from modulm.contracts.model import Batch
+    from modulm.contracts.kernels import Forward
+    from modulm.contracts.model import Batch, CacheSpec, Model
     from modulm.contracts.platform import Platform
     from modulm.contracts.pooler import RowPooler
     from modulm.engine.structured_output.compiler import RequestGrammars
@@ -96,13 +97,13 @@ class ModelRunner:
             who = type(self.model).__name__
             raise ConfigError("enable_prompt_embeds", f"{who} needs more of tokens than embeddings")
         eager = config.model.enforce_eager
-        self._forward = self.model.forward if eager else loaded.ops.recorded(self.model.forward)
+        self._direct = _direct(self.model, drafter)
+        self._forward = self._direct if eager else loaded.ops.recorded(self._direct)
+        #: What the drafter wants of single layers, of the step that ran last.
+        self._layers: tuple[torch.Tensor, ...] = ()
         self.platform = platform
         self._staging = platform.staging()
-        specs, groups = self.model.caches, loaded.groups
-        if drafter is not None:
-            groups = extended(groups, drafter.caches, len(specs))
-            specs = (*specs, *drafter.caches)
+        specs, groups = _kept(loaded, drafter)
         drafts = 0 if drafter is None else drafter.most
         measure = partial(step_memory, loaded, specs, groups, platform, rows, tokens)
         self.sizing = sizing = sizing or share_out(
@@ -124,6 +125,7 @@ class ModelRunner:
             max_model_len=sizing.max_model_len,
             notes=sizing.notes,
             drafts=drafts,
+            ahead=drafts if len(specs) > len(self.model.caches) else 0,
             adapters=0 if loaded.adapters is None else loaded.adapters.slots,
             # An item is encoded whole, so what one step takes is also what has to be kept.
             encoder_tokens=tokens if self.model.media else 0,
@@ -142,7 +144,7 @@ class ModelRunner:
             mode=config.model.logprobs_mode,
             processors=build_processors(config, loaded.vocabulary, platform.device, plugins),
         )
-        self._drafting = None if drafter is None else Drafting(drafter)
+        self._drafting = None if drafter is None else self._open_drafting(drafter)
         self._inputs = PromptInputs(self.model, platform.device)
         self.adapters = RowAdapters(loaded.adapters, self._staging)
         self._mover = mover
@@ -159,6 +161,14 @@ class ModelRunner:
         self._failed: dict[int, str] = {}
         # The step in which a row was admitted: results of earlier ones are about others.
         self._since = np.zeros(rows, dtype=np.int64)
+
+    def _open_drafting(self, drafter: Drafter) -> Drafting:
+        """Batches of a drafter that has backends of its own are no part of the model's."""
+        count = len(self.model.caches)
+        own = self.builder.part(slice(count, None)) if drafter.caches else None
+        if drafter.backends:
+            self.builder = self.builder.part(slice(count))
+        return Drafting(drafter, own)
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> StepResult:
@@ -215,33 +225,38 @@ class ModelRunner:
                 logits = self._logits(states, slots)
                 verified = self.sampler.verify(rows, positions - drafts, logits, tokens)
                 self.builder.keep(rows, _last_of(verified))
-        if self._drafting is not None and len(rows):
+        if self._drafting is not None and (len(rows) or self._drafting.every):
             verified = verified or _verified(chosen)
-            firsts = lasts if drafts is None else lasts - drafts
             make = partial(self.builder.build, plan, places) if batch is None else lambda: batch
-            proposed = self._propose(rows, verified, firsts, make, hidden)
+            proposed = self._propose(plan, sampling, verified, make, hidden)
         return lambda: self._result(
             plan, sampling, verified or _verified(chosen), scores, pooled, proposed, began
         )
 
     def _propose(
         self,
-        rows: np.ndarray,
+        plan: Plan,
+        sampling: np.ndarray,
         verified: Verified,
-        firsts: np.ndarray,
         batch: Callable[[], Batch],
         hidden: torch.Tensor,
     ) -> dict[int, np.ndarray]:
-        """Ask the drafter. firsts: [rows], places in the step of the last tokens before drafts."""
-        drafting = self._drafting
-        alive = verified.accepted > 0
-        runs = np.split(verified.tokens, verified.accepted.cumsum()[:-1])
+        """Ask the drafter. sampling: [rows of the plan] bool, those that were to give tokens."""
+        rows, accepted = plan.rows[sampling], verified.accepted
+        lasts = np.cumsum(plan.counts) - 1
+        if plan.drafted is not None:
+            lasts -= plan.drafted
+        lasts[sampling] += np.maximum(accepted - 1, 0)
+        runs = np.split(verified.tokens, accepted.cumsum()[:-1]) if len(rows) else ()
         given = {
-            row: runs[place] for place, row in enumerate(rows.tolist())
-            if alive[place] and row not in self._failed
+            row: tokens for row, tokens, alive in zip(rows.tolist(), runs, accepted, strict=True)
+            if alive and row not in self._failed
         }  # fmt: skip
-        kept = (firsts + verified.accepted - 1)[[row in given for row in rows.tolist()]]
-        return {} if drafting is None else drafting.propose(given, batch, kept, hidden)
+        self.adapters.begin(None)
+        drafting = self._drafting
+        if drafting is None:
+            return {}
+        return drafting.propose(plan, given, batch, lasts, hidden, self._layers)
 
     def _result(
         self,
@@ -309,12 +324,22 @@ class ModelRunner:
         # The pooler keeps what it is fed, and recorded steps give their result in one place; what
         # a bank does around a layer reads the slots that it was told of.
         plain = not self._pooling and adapters is None
-        return (self._forward if plain else self.model.forward)(batch), batch
+        found = (self._forward if plain else self._direct)(batch)
+        if isinstance(found, torch.Tensor):
+            return found, batch
+        hidden, *layers = found
+        self._layers = tuple(layers)
+        return hidden, batch
 
     def _alone(self, plan: Plan) -> torch.Tensor:
         """The same, in forward passes whose shapes depend on nothing but one row."""
-        parts = alone(plan, whole=self._whole)
-        return torch.cat([self._together(part, part.counts - 1)[0].clone() for part in parts])
+        found = []
+        for part in alone(plan, whole=self._whole):
+            hidden, _ = self._together(part, part.counts - 1)
+            found.append([tensor.clone() for tensor in (hidden, *self._layers)])
+        hidden, *layers = [torch.cat(some) for some in zip(*found, strict=True)]
+        self._layers = tuple(layers)
+        return hidden
 
     def _logits(self, hidden: torch.Tensor, slots: np.ndarray | None = None) -> torch.Tensor:
         """hidden: [n, hidden] -> [n, vocabulary]; slots: [n] of their adapters, if any."""
@@ -343,7 +368,8 @@ class ModelRunner:
         """
         plan = null_plan(np.ones(1, dtype=np.int32), [size for _, size, *_ in self.capacity.groups])
         with self.platform.queue():
-            hidden = self.model.forward(self.builder.build(plan, np.zeros(1, dtype=np.int64)))
+            found = self._direct(self.builder.build(plan, np.zeros(1, dtype=np.int64)))
+            hidden = found if isinstance(found, torch.Tensor) else found[0]
             finite = self.platform.fetch((self.model.logits(hidden).isfinite().any(),))
             width = hidden.shape[-1] if self.pooler is None else self.pooler.width(hidden)
         if not finite.wait()[0]:
@@ -454,6 +480,24 @@ class ModelRunner:
                 pooler.feed(row, hidden[ends[i] - plan.counts[i] : ends[i]])
                 finished += [row] if plan.samples[i] else []
         return pooler.finish(finished)
+
+
+def _direct(model: Model, drafter: Drafter | None) -> Forward:
+    """The model's forward pass, with the layers that the drafter wants to see."""
+    if drafter is None or not drafter.needs.layers:
+        return model.forward
+    return partial(model.states, layers=drafter.needs.layers)
+
+
+def _kept(
+    loaded: Loaded, drafter: Drafter | None
+) -> tuple[tuple[CacheSpec, ...], tuple[CacheGroup, ...]]:
+    """The caches of the model, then the drafter's, and their groups."""
+    specs, groups = loaded.model.caches, loaded.groups
+    if drafter is None:
+        return specs, groups
+    groups = extended(groups, drafter.caches, len(specs), drafter.backends)
+    return (*specs, *drafter.caches), groups
 
 
 def _by_group(

@@ -52,7 +52,8 @@ class Worker:
         self._plugins = plugins
         tables = config.device.plugin_config
         drafting = plugins.configured("speculators", tables) if drafter is None else None
-        self._drafter = drafter if drafting is None else drafting[0](drafting[1])
+        self._given = drafter if drafting is None else drafting[0](drafting[1])
+        self._drafter = self._given
         connecting = plugins.configured("kv_connectors", tables)
         self._connector: KVConnector | None = connecting and connecting[0](connecting[1])
         self._mover: KVMover | None = None
@@ -88,7 +89,10 @@ class Worker:
             loaded = load_model(self.config, checkpoint, self._platform, self._plugins)
             if self._drafter is None:
                 self._drafter = self._plugins.hook.modulm_drafter(
-                    config=self.config, model=loaded.model, platform=self._platform
+                    config=self.config,
+                    model=loaded.model,
+                    platform=self._platform,
+                    loaded=loaded,
                 )
         runner = ModelRunner(
             self.config,
@@ -170,7 +174,7 @@ class Worker:
         """Release the caches, and the weights from level 2 on."""
         self._runner = None
         if level > 1:
-            self._loaded = None
+            self._loaded, self._drafter = None, self._given
         gc.collect()
         self._platform.empty_cache()
 
@@ -187,7 +191,7 @@ class Worker:
         if self._mover is not None:
             self._mover.close()
         self._grammars.close()
-        self._runner = self._loaded = self._mover = None
+        self._runner = self._loaded = self._mover = self._drafter = None
 
     def _open_compiler(self) -> ConstraintCompiler:
         checkpoint = open_checkpoint(self.config, self._plugins)

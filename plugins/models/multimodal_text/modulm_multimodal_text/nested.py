@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import evolve, frozen
@@ -113,6 +113,14 @@ class NestedText(Module, Model):
     def forward(self, batch: Batch) -> Tensor:
         hidden: Tensor = self.text(batch)
         return hidden
+
+    def states(self, batch: Batch, layers: Sequence[int]) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = self.text.states(batch, layers)
+        return found
+
+    def embeddings(self, tokens: Tensor) -> Tensor:
+        found: Tensor = self.text.embeddings(tokens)
+        return found
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.text.logits(hidden)

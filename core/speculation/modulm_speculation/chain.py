@@ -1,0 +1,122 @@
+"""Token after token of a drafter's own model, for all rows of a step at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import torch
+from attrs import evolve
+
+from modulm.contracts.drafter import DraftStep, Needs, Runs
+from modulm_speculation.speculator import Options, Speculator
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from modulm.contracts.attention import AttentionBackend, AttentionSpec
+    from modulm.contracts.model import Batch, CacheSpec
+    from modulm_speculation.draft_model import DraftModel
+
+__all__ = ["HIDDEN", "HiddenChain", "ModelSpeculator", "ends_of"]
+
+#: Name in `Batch.extras` of the hidden states that a head goes on from: [tokens, hidden].
+HIDDEN = "hidden"
+
+
+class ModelSpeculator(Speculator):
+    """A speculator with a model of its own, whose caches lie in the blocks of the rows."""
+
+    def __init__(self, config: Options, draft: DraftModel) -> None:
+        super().__init__(config)
+        self.draft = draft
+
+    @property
+    def caches(self) -> tuple[CacheSpec, ...]:
+        return self.draft.caches
+
+    @property
+    def backends(self) -> Mapping[AttentionSpec, AttentionBackend]:
+        return self.draft.backends
+
+    def run(self, batch: Batch, states: Tensor, ahead: int) -> Tensor:
+        """States [tokens, hidden] of a batch over the drafts' caches; states: those of the same
+        rows before; ahead: which draft of the rows its tokens are, from 1, or 0.
+        """
+        return self.draft.run(batch)
+
+    def follow(
+        self, step: DraftStep, states: Tensor, ends: np.ndarray, first: int
+    ) -> list[np.ndarray]:
+        """Drafts of the step's rows, the most probable token each time.
+
+        states: [rows, hidden], those that the first draft is chosen from; ends: [rows], the
+        tokens that the target has computed of each; first: how many positions after them the
+        first draft is run, to choose the second.
+        """
+        rows = np.asarray(step.rows)
+        most = np.clip(self.draft.max_length - ends, 0, step.most)
+        found = np.zeros((len(rows), int(most.max(initial=0))), dtype=np.int64)
+        chosen: list[tuple[np.ndarray, Tensor]] = []
+        at = np.arange(len(rows))
+        for ahead in range(found.shape[1]):
+            going = most[at] > ahead
+            tokens = chosen[-1][1] if chosen else states
+            if not going.all():
+                left = torch.from_numpy(going).to(states.device)
+                at, states, tokens = at[going], states[left], tokens[left]
+            if ahead:
+                runs = _singles(rows[at], ends[at] + first + ahead - 1)
+                states = self.run(evolve(step.own(runs), tokens=tokens), states, ahead)
+            chosen.append((at, self.draft.choose(states)))
+        for ahead, (at, tokens) in enumerate(chosen):
+            found[at, ahead] = tokens.cpu().numpy()
+        return [row[:count] for row, count in zip(found, most.tolist(), strict=True)]
+
+
+class HiddenChain(ModelSpeculator):
+    """A head that goes on from the target's hidden states, and then from its own.
+
+    At each position it takes the hidden state there and the token after it, which stands in
+    `Batch.tokens`; the state is `Batch.extras[HIDDEN]`. It sees every step, so that its cache has
+    what the target's has. `draft.run` gives the states that the next position goes on from,
+    `draft.choose` the token of each.
+    """
+
+    needs: ClassVar[Needs] = Needs(histories=False, hidden=True, every=True)
+
+    def hidden(self, step: DraftStep) -> Tensor:
+        """What the head takes of the target's states: [tokens of the step, hidden]."""
+        if step.hidden is None:
+            raise ValueError("the step has no hidden states")
+        return step.hidden
+
+    def run(self, batch: Batch, states: Tensor, ahead: int) -> Tensor:
+        return self.draft.run(evolve(batch, extras={HIDDEN: states}))
+
+    def propose(self, step: DraftStep) -> Sequence[np.ndarray]:
+        ran = step.ran
+        tokens = np.append(ran.tokens[1:], 0)
+        tokens[step.lasts] = step.following
+        shifted = Runs(ran.rows, ran.starts, ran.counts, np.maximum(tokens, 0))
+        states = self.run(step.own(shifted), self.hidden(step), 0)
+        if not any(step.most):
+            return [np.zeros(0, dtype=np.int64)] * len(step.rows)
+        kept = torch.from_numpy(np.asarray(step.kept, dtype=np.int64)).to(states.device)
+        return self.follow(step, states[kept], ends_of(step), 0)
+
+
+def ends_of(step: DraftStep) -> np.ndarray:
+    """[rows of the step] how many tokens of each the target has computed."""
+    ran = step.ran
+    ends = ran.starts + ran.counts + step.lasts - ran.lasts
+    places = {row: place for place, row in enumerate(ran.rows.tolist())}
+    found: np.ndarray = ends[[places[row] for row in step.rows]]
+    return found
+
+
+def _singles(rows: np.ndarray, positions: np.ndarray) -> Runs:
+    """One token of each row; which one is known on the device."""
+    count = len(rows)
+    return Runs(rows, positions, np.ones(count, np.int32), np.zeros(count, np.int64))

@@ -1,0 +1,59 @@
+"""Which tokens of the rows a drafter has computed, where it does not compute all.
+
+Rows find blocks that others filled. Whether the drafter did so as well is remembered by block:
+a block's content begins anew when the target writes its first token.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from modulm.contracts.drafter import Runs
+
+__all__ = ["Computed"]
+
+
+class Computed:
+    """The tokens that a drafter's caches hold of rows, and the full blocks that it computed."""
+
+    def __init__(self) -> None:
+        self._full = np.ones(1, dtype=bool)  # block 0 stands for those that nobody looks at
+        self._counts: dict[int, int] = {}
+        self._marked: dict[int, int] = {}
+
+    def release(self, row: int) -> None:
+        """The row is gone."""
+        self._counts.pop(row, None)
+        self._marked.pop(row, None)
+
+    def ran(self, runs: Runs, table: np.ndarray, size: int) -> None:
+        """The target ran these; table: [rows, blocks] of `size` tokens each."""
+        highest = int(table.max(initial=0))
+        if highest >= len(self._full):
+            self._full = np.append(self._full, np.zeros(highest + 1 - len(self._full), dtype=bool))
+        starts = np.asarray(runs.starts)
+        rows = runs.rows.tolist()
+        for place in [at for at, row in enumerate(rows) if row not in self._counts]:
+            found = self._full[table[place, : starts[place] // size]]
+            full = len(found) if found.all() else int(found.argmin())
+            self._counts[rows[place]] = full * size
+            self._marked[rows[place]] = full
+        first, end = -(-starts // size), (starts + runs.counts - 1) // size + 1
+        for place in np.flatnonzero(first < end).tolist():
+            self._full[table[place, first[place] : end[place]]] = False
+        self._full[0] = True
+
+    def count(self, row: int, known: int) -> int:
+        """How many of the row's first `known` tokens are computed, but for the last of them."""
+        return min(self._counts.get(row, 0), known - 1)
+
+    def put(self, row: int, count: int, known: int, table: np.ndarray, size: int) -> None:
+        """The row has `count` tokens computed, the first of them being those that are `known`."""
+        self._counts[row] = count
+        full, marked = min(count, known - 1) // size, self._marked.get(row, 0)
+        if full > marked:
+            self._full[table[marked:full]] = True
+            self._marked[row] = full

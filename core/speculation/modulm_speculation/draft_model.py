@@ -1,0 +1,142 @@
+"""A drafter's own model: loaded like any other, with its caches in the blocks of the target's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import evolve, field, frozen
+
+from modulm.contracts.attention import AttentionBackend, AttentionSpec
+from modulm.contracts.model import CacheSpec
+from modulm.errors import ConfigError, ModulmError, UnsupportedError
+from modulm.loading import Loaded, load_model, open_checkpoint
+from modulm.loading.checkpoint import open_loader
+from modulm.plugins import manager
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from modulm.config import EngineConfig
+    from modulm.contracts.model import Batch, Model
+    from modulm_speculation.target import Target
+
+__all__ = ["DraftModel", "DraftWeights", "load_draft", "stored_names"]
+
+#: In front of the names of a draft's layers, which may be those of the target's.
+_PREFIX = "draft"
+
+
+@frozen
+class DraftWeights:
+    """Where a draft's weights are and how they are read; None: as the target's.
+
+    driver: a model class, "module:Class" or the class, instead of the one of its architecture;
+    overrides: keys that replace those of its config.json.
+    """
+
+    model: str
+    quantization: str | None = None
+    revision: str | None = None
+    dtype: str | None = None
+    kv_cache_dtype: str | None = None
+    max_model_len: int | None = None
+    enforce_eager: bool | None = None
+    driver: Any = None
+    overrides: Mapping[str, Any] = field(factory=dict)
+
+
+class DraftModel:
+    """A loaded draft, and the configuration it was loaded with. max_length: positions it has.
+
+    Raises UnsupportedError for a model that keeps states: they would have to go back.
+    """
+
+    def __init__(self, config: EngineConfig, loaded: Loaded) -> None:
+        self.config, self.loaded = config, loaded
+        self.model: Model = loaded.model
+        self.max_length = loaded.max_model_len
+        who = type(self.model).__name__
+        if any(group.backend is None for group in loaded.groups):
+            raise UnsupportedError(f"{who} keeps recurrent states: such models do not draft")
+        kept = [c.spec for c in self.model.caches if isinstance(c.spec, AttentionSpec)]
+        #: Index of a cache that holds all tokens of a row, if one does.
+        self.lead = next((at for at, spec in enumerate(kept) if spec.window is None), 0)
+        self.caches = tuple(_renamed(spec) for spec in self.model.caches)
+        self.backends: dict[AttentionSpec, AttentionBackend] = {}
+        for group in loaded.groups:
+            used = [group.backend, *(backend for backend, _ in group.followers)]
+            own = [group.spec, *(backend.spec for backend, _ in group.followers)]
+            for spec, backend in zip(own, used, strict=True):
+                if isinstance(spec, AttentionSpec) and backend is not None:
+                    self.backends[spec] = backend
+        forward = self.model.forward
+        self._forward = forward if config.model.enforce_eager else loaded.ops.recorded(forward)
+
+    def run(self, batch: Batch) -> Tensor:
+        """Hidden states [tokens, hidden], valid until the next call."""
+        found = self._forward(batch)
+        return found if isinstance(found, torch.Tensor) else found[0]
+
+    def choose(self, hidden: Tensor) -> Tensor:
+        """hidden: [n, hidden] -> [n] int64, the most probable tokens."""
+        chosen: Tensor = self.loaded.ops.argmax(self.model.logits(hidden))
+        return chosen
+
+
+def load_draft(target: Target, weights: DraftWeights) -> DraftModel:
+    """Load a draft on the target's platform. Raises ConfigError naming what does not fit."""
+    plugins = manager.current()
+    try:
+        config = _config(target, weights)
+        checkpoint = open_checkpoint(config, plugins)
+        longest = checkpoint.config.get("max_position_embeddings")
+        if weights.max_model_len is None and isinstance(longest, int):
+            length = min(longest, target.loaded.max_model_len)
+            config = config.with_parts({"max_model_len": length})
+        loaded = load_model(config, checkpoint, target.platform, plugins)
+        return DraftModel(config, loaded)
+    except ModulmError as error:
+        words = f"model {weights.model}: {error}"
+        raise ConfigError("speculative_config", words) from error
+
+
+def stored_names(target: Target, weights: DraftWeights) -> frozenset[str]:
+    """What the tensors of a draft's checkpoint are called."""
+    config, plugins = _config(target, weights), manager.current()
+    path = open_checkpoint(config, plugins).path
+    return frozenset(open_loader(config, path, plugins).driver.index())
+
+
+def _config(target: Target, weights: DraftWeights) -> EngineConfig:
+    """The target's configuration with the draft in its place."""
+    config, of = target.config, weights
+    overrides = dict(of.overrides)
+    classes: dict[str, Any] = {}
+    if of.driver is not None:
+        name = of.driver if isinstance(of.driver, str) else of.driver.__name__
+        name = f"{_PREFIX} {name}"
+        overrides["architectures"], classes[name] = [name], of.driver
+    parts: dict[str, Any] = {
+        "model": of.model,
+        "revision": of.revision,
+        "quantization": of.quantization,
+        "quantization_config": None,
+        "dtype": of.dtype or target.loaded.dtype,
+        "max_model_len": of.max_model_len,
+        "hf_overrides": overrides,
+        "hf_config_path": None,
+        "model_impl": "auto",
+        "model_class_overrides": classes,
+        "runner": "generate",
+        "plugin_config": {k: v for k, v in config.device.plugin_config.items() if k != "adapters"},
+    }
+    optional = {"enforce_eager": of.enforce_eager, "kv_cache_dtype": of.kv_cache_dtype}
+    parts |= {name: value for name, value in optional.items() if value is not None}
+    return config.with_parts(parts)
+
+
+def _renamed(spec: CacheSpec) -> CacheSpec:
+    shares = None if spec.shares is None else f"{_PREFIX}.{spec.shares}"
+    return evolve(spec, layer=f"{_PREFIX}.{spec.layer}", shares=shares, follows=None)

@@ -1,0 +1,144 @@
+"""Drafts are what a smaller model says (Leviathan and others, arXiv 2211.17192).
+
+Its keys and values lie in the blocks that the target's do, so blocks that a row finds of an
+earlier one have them too. It computes nothing until drafts are asked for; then a row's tokens that
+it has not seen are caught up on, at most a step's budget of them at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Self
+
+import numpy as np
+import torch
+from attrs import evolve, frozen
+
+from modulm.contracts.drafter import DraftStep, Needs, Runs
+from modulm.errors import ConfigError
+from modulm_speculation import Options, Target
+from modulm_speculation.chain import ModelSpeculator, ends_of
+from modulm_speculation.computed import Computed
+from modulm_speculation.draft_model import DraftModel, DraftWeights, load_draft
+from modulm_speculation.vocabulary import check_vocabulary
+
+__all__ = ["DraftModelOptions", "DraftModelSpeculator"]
+
+
+@frozen
+class DraftModelOptions(Options):
+    """model: folder, hub id or installed checkpoint of the draft. quantization, kv_cache_dtype,
+    dtype, revision, max_model_len, enforce_eager: of the draft, by the meaning of the flags of
+    these names. draft_tensor_parallel_size: 1.
+    """
+
+    model: str = ""
+    quantization: str | None = None
+    kv_cache_dtype: str | None = None
+    dtype: str | None = None
+    revision: str | None = None
+    max_model_len: int | None = None
+    enforce_eager: bool | None = None
+    draft_tensor_parallel_size: int = 1
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        if not self.model:
+            raise ConfigError("model", "draft_model needs the path or hub id of a model")
+        if self.draft_tensor_parallel_size != 1:
+            raise ConfigError("draft_tensor_parallel_size", "only 1: a draft is not cut")
+
+
+class DraftModelSpeculator(ModelSpeculator):
+    """Asks a smaller model for the tokens that follow."""
+
+    name: ClassVar[str] = "draft_model"
+    Config: ClassVar[type] = DraftModelOptions
+    needs: ClassVar[Needs] = Needs(histories=True, every=True)
+
+    def __init__(self, config: DraftModelOptions, draft: DraftModel, budget: int) -> None:
+        super().__init__(config, draft)
+        self._budget, self._vocabulary = budget, draft.loaded.vocabulary
+        self._computed = Computed()
+
+    @classmethod
+    def open(cls, config: Options, target: Target) -> Self:
+        if not isinstance(config, DraftModelOptions):
+            raise ConfigError("method", "draft_model has options of its own")
+        weights = DraftWeights(
+            model=config.model,
+            quantization=config.quantization,
+            revision=config.revision,
+            dtype=config.dtype,
+            kv_cache_dtype=config.kv_cache_dtype,
+            max_model_len=config.max_model_len,
+            enforce_eager=config.enforce_eager,
+        )
+        draft = load_draft(target, weights)
+        check_vocabulary(target, draft)
+        return cls(config, draft, target.config.scheduler.max_num_batched_tokens or 1)
+
+    def admit(self, row: int, prompt: int, salt: str | None) -> None:
+        self._computed.release(row)
+
+    def release(self, row: int) -> None:
+        self._computed.release(row)
+
+    def propose(self, step: DraftStep) -> Sequence[np.ndarray]:
+        table, size = step.tables[self.draft.lead], step.sizes[self.draft.lead]
+        self._computed.ran(step.ran, table, size)
+        drafts = [np.zeros(0, dtype=np.int64)] * len(step.rows)
+        parts = self._missing(step)
+        if not parts:
+            return drafts
+        states = self._catch_up(step, parts)
+        ready = [at for at, part in enumerate(parts) if part.whole]
+        rows = [parts[at].place for at in ready]
+        asked = evolve(
+            step, rows=[step.rows[at] for at in rows], most=[step.most[at] for at in rows]
+        )
+        found = self.follow(asked, states[ready], ends_of(asked), 1) if rows else []
+        for place, tokens in zip(rows, found, strict=True):
+            drafts[place] = tokens
+        places = {row: place for place, row in enumerate(step.ran.rows.tolist())}
+        for part in parts:
+            row, known = step.rows[part.place], len(step.histories[part.place])
+            count = part.end + max(len(drafts[part.place]) - 1, 0)
+            self._computed.put(row, count, known, table[places[row]], size)
+        return drafts
+
+    def _missing(self, step: DraftStep) -> list[_Part]:
+        """What has to be run before drafts can be made, within the budget."""
+        parts, left = [], self._budget
+        for place, (row, history) in enumerate(zip(step.rows, step.histories, strict=True)):
+            if step.most[place] and left and len(history) <= self.draft.max_length:
+                start = self._computed.count(row, len(history))
+                tokens = history[start : start + left]
+                left -= len(tokens)
+                parts.append(_Part(place, start, tokens, start + len(tokens) == len(history)))
+        return parts
+
+    def _catch_up(self, step: DraftStep, parts: Sequence[_Part]) -> torch.Tensor:
+        """Run them: [parts, hidden], the states after the last token of each."""
+        runs = Runs(
+            np.array([step.rows[part.place] for part in parts]),
+            np.array([part.start for part in parts]),
+            np.array([len(part.tokens) for part in parts], dtype=np.int32),
+            np.concatenate([part.tokens for part in parts]).clip(max=self._vocabulary - 1),
+        )
+        states = self.run(step.own(runs), torch.empty(0), 0)
+        return states if len(states) == len(parts) else states[torch.from_numpy(runs.lasts)]
+
+
+@frozen(eq=False)
+class _Part:
+    """place: of the row in the step; whole: nothing is missing after these tokens."""
+
+    place: int
+    start: int
+    tokens: np.ndarray
+    whole: bool
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
