@@ -6,11 +6,13 @@ the platform's kernels know them, multiplies, and gives weights back.
 
 from modulm_quantized.at_load import AtLoad, AtLoadConfig
 from modulm_quantized.codes import CodedExperts, Codes
+from modulm_quantized.experts import pack_stack
+from modulm_quantized.fitting import Fitted
 from modulm_quantized.method import ACTIVATIONS, CodedMethod
 from modulm_quantized.names import below, matches
 from modulm_quantized.order import sorted_by_group
 from modulm_quantized.rounding import SCHEMES, Scheme, round_weight
-from modulm_quantized.scales import block_columns, block_grid, narrowest, per_row
+from modulm_quantized.scales import block_columns, block_grid, exponents, narrowest, per_row
 from modulm_quantized.stored import StoredAs
 from modulm_quantized.words import E2M1, nibbles, pack_words, packed_axis, unpack_words
 
@@ -23,14 +25,17 @@ __all__ = [
     "CodedExperts",
     "CodedMethod",
     "Codes",
+    "Fitted",
     "Scheme",
     "StoredAs",
     "below",
     "block_columns",
     "block_grid",
+    "exponents",
     "matches",
     "narrowest",
     "nibbles",
+    "pack_stack",
     "pack_words",
     "packed_axis",
     "per_row",

@@ -1,76 +1,58 @@
-"""Codes of stacks of experts, as kernels take them."""
+"""Stacks of experts, packed one expert after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from modulm_quantized.codes import Codes
-from modulm_quantized.fitting import centred, whole_levels
+from modulm_quantized.fitting import Fitted
 
-__all__ = ["STACK_COLUMNS", "stacked"]
+__all__ = ["pack_stack"]
 
-#: Groups of codes of four bits are read in whole vectors of this many columns.
-STACK_COLUMNS = 64
-_MX_BLOCK = 32
-_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
-
-#: (values, format, scales, zeros), see the op `pack_quantized_experts`.
-Stack = tuple[Tensor, str, Tensor, Tensor | None]
+#: What the op `pack_quantized_experts` takes of an expert: codes, scales, zero points.
+Coded = tuple[Tensor, Tensor, Tensor | None]
 
 
-def stacked(codes: Sequence[Codes]) -> Stack | None:
-    """The experts' codes as one stack in a format that kernels know; None if there is none."""
-    whole = [whole_levels(centred(each)) for each in codes]
-    codes = [each for each in whole if each is not None]
-    if len(codes) < len(whole):
-        return None
-    first = codes[0]
-    if any(each.order is not None or each.group != first.group for each in codes):
-        return None
-    if first.values.dtype == torch.uint8:
-        return _int4(codes)
-    if first.values.dtype != torch.int8 or any(each.zeros is not None for each in codes):
-        return None
-    if first.scales.shape[1] == 1:
-        scales = torch.stack([each.scales[:, 0] for each in codes])
-        return torch.stack([each.values for each in codes]), "int8", scales, None
-    return _mxfp4(codes)
+class _Unlike(Exception):
+    """Experts that are stored alike came out in several formats."""
 
 
-def _int4(codes: Sequence[Codes]) -> Stack | None:
-    if codes[0].group % STACK_COLUMNS or any(int(each.values.max()) > 15 for each in codes):
-        return None
-    zeros = [torch.zeros_like(c.scales) if c.zeros is None else c.zeros for c in codes]
-    if any(float(each.max()) > 15 or float(each.min()) < 0 for each in zeros):
-        return None
-    values = torch.stack([_pairs(each.values) for each in codes])
-    return values, "int4", torch.stack([each.scales for each in codes]), torch.stack(zeros)
+def pack_stack(
+    pack: Callable[..., Any],
+    fitted: Callable[[int, bool], Fitted | None],
+    experts: int,
+    parts: int,
+    activations: str,
+) -> Any | None:
+    """`experts` experts through the op `pack_quantized_experts`; None if no kernel has their codes.
 
-
-def _mxfp4(codes: Sequence[Codes]) -> Stack | None:
-    """Integers of twice what floats of four bits are, under powers of two."""
-    if codes[0].group != _MX_BLOCK:
-        return None
-    table = torch.full((256,), 255, dtype=torch.uint8)
-    for code, value in enumerate(_DOUBLED):
-        table[value], table[-value & 255] = code, code | 8 if value else 0
-    values, scales = [], []
-    for each in codes:
-        nibbles = table[each.values.view(torch.uint8).int()]
-        mantissa, exponent = torch.frexp(each.scales.float())
-        # A scale here is 2^(exponent - 1), and half of that of the floats themselves.
-        kept = exponent + 127
-        fits = bool(((mantissa == 0.5) & (kept >= 0) & (kept <= 252)).all())
-        if not fits or int(nibbles.max()) > 15:
+    fitted: one expert in the narrowest format of the kernels, or (True) in one that all weights
+    stored alike have. Its memory is free again once it is packed. Experts are asked for once more
+    where their narrowest formats differ.
+    """
+    for wide in (False, True):
+        first = fitted(0, wide)
+        if first is None:
             return None
-        values.append(_pairs(nibbles))
-        scales.append(kept.to(torch.uint8))
-    return torch.stack(values), "mxfp4", torch.stack(scales), None
+        others = (fitted(expert, wide) for expert in range(1, experts))
+        try:
+            stack = _alike(first, others)
+            return pack(stack, experts, first.form, first.group, parts, activations)
+        except _Unlike:
+            continue
+    return None
 
 
-def _pairs(values: Tensor) -> Tensor:
-    """Codes of four bits two to a byte, the even one in the low half."""
-    return values[:, ::2] | values[:, 1::2] << 4
+def _alike(first: Fitted, others: Iterator[Fitted | None]) -> Iterator[Coded]:
+    """Raises _Unlike at the first expert that is in another format."""
+    yield first.values, first.scales, first.zeros
+    for each in others:
+        if each is None or _kind(each) != _kind(first):
+            raise _Unlike
+        yield each.values, each.scales, each.zeros
+
+
+def _kind(fit: Fitted) -> tuple[object, ...]:
+    return fit.form, fit.group, fit.scales.dtype, fit.zeros is None

@@ -3,44 +3,87 @@
 from __future__ import annotations
 
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
+from torch import Tensor
 
 from modulm_quantized.codes import Codes
+from modulm_quantized.scales import exponents, narrowest
+from modulm_quantized.words import E2M1
 
-__all__ = ["GROUPS", "centred", "for_kernels", "whole_levels"]
+__all__ = ["GROUPS", "Fitted", "for_kernels"]
 
-#: Columns that share a scale in the kernels' formats; one scale for all is no such group.
-GROUPS = (32, 64, 128, 256)
+#: Columns that share a scale in the kernels' formats; one scale for all is no such group. The
+#: smallest is not for floats of eight bits.
+GROUPS = (16, 32, 64, 128, 256)
 _LARGEST, _MIDDLE = 127, 128
 
 
-def for_kernels(codes: Codes) -> tuple[str, Codes] | None:
-    """The format of the kernels for linear layers that has such codes, and the codes in it."""
+@frozen(eq=False)
+class Fitted:
+    """Codes as the ops `pack_quantized` and `pack_quantized_experts` take them.
+
+    form: the kernels' name of the format. group: columns that share a scale, 0 for all. values,
+    scales, zeros: see those ops.
+    """
+
+    form: str
+    group: int
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+
+
+def for_kernels(codes: Codes, *, wide: bool = False) -> Fitted | None:
+    """The codes in the format of the kernels that has them; None if there is none.
+
+    wide: not the narrowest such format, but one that all weights stored alike have.
+    """
     if codes.scales.shape[1] > 1 and codes.group not in GROUPS:
         fitting = [size for size in GROUPS if codes.group % size == 0]
         if not fitting:
             return None
         codes = codes.in_groups_of(fitting[-1])
+    found = _coded(codes, wide)
+    if found is None:
+        return None
+    form, fit = found
+    group = 0 if fit.scales.shape[1] == 1 else fit.group
+    if form == "fp8" and group == GROUPS[0]:
+        return None
+    scales, zeros = fit.scales, fit.zeros
+    if wide:
+        return Fitted(form, group, fit.values, scales.float(), zeros)
+    if zeros is None:
+        return Fitted(form, group, fit.values, exponents(scales), None)
+    centre = 8 if form == "int4" else 0  # what kernels take off zero points
+    return Fitted(form, group, fit.values, narrowest(scales, zeros.float() - centre), zeros)
+
+
+def _coded(codes: Codes, wide: bool) -> tuple[str, Codes] | None:
+    """The name of a format, and the codes in it."""
     if codes.levels is not None:
-        whole = whole_levels(codes)
+        if codes.values.dtype == torch.uint8 and torch.equal(codes.levels.cpu(), E2M1):
+            return "e2m1", evolve(codes, scales=codes.scales.float() / 2, levels=None)
+        whole = _whole_levels(codes)
         return None if whole is None else ("int8", whole)
     if codes.values.dtype == torch.float8_e4m3fn:
         return "fp8", codes
     if codes.values.dtype == torch.int8:
-        return "int8", codes
+        zeros = torch.zeros_like(codes.scales) if wide and codes.zeros is None else codes.zeros
+        return "int8", evolve(codes, zeros=zeros)
     if codes.values.dtype != torch.uint8:
         return None
-    if int(codes.values.max()) < 16:
+    if not wide and int(codes.values.max()) < 16:
         zeros = torch.zeros_like(codes.scales) if codes.zeros is None else codes.zeros
         return "int4", evolve(codes, zeros=zeros)
-    zeros = torch.full_like(codes.scales, -128.0, dtype=torch.float32)
+    zeros = torch.full_like(codes.scales, -float(_MIDDLE), dtype=torch.float32)
     if codes.zeros is not None:
-        zeros = codes.zeros.to(torch.float32) - 128
-    values = (codes.values.to(torch.int16) - 128).to(torch.int8)
+        zeros = codes.zeros.to(torch.float32) - _MIDDLE
+    values = (codes.values ^ _MIDDLE).view(torch.int8)
     return "int8", evolve(codes, values=values, zeros=zeros)
 
 
-def whole_levels(codes: Codes) -> Codes | None:
+def _whole_levels(codes: Codes) -> Codes | None:
     """Levels that are whole numbers, or twice are, as integers of eight bits."""
     if codes.levels is None:
         return codes
@@ -50,13 +93,3 @@ def whole_levels(codes: Codes) -> Codes | None:
             values = whole.to(codes.values.device, torch.int8)[codes.values.int()]
             return evolve(codes, values=values, scales=codes.scales / times, levels=None)
     return None
-
-
-def centred(codes: Codes) -> Codes:
-    """Unsigned codes of eight bits with a zero point in their middle, as signed ones."""
-    if codes.values.dtype != torch.uint8 or codes.zeros is None or codes.levels is not None:
-        return codes
-    if not bool((codes.zeros == _MIDDLE).all()):
-        return codes
-    values = (codes.values.to(torch.int16) - _MIDDLE).to(torch.int8)
-    return evolve(codes, values=values, zeros=None)

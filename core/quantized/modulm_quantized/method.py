@@ -14,9 +14,8 @@ from torch import Tensor
 from modulm.contracts.platform import Platform
 from modulm.contracts.quantization import CheckpointInfo, LinearSpec, QuantizationMethod
 from modulm_quantized.codes import CodedExperts, Codes
-from modulm_quantized.experts import stacked
-from modulm_quantized.fitting import for_kernels
-from modulm_quantized.scales import narrowest
+from modulm_quantized.experts import pack_stack
+from modulm_quantized.fitting import Fitted, for_kernels
 from modulm_quantized.stored import StoredAs
 
 __all__ = ["ACTIVATIONS", "CodedMethod"]
@@ -109,34 +108,36 @@ class CodedMethod(QuantizationMethod):
         pack = self._packer(spec)
         if pack is None:
             return _Held(codes, None)
-        known = for_kernels(codes)
-        if known is None:
+        fit = for_kernels(codes)
+        if fit is None:
             return _Held(self.ops.pack_linear(codes.weight(getattr(torch, spec.dtype))), None)
-        form, fit = known
-        group = 0 if fit.scales.shape[1] == 1 else fit.group
-        centre = 8 if form == "int4" else 0  # what kernels take off zero points
-        scales = narrowest(fit.scales, None if fit.zeros is None else fit.zeros.float() - centre)
-        packed = pack(fit.values, form, group, scales, fit.zeros, self.activations(spec))
+        use = self.activations(spec)
+        packed = pack(fit.values, fit.form, fit.group, fit.scales, fit.zeros, use)
         return _Held(packed, codes.order)
 
     def _stack(self, stored: Mapping[str, Tensor], spec: LinearSpec) -> Any:
         """What `fused_experts` takes: packed, or codes expert by expert."""
-        each = [
-            self.codes({name: tensor[expert] for name, tensor in stored.items()}, spec)
-            for expert in range(spec.experts)
-        ]
-        whole = tuple(_joined(parts) for parts in each)
+
+        def codes_of(expert: int) -> Codes:
+            one = {name: tensor[expert] for name, tensor in stored.items()}
+            return _joined(self.codes(one, spec))
+
         pack, parts = self._packer(spec), len(spec.parts)
         if pack is None:
+            whole = tuple(codes_of(expert) for expert in range(spec.experts))
             return CodedExperts(whole, getattr(torch, spec.dtype))
-        packable = stacked(whole)
-        if packable is not None:
-            values, form, scales, zeros = packable
-            return pack(values, form, parts, scales, zeros)
+
+        def fitted(expert: int, wide: bool) -> Fitted | None:
+            codes = codes_of(expert)
+            return None if codes.order is not None else for_kernels(codes, wide=wide)
+
+        packed = pack_stack(pack, fitted, spec.experts, parts, self.activations(spec))
+        if packed is not None:
+            return packed
         shape = (spec.experts, spec.outputs, spec.inputs)
-        stack = torch.empty(shape, dtype=torch.bfloat16, device=whole[0].values.device)
-        for at, codes in enumerate(whole):
-            stack[at] = codes.weight(torch.bfloat16)
+        stack = torch.empty(shape, dtype=torch.bfloat16, device=self.platform.device)
+        for expert in range(spec.experts):
+            stack[expert] = codes_of(expert).weight(torch.bfloat16)
         return self.ops.pack_experts(stack, parts)
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:

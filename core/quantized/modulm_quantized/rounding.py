@@ -12,6 +12,7 @@ from attrs import frozen
 from torch import Tensor
 
 from modulm_quantized.codes import Codes
+from modulm_quantized.words import E2M1
 
 __all__ = ["SCHEMES", "Scheme", "round_weight"]
 
@@ -21,9 +22,8 @@ _TINY = 1e-12
 _FP8 = torch.float8_e4m3fn
 #: The largest code of each type of values.
 _LARGEST = {"int8": 127.0, "fp8": torch.finfo(_FP8).max, "e2m1": 6.0}
-#: Midpoints between neighbouring magnitudes of e2m1, and twice the magnitudes.
+#: Midpoints between neighbouring magnitudes of e2m1.
 _MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
 #: Parts of a group's range that are tried.
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
 
@@ -33,7 +33,7 @@ class Scheme:
     """How a weight is rounded.
 
     `values` are "int8", "int4" (0..15, with a zero point), "fp8" (e4m3) or "e2m1" (floats of four
-    bits, kept as integers of twice their value). `rows` and `columns` that share a scale; 0: all.
+    bits). `rows` and `columns` that share a scale; 0: all.
     Scales are floats, with `exponents` powers of two, and with `nested` e4m3 times one number for
     all of a weight.
     """
@@ -76,7 +76,7 @@ SCHEMES: Mapping[str, Scheme] = {
     "nvfp4": Scheme("e2m1", columns=16, nested=True),
 }
 
-_DTYPES = {"int8": torch.int8, "int4": torch.uint8, "fp8": _FP8, "e2m1": torch.int8}
+_DTYPES = {"int8": torch.int8, "int4": torch.uint8, "fp8": _FP8, "e2m1": torch.uint8}
 
 
 def round_weight(weight: Tensor, scheme: Scheme, parts: tuple[int, ...] = ()) -> Codes:
@@ -91,9 +91,9 @@ def round_weight(weight: Tensor, scheme: Scheme, parts: tuple[int, ...] = ()) ->
     found = [_round_blocks(piece, scheme) for piece in pieces]
     if len(found) == 1:
         return found[0]
-    return Codes(
-        torch.cat([codes.values for codes in found]), torch.cat([codes.scales for codes in found])
-    )
+    values = torch.cat([codes.values for codes in found])
+    scales = torch.cat([codes.scales for codes in found])
+    return Codes(values, scales, levels=found[0].levels)
 
 
 def _round_rows(weight: Tensor, scheme: Scheme) -> Codes:
@@ -115,9 +115,8 @@ def _round_rows(weight: Tensor, scheme: Scheme) -> Codes:
         values[rows] = codes.flatten(1).to(values.dtype)
 
     _in_parallel(outputs, max(1, _BLOCK // inputs), some)
-    if scheme.values == "e2m1":
-        scales /= 2
-    return Codes(values, scales if zeros is None else scales.bfloat16(), zeros)
+    kept = scales if zeros is None else scales.bfloat16()
+    return Codes(values, kept, zeros, levels=_levels(scheme, device))
 
 
 def _round_blocks(weight: Tensor, scheme: Scheme) -> Codes:
@@ -142,9 +141,11 @@ def _round_blocks(weight: Tensor, scheme: Scheme) -> Codes:
         values[some] = _coded(wide, scheme.values).flatten(1).to(values.dtype)
 
     _in_parallel(outputs, step, put)
-    if scheme.values == "e2m1":
-        scales /= 2
-    return Codes(values, scales)
+    return Codes(values, scales, levels=_levels(scheme, weight.device))
+
+
+def _levels(scheme: Scheme, device: torch.device) -> Tensor | None:
+    return E2M1.to(device) if scheme.values == "e2m1" else None
 
 
 def _grid(largest: Tensor, rows: int, columns: int) -> Tensor:
@@ -179,8 +180,9 @@ def _coded(wide: Tensor, values: str) -> Tensor:
     if values == "fp8":
         return wide.clamp_(-top, top).to(_FP8)
     middles = torch.tensor(_MIDDLES, device=wide.device)
-    doubled = torch.tensor(_DOUBLED, dtype=torch.float32, device=wide.device)
-    return doubled[torch.bucketize(wide.abs(), middles)].copysign_(wide)
+    return (
+        torch.bucketize(wide.abs(), middles).to(torch.uint8) | wide.signbit().to(torch.uint8) << 3
+    )
 
 
 def _round_groups(wide: Tensor) -> tuple[Tensor, Tensor, Tensor]:

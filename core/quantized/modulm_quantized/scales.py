@@ -9,7 +9,10 @@ from torch import Tensor
 
 from modulm.contracts.quantization import LinearSpec
 
-__all__ = ["block_columns", "block_grid", "narrowest", "per_row"]
+__all__ = ["block_columns", "block_grid", "exponents", "narrowest", "per_row"]
+
+#: Of a scale that no value in a block takes beyond the largest number of fp32, plus 127.
+_LARGEST_EXPONENT = 251
 
 
 def per_row(scale: Tensor, spec: LinearSpec) -> Tensor:
@@ -43,3 +46,12 @@ def narrowest(scale: Tensor, beside: Tensor | None = None) -> Tensor:
         ):
             return held
     return scale
+
+
+def exponents(scale: Tensor) -> Tensor:
+    """Powers of two as their exponents plus 127 in a byte, where kernels can; else `narrowest`."""
+    mantissa, exponent = torch.frexp(scale.float())
+    stored = exponent + 126
+    if bool(((mantissa == 0.5) & (stored >= 1) & (stored <= _LARGEST_EXPONENT)).all()):
+        return stored.to(torch.uint8)
+    return narrowest(scale)

@@ -7,12 +7,9 @@ from typing import Self
 from attrs import field, frozen, validators
 
 from modulm.contracts.quantization import LinearSpec
-from modulm_quantized.experts import STACK_COLUMNS
 from modulm_quantized.fitting import GROUPS
 
 __all__ = ["StoredAs"]
-
-_MX_BLOCK = 32
 
 
 def _size(group: int) -> int:
@@ -44,17 +41,12 @@ class StoredAs:
         return cls(text, "int", bits, group, zeros, ordered=ordered)
 
     def fits(self, spec: LinearSpec) -> bool:
-        """Whether the kernels for a CPU multiply such codes; else they hold the weight itself."""
-        if spec.experts:
-            return self._fits_experts(spec)
-        whole = not self.group or self.group == spec.inputs
-        return self.kind != "other" and (whole or any(not self.group % g for g in GROUPS))
+        """Whether the kernels for a CPU multiply such codes; else they hold the weight itself.
 
-    def _fits_experts(self, spec: LinearSpec) -> bool:
-        if self.kind == "e2m1":
-            return self.powers and self.group == _MX_BLOCK
-        if self.kind != "int" or self.ordered:
+        Experts have one order of inputs.
+        """
+        if self.kind == "other" or (spec.experts and self.ordered):
             return False
-        if self.bits > 4:
-            return (not self.group or self.group == spec.inputs) and not self.zeros
-        return not (self.group or spec.inputs) % STACK_COLUMNS
+        sizes = GROUPS[1:] if self.kind == "fp8" else GROUPS
+        whole = not self.group or self.group == spec.inputs
+        return whole or any(not self.group % size for size in sizes)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from modulm_kernels_cpu.check import CODES, contiguous, dense_rows, dtype_code, need, shape
 from modulm_kernels_cpu.library import Library
-from modulm_kernels_cpu.linear import PackedLinear
+from modulm_kernels_cpu.linear import INTEGERS, PackedLinear
 
 __all__ = ["elementwise_ops"]
 
@@ -349,7 +349,7 @@ def _embedding_packed(library: Library) -> Callable[..., Tensor]:
         A table that is also the head's weight is kept once, in the head's form. Floats come as
         they are stored, int8 and int4 codes as the `dtype` they stand for.
         """
-        codes = packed.format in ("int8", "int4")
+        codes = packed.format in INTEGERS
         need(codes or packed.format in _PACKED, f"packed must hold floats, not {packed.format}")
         contiguous("ids", ids, torch.int64)
         if codes:

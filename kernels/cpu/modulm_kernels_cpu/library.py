@@ -58,7 +58,13 @@ class Library:
         `signature` has a letter per argument: p pointer (an address or None), n int64, i int,
         f float.
         """
-        function = self._handle[f"modulm_{name}"]
+        try:
+            function = self._handle[f"modulm_{name}"]
+        except AttributeError as error:
+            raise LibraryMissing(
+                f"the compiled library has no {name}: it is older than this package; reinstall "
+                "modulm-kernels-cpu"
+            ) from error
         function.argtypes = [_TYPES[letter] for letter in signature]
         function.restype = result
         thunk = self._thunk(name)

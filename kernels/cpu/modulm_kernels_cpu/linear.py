@@ -1,9 +1,9 @@
-"""Linear layers on packed weights: fp32, fp16, bf16, fp8, int8 and int4."""
+"""Linear layers on packed weights: fp32, fp16, bf16, fp8, int8, and codes of four bits."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,23 @@ from modulm_kernels_cpu.check import CODES, dense_rows, dtype_code, need, shape
 from modulm_kernels_cpu.library import Library
 from modulm_kernels_cpu.memory import huge_buffer
 
-__all__ = ["ACTIVATIONS", "FORMATS", "GROUPS", "PackedLinear", "linear_ops"]
+__all__ = [
+    "ACTIVATIONS", "FORMATS", "GROUPS", "INTEGERS", "TABLES", "PackedLinear", "check_codes", "lay",
+    "linear_ops",
+]  # fmt: skip
 
-#: Formats of packed weights and their codes in the C ABI (src/linear/weight.h).
-FORMATS = {"bf16": 0, "int8": 1, "fp8": 2, "int4": 3, "fp32": 4, "fp16": 5}
+#: Formats of packed weights and their codes in the C ABI (src/linear/weight.h). Those of TABLES are
+#: int4 whose nibbles stand for other numbers.
+FORMATS = {
+    "bf16": 0, "int8": 1, "fp8": 2, "int4": 3, "fp32": 4, "fp16": 5,
+    "e2m1": 3 | 1 << 25, "iq4": 3 | 2 << 25,
+}  # fmt: skip
+#: What sixteen codes stand for: twice the floats of four bits (OCP Microscaling Formats, version
+#: 1.0), and the numbers of ggml's IQ4 types.
+TABLES = {
+    "e2m1": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
+    "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+}
 #: What a product with int8 or int4 weights makes of activations, and its digits of int8. "bf16"
 #: stands for 16-bit numbers with a scale per row and group: as exact as bf16, see ADR 0022.
 ACTIVATIONS = {"int8": 1, "bf16": 2}
@@ -30,7 +43,13 @@ _CODE_DTYPES = {
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,
     "int4": torch.uint8,
+    **dict.fromkeys(TABLES, torch.uint8),
 }
+#: Formats that are multiplied as integers.
+INTEGERS = ("int8", "int4", *TABLES)
+#: Codes of the dtypes of scales; uint8 are exponents of two plus 127.
+_SCALES = {**CODES, torch.uint8: 4}
+_LARGEST_EXPONENT = 251
 
 
 class PackedLinear:
@@ -56,8 +75,8 @@ class PackedLinear:
         self.outputs, self.inputs, self.group, self.format = outputs, inputs, group, format
         self.activations = activations
         self.bias: tuple[Tensor, Tensor] | None = None
-        digits = ACTIVATIONS[activations] if format in ("int8", "int4") else 0
-        kept = 0 if scales is None else CODES[scales.dtype]
+        digits = ACTIVATIONS[activations] if format in INTEGERS else 0
+        kept = 0 if scales is None else _SCALES[scales.dtype]
         odd_zeros = zeros is not None and not _whole(zeros)
         self.arguments = (
             data.data_ptr(),
@@ -114,56 +133,75 @@ def _pack_linear(library: Library) -> Callable[..., PackedLinear]:
         """Pack a weight for `linear`.
 
         weight: [N, K] as `format` stores it: a float dtype (the default: as the weight is), int8,
-        float8_e4m3fn, or for int4 uint8 in 0..15, a code per byte. scales, zeros: [N, K / group],
-        a weight being scale * (code - zero), kept in the dtype of `scales`, fp32 where there is
-        one scale for all of K and no zeros; zeros default to 0 for int8 and to 8 for int4. `group`
-        0 means all of K. `activations` are what int8 and int4 weights are multiplied with, one of
-        ACTIVATIONS.
+        float8_e4m3fn, or for int4 and TABLES uint8 in 0..15, a code per byte. scales, zeros: [N,
+        K / group], a weight being scale * (code - zero), kept in the dtype of `scales`, fp32 where
+        there is one scale for all of K and no zeros; uint8 scales are exponents of two plus 127.
+        zeros default to 0, for int4 to 8. `group` 0 means all of K. `activations` are what
+        integers are multiplied with, one of ACTIVATIONS.
         """
         format = format or _FLOATS.get(weight.dtype, "bf16")  # noqa: A001
-        need(format in FORMATS, f"format must be one of {', '.join(FORMATS)}, not {format!r}")
-        need(weight.dim() == 2, f"weight must be [N, K], not {list(weight.shape)}")
-        need(group in GROUPS, f"group must be one of {GROUPS}, not {group}")
-        need(
-            activations in ACTIVATIONS,
-            f"activations must be one of {', '.join(ACTIVATIONS)}, not {activations!r}",
-        )
-        outputs, inputs = weight.shape
-        need(group == 0 or inputs % group == 0, f"group {group} must divide weight's K {inputs}")
-        need(group != 16 or format in ("int8", "int4"), f"groups of 16 are not for {format}")
+        check_codes(weight, format, group, activations)
         need(format in _FLOATS.values() or scales is not None, f"scales must be given for {format}")
         need(zeros is None or format in ("int8", "int4"), f"zeros must be None for {format}")
-        need(
-            weight.dtype == _CODE_DTYPES[format],
-            f"weight must be {_CODE_DTYPES[format]} for {format}, not {weight.dtype}",
-        )
+        outputs, inputs = weight.shape
         codes = weight.detach()
         if codes.stride(1) != 1:
             codes = codes.contiguous()
         data = huge_buffer(size_of(outputs, inputs, FORMATS[format]))
         pack(codes.data_ptr(), codes.stride(0), data.data_ptr(), outputs, inputs, FORMATS[format])
-        groups = inputs // group if group else 1
         padded = group or -(-inputs // _PAD_K) * _PAD_K
         if scales is None:
             return PackedLinear(data, None, None, outputs, inputs, padded, format)
-        if zeros is not None and format == "int4":
-            zeros = zeros.float() - 8
-        if zeros is not None and not bool(zeros.any()):
-            zeros = None
-        kept = scales.dtype if groups > 1 or zeros is not None else torch.float32
-        need(kept in CODES, f"scales must be float32, bfloat16 or float16, not {kept}")
-        return PackedLinear(
-            data,
-            _panels("scales", scales, outputs, groups).to(kept),
-            None if zeros is None else _panels("zeros", zeros, outputs, groups).to(kept),
-            outputs,
-            inputs,
-            padded,
-            format,
-            activations,
-        )
+        groups = inputs // group if group else 1
+        laid, points = lay([(scales, zeros)], outputs, groups, format)
+        return PackedLinear(data, laid, points, outputs, inputs, padded, format, activations)
 
     return pack_linear
+
+
+def check_codes(weight: Tensor, format: str, group: int, activations: str) -> None:  # noqa: A002
+    """Raise ValueError unless kernels know such codes [N, K]."""
+    need(format in FORMATS, f"format must be one of {', '.join(FORMATS)}, not {format!r}")
+    need(weight.dim() == 2, f"weight must be [N, K], not {list(weight.shape)}")
+    need(group in GROUPS, f"group must be one of {GROUPS}, not {group}")
+    need(
+        activations in ACTIVATIONS,
+        f"activations must be one of {', '.join(ACTIVATIONS)}, not {activations!r}",
+    )
+    inputs = weight.shape[1]
+    need(group == 0 or inputs % group == 0, f"group {group} must divide weight's K {inputs}")
+    need(group != 16 or format in INTEGERS, f"groups of 16 are not for {format}")
+    need(
+        weight.dtype == _CODE_DTYPES[format],
+        f"weight must be {_CODE_DTYPES[format]} for {format}, not {weight.dtype}",
+    )
+
+
+def lay(
+    given: Sequence[tuple[Tensor, Tensor | None]],
+    outputs: int,
+    groups: int,
+    format: str,  # noqa: A002
+) -> tuple[Tensor, Tensor | None]:
+    """Scales and zero points [N, groups] of matrices as kernels read them, one after the other."""
+    points = [zeros for _, zeros in given if zeros is not None]
+    if format == "int4":
+        points = [zeros.float() - 8 for zeros in points]
+    if not any(bool(zeros.any()) for zeros in points):
+        points = []
+    kept = given[0][0].dtype
+    need(kept in _SCALES, f"scales must be float32, bfloat16, float16 or uint8, not {kept}")
+    if kept == torch.uint8:
+        most = max(int(scales.max()) for scales, _ in given)
+        need(most <= _LARGEST_EXPONENT, f"scales must lie below 2^125, not at 2^{most - 127}")
+    if groups == 1 and not points:
+        wide = [s if s.dtype != torch.uint8 else torch.exp2(s.float() - 127) for s, _ in given]
+        return torch.cat([_panels("scales", s, outputs, 1) for s in wide]), None
+    need(kept != torch.uint8 or not points, "zeros must be None where scales are exponents")
+    laid = torch.cat([_panels("scales", scales, outputs, groups).to(kept) for scales, _ in given])
+    if not points:
+        return laid, None
+    return laid, torch.cat([_panels("zeros", zeros, outputs, groups).to(kept) for zeros in points])
 
 
 def _whole(zeros: Tensor) -> bool:
@@ -199,12 +237,16 @@ def _unpack_linear(library: Library) -> Callable[[PackedLinear | Tensor], Tensor
         )  # fmt: skip
         if packed.scales is None:
             return codes
-        wide = codes.float() - (8 if packed.format == "int4" else 0)
+        if packed.format in TABLES:
+            wide = torch.tensor(TABLES[packed.format], dtype=torch.float32)[codes.int()]
+        else:
+            wide = codes.float() - (8 if packed.format == "int4" else 0)
         size = min(packed.group, packed.inputs)
         wide = wide.unflatten(1, (-1, size))
         if packed.zeros is not None:
             wide -= _rows(packed.zeros, packed)
-        wide *= _rows(packed.scales, packed)
+        scales = _rows(packed.scales, packed)
+        wide *= scales if scales.dtype != torch.uint8 else torch.exp2(scales.float() - 127)
         return wide.flatten(1).bfloat16()
 
     return unpack_linear

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,20 +12,17 @@ from torch import Tensor
 from modulm.ops import twins
 from modulm_kernels_cpu.check import contiguous, dense_rows, dtype_code, need, shape
 from modulm_kernels_cpu.library import Library
+from modulm_kernels_cpu.linear import _PAD_K, FORMATS, PackedLinear, check_codes, lay, linear_ops
 from modulm_kernels_cpu.memory import huge_buffer
 
-__all__ = ["FORMATS", "PackedExperts", "moe_ops"]
+__all__ = ["PackedExperts", "moe_ops"]
 
-#: Formats of packed stacks and their codes in the C ABI (src/moe/stack.h).
-FORMATS = {"bf16": 0, "int8": 1, "int4": 2, "mxfp4": 3, "fp32": 4, "fp16": 5}
-
-#: Formats of floats, and their dtypes.
-_FLOATS = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 _GATES = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
 _GROUP_SCORES = ("max", "top2")
 _SCORINGS = ("softmax", "sigmoid")
-_PANEL, _PAD_N, _PAD_K, _MX_BLOCK = 64, 16, 32, 32
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+#: Codes, scales and zero points of one expert.
+Coded = tuple[Tensor, Tensor, Tensor | None]
 
 
 class PackedExperts:
@@ -35,49 +32,45 @@ class PackedExperts:
     bf16 if it was quantized.
     """
 
-    __slots__ = (
-        "_unpack",
-        "arguments",
-        "data",
-        "experts",
-        "format",
-        "group",
-        "inputs",
-        "outputs",
-        "parts",
-        "scales",
-        "zeros",
-    )
+    __slots__ = ("_unpack", "arguments", "experts", "parts", "whole")
 
     def __init__(
-        self,
-        data: Tensor,
-        scales: Tensor | None,
-        zeros: Tensor | None,
-        sizes: tuple[int, int, int, int],
-        group: int,
-        format: str,  # noqa: A002  the word that the flags use
-        unpack: Callable[..., None],
+        self, whole: PackedLinear, experts: int, parts: int, unpack: Callable[..., Tensor]
     ) -> None:
-        self.data, self.scales, self.zeros = data, scales, zeros
-        self.experts, self.parts, self.outputs, self.inputs = sizes
-        self.group, self.format, self._unpack = group, format, unpack
-        self.arguments = (
-            data.data_ptr(),
-            None if scales is None else scales.data_ptr(),
-            None if zeros is None else zeros.data_ptr(),
-            group or self.inputs,
-            FORMATS[format],
-        )
+        """whole: the first matrix, with the memory of all."""
+        self.whole, self.experts, self.parts, self._unpack = whole, experts, parts, unpack
+        data, scales, zeros, _, _, group, form = whole.arguments
+        self.arguments = (data, scales, zeros, group, form)
+
+    @property
+    def format(self) -> str:
+        """Of each matrix, one of `modulm_kernels_cpu.linear.FORMATS`."""
+        return self.whole.format
+
+    @property
+    def activations(self) -> str:
+        """What integers are multiplied with."""
+        return self.whole.activations
+
+    @property
+    def outputs(self) -> int:
+        """Of one part."""
+        return self.whole.outputs
+
+    @property
+    def inputs(self) -> int:
+        """Of each matrix."""
+        return self.whole.inputs
 
     @property
     def bytes(self) -> int:
         """Memory that all experts take."""
-        return sum(x.nbytes for x in (self.data, self.scales, self.zeros) if x is not None)
+        return self.whole.bytes
 
     def __getitem__(self, expert: int) -> Tensor:
         """[parts * N, K], scales applied."""
-        return torch.cat([self._matrix(expert * self.parts + i) for i in range(self.parts)])
+        first = expert * self.parts
+        return torch.cat([self._unpack(self._matrix(first + i)) for i in range(self.parts)])
 
     def __len__(self) -> int:
         return self.experts
@@ -86,29 +79,22 @@ class PackedExperts:
         size = f"{self.experts} x {self.parts * self.outputs} x {self.inputs}"
         return f"PackedExperts({size}, {self.format})"
 
-    def _matrix(self, index: int) -> Tensor:
-        size = self.data.numel() // (self.experts * self.parts)
-        kind = {**_FLOATS, "int8": torch.int8}.get(self.format, torch.uint8)
-        codes = torch.empty(self.outputs, self.inputs, dtype=kind)
-        start = self.data.data_ptr() + index * size
-        self._unpack(start, codes.data_ptr(), self.outputs, self.inputs, FORMATS[self.format])
-        if self.format in _FLOATS:
-            return codes
-        scales = self._column(self.scales, index)
-        if self.format == "mxfp4":
-            values = torch.tensor([*_E2M1, *(-x for x in _E2M1)])[codes.long()]
-            wide = values.unflatten(1, (-1, _MX_BLOCK))
-            return torch.ldexp(wide, scales.int() - 127).flatten(1).bfloat16()
-        wide = codes.float().unflatten(1, (scales.shape[1], -1))
-        if self.format == "int4":
-            wide = wide - 8 - self._column(self.zeros, index)
-        return (wide * scales).flatten(1).bfloat16()
+    def _matrix(self, index: int) -> PackedLinear:
+        all_of, count = self.whole, self.experts * self.parts
 
-    def _column(self, values: Tensor | None, index: int) -> Tensor:
-        """One matrix of scales or zeros, [N, groups, 1]."""
-        if values is None:
-            raise ValueError(f"{self!r} has no scales or no zeros")
-        return _rows(values.view(self.experts * self.parts, -1)[index], self.outputs)[..., None]
+        def piece(held: Tensor | None) -> Tensor | None:
+            return None if held is None else held.view(count, -1)[index]
+
+        return PackedLinear(
+            all_of.data.view(count, -1)[index],
+            piece(all_of.scales),
+            piece(all_of.zeros),
+            all_of.outputs,
+            all_of.inputs,
+            all_of.group,
+            all_of.format,
+            all_of.activations,
+        )
 
 
 def moe_ops(library: Library) -> dict[str, Callable[..., Any]]:
@@ -124,113 +110,98 @@ def moe_ops(library: Library) -> dict[str, Callable[..., Any]]:
     }
 
 
+class _Packer:
+    """Puts matrices one after the other."""
+
+    def __init__(self, library: Library) -> None:
+        self._size_of = library.call("packed_bytes", "nni", ctypes.c_int64)
+        self._pack = library.call("pack", "pnpnni")
+        self.unpack: Callable[..., Tensor] = linear_ops(library)["unpack_linear"]
+
+    def room(self, count: int, outputs: int, inputs: int, form: str) -> Tensor:
+        """[count, bytes of a matrix]"""
+        size = self._size_of(outputs, inputs, FORMATS[form])
+        return huge_buffer(count * size).view(count, size)
+
+    def put(self, weight: Tensor, parts: Tensor, form: str) -> None:
+        """weight: [parts * N, K]"""
+        weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        outputs, inputs = len(weight) // len(parts), weight.shape[1]
+        for i, target in enumerate(parts):
+            source = weight[i * outputs :]
+            self._pack(
+                source.data_ptr(), weight.stride(0), target.data_ptr(), outputs, inputs,
+                FORMATS[form],
+            )  # fmt: skip
+
+
 def _pack_experts(library: Library) -> Callable[..., PackedExperts]:
-    pack = _packer(library)
-    formats = {dtype: name for name, dtype in _FLOATS.items()}
+    packer = _Packer(library)
+    formats = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16"}
 
     def pack_experts(weight: Tensor, parts: int = 1) -> PackedExperts:
         """A stack of bf16, fp32 or fp16 packed as it is."""
         need(weight.dtype in formats, f"weight must hold floats, not {weight.dtype}")
         need(weight.dim() == 3, f"weight must be [experts, N, K], not {list(weight.shape)}")
-        return pack(weight.detach(), None, None, parts, weight.shape[2], 0, formats[weight.dtype])
+        experts, rows, inputs = weight.shape
+        need(rows % parts == 0, f"weight of {rows} outputs has no {parts} equal parts")
+        form, outputs = formats[weight.dtype], rows // parts
+        room = packer.room(experts * parts, outputs, inputs, form)
+        for expert, matrix in enumerate(weight.detach()):
+            packer.put(matrix, room[expert * parts : (expert + 1) * parts], form)
+        padded = -(-inputs // _PAD_K) * _PAD_K
+        whole = PackedLinear(room.flatten(), None, None, outputs, inputs, padded, form)
+        return PackedExperts(whole, experts, parts, packer.unpack)
 
     return pack_experts
 
 
 def _pack_quantized(library: Library) -> Callable[..., PackedExperts]:
-    pack = _packer(library)
+    packer = _Packer(library)
 
     def pack_quantized_experts(
-        codes: Tensor,
+        stack: Iterable[Coded],
+        experts: int,
         format: str,  # noqa: A002
-        parts: int,
-        scales: Tensor,
-        zeros: Tensor | None = None,
+        group: int = 0,
+        parts: int = 1,
+        activations: str = "bf16",
     ) -> PackedExperts:
-        """Pack codes [experts, parts * N, K] for `fused_experts`.
+        """Pack codes for `fused_experts`, one expert after the other.
 
-        int8: int8 codes, scales [experts, parts * N] fp32. int4 and mxfp4: nibbles two to a byte,
-        [.., K / 2] uint8, the even k in the low one. int4: scales and zeros [.., K / group], kept
-        in bf16, a weight being scale * (code - zero) with codes and zeros in 0..15. mxfp4: scales
-        [.., K / 32] uint8, exponents of 2 plus 127 (OCP Microscaling Formats, version 1.0).
+        stack: of each of `experts` experts codes [parts * N, K], scales and zero points [parts * N,
+        groups] or None, as `pack_linear` takes them; alike in all experts. Experts that are made
+        when they are asked for are never all in memory.
         """
-        need(format in ("int8", "int4", "mxfp4"), f"format must be quantized, not {format!r}")
-        wanted = torch.int8 if format == "int8" else torch.uint8
-        need(codes.dtype == wanted, f"codes must be {wanted} for {format}, not {codes.dtype}")
-        need(codes.dim() == 3, f"codes must be [experts, N, K], not {list(codes.shape)}")
-        inputs = codes.shape[2] * (1 if format == "int8" else 2)
-        front = tuple(codes.shape[:2])
-        if format == "int8":
-            shape("scales", scales, *front)
-            return pack(codes, scales.float()[..., None], None, parts, inputs, 0, format)
-        need(scales.shape[:2] == front and scales.dim() == 3, "scales must be [experts, N, groups]")
-        group, rest = divmod(inputs, scales.shape[2])
-        need(rest == 0 and group % _PAD_K == 0, f"scales cannot have {scales.shape[2]} groups")
-        if format == "mxfp4":
-            need(group == _MX_BLOCK, f"scales must be for blocks of {_MX_BLOCK}, not {group}")
-            need(scales.dtype == torch.uint8, f"scales must be uint8, not {scales.dtype}")
-            need(not bool((scales > 252).any()), "scales must lie below 2^126")
-            return pack(codes, scales, None, parts, inputs, group, format)
-        zeros = torch.full_like(scales, 8) if zeros is None else zeros
-        shape("zeros", zeros, *scales.shape)
-        half = torch.bfloat16
-        return pack(
-            codes, scales.to(half), (zeros.float() - 8).to(half), parts, inputs, group, format
+        room, laid, first = None, [], None
+        for expert, (codes, scales, zeros) in enumerate(stack):
+            check_codes(codes, format, group, activations)
+            need(len(codes) % parts == 0, f"{len(codes)} outputs are no {parts} equal parts")
+            if room is None:
+                outputs, inputs = len(codes) // parts, codes.shape[1]
+                first, room = (scales, zeros), packer.room(experts * parts, outputs, inputs, format)
+            like = scales.dtype == first[0].dtype and (zeros is None) == (first[1] is None)
+            need(like and scales.shape == first[0].shape, "scales must be alike in all experts")
+            packer.put(codes, room[expert * parts : (expert + 1) * parts], format)
+            pieces = [
+                (scales[i : i + outputs], None if zeros is None else zeros[i : i + outputs])
+                for i in range(0, len(scales), outputs)
+            ]
+            laid.extend(pieces)
+        need(room is not None and len(laid) == experts * parts, f"{experts} experts are needed")
+        groups = inputs // group if group else 1
+        scales, zeros = lay(laid, outputs, groups, format)
+        padded = group or -(-inputs // _PAD_K) * _PAD_K
+        whole = PackedLinear(
+            room.flatten(), scales, zeros, outputs, inputs, padded, format, activations
         )
+        return PackedExperts(whole, experts, parts, packer.unpack)
 
     return pack_quantized_experts
 
 
-def _packer(library: Library) -> Callable[..., PackedExperts]:
-    size_of = library.call("expert_bytes", "nni", ctypes.c_int64)
-    pack = library.call("pack_experts", "ppnnni")
-    unpack = library.call("unpack_expert", "ppnni")
-
-    def packed(
-        codes: Tensor,
-        scales: Tensor | None,
-        zeros: Tensor | None,
-        parts: int,
-        inputs: int,
-        group: int,
-        format: str,  # noqa: A002
-    ) -> PackedExperts:
-        experts, rows = codes.shape[:2]
-        need(rows % parts == 0, f"weight of {rows} outputs has no {parts} equal parts")
-        outputs, count = rows // parts, experts * parts
-        codes = codes.contiguous()
-        data = huge_buffer(count * size_of(outputs, inputs, FORMATS[format]))
-        pack(codes.data_ptr(), data.data_ptr(), count, outputs, inputs, FORMATS[format])
-        laid = [None if x is None else _panels(x, count, outputs) for x in (scales, zeros)]
-        sizes = (experts, parts, outputs, inputs)
-        return PackedExperts(data, laid[0], laid[1], sizes, group, format, unpack)
-
-    return packed
-
-
-def _panels(values: Tensor, count: int, outputs: int) -> Tensor:
-    """[experts, parts * N, groups] -> flat [matrix][panel][group][width], N padded to 16."""
-    padded = -(-outputs // _PAD_N) * _PAD_N
-    groups = values.shape[2]
-    wide = torch.zeros(count, padded, groups, dtype=values.dtype)
-    wide[:, :outputs] = values.reshape(count, outputs, groups)
-    whole = padded // _PANEL * _PANEL
-    head = wide[:, :whole].unflatten(1, (-1, _PANEL)).transpose(2, 3).flatten(1)
-    return torch.cat([head, wide[:, whole:].transpose(1, 2).flatten(1)], 1).flatten()
-
-
-def _rows(values: Tensor, outputs: int) -> Tensor:
-    """The inverse of `_panels` for one matrix: [N, groups]."""
-    padded = -(-outputs // _PAD_N) * _PAD_N
-    groups = values.numel() // padded
-    whole = padded // _PANEL * _PANEL
-    head = values[: whole * groups].view(-1, groups, _PANEL).transpose(1, 2).reshape(whole, groups)
-    tail = values[whole * groups :].view(groups, -1).T
-    return torch.cat([head, tail])[:outputs]
-
-
 def _fused_experts(library: Library) -> Callable[..., Tensor]:
-    call = library.call("fused_experts", "pnnippnnnnpppnipppnippiiffpn", ctypes.c_int)
+    call = library.call("experts", "pnnippnnnnpppnipppnippiiffpn", ctypes.c_int)
 
     def fused_experts(
         x: Tensor,

@@ -861,10 +861,10 @@ def test_settings_in_a_file_of_their_own(own, published):
 
 EXPLAINED = {
     "modelopt-mixed": [
-        r"NVFP4, a scale per 16 inputs; held as bfloat16.*mlp.gate_up_proj of 0",
+        r"NVFP4, a scale per 16 inputs(?!; held).*mlp.gate_up_proj of 0",
         r"FP8, a scale per tensor; .*mlp.gate_up_proj of 1, 2",
     ],
-    "ct-nvfp4-experts": [r"float4 .*a scale per 16 inputs; held as bfloat16.*experts"],
+    "ct-nvfp4-experts": [r"float4 .*a scale per 16 inputs(?!; held).*experts"],
     "ct-mxfp4-experts": [r"float4 .*a scale per 32 inputs; .*experts"],
     "bnb-nf4": [r"nf4, a scale per 64 weights; held as bfloat16.*layers.\*.mlp.down_proj"],
     "gptq-desc-act": [

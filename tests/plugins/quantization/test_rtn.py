@@ -98,12 +98,12 @@ def made(name, **settings):
 
 #: Name, settings -> what SPEC, HEAD and EXPERT become (None: not rounded).
 RULES = [
-    ("fp8_per_tensor", {}, ["fp8", None, None]),
+    ("fp8_per_tensor", {}, ["fp8", None, "fp8"]),
     ("fp8_per_tensor", {"moe": "int8"}, ["fp8", None, "int8"]),
     ("fp8_per_block", {"linear": {"weight": None}, "moe": "mxfp4"}, [None, None, "e2m1"]),
     ("int8_per_channel_weight_only", {}, [None, None, "int8"]),
     ("mxfp4", {}, ["e2m1", None, "e2m1"]),
-    ("nvfp4", {"targets": {"lm_head": "int8"}}, ["e2m1", "int8", None]),
+    ("nvfp4", {"targets": {"lm_head": "int8"}}, ["e2m1", "int8", "e2m1"]),
     ("int8", {"targets": {"re:.*experts": None}}, ["int8", "int8", None]),
     ("int4", {"linear": "fp8_per_channel_static"}, ["fp8", "int8", "int4"]),
     ("online", {"global_scheme": "mxfp8"}, ["fp8", None, "fp8"]),

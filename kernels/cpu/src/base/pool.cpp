@@ -213,7 +213,7 @@ struct Buffer {
 }  // namespace
 
 void* scratch(int slot, int64_t bytes) {
-  thread_local Buffer buffers[8];
+  thread_local Buffer buffers[16];
   Buffer& buffer = buffers[slot];
   if (buffer.bytes < bytes) {
     std::free(buffer.data);

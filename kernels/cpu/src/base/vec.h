@@ -42,6 +42,15 @@ inline void store_raw(T* p, V v) {
   std::memcpy(p, &v, sizeof(V));
 }
 
+// Unsigned bytes to lanes. GCC 12 takes vectors of bytes apart where it is asked to convert them.
+inline vu widen_bytes(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (vu)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  return __builtin_convertvector(load_raw<vb>(p), vu);
+#endif
+}
+
 // Halves of a 32-bit lane that holds two bf16 values, as fp32: a shift and a mask.
 inline vf low_half(vu pairs) { return (vf)(pairs << 16); }
 inline vf high_half(vu pairs) { return (vf)(pairs & 0xffff0000u); }

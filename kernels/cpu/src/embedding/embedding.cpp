@@ -13,6 +13,11 @@ namespace {
 // Number `i` of scales or zero points, of the type `dtype`.
 float one_scale(const void* p, int64_t i, int dtype) {
   float found = 0;
+  if (dtype == kE8M0) {
+    uint32_t bits = uint32_t(static_cast<const uint8_t*>(p)[i]) << 23;
+    std::memcpy(&found, &bits, sizeof found);
+    return found;
+  }
   with_float(dtype, [&](auto t) { found = load_one(static_cast<const decltype(t)*>(p) + i); });
   return found;
 }
@@ -68,8 +73,9 @@ void decode_column(const Weight& w, int64_t column, T* target) {
       if (within == 0) __builtin_prefetch(lanes + (at / each + kAhead) * width);
       uint32_t lane = lanes[at / each * width];
       int64_t shift = w.format == kWeightInt4 ? 4 * (within / 2 + 4 * (within % 2)) : 8 * within;
-      int code = int(lane >> shift & (w.format == kWeightInt4 ? 15u : 255u)) - w.centre();
-      values[i] = scale * (float(code) - zero);
+      uint32_t stored = lane >> shift & (w.format == kWeightInt4 ? 15u : 255u);
+      if (w.format == kWeightInt4) stored = kTableCodes[w.table][stored];
+      values[i] = scale * (float(int(stored) - w.centre()) - zero);
     }
     for_lanes(count, [&](int64_t i, int n) { store_n(target + k + i, load_n(values + i, n), n); });
   }

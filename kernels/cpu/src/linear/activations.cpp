@@ -5,7 +5,7 @@
 namespace modulm {
 namespace {
 
-enum Scratch { kCodes = 5, kScales, kTotals };
+constexpr int kQuantized = 5;  // scratch slot
 
 // Largest magnitudes that the digits hold: 127, and 127 * 256 + 127.
 constexpr float kLargest[] = {127.0f, 32639.0f};
@@ -81,26 +81,58 @@ struct Target {
   }
 };
 
+int64_t padded_rows(int64_t rows, const Weight& w) {
+  return div_up(rows * w.digits, kRowTile) * kRowTile;
+}
+
 }  // namespace
 
-Activations quantize(const void* x, int64_t ldx, int64_t rows, int dtype, const Weight& w) {
+int64_t activation_bytes(int64_t rows, const Weight& w) {
+  int64_t all = padded_rows(rows, w);
+  return all * (w.padded_k() + w.steps() * int64_t(sizeof(float)) +
+                w.runs() * int64_t(sizeof(int32_t)));
+}
+
+Activations activations_in(void* memory, int64_t rows, const Weight& w) {
+  int64_t all = padded_rows(rows, w);
   Activations to;
   to.rows = rows * w.digits;
   to.blocks = w.padded_k() / kBlockK;
   to.steps = w.steps();
   to.runs = w.runs();
-  int64_t padded_rows = div_up(to.rows, kRowTile) * kRowTile;
-  to.codes = static_cast<int8_t*>(scratch(kCodes, padded_rows * w.padded_k()));
-  to.scales = static_cast<float*>(scratch(kScales, to.rows * to.steps * 4));
-  to.sums = static_cast<int32_t*>(scratch(kTotals, to.rows * to.runs * 4));
+  to.codes = static_cast<int8_t*>(memory);
+  to.scales = reinterpret_cast<float*>(to.codes + all * w.padded_k());
+  to.sums = reinterpret_cast<int32_t*>(to.scales + all * to.steps);
+  return to;
+}
+
+void quantize_row(const Activations& to, const Weight& w, const void* x, int dtype, int64_t row) {
   const Target target{to, w};
   with_float(dtype, [&](auto t) {
     auto source = static_cast<const decltype(t)*>(x);
-    parallel_runs(rows, 16384 / w.padded_k(), [&](int64_t first, int64_t last) {
-      for (int64_t r = first; r < last; r++)
-        for (int64_t k = 0; k < w.k; k += kStep)
-          target.step(source + r * ldx + k, r, k, w.k - k < kStep ? w.k - k : kStep);
-    });
+    for (int64_t k = 0; k < w.k; k += kStep)
+      target.step(source + k, row, k, w.k - k < kStep ? w.k - k : kStep);
+  });
+}
+
+void copy_row(const Activations& to, const Weight& w, const Activations& from, int64_t source,
+              int64_t row) {
+  for (int64_t d = 0; d < w.digits; d++) {
+    int64_t a = source * w.digits + d, b = row * w.digits + d;
+    for (int64_t k = 0; k < w.padded_k(); k += kBlockK)
+      std::memcpy(const_cast<int8_t*>(to.at(b, k)), from.at(a, k), kBlockK);
+    std::memcpy(to.scales + b * to.steps, from.scales + a * from.steps, to.steps * sizeof(float));
+    std::memcpy(to.sums + b * to.runs, from.sums + a * from.runs, to.runs * sizeof(int32_t));
+  }
+}
+
+Activations quantize(const void* x, int64_t ldx, int64_t rows, int dtype, const Weight& w) {
+  Activations to = activations_in(scratch(kQuantized, activation_bytes(rows, w)), rows, w);
+  const int64_t size = dtype == kF32 ? 4 : 2;
+  auto source = static_cast<const char*>(x);
+  parallel_runs(rows, 16384 / w.padded_k(), [&](int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; r++)
+      quantize_row(to, w, source + r * ldx * size, dtype, r);
   });
   return to;
 }

@@ -39,7 +39,19 @@ struct Activations {
   static constexpr int64_t kBlockStride = kRowTile * kBlockK;  // to the next 64 k
 };
 
-// Scratch slots 5 to 7 hold the result: it lives until this thread quantizes again.
+// Bytes that so many rows take, for a product with `w`, and what lies in such memory. Digits are not
+// counted here.
+int64_t activation_bytes(int64_t rows, const Weight& w);
+Activations activations_in(void* memory, int64_t rows, const Weight& w);
+
+// Row `row` of `to` is what a row of w.k numbers becomes.
+void quantize_row(const Activations& to, const Weight& w, const void* x, int dtype, int64_t row);
+
+// Row `row` of `to` is row `source` of `from`; both are for a product with `w`.
+void copy_row(const Activations& to, const Weight& w, const Activations& from, int64_t source,
+              int64_t row);
+
+// All rows of x. Scratch slot 5 holds the result: it lives until this thread quantizes again.
 Activations quantize(const void* x, int64_t ldx, int64_t rows, int dtype, const Weight& w);
 
 }  // namespace modulm

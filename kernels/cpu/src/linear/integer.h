@@ -22,7 +22,7 @@ struct Slice {
   int64_t begin, end;
   const uint32_t* codes;
   bool nibbles;  // packed int4; otherwise quads
-  bool centred;  // zeros are already subtracted from the codes
+  bool centred;  // zeros are already subtracted from the codes, which are nibbles themselves
   bool stream;   // codes come from memory in one run: fetch them ahead
 
   int64_t step_end(int64_t k) const { return k + kStep < end ? k + kStep : end; }
@@ -37,9 +37,13 @@ inline void load_scales(const void* p, int64_t i, int dtype, vf (&to)[Vectors]) 
   switch (dtype) {
     case kF32: return from(static_cast<const float*>(p));
     case kBF16: return from(static_cast<const bf16*>(p));
-    default: return from(static_cast<const fp16*>(p));
+    case kFP16: return from(static_cast<const fp16*>(p));
   }
+  for (int v = 0; v < Vectors; v++)
+    to[v] = (vf)(widen_bytes(static_cast<const uint8_t*>(p) + i + v * kLanes) << 23);
 }
+
+inline int64_t scale_bytes(int dtype) { return dtype == kF32 ? 4 : dtype == kE8M0 ? 1 : 2; }
 
 inline vf load_scales(const void* p, int64_t i, int dtype) {
   vf one[1];
@@ -86,7 +90,7 @@ class Scales {
 
   // Those of the run that comes; without zero points only scales.
   void load() {
-    const int64_t bytes = w_.scale_dtype == kF32 ? 4 : 2;
+    const int64_t bytes = scale_bytes(w_.scale_dtype);
     fetch(w_.scales, bytes);
     load_scales(w_.scales, at_, w_.scale_dtype, scale);
     if (w_.zeros) {
@@ -106,10 +110,36 @@ class Scales {
   int64_t at_, next_;
 };
 
+// How codes lie in memory: quads, nibbles, or nibbles that stand for what a table has.
+enum Lying : int { kQuads, kNibbles, kLookedUp };
+
+// The unsigned codes of nibbles, one to a byte.
+class Lookup {
+ public:
+  explicit Lookup(int table) {
+    for (size_t i = 0; i < sizeof(vu); i += 16)
+      std::memcpy(reinterpret_cast<char*>(&codes_) + i, kTableCodes[table], 16);
+  }
+  vu operator()(vu nibbles) const {
+#if defined(__AVX512BW__)
+    return (vu)_mm512_shuffle_epi8((__m512i)codes_, (__m512i)nibbles);
+#elif defined(__AVX2__)
+    return (vu)_mm256_shuffle_epi8((__m256i)codes_, (__m256i)nibbles);
+#else
+    typedef uint8_t bytes __attribute__((vector_size(16)));
+    return (vu)__builtin_shuffle((bytes)codes_, (bytes)nibbles);
+#endif
+  }
+
+ private:
+  vu codes_;
+};
+
 // `Lines` lines of each vector's codes, with the activations that belong to them.
-template <int Lines, bool Nibbles, bool Stream, int Rows, int Vectors>
+template <int Lines, Lying Kind, bool Stream, int Rows, int Vectors>
 inline const uint32_t* quad_lines(const int8_t* x, const uint32_t* b, int64_t ldb,
-                                  vi (&c)[Rows][Vectors]) {
+                                  const Lookup& code_of, vi (&c)[Rows][Vectors]) {
+  constexpr bool Nibbles = Kind != kQuads;
   for (int i = 0; i < Lines; i++, b += ldb, x += Nibbles ? 8 : 4)
     for (int v = 0; v < Vectors; v++) {
       if (Stream) {
@@ -118,9 +148,11 @@ inline const uint32_t* quad_lines(const int8_t* x, const uint32_t* b, int64_t ld
       }
       vu line = load_raw<vu>(b + v * kLanes);
       vu low = Nibbles ? line & 0x0f0f0f0fu : line;
+      if (Kind == kLookedUp) low = code_of(low);
       for (int r = 0; r < Rows; r++) c[r][v] = quad_dot(c[r][v], low, load_quad(x + r * kBlockK));
       if (!Nibbles) continue;
       vu high = line >> 4 & 0x0f0f0f0fu;
+      if (Kind == kLookedUp) high = code_of(high);
       for (int r = 0; r < Rows; r++)
         c[r][v] = quad_dot(c[r][v], high, load_quad(x + r * kBlockK + 4));
     }
@@ -128,21 +160,22 @@ inline const uint32_t* quad_lines(const int8_t* x, const uint32_t* b, int64_t ld
 }
 
 // The integer products of one run, k in [k, end), both multiples of 16.
-template <int Rows, int Vectors, bool Nibbles>
+template <int Rows, int Vectors, Lying Kind>
 inline const uint32_t* quad_run(const int8_t* x, int64_t k, int64_t end, const uint32_t* b,
-                                int64_t ldb, bool stream, vi (&c)[Rows][Vectors]) {
-  constexpr int half = 32, lines = half / (Nibbles ? 8 : 4);
+                                int64_t ldb, bool stream, const Lookup& code_of,
+                                vi (&c)[Rows][Vectors]) {
+  constexpr int half = 32, lines = half / (Kind == kQuads ? 4 : 8);
   auto from = [&] { return x + k / kBlockK * Activations::kBlockStride + k % kBlockK; };
   for (; k + half <= end; k += half)
-    b = stream ? quad_lines<lines, Nibbles, true>(from(), b, ldb, c)
-               : quad_lines<lines, Nibbles, false>(from(), b, ldb, c);
+    b = stream ? quad_lines<lines, Kind, true>(from(), b, ldb, code_of, c)
+               : quad_lines<lines, Kind, false>(from(), b, ldb, code_of, c);
   if (k < end)
-    b = stream ? quad_lines<lines / 2, Nibbles, true>(from(), b, ldb, c)
-               : quad_lines<lines / 2, Nibbles, false>(from(), b, ldb, c);
+    b = stream ? quad_lines<lines / 2, Kind, true>(from(), b, ldb, code_of, c)
+               : quad_lines<lines / 2, Kind, false>(from(), b, ldb, code_of, c);
   return b;
 }
 
-template <int Rows, int Vectors, bool Nibbles>
+template <int Rows, int Vectors, Lying Kind>
 inline void quad_tile(const Slice& s, const Activations& a, int64_t row, int64_t ldb, int column,
                       float* sums) {
   const Weight& w = s.w;
@@ -152,6 +185,7 @@ inline void quad_tile(const Slice& s, const Activations& a, int64_t row, int64_t
   const int8_t* x = a.at(row, 0);
   const uint32_t* b = s.codes + column;
   Scales<Vectors> group(w, s.panel, s.begin, column);
+  const Lookup code_of(w.table);
   for (int64_t k = s.begin; k < s.end;) {
     vf part[Rows][Vectors] = {};
     int64_t step = k / kStep;
@@ -161,7 +195,7 @@ inline void quad_tile(const Slice& s, const Activations& a, int64_t row, int64_t
       for (int r = 0; r < Rows; r++)
         for (int v = 0; v < Vectors; v++)
           c[r][v] = splat_int(-w.centre() * totals[r * a.runs]);
-      b = quad_run<Rows, Vectors, Nibbles>(x, k, end, b, ldb, s.stream, c);
+      b = quad_run<Rows, Vectors, Kind>(x, k, end, b, ldb, s.stream, code_of, c);
       if (grouped) group.load();
       for (int r = 0; r < Rows; r++) {
         const float total = float(totals[r * a.runs]);
@@ -177,19 +211,19 @@ inline void quad_tile(const Slice& s, const Activations& a, int64_t row, int64_t
   }
 }
 
-template <int Vectors, bool Nibbles>
+template <int Vectors, Lying Kind>
 inline void quad_rows(int rows, const Slice& s, const Activations& a, int64_t row, int64_t ldb,
                       int column, float* sums) {
   switch (rows) {
-    case 1: return quad_tile<1, Vectors, Nibbles>(s, a, row, ldb, column, sums);
-    case 2: return quad_tile<2, Vectors, Nibbles>(s, a, row, ldb, column, sums);
+    case 1: return quad_tile<1, Vectors, Kind>(s, a, row, ldb, column, sums);
+    case 2: return quad_tile<2, Vectors, Kind>(s, a, row, ldb, column, sums);
 #if defined(__AVX512F__)
-    case 3: return quad_tile<3, Vectors, Nibbles>(s, a, row, ldb, column, sums);
-    case 4: return quad_tile<4, Vectors, Nibbles>(s, a, row, ldb, column, sums);
+    case 3: return quad_tile<3, Vectors, Kind>(s, a, row, ldb, column, sums);
+    case 4: return quad_tile<4, Vectors, Kind>(s, a, row, ldb, column, sums);
 #endif
 #if defined(__AVX512VNNI__)
-    case 5: return quad_tile<5, Vectors, Nibbles>(s, a, row, ldb, column, sums);
-    case 6: return quad_tile<6, Vectors, Nibbles>(s, a, row, ldb, column, sums);
+    case 5: return quad_tile<5, Vectors, Kind>(s, a, row, ldb, column, sums);
+    case 6: return quad_tile<6, Vectors, Kind>(s, a, row, ldb, column, sums);
 #endif
   }
 }
@@ -197,12 +231,12 @@ inline void quad_rows(int rows, const Slice& s, const Activations& a, int64_t ro
 // Rows that the kernel on vectors takes at once.
 constexpr int kQuadRows = kRowTile < 6 ? kRowTile : 6;
 
-template <bool Nibbles>
+template <Lying Kind>
 inline void quad_slice(int rows, const Slice& s, const Activations& a, int64_t row, float* sums) {
   constexpr int vectors = 4, wide = vectors * kLanes;
   int width = s.w.width(s.panel), c = 0;
-  for (; c + wide <= width; c += wide) quad_rows<vectors, Nibbles>(rows, s, a, row, width, c, sums);
-  for (; c < width; c += kLanes) quad_rows<1, Nibbles>(rows, s, a, row, width, c, sums);
+  for (; c + wide <= width; c += wide) quad_rows<vectors, Kind>(rows, s, a, row, width, c, sums);
+  for (; c < width; c += kLanes) quad_rows<1, Kind>(rows, s, a, row, width, c, sums);
 }
 
 #if defined(__AMX_INT8__)
@@ -253,7 +287,7 @@ inline void tiled_columns(const Slice& s, const Activations& a, int64_t row, int
     QuadTiles q{a.at(row, k), Activations::kBlockStride, a.blocks * Activations::kBlockStride,
                 b + column, ldb, depth, (end - k) / depth, s.stream && column == 0};
     int32_t* to = dots + runs * kIntegerRows * columns;
-    if (w.format == kWeightInt4) amx_quads<Vectors, true>(q, rows, to);
+    if (w.format == kWeightInt4 && !w.table) amx_quads<Vectors, true>(q, rows, to);
     else amx_quads<Vectors, false>(q, rows, to);
     b += (end - k) / 4 * ldb;
     k = end;
@@ -285,11 +319,12 @@ constexpr int kIntegerRows = kQuadRows;
 // 1 to kIntegerRows, to kQuadRows where codes are packed nibbles.
 inline void multiply_slice(const Slice& s, const Activations& a, int64_t row, int rows,
                            float* sums) {
-  if (s.nibbles) return quad_slice<true>(rows, s, a, row, sums);
+  if (s.nibbles && s.w.table) return quad_slice<kLookedUp>(rows, s, a, row, sums);
+  if (s.nibbles) return quad_slice<kNibbles>(rows, s, a, row, sums);
 #if defined(__AMX_INT8__)
   if (rows > kQuadRows || s.centred) return tiled_slice(rows, s, a, row, sums);
 #endif
-  quad_slice<false>(rows, s, a, row, sums);
+  quad_slice<kQuads>(rows, s, a, row, sums);
 }
 
 #if defined(__AMX_INT8__)
@@ -299,11 +334,12 @@ constexpr bool kSpreadCentred = true;
 constexpr bool kSpreadCentred = false;
 #endif
 
-// Packed nibbles [(end - begin) / 8][width] to quads [(end - begin) / 4][width], less their zeros
-// if `centred`.
+// Packed nibbles [(end - begin) / 8][width] to quads [(end - begin) / 4][width], looked up, or less
+// their zeros if `centred`.
 inline void spread_nibbles(const Slice& s, bool centred, uint32_t* to) {
   typedef uint8_t bytes __attribute__((vector_size(sizeof(vu))));
   const uint32_t* from = s.codes;
+  const Lookup code_of(s.w.table);
   int width = s.w.width(s.panel);
   for (int64_t k = s.begin; k < s.end;) {
     int64_t run = k / s.w.run(), end = s.w.run_end(run) < s.end ? s.w.run_end(run) : s.end;
@@ -315,8 +351,10 @@ inline void spread_nibbles(const Slice& s, bool centred, uint32_t* to) {
       for (int64_t i = 0; i < lines; i++) {
         __builtin_prefetch(from + i * width + c + kQuadsAhead);
         vu x = load_raw<vu>(from + i * width + c);
-        store_raw(to + 2 * i * width + c, (bytes)(x & 0x0f0f0f0fu) - less);
-        store_raw(to + (2 * i + 1) * width + c, (bytes)(x >> 4 & 0x0f0f0f0fu) - less);
+        vu low = x & 0x0f0f0f0fu, high = x >> 4 & 0x0f0f0f0fu;
+        if (s.w.table) low = code_of(low), high = code_of(high);
+        store_raw(to + 2 * i * width + c, (bytes)low - less);
+        store_raw(to + (2 * i + 1) * width + c, (bytes)high - less);
       }
     }
     from += lines * width;

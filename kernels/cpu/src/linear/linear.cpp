@@ -5,10 +5,8 @@
 // for all rows of the block.
 #include "base/pool.h"
 #include "base/replay.h"
-#include "linear/decode.h"
+#include "linear/codes.h"
 #include "linear/few.h"
-#include "linear/fp8.h"
-#include "linear/integer.h"
 #include "linear/many.h"
 #include "linear/product.h"
 #include "linear/tile.h"
@@ -16,9 +14,7 @@
 namespace modulm {
 namespace {
 
-constexpr int64_t kChunk = 128;                // k decoded or multiplied at a time
 constexpr int64_t kBF16Chunk = 256;            // the same for bf16 that needs no decoding
-constexpr int64_t kIntegerChunk = kStep;       // the same for integers
 #if defined(__AMX_BF16__)
 constexpr int64_t kRowBlockBytes = 1 << 20;    // of x: half of a second-level cache
 #else
@@ -28,20 +24,6 @@ constexpr int64_t kRowBlockUnit = 96;          // a multiple of every kernel's r
 constexpr int64_t kRunBytes = 128 << 10;       // of weights that one thread reads in a row
 constexpr int kManyRows = 64;
 constexpr int kFewRows = 32;                   // up to here memory is what a product waits for
-
-void zero(float* sums, int64_t rows) { std::memset(sums, 0, rows * kPanel * sizeof(float)); }
-
-float* sums_of(int64_t rows, Scratch slot) {
-  auto sums = static_cast<float*>(scratch(slot, rows * kPanel * int64_t(sizeof(float))));
-  zero(sums, rows);
-  return sums;
-}
-
-// f(row, rows) over [0, total) in blocks of `size`.
-template <class F>
-void for_row_blocks(int64_t total, int size, F&& f) {
-  for (int64_t r = 0; r < total; r += size) f(r, int(total - r < size ? total - r : size));
-}
 
 // Few rows take all of K at once, straight from memory. With more, a chunk of the panel stays in
 // the first-level cache while rows pass it; their sums wait in memory meanwhile, exactly.
@@ -98,116 +80,16 @@ void float_panel(const Product& p, int64_t panel, int64_t row, int64_t rows) {
   deliver(p, row, rows, panel, sums);
 }
 
-// sums += scale * the group's sums
-void add_group(const Weight& w, int64_t panel, int64_t group, int64_t rows, const float* part,
-               float* sums) {
-  int64_t first = w.scale_index(panel, group);
-  for (int c = 0; c < w.width(panel); c += kLanes) {
-    vf scale = load_scales(w.scales, first + c, w.scale_dtype);
-    for (int64_t i = c; i < rows * kPanel; i += kPanel)
-      store(sums + i, fused(load(part + i), scale, load(sums + i)));
-  }
-}
-
-template <class T>
-struct Rows {
-  const T* data;
-  int64_t stride;
-};
-
-// Rows of x, which are bf16, as T.
-template <class T>
-Rows<T> rows_as(const Product& p, int64_t row, int64_t rows) {
-  auto x = static_cast<const bf16*>(p.x) + row * p.ldx;
-  if constexpr (std::is_same_v<T, bf16>) return {x, p.ldx};
-  int64_t padded = p.w.padded_k();
-  auto wide = static_cast<T*>(scratch(kDecoded, rows * padded * int64_t(sizeof(T))));
-  for (int64_t r = 0; r < rows; r++)
-    for (int64_t k = 0; k < padded; k += kLanes)
-      store(wide + r * padded + k, load(x + r * p.ldx + k));
-  return {wide, padded};
-}
-
-// Few rows: codes go through registers only.
-void fp8_few_rows(const Product& p, int64_t panel, int64_t row, int64_t rows) {
-  const Weight& w = p.w;
-  int width = w.width(panel);
-  float* sums = sums_of(rows, kSums);
-  float* part = w.grouped() ? sums_of(rows, kGroupSums) : sums;
-  Rows<FP8Input> x = rows_as<FP8Input>(p, row, rows);
-  for (int64_t group = 0; group < w.groups(); group++) {
-    int64_t k = group * w.group;
-    if (w.grouped()) zero(part, rows);
-    multiply_fp8(rows, x.data + k, x.stride, w.panel(panel) + w.bytes(k, width), width, w.group,
-                 part);
-    if (w.grouped()) add_group(w, panel, group, rows, part, sums);
-  }
-  deliver(p, row, rows, panel, sums);
-}
-
-void fp8_panel(const Product& p, int64_t panel, int64_t row, int64_t rows) {
-  const Weight& w = p.w;
-  if (fp8_in_registers(rows, w.width(panel))) return fp8_few_rows(p, panel, row, rows);
-  auto x = static_cast<const bf16*>(p.x);
-  int width = w.width(panel);
-  float* sums = sums_of(rows, kSums);
-  float* part = w.grouped() ? sums_of(rows, kGroupSums) : sums;
-  auto decoded = static_cast<uint32_t*>(scratch(kDecoded, kChunk * kPanel * 2));
-  const uint8_t* codes = w.panel(panel);
-  for (int64_t group = 0; group < w.groups(); group++) {
-    int64_t k = group * w.group, end = k + w.group;
-    if (w.grouped()) zero(part, rows);
-    for (; k < end; k += kChunk) {
-      int64_t ks = end - k < kChunk ? end - k : kChunk;
-      decode(w.format, codes + w.bytes(k, width), decoded, ks, width);
-      for_row_blocks(rows, kBlockRows, [&](int64_t r, int n) {
-        multiply(n, x + (row + r) * p.ldx + k, p.ldx, decoded, width, width, ks / 2,
-                 part + r * kPanel);
-      });
-    }
-    if (w.grouped()) add_group(w, panel, group, rows, part, sums);
-  }
-  deliver(p, row, rows, panel, sums);
-}
-
-// Rows here are rows of integers: digits are counted.
-void integer_panel(const Product& p, int64_t panel, int64_t row, int64_t rows) {
-  const Weight& w = p.w;
-  bool nibbles = w.format == kWeightInt4;
-  int width = w.width(panel);
-  float* sums = sums_of(rows, kSums);
-  auto codes = reinterpret_cast<const uint32_t*>(w.panel(panel));
-  int64_t last = w.runs_end();
-  if (rows <= kQuadRows) {
-    Slice all{w, panel, 0, last, codes, nibbles, false, true};
-    multiply_slice(all, p.integers, row, int(rows), sums);
-    return deliver(p, row / w.digits, rows / w.digits, panel, sums);
-  }
-  bool centred = kSpreadCentred && nibbles && w.whole_zeros;
-  auto spread = static_cast<uint32_t*>(scratch(kDecoded, kIntegerChunk * kPanel));
-  for (int64_t k = 0; k < last; k += kIntegerChunk) {
-    int64_t end = k + kIntegerChunk < last ? k + kIntegerChunk : last;
-    Slice slice{w, panel, k, end, codes + w.bytes(k, width) / 4, false, centred, false};
-    if (nibbles) {
-      spread_nibbles(slice, centred, spread);
-      slice.codes = spread;
-    }
-    for_row_blocks(rows, kIntegerRows, [&](int64_t r, int n) {
-      slice.stream = !nibbles && r == 0;
-      multiply_slice(slice, p.integers, row + r, n, sums + r * kPanel);
-    });
-  }
-  deliver(p, row / w.digits, rows / w.digits, panel, sums);
-}
-
 void panel_product(const Product& p, int64_t panel, int64_t row, int64_t rows) {
   switch (p.w.format) {
     case kWeightBF16: return bf16_panel(p, panel, row, rows);
     case kWeightFP32: return float_panel<float>(p, panel, row, rows);
     case kWeightFP16: return float_panel<fp16>(p, panel, row, rows);
-    case kWeightFP8: return fp8_panel(p, panel, row, rows);
-    default: return integer_panel(p, panel, row * p.w.digits, rows * p.w.digits);
   }
+  float* sums = sums_of(rows * p.digits(), kSums);
+  if (p.w.integer()) integer_sums(p.w, panel, p.integers, row * p.w.digits, rows * p.w.digits, sums);
+  else fp8_sums(p.w, panel, {static_cast<const bf16*>(p.x) + row * p.ldx, p.ldx}, rows, sums);
+  deliver(p, row, rows, panel, sums);
 }
 
 // Rows are shared out evenly among as few blocks as the cache allows.

@@ -60,20 +60,36 @@ void pack_lanes(const T* source, int64_t stride, const Weight& w, T* target, T f
   });
 }
 
-// Source: one code of 0..15 per byte. Padding is code 8, which stands for 0.
+// Eight codes of 0..15, a byte each, as one packed lane.
+inline uint32_t lane_of(uint64_t codes) {
+  auto squeeze = [](uint64_t x) {  // four nibbles 16 bits apart
+    x = (x | x >> 12) & 0x000000ff000000ffu;
+    return uint32_t(x | x >> 24) & 0xffffu;
+  };
+  const uint64_t even = 0x000f000f000f000fu;
+  return squeeze(codes & even) | squeeze(codes >> 8 & even) << 16;
+}
+
+// Source: one code of 0..15 per byte. Padding is code 8, which stands for 0 where nibbles do.
 void pack_nibbles(const uint8_t* source, int64_t stride, const Weight& w, uint32_t* target) {
+  constexpr int deep = 8;  // lanes of a column at a time: a cache line of codes
   parallel(w.panels(), [&](int64_t p, int) {
     int width = w.width(p);
-    uint32_t* to = target + p * kPanel * w.padded_k() / 8;
-    for (int c = 0; c < width; c++)
-      for (int64_t k = 0; k < w.padded_k(); k += 8) {
-        uint32_t lane = 0;
-        for (int i = 0; i < 8; i++) {
-          bool inside = p * kPanel + c < w.n && k + i < w.k;
-          uint32_t code = inside ? at(source, stride, w, p * kPanel + c, k + i) & 15u : 8u;
-          lane |= code << (4 * (i / 2 + 4 * (i % 2)));
+    uint32_t* panel = target + p * kPanel * w.padded_k() / 8;
+    for (int first = 0; first < width; first += kSquare)
+      for (int64_t k = 0; k < w.padded_k(); k += 8 * deep) {
+        uint32_t lanes[deep][kSquare];
+        for (int c = 0; c < kSquare; c++) {
+          int64_t column = p * kPanel + first + c;
+          uint64_t codes[deep];
+          std::memset(codes, 8, sizeof codes);
+          int64_t there = column < w.n ? w.k - k : 0;
+          if (there > 0)
+            std::memcpy(codes, source + column * stride + k, there < 8 * deep ? there : 8 * deep);
+          for (int l = 0; l < deep; l++) lanes[l][c] = lane_of(codes[l]);
         }
-        to[k / 8 * width + c] = lane;
+        for (int l = 0; l < deep; l++)
+          std::memcpy(panel + (k / 8 + l) * width + first, lanes[l], sizeof lanes[l]);
       }
   });
 }

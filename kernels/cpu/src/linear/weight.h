@@ -14,9 +14,9 @@
 //          four bytes are the quad (0, 4, 1, 5), the high ones (2, 6, 3, 7)
 //   fp32, fp16   [panel][K][width]              as they are
 //
-// A weight is scale * (code - zero), where the code of an int4 weight is its nibble - 8. With one
-// group for all of K and no zeros, scales are fp32 [N]; otherwise scales and zeros are
-// [panel][K / group][width], in `scale_dtype`.
+// A weight is scale * (code - zero), where the code of an int4 weight is its nibble - 8, or what a
+// table has for its nibble. With one group for all of K and no zeros, scales are fp32 [N]; otherwise
+// scales and zeros are [panel][K / group][width], in `scale_dtype`.
 #pragma once
 
 #include "base/types.h"
@@ -30,6 +30,22 @@ enum Format : int {
   kWeightInt4 = 3,
   kWeightFP32 = 4,
   kWeightFP16 = 5,
+};
+
+// What nibbles stand for.
+enum Table : int {
+  kNoTable = 0,  // themselves, less 8
+  kE2M1 = 1,     // twice the floats of four bits of OCP Microscaling Formats, version 1.0
+  kIQ4 = 2,      // the sixteen numbers of ggml's IQ4 types
+  kTables = 3,
+};
+
+// Unsigned codes: those numbers and the centre.
+constexpr int kCentres[kTables] = {8, 12, 127};
+constexpr uint8_t kTableCodes[kTables][16] = {
+    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+    {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0},
+    {0, 23, 44, 62, 78, 92, 105, 117, 128, 140, 152, 165, 180, 196, 216, 240},
 };
 
 constexpr int kPanel = 64;
@@ -49,6 +65,7 @@ struct Weight {
   int digits = 0;  // int8 digits of an activation; 0: activations are bf16
   int scale_dtype = kBF16;
   bool whole_zeros = true;  // zeros of int4 are nibbles themselves, less 8
+  int table = kNoTable;     // of int4
 
   int64_t padded_k() const { return div_up(k, kPadK) * kPadK; }
   int64_t padded_n() const { return div_up(n, 16) * 16; }
@@ -80,7 +97,7 @@ struct Weight {
     }
   }
   // What an unsigned stored code is above the code that it stands for.
-  int centre() const { return format == kWeightInt8 ? 128 : 8; }
+  int centre() const { return format == kWeightInt8 ? 128 : kCentres[table]; }
   // Bytes of `ks` k of a panel of this width; ks is a multiple of 8.
   int64_t bytes(int64_t ks, int width) const { return ks * width * bits() / 8; }
   const uint8_t* panel(int64_t p) const { return data + bytes(padded_k(), kPanel) * p; }
@@ -90,13 +107,14 @@ struct Weight {
   }
 };
 
-// The C ABI passes the last four fields in one number (linear.py builds it).
+// The C ABI passes the last five fields in one number (linear.py builds it).
 inline Weight weight_of(const void* data, const void* scales, const void* zeros, int64_t n,
                         int64_t k, int64_t group, int form) {
   Weight w{static_cast<const uint8_t*>(data), scales, zeros, n, k, group, form & 0xff};
   w.digits = form >> 8 & 0xff;
   w.scale_dtype = form >> 16 & 0xff;
   w.whole_zeros = !(form >> 24 & 1);
+  w.table = form >> 25;
   return w;
 }
 

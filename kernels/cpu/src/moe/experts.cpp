@@ -2,7 +2,8 @@
 //
 // Two passes over (token, expert) pairs sorted by expert. In the first a task is one panel of the
 // inner columns of one expert: gate and up of the same columns are multiplied, and what the gate
-// gives goes to memory as bf16, or as fp32 where weights are fp32 or fp16. In the second a task is
+// gives goes to memory as bf16, or as fp32 where weights are fp32 or fp16. Where `down` multiplies
+// integers, the thread that is the last one to work on an expert rounds its rows. In the second a task is
 // some panels of the result: it goes through all experts in order and adds what they give in fp32.
 // Every weight that is needed is read once by one thread, whatever the number of tokens (up to
 // large prompts). Threads go from the first pass to the second on their own: only where an expert's
@@ -38,9 +39,10 @@ struct Bias {
   int dtype;
 };
 
-// Pairs of one expert: `count` from `first` on in the sorted order. `x` are their inputs.
+// Pairs of one expert: `count` from `first` on in the sorted order. `x` are their inputs. Integers
+// of a run begin at `place`, a whole tile of rows.
 struct Run {
-  int64_t expert, first, count;
+  int64_t expert, first, count, place;
   const void* x;
   int64_t index;  // of the run that a block belongs to
 };
@@ -53,6 +55,7 @@ struct Step {
   float alpha, limit;
 
   int64_t tokens, pairs;
+  int64_t places;  // of integers
   Run* runs;
   int64_t run_count;
   Run* blocks;  // the runs, cut into blocks of rows
@@ -62,6 +65,8 @@ struct Step {
   float* weight;   // [pairs]
   int64_t ldx;
   void* inner;  // [pairs][padded inner] in the dtype of activations
+  bool shared;  // all inputs are one row of integers
+  Activations rounded_inputs, rounded_inner;  // where the stack multiplies integers
   void* out;
   int64_t ldo;
   int dtype;
@@ -109,9 +114,10 @@ void add_bias(const Bias& bias, int64_t expert, int64_t column, int64_t columns,
   });
 }
 
-float* sums_of(int64_t rows, int64_t matrices) {
-  return static_cast<float*>(
-      scratch(kMoeSums, matrices * rows * kPanel * int64_t(sizeof(float))));
+// For two panels.
+float* pair_of_sums(const Stack& s, int64_t rows) {
+  int64_t bytes = 2 * room(s.first, rows) * kPanel * int64_t(sizeof(float));
+  return static_cast<float*>(scratch(kMoeSums, bytes));
 }
 
 // What a task reads first: two panels side by side, or null.
@@ -123,7 +129,7 @@ struct Heads {
 Heads upcoming(const PanelOf& first, const PanelOf& second) {
   fetch_scales(first);
   fetch_scales(second);
-  return {first.data, second.data};
+  return {first.data(), second.data()};
 }
 
 Heads gate_heads(const Step& s, int64_t task) {
@@ -136,13 +142,30 @@ Heads down_heads(const Step& s, int64_t expert, int64_t panel) {
   return upcoming(PanelOf(s.down, expert, 0, panel), PanelOf(s.down, expert, 0, second));
 }
 
+// What the gate gave of one run, as integers.
+void round_inner(const Step& s, const Run& run) {
+  int64_t stride = s.down.padded_k();
+  auto inner = static_cast<const bf16*>(s.inner);
+  for (int64_t r = 0; r < run.count; r++)
+    quantize_row(s.rounded_inner, s.down.first, inner + (run.first + r) * stride, kBF16,
+                 run.place + r);
+}
+
+void finish_task(const Step& s, int64_t run) {
+  int64_t left = s.unfinished[run].fetch_sub(1, std::memory_order_acq_rel) - 1;
+  if (left != 1 || !s.down.first.integer()) return;
+  round_inner(s, s.runs[run]);
+  s.unfinished[run].fetch_sub(1, std::memory_order_release);
+}
+
 void gate_panel(const Step& s, const Run& block, int64_t panel, Heads following) {
-  int64_t inner = s.gate_up.n, column = panel * kPanel, stride = s.down.padded_k();
+  int64_t inner = s.gate_up.first.n, column = panel * kPanel, stride = s.down.padded_k();
   int64_t columns = inner - column < kPanel ? inner - column : kPanel;
-  float* gate = sums_of(block.count, 2);
-  float* up = gate + block.count * kPanel;
+  float* gate = pair_of_sums(s.gate_up, block.count);
+  float* up = gate + room(s.gate_up.first, block.count) * kPanel;
   two_panel_sums(PanelOf(s.gate_up, block.expert, 0, panel),
-                 PanelOf(s.gate_up, block.expert, 1, panel), block.x, s.ldx, block.count, gate,
+                 PanelOf(s.gate_up, block.expert, 1, panel),
+                 {block.x, s.ldx, &s.rounded_inputs, s.shared ? 0 : block.place}, block.count, gate,
                  following.first, following.second);
   add_bias(s.gate_up_bias, block.expert, column, columns, block.count, gate);
   add_bias(s.gate_up_bias, block.expert, inner + column, columns, block.count, up);
@@ -158,7 +181,7 @@ void gate_panel(const Step& s, const Run& block, int64_t panel, Heads following)
       }
     });
   });
-  s.unfinished[block.index].fetch_sub(1, std::memory_order_release);
+  finish_task(s, block.index);
 }
 
 // Pairs of a run whose totals are made: `rows` from `first` on.
@@ -176,9 +199,9 @@ struct Area {
 // totals[token][panels * 64] += weight * the panel's sums
 void add_weighted(const Step& s, const Part& part, const Area& area, int64_t panel, float* sums,
                   float* totals) {
-  int64_t column = panel * kPanel, left = s.down.n - column;
+  int64_t column = panel * kPanel, left = s.down.first.n - column;
   add_bias(s.down_bias, part.run.expert, column, left < kPanel ? left : kPanel, part.rows, sums);
-  int64_t size = area.panels * kPanel, width = s.down.width(panel);
+  int64_t size = area.panels * kPanel, width = s.down.first.width(panel);
   for (int64_t r = 0; r < part.rows; r++) {
     float* to = totals + (s.token[part.first + r] - area.start) * size +
                 (panel - area.panel) * kPanel;
@@ -190,24 +213,26 @@ void add_weighted(const Step& s, const Part& part, const Area& area, int64_t pan
 
 void add_expert(const Step& s, const Part& part, const Area& area, float* totals,
                 Heads following) {
-  float* sums = sums_of(part.rows, 2);
+  float* sums = pair_of_sums(s.down, part.rows);
   int64_t stride = s.down.padded_k(), end = area.panel + area.panels;
-  const void* x = offset(s.inner, part.first * stride, s.down);
+  Inputs in{offset(s.inner, part.first * stride, s.down), stride, &s.rounded_inner,
+            part.run.place + part.first - part.run.first};
   for (int64_t i = area.panel; i < end; i += 2) {
     PanelOf weight(s.down, part.run.expert, 0, i);
     Heads next = i + 2 < end ? down_heads(s, part.run.expert, i + 2) : following;
     if (i + 1 < end)
-      two_panel_sums(weight, PanelOf(s.down, part.run.expert, 0, i + 1), x, stride, part.rows,
-                     sums, next.first, next.second);
-    else panel_sums(weight, x, stride, part.rows, sums, next.first);
+      two_panel_sums(weight, PanelOf(s.down, part.run.expert, 0, i + 1), in, part.rows, sums,
+                     next.first, next.second);
+    else panel_sums(weight, in, part.rows, sums, next.first);
     for (int64_t j = i; j < end && j < i + 2; j++)
-      add_weighted(s, part, area, j, sums + (j - i) * part.rows * kPanel, totals);
+      add_weighted(s, part, area, j, sums + (j - i) * room(s.down.first, part.rows) * kPanel,
+                   totals);
   }
 }
 
 void deliver(const Step& s, const Area& area, const float* totals) {
   int64_t first = area.panel * kPanel, size = area.panels * kPanel;
-  int64_t columns = s.down.n - first < size ? s.down.n - first : size;
+  int64_t columns = s.down.first.n - first < size ? s.down.first.n - first : size;
   with_float(s.dtype, [&](auto t) {
     for (int64_t r = 0; r < area.tokens; r++) {
       auto to = static_cast<decltype(t)*>(s.out) + (area.start + r) * s.ldo + first;
@@ -307,7 +332,11 @@ bool sort_pairs(Step& s, const int64_t* ids, const float* weights, int64_t top_k
   int64_t start = 0;
   s.run_count = 0;
   for (int64_t e = 0; e < experts; e++) {
-    if (counts[e]) s.runs[s.run_count++] = {e, start, counts[e], nullptr, 0};
+    if (counts[e]) {
+      s.runs[s.run_count] = {e, start, counts[e], s.places, nullptr, s.run_count};
+      s.run_count++;
+      s.places += div_up(counts[e], kRowTile) * kRowTile;
+    }
     start += counts[e];
     counts[e] = start - counts[e];
   }
@@ -334,7 +363,7 @@ void gather_rows(const Step& s, const T* x, int64_t ldx, int64_t k, int64_t padd
 // Inputs of each run side by side, in the dtype of activations with K padded by zeros; single rows
 // that need neither are used where they lie (`direct`).
 void gather(Step& s, const void* x, int64_t ldx, bool direct) {
-  int64_t k = s.gate_up.k, padded = s.gate_up.padded_k();
+  int64_t k = s.gate_up.first.k, padded = s.gate_up.padded_k();
   if (direct) {
     bool single = true;
     for (int64_t i = 0; i < s.run_count; i++) single = single && s.runs[i].count == 1;
@@ -355,16 +384,36 @@ void gather(Step& s, const void* x, int64_t ldx, bool direct) {
     s.runs[i].x = offset(rows, s.runs[i].first * padded, s.gate_up);
 }
 
+// Inputs as integers: one row where it lies, more at the places of their runs.
+void round_inputs(Step& s, const void* x, int64_t ldx) {
+  const Weight& w = s.gate_up.first;
+  Activations rows = quantize(x, ldx, s.tokens, s.dtype, w);
+  s.shared = s.tokens == 1;
+  if (s.shared) {
+    s.rounded_inputs = rows;
+    return;
+  }
+  void* memory = scratch(kRoundedInputs, activation_bytes(s.places, w));
+  s.rounded_inputs = activations_in(memory, s.places, w);
+  parallel(s.run_count, [&](int64_t i, int) {
+    const Run& run = s.runs[i];
+    for (int64_t r = 0; r < run.count; r++)
+      copy_row(s.rounded_inputs, w, rows, s.token[run.first + r], run.place + r);
+  });
+}
+
 void cut_runs(Step& s) {
+  int64_t more = s.down.first.integer();  // the rounding of what the gate gives
   int64_t most = rows_at_once(s.gate_up);
   s.block_count = 0;
   for (int64_t i = 0; i < s.run_count; i++) {
     const Run& run = s.runs[i];
-    s.unfinished[i].store(div_up(run.count, most) * s.gate_up.panels(), std::memory_order_relaxed);
+    s.unfinished[i].store(div_up(run.count, most) * s.gate_up.panels() + more,
+                          std::memory_order_relaxed);
     for (int64_t done = 0; done < run.count; done += most) {
       int64_t left = run.count - done;
       s.blocks[s.block_count++] = {run.expert, run.first + done, left < most ? left : most,
-                                   offset(run.x, done * s.ldx, s.gate_up), i};
+                                   run.place + done, offset(run.x, done * s.ldx, s.gate_up), i};
     }
   }
 }
@@ -374,22 +423,25 @@ void cut_runs(Step& s) {
 
 using namespace modulm;
 
-// weights, ids: [tokens][top_k]. Biases: [experts][2 inner] and [experts][hidden] or null. Both
-// stacks are wide or neither is.
+// weights, ids: [tokens][top_k]. Stacks: as `modulm_linear` takes a weight, of the first matrix.
+// Biases: [experts][2 inner] and [experts][hidden] or null. Both stacks are wide or neither is.
 // Returns 0, or 1 if an id is not in [0, experts).
-MODULM_API int modulm_fused_experts(
-    const void* x, int64_t ldx, int64_t tokens, int dtype, const float* weights, const int64_t* ids,
-    int64_t top_k, int64_t experts, int64_t hidden, int64_t inner, const uint8_t* gate_up_data,
-    const uint8_t* gate_up_scales, const bf16* gate_up_zeros, int64_t gate_up_group,
-    int gate_up_format, const uint8_t* down_data, const uint8_t* down_scales,
-    const bf16* down_zeros, int64_t down_group, int down_format, const void* gate_up_bias,
-    const void* down_bias, int bias_dtype, int gate, float alpha, float limit, void* out,
-    int64_t ldo) {
+MODULM_API int modulm_experts(const void* x, int64_t ldx, int64_t tokens, int dtype,
+                              const float* weights, const int64_t* ids, int64_t top_k,
+                              int64_t experts, int64_t hidden, int64_t inner,
+                              const void* gate_up_data, const void* gate_up_scales,
+                              const void* gate_up_zeros, int64_t gate_up_group, int gate_up_form,
+                              const void* down_data, const void* down_scales,
+                              const void* down_zeros, int64_t down_group, int down_form,
+                              const void* gate_up_bias, const void* down_bias, int bias_dtype,
+                              int gate, float alpha, float limit, void* out, int64_t ldo) {
   if (tokens == 0) return 0;
-  Stack first{gate_up_data, gate_up_scales, gate_up_zeros, experts, 2,
-              inner,        hidden,         gate_up_group, gate_up_format};
-  Stack second{down_data, down_scales, down_zeros, experts, 1,
-               hidden,    inner,       down_group, down_format};
+  Stack first{weight_of(gate_up_data, gate_up_scales, gate_up_zeros, inner, hidden, gate_up_group,
+                        gate_up_form),
+              experts, 2};
+  Stack second{
+      weight_of(down_data, down_scales, down_zeros, hidden, inner, down_group, down_form), experts,
+      1};
   int64_t pairs = tokens * top_k, most_runs = experts < pairs ? experts : pairs;
   int64_t most_blocks = most_runs + pairs / kBlockUnit;
   int64_t bytes = (most_runs + most_blocks) * int64_t(sizeof(Run)) + pairs * 8 +
@@ -409,6 +461,7 @@ MODULM_API int modulm_fused_experts(
             limit,
             tokens,
             pairs,
+            0,
             runs,
             0,
             runs + most_runs,
@@ -418,14 +471,22 @@ MODULM_API int modulm_fused_experts(
             weight,
             first.padded_k(),
             inners,
+            false,
+            {},
+            {},
             out,
             ldo,
             dtype};
   if (!sort_pairs(step, ids, weights, top_k, counts)) return 1;
-  gather(step, x, ldx, dtype == (first.wide() ? kF32 : kBF16) && first.padded_k() == hidden);
+  if (first.first.integer()) round_inputs(step, x, ldx);
+  else gather(step, x, ldx, dtype == (first.wide() ? kF32 : kBF16) && first.padded_k() == hidden);
+  if (second.first.integer()) {
+    void* memory = scratch(kRoundedInner, activation_bytes(step.places, second.first));
+    step.rounded_inner = activations_in(memory, step.places, second.first);
+  }
   cut_runs(step);
   both_passes(step);
   return 0;
 }
 
-MODULM_REPLAYABLE(fused_experts)
+MODULM_REPLAYABLE(experts)

@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping
 from typing import ClassVar
 
-import torch
 from attrs import field, frozen, validators
 from torch import Tensor
 
@@ -80,11 +79,6 @@ class FP8(CodedMethod):
         listed = (self.config.ignored_layers or ()) + (self.config.modules_to_not_convert or ())
         return below(name, listed)
 
-    def note(self, spec: LinearSpec) -> str | None:
-        if spec.kind == "expert" and not self.stored:
-            return f"experts stay {spec.dtype}, they are not rounded at load"
-        return super().note(spec)
-
     def scheme(self, spec: LinearSpec) -> StoredAs | None:
         if not self.stored:
             return None
@@ -112,14 +106,6 @@ class FP8(CodedMethod):
             return ParamSpec((PARTS,), "float32", "weight_scale")
         axes = (OUTPUTS.blocks(block[0]), INPUTS.blocks(block[1]))
         return ParamSpec(axes, "float32", "weight_scale_inv")
-
-    def finish(self, layer: torch.nn.Module, spec: LinearSpec) -> None:
-        if spec.kind == "expert" and not self.stored:
-            weight = layer.get_parameter("weight").detach()
-            layer.register_parameter("weight", None)
-            layer.held = self.ops.pack_experts(weight, len(spec.parts))
-        else:
-            super().finish(layer, spec)
 
     def codes(self, stored: Mapping[str, Tensor], spec: LinearSpec) -> tuple[Codes, ...]:
         if not self.stored:

@@ -12,8 +12,14 @@ from torch import Tensor
 
 from modulm_quantized import Codes
 
-__all__ = ["Decoded", "bits_of", "half", "planes"]
+__all__ = ["TABLES", "Decoded", "bits_of", "half", "planes"]
 
+#: What sixteen codes stand for, by the kernels' names: twice the floats of four bits, and the
+#: numbers of the IQ4 types.
+TABLES = {
+    "e2m1": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
+    "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+}
 #: Zero points beyond this are not kept in 16 bits.
 _LARGEST_ZERO = 2048.0
 #: Scales that lose more than this of the largest one of their row are not kept in 16 bits.
@@ -24,7 +30,8 @@ _LOSS = 2.0**-11
 class Decoded:
     """Rows of weights: column k is scale * (value - offset) - minimum of the group of k.
 
-    values: [N, K] int8, or uint8 below 16. scales: [N, groups] fp32. offsets: a number, or [N,
+    values: [N, K] int8, or uint8 below 16. table: the name of TABLES of what values stand for, if
+    not for themselves. scales: [N, groups] fp32. offsets: a number, or [N,
     groups] fp32. minima: [N, groups] fp32 or None for 0.
     """
 
@@ -32,6 +39,7 @@ class Decoded:
     scales: Tensor
     offsets: float | Tensor = 0.0
     minima: Tensor | None = None
+    table: str = ""
 
     def rows(self, count: int) -> Decoded:
         """What was decoded block by block as `count` rows."""
@@ -39,12 +47,16 @@ class Decoded:
             part.reshape(count, -1) if isinstance(part, Tensor) else part
             for part in (self.values, self.scales, self.offsets, self.minima)
         ]
-        return Decoded(*wide)  # type: ignore[arg-type]
+        return Decoded(*wide, table=self.table)  # type: ignore[arg-type]
 
     def weight(self) -> Tensor:
         """[N, K] fp32, bit by bit what ggml gives."""
         groups = self.scales.shape[1]
-        wide = torch.unflatten(self.values.to(torch.float32), 1, (groups, -1))
+        numbers = self.values.to(torch.float32)
+        if self.table:
+            table = torch.tensor(TABLES[self.table], dtype=torch.float32, device=numbers.device)
+            numbers = table[self.values.int()]
+        wide = torch.unflatten(numbers, 1, (groups, -1))
         offsets = self.offsets
         wide = wide - (offsets[..., None] if isinstance(offsets, Tensor) else offsets)
         wide = wide * self.scales[..., None]
@@ -69,7 +81,8 @@ class Decoded:
         found = zeros if isinstance(zeros, Tensor) else None
         if dtype != torch.float32 and _fits(scales, found):
             scales = scales.half()
-        return Codes(values, scales, found)
+        table = torch.tensor(TABLES[self.table], dtype=torch.float32) if self.table else None
+        return Codes(values, scales, found, levels=table)
 
 
 def _where_groups(chosen: Tensor, first: Tensor, second: Tensor) -> Tensor:

@@ -16,9 +16,6 @@ __all__ = [
     "q5_k", "q6_k", "q8_0", "tq1_0", "tq2_0",
 ]  # fmt: skip
 
-_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-
 
 def q4_0(b: Tensor) -> Decoded:
     return Decoded(planes(b[:, 2:], 16, 4), half(b, 0), 8.0)
@@ -82,12 +79,8 @@ def q6_k(b: Tensor) -> Decoded:
     return Decoded(values.to(torch.int8) - 32, half(b, 208) * scales)
 
 
-def _looked_up(values: Tensor, table: tuple[int, ...]) -> Tensor:
-    return torch.tensor(table, dtype=torch.int8, device=values.device)[values.int()]
-
-
 def iq4_nl(b: Tensor) -> Decoded:
-    return Decoded(_looked_up(planes(b[:, 2:], 16, 4), _IQ4), half(b, 0))
+    return Decoded(planes(b[:, 2:], 16, 4), half(b, 0), table="iq4")
 
 
 def iq4_xs(b: Tensor) -> Decoded:
@@ -95,8 +88,7 @@ def iq4_xs(b: Tensor) -> Decoded:
     high = (b[:, 2:3].int() | b[:, 3:4].int() << 8) >> shifts & 3
     low = planes(b[:, 4:8], 1, 4).int()
     scales = (low | high << 4) - 32
-    values = _looked_up(planes(b[:, 8:], 16, 4), _IQ4)
-    return Decoded(values, half(b, 0) * scales.float())
+    return Decoded(planes(b[:, 8:], 16, 4), half(b, 0) * scales.float(), table="iq4")
 
 
 def tq1_0(b: Tensor) -> Decoded:
@@ -122,7 +114,7 @@ def tq2_0(b: Tensor) -> Decoded:
 def mxfp4(b: Tensor) -> Decoded:
     """Values are twice what e2m1 has, scales therefore half a power of two."""
     scales = torch.ldexp(torch.ones(len(b), 1, device=b.device), b[:, :1].int() - 128)
-    return Decoded(_looked_up(planes(b[:, 1:], 16, 4), _E2M1), scales)
+    return Decoded(planes(b[:, 1:], 16, 4), scales, table="e2m1")
 
 
 def nvfp4(b: Tensor) -> Decoded:
@@ -132,4 +124,4 @@ def nvfp4(b: Tensor) -> Decoded:
     normal = torch.ldexp(1 + mantissa / 8, exponent - 8)
     scales = torch.where(exponent == 0, mantissa * 2.0**-10, normal)
     scales = torch.where(b[:, :4] == 0x7F, 0.0, scales)
-    return Decoded(_looked_up(planes(b[:, 4:], 8, 4), _E2M1), scales)
+    return Decoded(planes(b[:, 4:], 8, 4), scales, table="e2m1")

@@ -1,16 +1,16 @@
 """Layers of GGUF files: blocks of ggml's types, kept as codes of the platform's kernels.
 
 A block is whole numbers with a scale, and for some types a minimum, for 16 to 256 columns. Types of
-four bits and fewer become four-bit codes, others codes of eight; scales are kept in 16 bits where
+four bits and fewer, also those with a table of sixteen numbers, become four-bit codes, others codes
+of eight; scales are kept in 16 bits where
 those hold them to 2^-12 of the largest of a row. Without kernels blocks stay as they are.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import groupby
-from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -30,12 +30,11 @@ from modulm.contracts.quantization import (
 from modulm.errors import CheckpointError, UnsupportedError
 from modulm_quant_gguf.entries import STORED
 from modulm_quant_gguf.types import NAMED, Kind, decode, dequantize
-from modulm_quantized import ACTIVATIONS, Codes
+from modulm_quantized import ACTIVATIONS, Codes, Fitted, exponents, pack_stack
 
 __all__ = ["GGUF", "Blocks", "GGUFConfig", "Stack"]
 
 _EXPERT = re.compile(r"\bexperts\.\d+\.")
-_MIB = 2**20
 
 
 @frozen
@@ -118,8 +117,7 @@ class GGUF(QuantizationMethod):
 
     def note(self, spec: LinearSpec) -> str | None:
         kinds = self._kinds(spec)
-        names = " + ".join(kind.name for kind, _ in groupby(kinds))
-        return f"{names}{self._cost(spec, kinds)}"
+        return " + ".join(kind.name for kind, _ in groupby(kinds))
 
     def finish(self, layer: torch.nn.Module, spec: LinearSpec) -> None:
         keeper: Any = layer
@@ -149,11 +147,9 @@ class GGUF(QuantizationMethod):
         pack = getattr(self.ops, "pack_quantized", None)
         if pack is None or spec.dtype == "float32":
             return _Held(blocks, count)
-        codes = blocks.codes(getattr(torch, spec.dtype))
-        form = "int4" if codes.values.dtype == torch.uint8 else "int8"
-        group = 0 if codes.scales.shape[1] == 1 else codes.group
+        fit = _fit(blocks, spec)
         use = self._activations(spec)
-        return _Held(pack(codes.values, form, group, codes.scales, codes.zeros, use), count)
+        return _Held(pack(fit.values, fit.form, fit.group, fit.scales, fit.zeros, use), count)
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         keeper: Any = layer
@@ -193,10 +189,13 @@ class GGUF(QuantizationMethod):
         if kinds[0].decode is None:
             return self.ops.pack_experts(whole, len(spec.parts))
         pack = getattr(self.ops, "pack_quantized_experts", None)
-        if kinds[0].name == "MXFP4" and pack is not None and spec.dtype != "float32":
-            blocks, scales = _microscaled(whole)
-            return pack(blocks, "mxfp4", len(spec.parts), scales)
-        return Stack(kinds[0], whole, getattr(torch, spec.dtype))
+        if pack is None or spec.dtype == "float32":
+            return Stack(kinds[0], whole, getattr(torch, spec.dtype))
+
+        def fitted(expert: int, wide: bool) -> Fitted:
+            return _fit(Blocks(kinds[0], whole[expert]), spec, wide=wide)
+
+        return pack_stack(pack, fitted, spec.experts, len(spec.parts), self._activations(spec))
 
     def share(self, head: torch.nn.Module, table: torch.nn.Module) -> None:
         keeper: Any = head
@@ -263,26 +262,21 @@ class GGUF(QuantizationMethod):
             raise CheckpointError(f"quantization_config.types: {spec.name}: {said!r} is no type")
         return NAMED[said]
 
-    def _cost(self, spec: LinearSpec, kinds: Sequence[Kind]) -> str:
-        """What is said of layers that take more memory than in the file."""
-        made = spec.kind == "expert" and any(kind.decode and kind.name != "MXFP4" for kind in kinds)
-        if not made:
-            return ""
-        size = sum(
-            prod((max(spec.experts, 1), rows, spec.inputs)) // kind.block * kind.bytes
-            for rows, kind in zip(spec.parts, kinds, strict=True)
-        )
-        return f"; {size / _MIB:.0f} MiB as stored, made anew in each step"
 
-
-def _microscaled(stored: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks of MXFP4 as OCP's specification has them: pairs of neighbours, [.., K / 2], and
-    scales [.., K / 32]. A block here is its scale and 16 bytes, columns 16 apart in each."""
-    blocks = stored.unflatten(-1, (-1, NAMED["MXFP4"].bytes))
-    scales, packed = blocks[..., 0], blocks[..., 1:]
-    columns = torch.cat([packed & 15, packed >> 4], -1)
-    pairs = columns[..., ::2] | columns[..., 1::2] << 4
-    return pairs.flatten(-2).contiguous(), scales.contiguous()
+def _fit(blocks: Blocks, spec: LinearSpec, *, wide: bool = False) -> Fitted:
+    """Blocks as the kernels take them; wide: with scales in fp32, as all experts can."""
+    decoded = decode(blocks.kind, blocks.stored)
+    codes = decoded.codes(getattr(torch, spec.dtype))
+    group = 0 if codes.scales.shape[1] == 1 else codes.group
+    scales, zeros = codes.scales, codes.zeros
+    form = decoded.table or ("int4" if codes.values.dtype == torch.uint8 else "int8")
+    if form == "int4" and zeros is None:
+        zeros = torch.zeros_like(scales)
+    if wide:
+        scales = scales.float()
+    elif decoded.table == "e2m1":
+        scales = exponents(scales)
+    return Fitted(form, group, codes.values, scales, zeros)
 
 
 def _stored(kind: Kind, spec: LinearSpec, part: int | None = None) -> ParamSpec:

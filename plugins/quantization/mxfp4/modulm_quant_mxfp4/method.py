@@ -10,7 +10,7 @@ they stand for. On a plain checkpoint `--quantization mxfp4` rounds linear layer
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -29,7 +29,7 @@ from modulm.contracts.quantization import (
     fixed,
 )
 from modulm.errors import UnsupportedError
-from modulm_quantized import AtLoad, AtLoadConfig
+from modulm_quantized import AtLoad, AtLoadConfig, nibbles
 
 __all__ = ["Blocks", "Mxfp4", "Mxfp4Config"]
 
@@ -113,7 +113,7 @@ class Mxfp4(QuantizationMethod):
         if self.config.dequantize:
             layer.packed = self.ops.pack_experts(_whole(stack, spec), len(spec.parts))
         elif pack is not None and spec.dtype != "float32":
-            layer.packed = pack(stack.blocks.flatten(2), self.name, len(spec.parts), stack.scales)
+            layer.packed = pack(_coded(stack), spec.experts, "e2m1", _BLOCK, len(spec.parts))
         layer.register_parameter("blocks", None)
         layer.register_parameter("scales", None)
 
@@ -132,6 +132,13 @@ class _AtLoad(AtLoad, Mxfp4):
 
     config: Mxfp4Config
     LINEAR = EXPERT = "mxfp4"
+
+
+def _coded(stack: Blocks) -> Iterator[tuple[Tensor, Tensor, None]]:
+    """Codes and scales of each expert, as kernels take them: for twice the numbers, half of their
+    scales. Those below 2^-125 count as 2^-125."""
+    for blocks, scales in zip(stack.blocks, stack.scales, strict=True):
+        yield nibbles(blocks.flatten(1)), scales.clamp(min=2) - 1, None
 
 
 def _whole(stack: Any, spec: LinearSpec) -> Tensor:

@@ -89,4 +89,4 @@ class _AtLoad(AtLoad, MXFP8):
     """Rounds the linear layers of a plain checkpoint."""
 
     config: MXFP8Config
-    LINEAR = "mxfp8"
+    LINEAR = EXPERT = "mxfp8"

@@ -102,7 +102,7 @@ class NVFP4(CodedMethod):
 
 
 class _AtLoad(AtLoad, NVFP4):
-    """Rounds the linear layers of a plain checkpoint."""
+    """Rounds a plain checkpoint."""
 
     config: NVFP4Config
-    LINEAR = "nvfp4"
+    LINEAR = EXPERT = "nvfp4"

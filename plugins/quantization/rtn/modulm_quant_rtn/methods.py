@@ -2,7 +2,6 @@
 
 No calibration data is needed. Names are vLLM's and shorter ones of our own; each says what linear
 layers, the head and stacks of experts become where `--quantization-config` says nothing else.
-There are no kernels for experts in fp8 or NVFP4, so that those names leave them as they are.
 """
 
 from __future__ import annotations
@@ -95,21 +94,21 @@ class FP8PerTensor(AtLoad):
     """e4m3, one scale for each layer, and for each part of a fused one."""
 
     name = "fp8_per_tensor"
-    LINEAR = "fp8_per_tensor"
+    LINEAR = EXPERT = "fp8_per_tensor"
 
 
 class FP8PerChannel(AtLoad):
     """e4m3, a scale per output."""
 
     name = "fp8_per_channel"
-    LINEAR = "fp8_per_channel"
+    LINEAR = EXPERT = "fp8_per_channel"
 
 
 class FP8PerBlock(AtLoad):
     """e4m3, a scale for each 128 outputs and 128 inputs."""
 
     name = "fp8_per_block"
-    LINEAR = "fp8_per_block"
+    LINEAR = EXPERT = "fp8_per_block"
 
 
 class Online(AtLoad):

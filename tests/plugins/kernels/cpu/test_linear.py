@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.plugins.kernels.cpu.close import assert_close, poisoned
 
-from modulm_kernels_cpu.linear import ACTIVATIONS, FORMATS
+from modulm_kernels_cpu.linear import ACTIVATIONS, FORMATS, TABLES
 
 SHAPES = ((1, 64, 64), (1, 1, 1), (3, 70, 33), (7, 130, 96), (20, 16, 256), (40, 200, 320))
 
@@ -66,7 +66,7 @@ def test_many_rows(ops, shape, dtype):
 
 
 def codes_of(name, outputs, inputs):
-    if name == "int4":
+    if name == "int4" or name in TABLES:
         return torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
     if name == "int8":
         return torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
@@ -134,6 +134,27 @@ def test_groups_of_16_end_anywhere(ops, name, inputs):
         check(ops, packed, weight, rows)
 
 
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("group", [0, 16, 32, 256])
+@pytest.mark.parametrize("rows", [1, 5, 37])
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+def test_codes_that_stand_for_other_numbers(ops, name, group, rows, activations):
+    outputs, inputs = 112, 768
+    groups = inputs // group if group else 1
+    codes, scales = codes_of(name, outputs, inputs), torch.rand(outputs, groups) / 200
+    if group == 32:
+        scales = torch.randint(112, 118, (outputs, groups), dtype=torch.uint8)
+    packed = ops["pack_linear"](codes, name, group, scales, None, activations)
+    wide = scales.float() if group != 32 else torch.exp2(scales.float() - 127)
+    numbers = torch.tensor(TABLES[name], dtype=torch.float32)[codes.int()]
+    weight = numbers * wide.repeat_interleave(inputs // groups, 1)
+    check(ops, packed, weight, rows)
+    assert_close(ops["unpack_linear"](packed), weight.bfloat16())
+    ids = torch.tensor([3, 111, 0])
+    rows_of = ops["embedding_packed"](ids, packed, torch.float32)
+    torch.testing.assert_close(rows_of, weight[ids])
+
+
 def test_floats_of_eight_bits_have_larger_groups(ops):
     with pytest.raises(ValueError, match="groups of 16 are not for fp8"):
         ops["pack_linear"](codes_of("fp8", 16, 64), "fp8", 16, torch.rand(16, 4))
@@ -146,7 +167,7 @@ def test_blocks_of_fp8(ops):
         check(ops, packed, codes.float() * scales.repeat_interleave(128, 1), rows)
 
 
-FORMS = [(name, "bf16") for name in FORMATS] + [("int8", "int8"), ("int4", "int8")]
+FORMS = [(name, "bf16") for name in FORMATS] + [("int8", "int8"), ("int4", "int8"), ("iq4", "int8")]
 
 
 @pytest.mark.parametrize(("name", "activations"), FORMS)
@@ -157,6 +178,9 @@ def test_a_row_is_the_same_in_every_batch(ops, library, name, activations):
         codes, scales = codes.clamp(0, 15).to(torch.uint8), torch.rand(200, 6)
         zeros = torch.rand(200, 6) * 15
         packed = ops["pack_linear"](codes, name, 128, scales, zeros, activations)
+    elif name in TABLES:
+        codes, scales = codes_of(name, 200, 768), torch.rand(200, 24)
+        packed = ops["pack_linear"](codes, name, 32, scales, None, activations)
     else:
         kind = {
             "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
