@@ -18,17 +18,20 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [
-    str(ROOT / folder) for folder in ("core", "core/chat", "core/parsing", "core/server")
+    str(ROOT / folder)
+    for folder in ("core", "core/adapters", "core/chat", "core/parsing", "core/server")
 ]
 
 from modulm.errors import ModulmError  # noqa: E402
 from modulm.plugins.kinds import HOOKS_GROUP, KINDS, KINDS_GROUP  # noqa: E402
+from modulm_adapters.kinds import ADAPTER_RESOLVERS  # noqa: E402
 from modulm_chat.kinds import CHAT_TEMPLATES  # noqa: E402
 from modulm_server.kinds import ROUTES  # noqa: E402
 
-ALL_KINDS = {**KINDS, ROUTES.name: ROUTES, CHAT_TEMPLATES.name: CHAT_TEMPLATES}
+ALL_KINDS = {**KINDS, **{kind.name: kind for kind in (ROUTES, CHAT_TEMPLATES, ADAPTER_RESOLVERS)}}
 #: What else is under core/: package -> the folders of plugins that may import it.
 LIBRARIES: dict[str, set[str]] = {
+    "modulm_adapters": {"adapter_resolvers", "routes"},
     "modulm_chat": {"chat_templates", "commands", "parsers", "poolers"},
     "modulm_cli": {"commands"},
     "modulm_frontend": {"commands", "routes"},

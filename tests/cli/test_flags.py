@@ -196,8 +196,9 @@ def test_errors_name_the_flag(args: list[str], words: list[str]) -> None:
         ("max-model-len", ["--max-model-len", "tokens"], "--dtype"),
         ("--max_model_len", ["--max-model-len"], "--dtype"),
         ("all", ["--block-size", "--dtype", "--port", "[refused:"], "nothing-like-this"),
-        ("elsewhere", ["--max-loras", "[not yet:", "[no effect:", "[refused:"], "--dtype,"),
-        ("max-loras", ["--max-loras", "[not yet: LoRA", "to come"], "--dtype"),
+        ("elsewhere", ["--default-mm-loras", "[not yet:", "[no effect:", "[refused:"], "--dtype,"),
+        ("max-loras", ["--max-loras", "different adapters"], "--dtype"),
+        ("default-mm-loras", ["--default-mm-loras", "[not yet: adapters of"], "--dtype"),
         ("parser", ["--tool-call-parser", "--reasoning-parser"], "--dtype"),
     ],
 )

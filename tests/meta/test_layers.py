@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {
     "modulm": ROOT / "core/modulm",
+    "modulm_adapters": ROOT / "core/adapters/modulm_adapters",
     "modulm_chat": ROOT / "core/chat/modulm_chat",
     "modulm_cli": ROOT / "core/cli/modulm_cli",
     "modulm_frontend": ROOT / "core/frontend/modulm_frontend",
@@ -49,6 +50,7 @@ ROOMS = (
 #: Distributions of this folder that one of them is written with.
 NEEDS: dict[str, set[str]] = {
     "modulm": set(),
+    "modulm_adapters": {"modulm"},
     "modulm_chat": {"modulm"},
     "modulm_cli": {"modulm"},
     "modulm_frontend": {"modulm"},

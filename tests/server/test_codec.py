@@ -35,6 +35,7 @@ from modulm.errors import (
 )
 from modulm.plugins import manager
 from modulm_server.engine import codec
+from modulm_server.engine.adapters import AdapterRegistry
 from modulm_server.engine.engine_process import _SocketServer, split
 from modulm_server.engine.spawn import connect
 from modulm_server.flags import ServerConfig
@@ -284,6 +285,7 @@ def test_a_request_that_cannot_be_unpacked_ends_and_its_front_end_stays() -> Non
     server = _SocketServer.__new__(_SocketServer)
     server._requests = {}
     core = Refuses()
+    server._registry = AdapterRegistry(core, sent.append)
     good = codec.pack_request(Request(id="good", prompt=[1], params=SamplingParams()))
     bad = {**good, "id": "bad", "params": ["sampling", {"no such field": 1}]}
     for tables in ([bad], [good]):

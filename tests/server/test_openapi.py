@@ -40,7 +40,10 @@ def check(answer: Any, label: str) -> None:
 
 
 def test_what_the_description_allows_is_answered(make_server: ServerMaker, rounds: int) -> None:
-    live = make_server(info={"tasks": ("generate", "embed", "classify", "score")})
+    live = make_server(
+        info={"tasks": ("generate", "embed", "classify", "score"), "adapters": 2},
+        enable_lora=True, allow_runtime_lora_updating=True,
+    )  # fmt: skip
     logging.getLogger("schemathesis").setLevel(logging.ERROR)
     schema = schemathesis.openapi.from_url(f"{live.url}/openapi.json")
     statuses: Counter[str] = Counter()

@@ -74,6 +74,7 @@ class BeamSearchRequest:
         state = RequestState(
             id=name, prompt=None, prompt_ids=_EMPTY, params=self.params, tokenizer=None,
             arrival=time.monotonic(), ids=names, keep=len(names), parent=self.state,
+            adapter=self.state.adapter,
         )  # fmt: skip
         requests = tuple(
             Request(id=own, prompt=tokens, params=self.params, arrival=state.arrival,
@@ -174,6 +175,7 @@ class InputProcessor:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> BeamSearchRequest:
         """A beam search that is ready for its first step. Raises RequestError."""
         text, ids, salt, media = self.read(prompt)
@@ -199,10 +201,10 @@ class InputProcessor:
             detokenize=False,
             output_kind=OutputKind.FINAL_ONLY,
         )
-        state = self._state(text, ids, shown, request_id, params.beam_width)
+        state = self._state(text, ids, shown, request_id, params.beam_width, adapter)
         state.keep = params.beam_width
         salt = cache_salt if cache_salt is not None else salt
-        common = {"priority": priority, "salt": salt, "media": media}
+        common = {"priority": priority, "salt": salt, "media": media, "adapter": adapter}
         return BeamSearchRequest(state, beams, asking, common)
 
     def read(
@@ -288,7 +290,7 @@ class InputProcessor:
         if ranks:
             params = params.with_(logprobs=0)
         bad = self._bad_words(params)
-        state = self._state(text, ids, params, request_id, count)
+        state = self._state(text, ids, params, request_id, count, common["adapter"])
         state.keep, state.ranks_only = params.n, ranks
         requests = tuple(
             Request(
@@ -321,7 +323,7 @@ class InputProcessor:
         )
         if params.pool_from >= len(ids):
             raise RequestError("no token of the text is left after its prompt", "prompt")
-        state = self._state(text, ids, params, request_id, 1)
+        state = self._state(text, ids, params, request_id, 1, common["adapter"])
         request = Request(id=request_id, prompt=ids, params=params, arrival=state.arrival, **common)
         return PendingRequest(state, (request,))
 
@@ -332,6 +334,7 @@ class InputProcessor:
         params: SamplingParams | PoolingParams,
         request_id: str,
         count: int,
+        adapter: str | None,
     ) -> RequestState:
         identities = tuple(f"{request_id}#{place}" for place in range(count))
         return RequestState(
@@ -343,6 +346,7 @@ class InputProcessor:
             arrival=time.monotonic(),
             ids=identities if count > 1 else (request_id,),
             drafts=self.info.drafts,
+            adapter=adapter,
         )
 
     def _seed(self, params: SamplingParams, place: int) -> int | None:

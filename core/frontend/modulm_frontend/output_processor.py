@@ -158,9 +158,9 @@ class RequestState:
     prompt_ids: [tokens] int64. ids: the engine's ids of the sequences; keep: how many of them the
     caller gets, the most probable ones (best_of runs more), without the logprobs if `ranks_only`.
     parent: the request that this one is a part of; no statistics count it then. drafts: most
-    tokens that are drafted in a step. fresh: tokens since the last `take`; streamed, told: whether
-    anything, and its end, was taken. error: set when the request never ran; its caller gets it
-    raised.
+    tokens that are drafted in a step. adapter: the one that it names. fresh: tokens since the last
+    `take`; streamed, told: whether anything, and its end, was taken. error: set when the request
+    never ran; its caller gets it raised.
     """
 
     id: str
@@ -173,6 +173,7 @@ class RequestState:
     keep: int = 1
     ranks_only: bool = False
     parent: RequestState | None = None
+    adapter: str | None = None
     choices: list[Choice] = field(factory=list)
     metrics: RequestMetrics = field(init=False)
     cached: int | None = None
@@ -227,6 +228,7 @@ class RequestState:
             prompt=len(self.prompt_ids),
             generated=[len(choice.tokens) for choice in self.choices],
             reasons=reasons if self.error is None else ["error"],
+            adapter=self.adapter,
         )
 
     def started(self, cached: int, time: float) -> None:

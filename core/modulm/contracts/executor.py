@@ -272,6 +272,12 @@ class Executor(ABC):
         """
         raise self._lacks("add adapters")
 
+    def prepare_adapter(self, name: str) -> None:
+        """See that an adapter which was added lies in host memory: the step that first uses it then
+        reads no file. Raises as `add_adapter` does, or EngineError if there is no such adapter.
+        """
+        raise self._lacks("prepare adapters")
+
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter that no request uses any more."""
         raise self._lacks("remove adapters")

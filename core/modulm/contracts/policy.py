@@ -106,4 +106,4 @@ class Scheduler(ABC):
 
     @abstractmethod
     def forget_prefixes(self) -> None:
-        """Empty the prefix cache; running requests go on."""
+        """Empty the prefix cache and the slots of idle adapters; running requests go on."""

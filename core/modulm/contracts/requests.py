@@ -40,9 +40,9 @@ class Request:
 
     prompt: [tokens] int64. eos: ids that end it unless `params.ignore_eos`; arrival: seconds of
     the monotonic clock; salt: prefixes are only shared among requests of equal salt; seed: of
-    this sequence's random stream; bad_words: the token sequences of
-    `params.bad_words`. media, positions, position_offset: as `RowStart` of
-    `modulm.contracts.executor` has them, media in the order of their places.
+    this sequence's random stream; bad_words: the token sequences of `params.bad_words`.
+    adapter_from: the first token that the adapter applies to. media, positions, position_offset: as
+    `RowStart` of `modulm.contracts.executor` has them, media in the order of their places.
     """
 
     id: str
@@ -58,6 +58,7 @@ class Request:
     position_offset: int = 0
     seed: int | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    adapter_from: int = 0
 
     @property
     def prompt_len(self) -> int:

@@ -167,12 +167,17 @@ class Choices:
         return self._keep(open_loader(self.config, self.checkpoint.path, self.plugins))
 
     def adapters(self, ops: OpTable) -> AdapterBank | None:
-        """The bank of adapters that the configuration has a table for."""
+        """The bank of adapters that the configuration has a table for, or that a plugin makes."""
         found = self.plugins.configured("adapters", self.config.device.plugin_config)
+        bank: AdapterBank | None
         if found is None:
+            bank = self.plugins.hook.modulm_adapter_bank(
+                config=self.config, platform=self.platform, ops=ops
+            )
+        else:
+            bank = found[0](found[1], self.platform, ops)
+        if bank is None:
             return None
-        driver, options = found
-        bank: AdapterBank = driver(options, self.platform, ops)
         verdicts = (Verdict(bank.name),)
         self.decisions.append(Decision("adapters", verdicts, bank.name, "has a configuration"))
         return bank

@@ -19,7 +19,7 @@ _ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _FILES = ("*.json", "*.jinja", "*.model", "*.model.v*", "*.txt", "*.safetensors", "*.tiktoken",
           "encoding/*.py")  # fmt: skip
 #: Weights of repositories that have them in no other form.
-_OLDER_WEIGHTS = ("pytorch_model*.bin",)
+_OLDER_WEIGHTS = ("pytorch_model*.bin", "adapter_model.bin")
 
 
 def is_hub_id(name: str) -> bool:

@@ -18,6 +18,7 @@ import pluggy
 from modulm.plugins.declaration import Check, Choice, Declaration, Proposal
 
 if TYPE_CHECKING:
+    from modulm.contracts.adapter import AdapterBank
     from modulm.contracts.attention import AttentionSpec
     from modulm.contracts.drafter import Drafter
     from modulm.contracts.kernels import Ops
@@ -30,6 +31,7 @@ __all__ = [
     "STOPPING",
     "hookimpl",
     "hookspec",
+    "modulm_adapter_bank",
     "modulm_app_created",
     "modulm_attention",
     "modulm_choose_attention",
@@ -61,6 +63,7 @@ __all__ = [
 #: Hooks in which raising stops what they are told of.
 STOPPING = frozenset(
     {
+        "modulm_adapter_bank",
         "modulm_app_created",
         "modulm_config_final",
         "modulm_drafter",
@@ -220,6 +223,17 @@ def modulm_drafter(config: Any, model: Any, platform: Any, loaded: Any) -> Draft
     `Platform` that it is on, `loaded` the `modulm.loading.Loaded` that it is part of. First result.
     Asked in the process that runs the model, when its weights are in place, unless
     `--plugin-config` has a table for a speculator. Raising stops the start.
+    """
+
+
+@hookspec(firstresult=True)
+def modulm_adapter_bank(config: Any, platform: Any, ops: Any) -> AdapterBank | None:
+    """Make the `modulm.contracts.adapter.AdapterBank` that is put around the model's layers.
+
+    `config` is the EngineConfig, `platform` the `Platform` that the model is built for, `ops` the
+    table of operations that it runs on. First result. Asked in the process that runs the model,
+    before its layers are built, unless `--plugin-config` has a table for a bank. Raising stops the
+    start.
     """
 
 

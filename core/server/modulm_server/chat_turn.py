@@ -87,7 +87,7 @@ class ChatTurn:
     be called, None for all; calls of others are no part of the answer. held: a grammar writes the
     calls, in the model's own format. reasoning: whether thoughts are shown; tokens: whether ids or
     logprobs are. fields: what the API calls a field of the engine's, where it has another name for
-    it; errors blame that.
+    it; errors blame that. adapter: of `GenerationService.find_model`.
     """
 
     generation: GenerationService
@@ -104,6 +104,7 @@ class ChatTurn:
     fields: Mapping[str, str] = field(factory=dict)
     priority: int = 0
     cache_salt: str | None = None
+    adapter: str | None = None
 
     def check(self) -> None:
         """Raise ApiError(400) if the model may call tools and nothing here could read the calls."""
@@ -162,6 +163,7 @@ class ChatTurn:
             params,
             priority=self.priority,
             cache_salt=self.cache_salt,
+            adapter=self.adapter,
             fields=self.fields,
         )
         return RunningTurn(turn=self, running=running, pieces=pieces)

@@ -7,13 +7,13 @@ begins, and says no while the server is going down.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from attrs import define, field
+from attrs import define, field, frozen
 
 from modulm.contracts.sampling import OutputKind
 from modulm.errors import EngineError, EngineStalled, RequestError
@@ -38,21 +38,33 @@ if TYPE_CHECKING:
     from modulm.text.tokenizer import Tokenizer
     from modulm_server.engine.client import EngineClient
 
-__all__ = ["GenerationService", "Running", "merged"]
+__all__ = ["GenerationService", "Running", "ServedModel", "merged"]
 
 #: What a tool counts in characters, and what takes long whatever its length.
 _TOOL, _SLOW = 256, 10_000
+#: Most characters of a name that is looked for.
+_NAME = 256
 #: Seconds after which a request that was not refused counts as accepted.
 _ACCEPTED = 1.0
+
+
+@frozen
+class ServedModel:
+    """What a request's `model` stands for. name: shown in answers; adapter: for the engine."""
+
+    name: str
+    adapter: str | None = None
 
 
 @define(eq=False)
 class GenerationService:
     """What the routes of all APIs share.
 
-    models: served names. template: the server's own chat template, in place of the tokenizer's.
-    render_untrusted, format_untrusted: render templates that clients send, and say which content
-    they want. tenants: keys share no prefixes. closing: the server is going down.
+    models: names of the model, beside which the engine's adapters are served under theirs. finders:
+    are asked, one after the other, to load an adapter that is not there. template: the server's own
+    chat template, in place of the tokenizer's. render_untrusted, format_untrusted: render templates
+    that clients send, and say which content they want. tenants: keys share no prefixes. closing:
+    the server is going down.
     """
 
     engine: EngineClient
@@ -64,6 +76,7 @@ class GenerationService:
     request_log: RequestLog = field(factory=RequestLog)
     tenants: bool = False
     closing: bool = False
+    finders: list[Callable[[str], Awaitable[bool]]] = field(factory=list)
     work: TextWork = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -81,12 +94,30 @@ class GenerationService:
         return tokenizer
 
     def model(self, name: Any) -> str:
-        """The name to show in the answer; UNSET means the first. Raises ApiError(404)."""
+        """The name to show in the answer; UNSET means the first. Raises ApiError(404), also for
+        adapters, which `find_model` finds.
+        """
         if not isinstance(name, str):
             return self.models[0]
         if name not in self.models:
             raise model_error(name)
         return name
+
+    async def find_model(self, name: Any) -> ServedModel:
+        """The model or adapter of this name, loaded if need be. UNSET means the first model.
+
+        Raises ApiError(404), and what is wrong with an adapter's files.
+        """
+        adapters = self.engine.adapters
+        if not isinstance(name, str) or name in self.models:
+            return ServedModel(self.model(name))
+        if name not in adapters and len(name) <= _NAME:
+            for finder in self.finders:
+                if await finder(name):
+                    return ServedModel(name, name)
+        if name not in adapters:
+            raise model_error(name)
+        return ServedModel(name, name)
 
     def check_open(self) -> None:
         """Raise ApiError(503) or EngineStalled while no engine works or the server goes down."""
@@ -182,9 +213,11 @@ class GenerationService:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: str | None = None,
         fields: Mapping[str, str] | None = None,
     ) -> Running:
-        """A running generation. `fields`: what the API calls a field of the engine's, in errors.
+        """A running generation. adapter: of `find_model`. fields: what the API calls a field of
+        the engine's, in errors.
 
         It returns when the engine has accepted the request, so that what is wrong with it is
         raised here, before an answer has begun.
@@ -198,7 +231,7 @@ class GenerationService:
         self.request_log.request(name, prompt, params)
         if self.tenants:
             cache_salt = f"{current_owner()}.{cache_salt or ''}"
-        more: Any = {"priority": priority, "cache_salt": cache_salt}
+        more: Any = {"priority": priority, "cache_salt": cache_salt, **_named(adapter)}
         if isinstance(params, BeamSearchParams):
             streamed = False
             source = self.engine.beam_search(given, params, name, **more)
@@ -209,17 +242,23 @@ class GenerationService:
         return await Running.start(source, log, fields or {})
 
     async def encode(
-        self, prompt: Prompt, params: PoolingParams, priority: int = 0
+        self, prompt: Prompt, params: PoolingParams, priority: int = 0, adapter: str | None = None
     ) -> PoolingRequestOutput:
-        """The pooled output of a prompt."""
+        """The pooled output of a prompt. adapter: of `find_model`."""
         self.check_open()
         given = {"prompt_token_ids": prompt.ids}
-        source = self.engine.encode(given, params, uuid4().hex, priority=priority)
+        more = _named(adapter)
+        source = self.engine.encode(given, params, uuid4().hex, priority=priority, **more)
         async with aclosing(source) as outputs:
             found = [output async for output in outputs]
         if not found:
             raise EngineError("the engine gave no output")
         return found[-1]
+
+
+def _named(adapter: str | None) -> dict[str, Any]:
+    """The keyword for an adapter; engines that take none need not know it."""
+    return {} if adapter is None else {"adapter": adapter}
 
 
 class Running:

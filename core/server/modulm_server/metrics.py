@@ -29,6 +29,8 @@ __all__ = ["HttpMetrics", "exposition", "merged"]
 _ADDITIVE = frozenset(
     {"process_open_fds", "process_resident_memory_bytes", "process_virtual_memory_bytes"}
 )
+#: Gauges that say in their labels what is the case: each process has its own.
+_LISTED = frozenset({"modulm:lora_requests_info"})
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
@@ -101,8 +103,9 @@ def _parsed(text: str) -> Iterable[Metric]:
 
 
 def _add(total: Metric, more: Metric, shared: bool) -> None:
-    if total.type == "gauge" and total.name not in _ADDITIVE:
+    if total.type == "gauge" and total.name not in _ADDITIVE | _LISTED:
         return
+    shared = shared or total.name in _LISTED
     places = {(s.name, *sorted(s.labels.items())): place for place, s in enumerate(total.samples)}
     for sample in more.samples:
         place = places.get((sample.name, *sorted(sample.labels.items())))

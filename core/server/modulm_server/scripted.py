@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,13 @@ from modulm.engine.sampling.logits_processors import processor_classes
 from modulm.engine.sampling.validation import check, check_pooling, check_prompt, truncated
 from modulm.engine.types.engine_info import EngineInfo
 from modulm.engine.types.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
-from modulm.errors import EngineDead, EngineError, UnsupportedError
+from modulm.errors import EngineDead, EngineError, NotFound, RequestError, UnsupportedError
 from modulm.plugins import manager
 from modulm.text.tokenizer import Tokenizer
 from modulm_frontend.beam_search import BeamSearchParams
 from modulm_frontend.output_processor import Choice
 from modulm_frontend.prompt_embeds import check_embeds
+from modulm_server.engine.adapters import Adapter
 from modulm_server.engine.client import EngineClient
 from modulm_server.engine.metrics import Metrics
 
@@ -75,7 +77,8 @@ class ScriptedEngine(EngineClient):
     """Answers by script: `reply(prompt text, params)` decides. Bad requests fail as in the engine.
 
     seen: (prompt, params) of every request that was accepted; salts: what its prefix was kept
-    apart by. aborted: requests whose reader left.
+    apart by; used: its adapter. aborted: requests whose reader left. bad: paths of which no adapter
+    can be loaded, and why; any other can.
     """
 
     def __init__(
@@ -94,12 +97,40 @@ class ScriptedEngine(EngineClient):
         self.resets = 0
         self.waiting = 0
         self._running: dict[str, _Running] = {}
+        self._adapters: dict[str, Adapter] = {}
+        self.bad: dict[str, str] = {}
+        self.used: list[str | None] = []
 
     def die(self) -> None:
         """End the engine: every running request fails."""
         self.dead = EngineDead("scripted death")
         for running in self._running.values():
             running.cut.set()
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        return self._adapters
+
+    def load_adapter(self, adapter: Adapter, *, replace: bool = False) -> Future[None]:
+        answer: Future[None] = Future()
+        if adapter.path in self.bad:
+            words = f"adapter {adapter.name!r} cannot be loaded: {self.bad[adapter.path]}"
+            answer.set_exception(RequestError(words, "lora_path"))
+        elif adapter.name in self._adapters and not replace:
+            words = f"adapter {adapter.name!r} is loaded already"
+            answer.set_exception(RequestError(words, "lora_name"))
+        else:
+            self._adapters[adapter.name] = adapter
+            answer.set_result(None)
+        return answer
+
+    def unload_adapter(self, name: str) -> Future[None]:
+        answer: Future[None] = Future()
+        if self._adapters.pop(name, None) is None:
+            answer.set_exception(NotFound(f"there is no adapter {name!r} here", "lora_name"))
+        else:
+            answer.set_result(None)
+        return answer
 
     async def abort(self, request_id: str) -> None:
         if request_id in self._running:
@@ -155,6 +186,7 @@ class ScriptedEngine(EngineClient):
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         await self.check_health()
         if isinstance(prompt, Mapping) and "prompt_embeds" in prompt:
@@ -173,6 +205,7 @@ class ScriptedEngine(EngineClient):
         )
         self.seen.append((prompt, params))
         self.salts.append(cache_salt)
+        self.used.append(adapter)
         running = self._running[request_id] = _Running(request_id)
         whole = False
         try:
@@ -194,14 +227,22 @@ class ScriptedEngine(EngineClient):
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """As `generate`, with as many equal answers as there are beams."""
         shown = params.shown()
-        async for output in self.generate(prompt, shown, request_id, cache_salt=cache_salt):
+        more: Any = {"cache_salt": cache_salt, "adapter": adapter}
+        async for output in self.generate(prompt, shown, request_id, **more):
             yield output
 
     async def encode(
-        self, prompt: PromptLike, params: PoolingParams, request_id: str, *, priority: int = 0
+        self,
+        prompt: PromptLike,
+        params: PoolingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        adapter: str | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """A vector that depends on the ids alone."""
         await self.check_health()
@@ -213,6 +254,7 @@ class ScriptedEngine(EngineClient):
             hidden=self.info.hidden,
             max_model_len=self.info.max_model_len,
         )
+        self.used.append(adapter)
         await self._pause(request_id, text if text is not None else self.tokenizer.decode(ids))
         vector = np.zeros(self.info.hidden, dtype=np.float32)
         np.add.at(vector, np.array(ids) % len(vector), 1.0)

@@ -64,12 +64,21 @@ ACCEPTED = [
     ),
     "run-batch -i in.jsonl -o results.jsonl --model meta-llama/Meta-Llama-3-8B-Instruct",
     "run-batch -i https://a/in.jsonl -o https://a/out --model m --enable-metrics --port 8100",
+    (
+        'serve m --enable-lora --lora-modules a=x \'{"name": "b", "path": "y", "base_model_name":'
+        ' "z"}\' --max-loras 4 --max-cpu-loras 8 --max-lora-rank 64 --lora-dtype bfloat16'
+        " --fully-sharded-loras --allow-runtime-lora-updating"
+    ),
+    "run-batch -i in.jsonl -o out.jsonl --model m --enable-lora --lora-modules a=x b=y",
+    "bench serve --lora-modules a b --num-prompts 8",
     "collect-env",
 ]
 #: A line, a flag with a note, and words of the reason.
 NOTED = [
     ("serve m --task generate", "--task", "use --runner"),
     ("serve m --swap-space 8", "--swap-space", "no effect"),
+    ("serve m --enable-lora-bias", "--enable-lora-bias", "always applied"),
+    ("serve m --lora-extra-vocab-size 512", "--lora-extra-vocab-size", "no effect"),
     ("serve m -O3", "--optimization-level", "no graphs are compiled"),
     ("serve m -cc.level 3", "--compilation-config", "no graphs are compiled"),
     (
@@ -82,7 +91,9 @@ REFUSED = [
     ("serve facebook/opt-13b --tensor-parallel-size 4", "--tensor-parallel-size: not yet"),
     ("serve gpt2 -pp 2", "--pipeline-parallel-size: not yet"),
     ("serve m --distributed-executor-backend ray", "no installed plugin provides executor 'ray'"),
-    ("serve m --enable-lora --lora-modules a=b", "--enable-lora: not yet"),
+    ('serve m --enable-lora --default-mm-loras \'{"image": "x"}\'', "--default-mm-loras: not yet"),
+    ("serve m --enable-lora --max-loras 4 --max-cpu-loras 2", "--max-cpu-loras: 2 is less than"),
+    ("serve m --enable-lora --max-lora-rank 1024", "--max-lora-rank: 1024 is above"),
     ('serve m --rope-scaling \'{"rope_type": "linear"}\'', "--rope-scaling: refused: --hf-over"),
     ("serve m --num-lookahead-slots 2", "--num-lookahead-slots: refused: use --speculative-con"),
     ("serve m --data-parallel-size 2", "--data-parallel-size: not yet"),

@@ -18,6 +18,8 @@ from modulm.config.schema.known import known_flags
 from modulm.errors import ConfigError, PluginConflict
 from modulm.plugins.manager import PluginManager, using
 from modulm.structure import parse_int
+from modulm_adapters.flags import LoRAConfig
+from modulm_route_adapters.flags import ServedAdaptersConfig
 from modulm_server.flags import ServerConfig
 from modulm_speculation.flags import SpeculationConfig
 
@@ -139,7 +141,12 @@ def value_of_renamed(spec: Flag) -> object:
 
 def test_every_line_of_the_file_of_known_flags_is_used_or_checked_against_its_package() -> None:
     """Flags of packages are in the file for those who have not installed them."""
-    packages = {"modulm-server": ServerConfig, "modulm-speculation": SpeculationConfig}
+    packages = {
+        "modulm-adapters": LoRAConfig,
+        "modulm-route-adapters": ServedAdaptersConfig,
+        "modulm-server": ServerConfig,
+        "modulm-speculation": SpeculationConfig,
+    }
     brought = {spec.name: spec for spec in known_flags().values() if spec.package in packages}
     for package, group in packages.items():
         known = {name for name, spec in brought.items() if spec.package == package}

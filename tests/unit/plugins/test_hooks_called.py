@@ -97,6 +97,10 @@ class Watcher:
         self.note("drafter", config=config, model=model, platform=platform)
 
     @hookimpl
+    def modulm_adapter_bank(self, config: Any, platform: Any, ops: Any) -> None:
+        self.note("adapter_bank", config=config, platform=platform, ops=ops)
+
+    @hookimpl
     def modulm_engine_started(self, config: Any) -> None:
         self.note("engine_started", config=config)
 
@@ -162,6 +166,7 @@ def test_one_answer_from_end_to_end(watcher: Watcher, checkpoint: Path) -> None:
     order = [name for name in dict.fromkeys(watcher.names()) if not name.startswith("choose_")]
     assert order == [
         "config_final",
+        "adapter_bank",
         "model_built",
         "model_loaded",
         "drafter",

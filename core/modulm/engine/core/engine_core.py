@@ -210,4 +210,5 @@ def _info(
             default=0,
         ),
         drafts=capacity.drafts,
+        adapters=capacity.adapters,
     )

@@ -99,13 +99,16 @@ def _part(tag: bytes, value: bytes) -> bytes:
 def block_extra(request: Request, start: int, end: int) -> bytes:
     """What the content of the block of tokens [start, end) depends on besides its tokens.
 
-    Salt and adapter go into the first block only: the chain carries them on.
+    Salt and adapter go into the first block that they concern: the chain carries them on. Blocks
+    before the first token that uses the adapter are as without it.
     """
     extra = b""
     if start == 0 and request.salt is not None:
         extra += _part(b"s", request.salt.encode())
-    if start == 0 and request.adapter is not None:
+    if request.adapter is not None and start <= request.adapter_from < end:
         extra += _part(b"a", request.adapter.encode())
+        if request.adapter_from > start:
+            extra += _part(b"f", (request.adapter_from - start).to_bytes(8, "little"))
     for item in request.media:
         if item.start < end and item.start + item.length > start:
             extra += _part(b"m", (item.start - start).to_bytes(8, "little", signed=True))
@@ -124,7 +127,8 @@ class Chain:
 
     def extend(self, tokens: np.ndarray) -> None:
         """tokens: int32, the request's tokens from its first one. Names the new full blocks."""
-        size, names, media = self.size, self.names, self.request.media
+        size, names, request = self.size, self.names, self.request
+        plain = not request.media and not request.adapter_from
         first = len(names) * size
         if len(tokens) - first < size:
             return
@@ -132,7 +136,7 @@ class Chain:
         parent = names[-1] if names else b""
         for at in range(0, len(data) - width + 1, width):
             start = first + at // 4
-            extra = b"" if start and not media else block_extra(self.request, start, start + size)
+            extra = b"" if start and plain else block_extra(request, start, start + size)
             parent = self._name(parent, data[at : at + width], extra)
             names.append(parent)
 

@@ -40,7 +40,8 @@ class AdapterSlots:
 
     def _free(self) -> int:
         if len(self._slots) < self.most:
-            return len(self._slots) + 1
+            taken = set(self._slots.values())
+            return next(slot for slot in range(1, self.most + 1) if slot not in taken)
         idle = next(name for name in self._slots if name not in self._users)
         return self._slots.pop(idle)
 
@@ -55,6 +56,10 @@ class AdapterSlots:
     def lost(self, given: tuple[tuple[int, str], ...]) -> None:
         """The step that was to give these slots failed: they are given again."""
         self._given |= {slot: name for slot, name in given if self._slots.get(name) == slot}
+
+    def forget(self) -> None:
+        """The slots that no row uses are empty."""
+        self._slots = {name: slot for name, slot in self._slots.items() if name in self._users}
 
     def given(self) -> tuple[tuple[int, str], ...]:
         """(slot, adapter) of those that took a slot since the last call."""

@@ -146,6 +146,7 @@ class BudgetScheduler(Scheduler):
 
     def forget_prefixes(self) -> None:
         self.prefix_reuse.forget()
+        self.adapters.forget()
 
     # A step is planned.
 

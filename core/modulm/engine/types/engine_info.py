@@ -28,7 +28,8 @@ class EngineInfo:
     field of SamplingParams; tasks: what the model is for; notes: for people; description: the
     executor's; texts: how they become prompts of a pooling model; cache_tokens: how many tokens'
     keys and values fit, 0 where nothing is kept of all of a sequence; drafts: most tokens that are
-    drafted for a sequence in a step, 0 without a speculator.
+    drafted for a sequence in a step, 0 without a speculator; adapters: most in a
+    step, 0 without a bank.
     """
 
     config: EngineConfig
@@ -47,6 +48,7 @@ class EngineInfo:
     texts: TextRules = field(factory=TextRules)
     cache_tokens: int = 0
     drafts: int = 0
+    adapters: int = 0
 
     def default_params(self) -> SamplingParams:
         """What a caller gets who gives no parameters."""

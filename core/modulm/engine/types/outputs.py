@@ -218,13 +218,16 @@ class BeamSearchOutput:
 
 @frozen
 class Finished:
-    """A request that has ended: its times, and per answer the tokens and why it ended."""
+    """A request that has ended: its times, and per answer the tokens and why it ended; the adapter
+    that it named.
+    """
 
     times: RequestMetrics
     params: SamplingParams | PoolingParams
     prompt: int
     generated: Sequence[int]
     reasons: Sequence[str]
+    adapter: str | None = None
 
 
 class Statistics(Protocol):

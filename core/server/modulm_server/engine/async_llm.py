@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from concurrent.futures import Future
 from contextlib import aclosing
 from functools import partial
 from itertools import count
@@ -36,6 +37,7 @@ from modulm_server.flags import WatchdogConfig
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
     from modulm_frontend.beam_search import BeamSearchParams
+    from modulm_server.engine.adapters import Adapter
     from modulm_server.engine.spawn import EngineProcess
 
 __all__ = ["AsyncLLM"]
@@ -115,7 +117,9 @@ class AsyncLLM(EngineClient):
         self.address = core.address
         self.info = info = core.info
         self.tokenizer = core.tokenizer()
-        self.metrics: Metrics = Metrics(info.models[0])
+        self.metrics: Metrics = Metrics(info.models[0], adapters=info.adapters)
+        if info.adapters:
+            self.metrics.in_use = self._adapters_in_use
         self._input_processor = InputProcessor(
             info, self.tokenizer, manager.current(), _processors(info.config), core.number
         )
@@ -134,9 +138,10 @@ class AsyncLLM(EngineClient):
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         return self._stream(
-            partial(self._prepare, prompt, params, request_id, priority, cache_salt)
+            partial(self._prepare, prompt, params, request_id, priority, cache_salt, adapter)
         )
 
     async def beam_search(
@@ -147,10 +152,11 @@ class AsyncLLM(EngineClient):
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         await self.check_health()
         search = self._input_processor.beam_search(
-            prompt, params, request_id, priority=priority, cache_salt=cache_salt
+            prompt, params, request_id, priority=priority, cache_salt=cache_salt, adapter=adapter
         )
         if request_id in self._beam_searches or request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
@@ -167,16 +173,32 @@ class AsyncLLM(EngineClient):
             yield output
 
     async def encode(
-        self, prompt: PromptLike, params: PoolingParams, request_id: str, *, priority: int = 0
+        self,
+        prompt: PromptLike,
+        params: PoolingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        adapter: str | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         job = await _away(prompt, self._input_processor.pooling_job, prompt, params)
         found: list[PoolingRequestOutput] = []
         for place, (ids, own) in enumerate(job.parts):
             name = f"{request_id}.{place}" if place else request_id
-            prepare = partial(self._prepare, ids, own, name, priority, None)
+            prepare = partial(self._prepare, ids, own, name, priority, None, adapter)
             found += [output async for output in self._stream(prepare)]
         for output in job.join(found):
             yield output
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        return self._core.adapters
+
+    def load_adapter(self, adapter: Adapter, *, replace: bool = False) -> Future[None]:
+        return self._core.load_adapter(adapter, replace)
+
+    def unload_adapter(self, name: str) -> Future[None]:
+        return self._core.unload_adapter(name)
 
     async def abort(self, request_id: str) -> None:
         found = self._requests.get(request_id)
@@ -229,6 +251,14 @@ class AsyncLLM(EngineClient):
     def stats(self) -> StepStats | None:
         return self.metrics.last
 
+    def _adapters_in_use(self) -> tuple[list[str], list[str]]:
+        """Of requests that wait, and of those that run; a search is what its beams are."""
+        found: tuple[list[str], list[str]] = ([], [])
+        for state, _ in list(self._requests.values()):
+            if state.adapter is not None:
+                found[state.metrics.first_scheduled_time is not None].append(state.adapter)
+        return found
+
     @property
     def active(self) -> int:
         """A beam search counts once, whatever it asks of the engine."""
@@ -250,6 +280,7 @@ class AsyncLLM(EngineClient):
         request_id: str,
         priority: int,
         cache_salt: str | None,
+        adapter: str | None,
     ) -> PendingRequest:
         await self.check_health()
         process = partial(
@@ -259,6 +290,7 @@ class AsyncLLM(EngineClient):
             request_id,
             priority=priority,
             cache_salt=cache_salt,
+            adapter=adapter,
         )
         pending: PendingRequest = await _away(prompt, process)
         return pending

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import Future
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from modulm.errors import EngineDead, EngineStalled, NotFound
+from modulm.errors import EngineDead, EngineStalled, NotFound, UnsupportedError
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from modulm.engine.types.outputs import PoolingRequestOutput, RequestOutput
     from modulm.text.tokenizer import Tokenizer
     from modulm_frontend.beam_search import BeamSearchParams
+    from modulm_server.engine.adapters import Adapter
 
 __all__ = ["API", "EngineClient"]
 
@@ -39,6 +42,11 @@ class EngineClient(ABC):
     stalled: EngineStalled | None = None
     address: str | None = None
 
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """What requests may name as `adapter`, by name, in the order in which they came."""
+        return MappingProxyType({})
+
     @abstractmethod
     def generate(
         self,
@@ -48,6 +56,7 @@ class EngineClient(ABC):
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs as they come, by `params.output_kind`; the last one has `finished`.
 
@@ -64,6 +73,7 @@ class EngineClient(ABC):
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """One output with the `params.beam_width` best answers, best first.
 
@@ -72,9 +82,28 @@ class EngineClient(ABC):
 
     @abstractmethod
     def encode(
-        self, prompt: PromptLike, params: PoolingParams, request_id: str, *, priority: int = 0
+        self,
+        prompt: PromptLike,
+        params: PoolingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        adapter: str | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """One output, when it is there. Raises as `generate` does."""
+
+    def load_adapter(self, adapter: Adapter, *, replace: bool = False) -> Future[None]:
+        """Read an adapter, which requests may name from then on; running ones go on beside it.
+
+        replace: also one that is there; requests that use it keep what they have. The answer may be
+        waited for on any thread. It raises RequestError for a name that is taken and for files that
+        do not fit.
+        """
+        raise UnsupportedError("this engine takes no adapters")
+
+    def unload_adapter(self, name: str) -> Future[None]:
+        """Forget an adapter; requests that use it end as they would. The answer raises NotFound."""
+        raise UnsupportedError("this engine takes no adapters")
 
     @abstractmethod
     async def abort(self, request_id: str) -> None:

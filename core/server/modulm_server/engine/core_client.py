@@ -8,15 +8,17 @@ from __future__ import annotations
 import faulthandler
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from modulm.contracts.requests import Request, StepEvents
 from modulm.engine.types.engine_info import EngineInfo, open_tokenizer
 from modulm.errors import EngineDead, EngineStalled
+from modulm_server.engine.adapters import Adapter, AdapterRegistry
 from modulm_server.engine.heartbeat import StepWatch, stacks_file
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ class EngineCoreClient(ABC):
     """Reaches one engine core. Its step events and its end are reported on any thread."""
 
     info: EngineInfo
+    #: The adapters that requests may name, by name.
+    adapters: Mapping[str, Adapter] = MappingProxyType({})
     #: Where further front ends of the same engine connect; None if they cannot.
     address: str | None = None
     #: Which of the engine's front ends this is.
@@ -49,6 +53,14 @@ class EngineCoreClient(ABC):
     @abstractmethod
     def abort(self, request: str) -> None:
         """End a request; unknown ones are ignored."""
+
+    @abstractmethod
+    def load_adapter(self, adapter: Adapter, replace: bool) -> Future[None]:
+        """See `AdapterRegistry.load`; `adapters` has it when the answer is there."""
+
+    @abstractmethod
+    def unload_adapter(self, name: str) -> Future[None]:
+        """See `AdapterRegistry.unload`."""
 
     @abstractmethod
     def reset_prefix_cache(self) -> Future[None]:
@@ -109,7 +121,7 @@ class ThreadCoreClient(EngineCoreClient):
         events: Callable[[StepEvents], None],
         died: Callable[[EngineDead], None],
     ) -> None:
-        self.events = events
+        self._tell = events
         self.died = died
         ready: Future[EngineCore] = Future()
         self._thread = threading.Thread(
@@ -118,6 +130,7 @@ class ThreadCoreClient(EngineCoreClient):
         self._thread.start()
         self.core = ready.result()
         self.info = self.core.info
+        self._registry = AdapterRegistry(self.core, events, self._adapters_changed)
         self._watch = StepWatch.of(self.core)
 
     def _run(self, config: EngineConfig, plugins: PluginManager, ready: Future[EngineCore]) -> None:
@@ -132,17 +145,33 @@ class ThreadCoreClient(EngineCoreClient):
         core.loop.run()
         core.stop()
 
+    def events(self, events: StepEvents) -> None:
+        """A step is done (see `loop.Listener`)."""
+        if events.finished:
+            self._registry.finished(events.finished)
+        self._tell(events)
+
+    def _adapters_changed(self, adapters: Sequence[Adapter]) -> None:
+        self.adapters = {adapter.name: adapter for adapter in adapters}
+
     def submit(self, requests: Sequence[Request]) -> None:
-        self.core.submit(*requests)
+        self._registry.submit(requests)
 
     def abort(self, request: str) -> None:
+        self._registry.forget(request)
         self.core.loop.abort(request)
+
+    def load_adapter(self, adapter: Adapter, replace: bool) -> Future[None]:
+        return self._registry.load(adapter, replace)
+
+    def unload_adapter(self, name: str) -> Future[None]:
+        return self._registry.unload(name)
 
     def reset_prefix_cache(self) -> Future[None]:
         return self.core.loop.call(self.core.reset_prefix_cache)
 
     def sleep(self, level: int) -> Future[None]:
-        return self.core.loop.call(partial(self.core.sleep, level))
+        return self.core.loop.call(partial(self._registry.sleep, level))
 
     def wake_up(self) -> Future[None]:
         return self.core.loop.call(self.core.wake_up)
@@ -165,6 +194,7 @@ class ThreadCoreClient(EngineCoreClient):
 
     def close(self) -> None:
         """A thread in a step that never ends is left behind."""
+        self._registry.close()
         self.core.loop.stop()
         self._thread.join(_GRACE)
         while self._thread.is_alive() and self._watch.look() is None:

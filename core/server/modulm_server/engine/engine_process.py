@@ -24,6 +24,8 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from modulm.contracts.requests import Finish, StepEvents
 from modulm.engine.types import frames
 from modulm.errors import EngineDead, EngineError, ModulmError
@@ -31,6 +33,7 @@ from modulm.plugins import manager
 from modulm.plugins.calls import blame
 from modulm.plugins.manager import PluginManager
 from modulm_server.engine import codec
+from modulm_server.engine.adapters import Adapter, AdapterRegistry
 from modulm_server.engine.heartbeat import StepWatch, stacks_file
 
 if TYPE_CHECKING:
@@ -173,6 +176,7 @@ class _SocketServer:
         self._hello: bytes | None = None
         self._reports = _Reports()
         self._core: EngineCore | None = None
+        self._registry: AdapterRegistry | None = None
         self._thread = threading.Thread(target=self._run, name="modulm-sockets", daemon=True)
         self._thread.start()
 
@@ -204,6 +208,9 @@ class _SocketServer:
 
     def ready(self, core: EngineCore) -> None:
         """The engine takes requests from now on."""
+        self._registry = AdapterRegistry(
+            core, partial(self._later, self._deliver), partial(self._later, self._adapters_changed)
+        )
         self._loop.call_soon_threadsafe(self._open, core)
 
     def refuse(self, error: BaseException) -> None:
@@ -212,6 +219,8 @@ class _SocketServer:
 
     def events(self, events: StepEvents) -> None:
         """A step is done (see `loop.Listener`)."""
+        if events.finished and self._registry is not None:
+            self._registry.finished(events.finished)
         self._later(self._deliver, events)
 
     def died(self, error: EngineDead) -> None:
@@ -246,13 +255,20 @@ class _SocketServer:
         elif self._core is not None:
             self._request(self._core, peer, kind, arguments)
 
+    @property
+    def adapters(self) -> AdapterRegistry:
+        """Raises EngineError before there is an engine."""
+        if self._registry is None:
+            raise EngineError("there is no engine yet")
+        return self._registry
+
     def _request(self, core: EngineCore, peer: _FrontEnd, kind: str, arguments: list[Any]) -> None:
         if kind == "submit":
-            self._submit(core, peer, arguments[0])
+            self._submit(peer, arguments[0])
         elif kind == "abort":
             if arguments[0] in peer.open:
                 self._forget(arguments[0])
-                core.loop.abort(arguments[0])
+                self._abort(core, arguments[0])
         elif kind == "gather":
             self._reports.gather(peer, arguments[0], self._peers.values())
         elif kind == "told":
@@ -260,14 +276,18 @@ class _SocketServer:
         else:
             self._operate(core, peer, kind, *arguments)
 
-    def _submit(self, core: EngineCore, peer: _FrontEnd, tables: list[dict[str, Any]]) -> None:
+    def _abort(self, core: EngineCore, request: str) -> None:
+        self.adapters.forget(request)
+        core.loop.abort(request)
+
+    def _submit(self, peer: _FrontEnd, tables: list[dict[str, Any]]) -> None:
         """Hand requests in; what is wrong with one ends these, not their front end."""
         try:
             requests = [codec.unpack_request(table) for table in tables]
             for request in requests:
                 if request.id in self._requests:
                     raise EngineError(f"request id {request.id!r} is in use")
-            core.submit(*requests)
+            self.adapters.submit(requests)
         except Exception as error:
             refused = [Finish(table["id"], "error", None, error) for table in tables]
             peer.send(frames.pack("events", codec.pack_events(StepEvents(finished=refused))))
@@ -277,9 +297,9 @@ class _SocketServer:
             peer.open.add(request.id)
 
     def _operate(
-        self, core: EngineCore, peer: _FrontEnd, kind: str, number: int, *arguments: int
+        self, core: EngineCore, peer: _FrontEnd, kind: str, number: int, *arguments: Any
     ) -> None:
-        """Run an operation between two steps and send what it gives."""
+        """Run an operation, between two steps if it is about them, and send what it gives."""
 
         def answered(future: Future[Any]) -> None:
             error = future.exception()
@@ -288,12 +308,18 @@ class _SocketServer:
 
         operations: dict[str, Callable[..., Any]] = {
             "reset_prefix_cache": core.reset_prefix_cache,
-            "sleep": core.sleep,
+            "sleep": self.adapters.sleep,
             "wake_up": core.wake_up,
             "is_sleeping": core.is_sleeping,
         }
         try:
-            core.loop.call(partial(operations[kind], *arguments)).add_done_callback(answered)
+            if kind == "load_adapter":
+                future: Future[Any] = self.adapters.load(Adapter(*arguments[0]), arguments[1])
+            elif kind == "unload_adapter":
+                future = self.adapters.unload(arguments[0])
+            else:
+                future = core.loop.call(partial(operations[kind], *arguments))
+            future.add_done_callback(answered)
         except ModulmError as error:
             peer.send(frames.pack("answer", number, None, frames.pack_error(error)))
 
@@ -304,7 +330,7 @@ class _SocketServer:
         for identity in peer.open:
             self._requests.pop(identity, None)
             if self._core is not None:
-                self._core.loop.abort(identity)
+                self._abort(self._core, identity)
         peer.open.clear()
         if self._owner is None and not self.started.done():  # the owner, before it said a word
             self.gone.set()
@@ -343,7 +369,11 @@ class _SocketServer:
 
     def _greet(self, peer: _FrontEnd) -> None:
         if self._core is not None:
-            peer.send(frames.pack("info", peer.number, codec.pack_info(self._core.info)))
+            told = list(map(attrs.astuple, self.adapters.adapters))
+            peer.send(frames.pack("info", peer.number, codec.pack_info(self._core.info), told))
+
+    def _adapters_changed(self, adapters: tuple[Adapter, ...]) -> None:
+        self._broadcast(frames.pack("adapters", list(map(attrs.astuple, adapters))))
 
     def _greet_all(self, data: bytes) -> None:
         self._hello = data

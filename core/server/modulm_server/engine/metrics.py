@@ -6,10 +6,12 @@ vector operation, and families are built only when somebody scrapes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from attrs import define
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -68,6 +70,29 @@ _GAUGES = {
 }
 
 
+_ADAPTER_COUNTERS = {
+    "requests": "Requests that ended, by the adapter that they named.",
+    "prompt_tokens": "Tokens of their prompts.",
+    "generation_tokens": "Tokens of their answers.",
+}
+#: Adapters that are counted by name, as names that resolvers find may be many; the rest together.
+_NAMED, _OTHERS = 1000, "(others)"
+
+
+@define
+class _AdapterCounts:
+    """Of one adapter."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+
+    def add(self, request: Finished) -> None:
+        self.requests += 1
+        self.prompt_tokens += request.prompt
+        self.generation_tokens += sum(request.generated)
+
+
 class Histogram:
     """Counts per bucket; `bounds` are the buckets' upper ends, the last bucket has none."""
 
@@ -91,7 +116,8 @@ class Histogram:
 class Metrics(Collector):
     """The numbers of one front end's requests and of its engine's steps.
 
-    SHARED: what every front end of an engine counts alike, as all hear of all steps.
+    adapters: most in one step. SHARED: what every front end of an engine counts alike, as all hear
+    of all steps.
     """
 
     SHARED = frozenset(
@@ -104,8 +130,12 @@ class Metrics(Collector):
         )
     )
 
-    def __init__(self, model_name: str, engine: str = "0") -> None:
+    def __init__(self, model_name: str, engine: str = "0", adapters: int = 0) -> None:
         self._labels = (model_name, engine)
+        #: Names of the adapters of requests that wait and of those that run; None without adapters.
+        self.in_use: Callable[[], tuple[Iterable[str], Iterable[str]]] | None = None
+        self._slots = adapters
+        self._by_adapter: dict[str, _AdapterCounts] = {}
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self._counters = dict.fromkeys(_COUNTERS, 0.0)
         self._gauges = dict.fromkeys(_GAUGES, 0.0)
@@ -179,6 +209,11 @@ class Metrics(Collector):
         self._between("request_inference_time_seconds", begun, last)
         for reason in request.reasons:
             self._success[reason] += 1
+        if request.adapter is not None:
+            name = request.adapter
+            if name not in self._by_adapter and len(self._by_adapter) >= _NAMED:
+                name = _OTHERS
+            self._by_adapter.setdefault(name, _AdapterCounts()).add(request)
         if isinstance(params, PoolingParams):
             return
         self._add("request_generation_tokens", sum(request.generated))
@@ -230,3 +265,22 @@ class Metrics(Collector):
         for reason, count in self._success.items():
             success.add_metric((*self._labels, reason), count)
         yield success
+        if self.in_use is not None:
+            yield from self._adapters(*self.in_use())
+
+    def _adapters(self, waiting: Iterable[str], running: Iterable[str]) -> Iterator[Metric]:
+        labels = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
+        info = GaugeMetricFamily(
+            _PREFIX + "lora_requests_info", "Adapters of requests now; the value is the time.",
+            labels=labels,
+        )  # fmt: skip
+        named = (",".join(sorted(set(names))) for names in (waiting, running))
+        info.add_metric((str(self._slots), *named), time.time())
+        yield info
+        for name, text in _ADAPTER_COUNTERS.items():
+            counter = CounterMetricFamily(
+                f"{_PREFIX}adapter_{name}", text, labels=("model_name", "engine", "adapter")
+            )
+            for adapter, counts in self._by_adapter.items():
+                counter.add_metric((*self._labels, adapter), getattr(counts, name))
+            yield counter

@@ -6,6 +6,7 @@ EngineProcess(config)  --start-->  loads the model
 ProcessCoreClient      --submit, abort, sleep ...-->
                        <--events, answer, dead------
                        <--tell (told, gather)-------
+                       <--adapters------------------
                        <--beat----------------------
 """
 
@@ -22,10 +23,13 @@ from contextlib import suppress
 from itertools import count
 from typing import Any
 
+import attrs
+
 from modulm.contracts.requests import Request, StepEvents
 from modulm.engine.types import frames
 from modulm.errors import EngineDead, EngineStalled
 from modulm_server.engine import codec
+from modulm_server.engine.adapters import Adapter
 from modulm_server.engine.core_client import EngineCoreClient
 from modulm_server.engine.spawn import EngineProcess, connect
 from modulm_server.flags import ServerConfig
@@ -71,6 +75,7 @@ class ProcessCoreClient(EngineCoreClient):
             self.close()
             raise frames.unpack_error(frame[1]) or EngineDead("the engine did not start")
         self.number, self.info = frame[1], codec.unpack_info(frame[2])
+        self._adapters_changed(frame[3])
         self._timeout = self.info.config.group(ServerConfig).engine_heartbeat_timeout
         self._thread = threading.Thread(target=self._listen, name="modulm-events", daemon=True)
         self._thread.start()
@@ -81,6 +86,15 @@ class ProcessCoreClient(EngineCoreClient):
     def abort(self, request: str) -> None:
         with suppress(EngineDead):
             self._send(frames.pack("abort", request))
+
+    def load_adapter(self, adapter: Adapter, replace: bool) -> Future[None]:
+        return self._call("load_adapter", list(attrs.astuple(adapter)), replace)
+
+    def unload_adapter(self, name: str) -> Future[None]:
+        return self._call("unload_adapter", name)
+
+    def _adapters_changed(self, adapters: list[list[Any]]) -> None:
+        self.adapters = {fields[0]: Adapter(*fields) for fields in adapters}
 
     def reset_prefix_cache(self) -> Future[None]:
         return self._call("reset_prefix_cache")
@@ -129,7 +143,7 @@ class ProcessCoreClient(EngineCoreClient):
         if self._owned is not None:
             self._owned.close()
 
-    def _call(self, operation: str, *arguments: int) -> Future[Any]:
+    def _call(self, operation: str, *arguments: Any) -> Future[Any]:
         """Ask for an operation; its answer comes with the number of the call."""
         number, answer = next(self._numbers), Future[Any]()
         answer.set_running_or_notify_cancel()  # whoever waits may leave; the answer comes anyway
@@ -200,6 +214,8 @@ class ProcessCoreClient(EngineCoreClient):
             self._events(codec.unpack_events(frame[1]))
         elif frame[0] == "answer":
             self._answer(*frame[1:])
+        elif frame[0] == "adapters":
+            self._adapters_changed(frame[1])
         elif frame[0] == "tell":
             with suppress(EngineDead):
                 self._send(frames.pack("told", frame[1], self.report()))

@@ -224,6 +224,12 @@ def _recipe(given: dict[str, Any], seed: int) -> Any:
 @click.option("--extra-body", metavar="JSON", help="Keys to add to every request.")
 @click.option("--model", help="Model in requests, and its tokenizer; default: the server's first.")
 @click.option("--served-model-name", help="Name of the model in requests, if it is another.")
+@click.option(
+    "--lora-modules",
+    multiple=True,
+    metavar="NAME",
+    help="Adapters of the server: each request names one of them, by lot.",
+)
 @click.option("--tokenizer", help="Tokenizer for counting: folder, short name or id.")
 @click.option("--tokenizer-mode", default="auto", show_default=True, help="Its implementation.")
 @click.option("--trust-remote-code", is_flag=True, help="Let the tokenizer's code run.")
@@ -371,6 +377,7 @@ def _settings(given: dict[str, Any]) -> Any:
         endpoint=given["endpoint"],
         model=given["model"],
         served_model_name=given["served_model_name"],
+        lora_modules=given["lora_modules"],
         tokenizer=given["tokenizer"],
         tokenizer_mode=given["tokenizer_mode"],
         trust_remote_code=given["trust_remote_code"],

@@ -46,7 +46,7 @@ class Target:
 
     def body(self, sample: Sample) -> dict[str, Any]:
         """The request for one sample."""
-        body: dict[str, Any] = {"model": self.model}
+        body: dict[str, Any] = {"model": sample.model or self.model}
         if self.path.endswith("/embeddings"):
             return {**body, "input": sample.text or list(sample.ids), **self.extra}
         body |= {"max_tokens": sample.output_len, "stream": True, "temperature": 0.0}

@@ -26,13 +26,15 @@ _LEAST_TOKENS, _MOST_PROMPT, _MOST_TOTAL = 4, 1024, 2048
 class Sample:
     """One request: the prompt as token ids, its text where there is one, and tokens to make.
 
-    `arrival` is the second at which recorded traffic sent it, counted from the first request.
+    `arrival` is the second at which recorded traffic sent it, counted from the first request;
+    `model` the one that it names, where requests name several.
     """
 
     ids: tuple[int, ...]
     output_len: int
     text: str | None = None
     arrival: float | None = None
+    model: str | None = None
 
     @property
     def input_len(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 import httpx
+import numpy as np
 from attrs import evolve, frozen
 from tqdm import tqdm
 
@@ -33,6 +34,7 @@ class Settings:
     endpoint: str | None
     model: str | None
     served_model_name: str | None
+    lora_modules: Sequence[str]
     tokenizer: str | None
     tokenizer_mode: str
     trust_remote_code: bool
@@ -60,6 +62,7 @@ def bench(settings: Settings, recipe: Recipe, schedule: Schedule) -> dict[str, A
     samples = make_samples(recipe, _tokenizer(settings, target.model))
     if target.path.endswith("/chat/completions"):
         samples = _with_text(samples, _tokenizer(settings, target.model))
+    samples = _with_adapters(samples, settings.lora_modules, schedule.seed)
     times = arrivals(schedule, samples)
     done, seconds, drafts = asyncio.run(_measure(settings, target, samples, times))
     shown = figures(
@@ -192,6 +195,14 @@ def _with_text(samples: Sequence[Sample], tokenizer: Any) -> list[Sample]:
     ]
 
 
+def _with_adapters(samples: Sequence[Sample], names: Sequence[str], seed: int) -> list[Sample]:
+    """Each names one of the adapters, by lot."""
+    if not names:
+        return list(samples)
+    drawn = np.random.default_rng(seed % 2**64).integers(len(names), size=len(samples))
+    return [evolve(s, model=names[n]) for s, n in zip(samples, drawn.tolist(), strict=True)]
+
+
 def _report_errors(done: Sequence[Timed]) -> None:
     errors: dict[str, int] = {}
     for timed in done:
@@ -217,6 +228,7 @@ def _about(
         "request_rate": rate,
         "burstiness": schedule.burstiness,
         "max_concurrency": settings.max_concurrency,
+        **({"lora_modules": list(settings.lora_modules)} if settings.lora_modules else {}),
         **pairs,
     }
 

@@ -96,7 +96,7 @@ class Anthropic(RouteFamily):
         """How many tokens a conversation has."""
         try:
             body = await read(request, CountRequest)
-            self.context.generation.model(body.model)
+            await self.context.generation.find_model(body.model)
             tools, choice, several = tools_of(body)
             constraint_of(body, self._held(tools, choice, several))
             variables = variables_of(body, self._parsers.reasoning)
@@ -113,7 +113,7 @@ class Anthropic(RouteFamily):
 
     async def _job(self, request: Request, body: MessagesRequest) -> _Job:
         generation = self.context.generation
-        model = generation.model(body.model)
+        model = await generation.find_model(body.model)
         generation.check_open()
         tools, choice, several = tools_of(body)
         variables = variables_of(body, self._parsers.reasoning)
@@ -142,11 +142,12 @@ class Anthropic(RouteFamily):
                 "prompt": "messages",
                 "structured_outputs": found[0] if found else "",
             },
+            adapter=model.adapter,
         )
         turn.check()
         name = f"msg_{request.scope['modulm.id']}"
         omitted = (body.thinking or {}).get("display") == "omitted"
-        return _Job(name, model, turn, single=not several, omitted=omitted)
+        return _Job(name, model.name, turn, single=not several, omitted=omitted)
 
     def _budget(self, body: MessagesRequest) -> int | None:
         """What thoughts may have; where nothing reads thoughts, nothing counts them either."""

@@ -111,7 +111,7 @@ class Chat:
     # Reading the request.
 
     async def _job(self, request: Request, body: ChatRequest) -> _Job:
-        model = self._generation.model(body.model)
+        model = await self._generation.find_model(body.model)
         self._generation.check_open()
         self._refuse(body)
         _check_messages(body.messages)
@@ -145,6 +145,7 @@ class Chat:
             fields={"structured_outputs": origin or "", "prompt": "messages"},
             priority=check_priority(self._context.config, body.priority),
             cache_salt=body.cache_salt,
+            adapter=model.adapter,
         )
         turn.check()
         continued = bool(body.continue_final_message)
@@ -152,7 +153,7 @@ class Chat:
         return _Job(
             id=answer_id("chatcmpl", request, body),
             created=int(time.time()),
-            model=model,
+            model=model.name,
             body=body,
             turn=turn,
             role=body.messages[-1]["role"] if continued else server.response_role,

@@ -75,6 +75,7 @@ class _Job:
     params: SamplingParams | BeamSearchParams
     nothing: bool
     fields: Mapping[str, str]
+    adapter: str | None = None
 
     @property
     def n(self) -> int:
@@ -109,7 +110,7 @@ class Completions:
         return json_response(list(told))
 
     async def _job(self, request: Request, body: CompletionRequest) -> _Job:
-        model = self._generation.model(body.model)
+        model = await self._generation.find_model(body.model)
         self._generation.check_open()
         if body.suffix:
             raise bad_field("suffix", "suffix: this model cannot fill in the middle")
@@ -129,7 +130,8 @@ class Completions:
         return _Job(
             id=answer_id("cmpl", request, body),
             created=int(time.time()),
-            model=model,
+            model=model.name,
+            adapter=model.adapter,
             body=body,
             prompts=prompts,
             params=params,
@@ -202,6 +204,7 @@ class Completions:
                     job.params,
                     priority=priority,
                     cache_salt=job.body.cache_salt,
+                    adapter=job.adapter,
                     fields=job.fields,
                 )
                 tasks.append(asyncio.ensure_future(start))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastapi import Request
@@ -32,7 +33,7 @@ class Models:
 
     async def listed(self, request: Request) -> Response:
         """The models that are served."""
-        names = self._context.models
+        names = self._names
         if not _anthropic(request):
             cards: ModelList = {"object": "list", "data": [self._card(name) for name in names]}
             return json_response(cards)
@@ -50,21 +51,32 @@ class Models:
 
     async def one(self, request: Request, model: str) -> Response:
         """One model."""
-        known = model in self._context.models
+        known = model in self._names
         if not _anthropic(request):
             if not known:
                 raise model_error(model)
             return json_response(self._card(model))
         return json_response(self._info(model)) if known else _refused(model_error(model))
 
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """The model's names, and the adapters'."""
+        return (*self._context.models, *self._context.engine.adapters)
+
     def _card(self, name: str) -> ModelCard:
+        """An adapter's parent is the model that it changes, its root is where it is from."""
+        adapter = self._context.engine.adapters.get(name)
+        root, parent = self._context.models[0], None
+        if adapter is not None:
+            parent = adapter.parent or root
+            root = adapter.root or Path(adapter.path).name
         return {
             "id": name,
             "object": "model",
             "created": self._context.created,
             "owned_by": "modulm",
-            "root": self._context.models[0],
-            "parent": None,
+            "root": root,
+            "parent": parent,
             "max_model_len": self._context.engine.info.max_model_len,
         }
 

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -46,6 +46,7 @@ from modulm_route_pooling.schema import (
     ScoreRequest,
 )
 from modulm_route_pooling.vectors import bytes_response, is_binary, shown
+from modulm_server.generation import ServedModel
 from modulm_server.json_body import bad_field, json_response, read, takes
 from modulm_server.openapi import gives
 from modulm_server.prompts import Prompt
@@ -88,18 +89,18 @@ class Pooling(RouteFamily):
     async def embed(self, request: Request) -> Response:
         """One vector per text."""
         body = await read(request, EmbedRequest)
-        model = self._model(body.model, ("embed",))
-        outputs = await self._vectors(body, "embed")
-        return _vectors("embd", "embedding", "embedding", model, outputs, body)
+        model = await self._model(body.model, ("embed",))
+        outputs = await self._vectors(body, "embed", model)
+        return _vectors("embd", "embedding", "embedding", model.name, outputs, body)
 
     async def cohere_embed(self, request: Request) -> Response:
         """The same in Cohere's shape."""
         body = await read(request, CohereEmbedRequest)
         refuse_images(body)
-        self._model(body.model, ("embed",))
+        model = await self._model(body.model, ("embed",))
         info = self.context.engine.info
         asked = question(body, info.max_model_len, info.texts.prompts)
-        outputs = await self._vectors(asked, "embed")
+        outputs = await self._vectors(asked, "embed", model)
         texts = [text_of("inputs", given) for given in asked.input]
         vectors = [np.asarray(output.outputs.data) for output in outputs]
         return json_response(cohere.answer(body, texts, vectors, _usage(outputs)["prompt_tokens"]))
@@ -108,15 +109,17 @@ class Pooling(RouteFamily):
         """The model's vectors as they are."""
         body = await read(request, PoolRequest)
         tasks = [task for task in self.context.engine.info.tasks if task != "generate"]
-        model = self._model(body.model, (body.task,) if body.task else tuple(tasks) or ("pool",))
-        outputs = await self._vectors(body, body.task or tasks[0])
-        return _vectors("pool", "pooling", "data", model, outputs, body)
+        model = await self._model(
+            body.model, (body.task,) if body.task else tuple(tasks) or ("pool",)
+        )
+        outputs = await self._vectors(body, body.task or tasks[0], model)
+        return _vectors("pool", "pooling", "data", model.name, outputs, body)
 
     async def classify(self, request: Request) -> Response:
         """The probability of each class."""
         body = await read(request, ClassifyRequest)
-        model = self._model(body.model, ("classify",))
-        outputs = await self._pooled(body, _params(body, task="classify"))
+        model = await self._model(body.model, ("classify",))
+        outputs = await self._pooled(body, _params(body, task="classify"), model)
         data: list[Classified] = []
         for index, output in enumerate(outputs):
             probs = np.asarray(output.outputs.data).ravel()
@@ -130,7 +133,7 @@ class Pooling(RouteFamily):
                 }
             )
         answer: ClassList = {
-            **_head("classify", model, body),
+            **_head("classify", model.name, body),
             "data": data,
             "usage": _usage(outputs),
         }
@@ -139,22 +142,22 @@ class Pooling(RouteFamily):
     async def score(self, request: Request) -> Response:
         """How well texts go together."""
         body = await read(request, ScoreRequest)
-        model = self._model(body.model, _PAIRS)
+        model = await self._model(body.model, _PAIRS)
         left, right = await pairs_of(self.context.generation, self._texts, body)
-        scores, usage = await self._scores(left, right, body)
+        scores, usage = await self._scores(left, right, body, model)
         data: list[Scored] = [
             {"index": index, "object": "score", "score": score}
             for index, score in enumerate(scores)
         ]
-        answer: ScoreList = {**_head("score", model, body), "data": data, "usage": usage}
+        answer: ScoreList = {**_head("score", model.name, body), "data": data, "usage": usage}
         return json_response(answer)
 
     async def rerank(self, request: Request) -> Response:
         """Documents, the best for a query first."""
         body = await read(request, RerankRequest)
-        model = self._model(body.model, _PAIRS)
+        model = await self._model(body.model, _PAIRS)
         left, right = await pairs_of(self.context.generation, self._texts, body)
-        scores, usage = await self._scores(left, right, body)
+        scores, usage = await self._scores(left, right, body, model)
         order = sorted(range(len(scores)), key=lambda place: -scores[place])
         results: list[Ranked] = [
             {"index": i, "relevance_score": scores[i]} for i in order[: body.top_n or len(order)]
@@ -163,7 +166,7 @@ class Pooling(RouteFamily):
             for result in results:
                 given = body.documents[result["index"]]
                 result["document"] = {"text": text_of("documents", given)}
-        answer: RankList = {**_head("rerank", model, body), "results": results, "usage": usage}
+        answer: RankList = {**_head("rerank", model.name, body), "results": results, "usage": usage}
         return json_response(answer)
 
     # How it is done.
@@ -183,34 +186,34 @@ class Pooling(RouteFamily):
         pooler = open_pooler(engine.info.config, current())
         return pooler.inputs(engine.info, engine.tokenizer, self.context.generation.template)
 
-    def _model(self, name: Any, tasks: Sequence[str]) -> str:
+    async def _model(self, name: Any, tasks: Sequence[str]) -> ServedModel:
         """The served model, if it is for one of the tasks. Raises ApiError(400) naming `model`."""
-        model: str = self.context.generation.model(name)
+        model: ServedModel = await self.context.generation.find_model(name)
         self.context.generation.check_open()
         offered = self.context.engine.info.tasks
         if not set(tasks) & set(offered):
             raise bad_field(
                 "model",
-                f"{model} is served for {', '.join(offered)}, not for {' or '.join(tasks)}: "
+                f"{model.name} is served for {', '.join(offered)}, not for {' or '.join(tasks)}: "
                 "start a pooling model, or this one with --runner pooling",
                 "unsupported",
             )
         return model
 
-    async def _vectors(self, body: EmbedRequest, task: str) -> list[Any]:
+    async def _vectors(self, body: EmbedRequest, task: str, model: ServedModel) -> list[Any]:
         wishes = {"dimensions": body.dimensions, "normalize": body.normalize}
-        return await self._pooled(body, _params(body, task=task, **wishes))
+        return await self._pooled(body, _params(body, task=task, **wishes), model)
 
     async def _pooled(
-        self, body: EmbedRequest | ClassifyRequest, params: PoolingParams
+        self, body: EmbedRequest | ClassifyRequest, params: PoolingParams, model: ServedModel
     ) -> list[Any]:
         parts = await prompts_of(self.context.generation, self._texts, body, params)
-        return await self._run(parts, body.priority or 0)
+        return await self._run(parts, body.priority or 0, model)
 
-    async def _run(self, parts: Sequence[Part], priority: int = 0) -> list[Any]:
+    async def _run(self, parts: Sequence[Part], priority: int, model: ServedModel) -> list[Any]:
         """All prompts at once; the first failure ends the others."""
-        encode = self.context.generation.encode
-        tasks = [asyncio.ensure_future(encode(Prompt(ids), own, priority)) for ids, own in parts]
+        encode = partial(self.context.generation.encode, priority=priority, adapter=model.adapter)
+        tasks = [asyncio.ensure_future(encode(Prompt(ids), own)) for ids, own in parts]
         try:
             return list(await asyncio.gather(*tasks))
         except RequestError as error:
@@ -224,7 +227,11 @@ class Pooling(RouteFamily):
                     await task
 
     async def _scores(
-        self, left: Sequence[str], right: Sequence[str], body: ScoreRequest | RerankRequest
+        self,
+        left: Sequence[str],
+        right: Sequence[str],
+        body: ScoreRequest | RerankRequest,
+        model: ServedModel,
     ) -> tuple[list[float], Usage]:
         """One score per pair, and what was computed for them."""
         wanted = {"variables": body.chat_template_kwargs}
@@ -232,7 +239,7 @@ class Pooling(RouteFamily):
         size = sum(map(len, [*left, *right]))
         work = self.context.generation.work
         job = await work.run(size, pairs, left, right, _params(body), **wanted)
-        outputs = await self._run(job.parts, body.priority or 0)
+        outputs = await self._run(job.parts, body.priority or 0, model)
         usage = _usage(outputs)
         return [output.outputs.score for output in job.join(outputs)], usage
 

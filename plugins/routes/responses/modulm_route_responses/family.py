@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
     from modulm.contracts.sampling import SamplingParams
     from modulm_server.chat_turn import RunningTurn
+    from modulm_server.generation import ServedModel
 
 __all__ = ["Responses"]
 
@@ -190,7 +191,7 @@ class Responses(RouteFamily):
     async def _job(self, request: Request, body: ResponsesRequest) -> tuple[_Job, ResponsesRequest]:
         """What is to be done, and the request with what its stored prompt says."""
         generation = self.context.generation
-        model = generation.model(body.model)
+        model = await generation.find_model(body.model)
         generation.check_open()
         refuse(body)
         body, said = self._prompts.apply(body)
@@ -210,8 +211,8 @@ class Responses(RouteFamily):
         asked = [*items_of(said), *items_of(body.input)]
         there: list[Any] = [*before.items, *before.body["output"]] if before else []
         items = [*there, *earlier, *asked]
-        turn, params = await self._turn(body, messages)
-        stored = Stored(owner, response(body, model, params), messages, items)
+        turn, params = await self._turn(body, messages, model)
+        stored = Stored(owner, response(body, model.name, params), messages, items)
         if conversation is not None:
             stored.body["conversation"] = {"id": conversation.id}
         output = Output(
@@ -237,7 +238,7 @@ class Responses(RouteFamily):
         return frozenset(self.context.generation.tokenizer.special_ids)
 
     async def _turn(
-        self, body: ResponsesRequest, messages: list[dict[str, Any]]
+        self, body: ResponsesRequest, messages: list[dict[str, Any]], model: ServedModel
     ) -> tuple[ChatTurn, SamplingParams]:
         tools = tools_of(body)
         choice, allowed = choice_of(body, tools)
@@ -277,6 +278,7 @@ class Responses(RouteFamily):
                 "max_tokens": "max_output_tokens",
                 "structured_outputs": found[0] if found else "",
             },
+            adapter=model.adapter,
         )
         turn.check()
         return turn, params

@@ -107,7 +107,7 @@ class Tokens(RouteFamily):
         """The ids that a prompt or a conversation becomes."""
         body = await read(request, TokenizeRequest)
         generation = self.context.generation
-        generation.model(body.model)
+        await generation.find_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise bad_field("prompt", "either prompt or messages is needed")
         if body.prompt is not None:
@@ -155,7 +155,7 @@ class Tokens(RouteFamily):
         """The text of token ids."""
         body = await read(request, DetokenizeRequest)
         generation = self.context.generation
-        generation.model(body.model)
+        await generation.find_model(body.model)
         size = max(len(generation.tokenizer), self.context.engine.info.vocabulary)
         most = max(_MOST_TOKENS, self.context.engine.info.max_model_len)
         if len(body.tokens) > most:

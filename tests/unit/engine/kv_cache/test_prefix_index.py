@@ -56,6 +56,19 @@ def test_salt_adapter_and_media_separate() -> None:
     assert names(media=media)[0] == names()[0], "nothing of it lies in the first block"
 
 
+def test_blocks_before_the_first_token_of_an_adapter_are_the_models_own() -> None:
+    """aLoRA. In the block where it begins the place counts: its tokens before are the model's."""
+    base, whole = names(), names(adapter="a")
+    for first in range(4, 20):
+        late = names(adapter="a", adapter_from=first)
+        block = first // 4
+        assert late[:block] == base[:block]
+        assert not set(late[block:]) & {*base, *whole}
+        assert not set(late[block:]) & set(names(adapter="b", adapter_from=first))
+        assert late[-1] != names(adapter="a", adapter_from=first + (1 if first < 19 else -1))[-1]
+    assert names(adapter="a", adapter_from=0) == whole
+
+
 def test_embeddings_name_blocks_by_what_lies_in_them() -> None:
     def embedded(letters: str, start: int = 0) -> list[bytes]:
         hashes = b"".join(letter.encode() * DIGEST for letter in letters)

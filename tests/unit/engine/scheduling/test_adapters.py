@@ -6,6 +6,8 @@ import random
 
 import pytest
 from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from modulm.contracts.requests import Request
 from modulm.contracts.sampling import SamplingParams
@@ -79,6 +81,105 @@ def test_a_stream_of_one_adapter_does_not_starve_another() -> None:
         engine.tick()
     assert step < 40
     assert len([name for name in seen.finished if name[0] == "a"]) >= 2
+    executor.stop()
+
+
+ASKED = st.lists(
+    st.tuples(
+        st.sampled_from([None, *"abcdef"]), st.integers(1, 30), st.integers(1, 12),
+        st.integers(0, 6),
+    ),
+    min_size=1, max_size=30,
+)  # fmt: skip
+
+
+@given(ASKED, st.integers(1, 3), st.integers(1, 6), st.integers(1, 2), st.sampled_from([12, 100]))
+@settings(deadline=None, max_examples=60)
+def test_no_step_uses_more_than_fit_and_everybody_ends(
+    asked: list[tuple[str | None, int, int, int]], slots: int, rows: int, depth: int, blocks: int
+) -> None:
+    """Requests of (adapter, prompt, answer, ticks until the next one); few blocks: preemption."""
+    executor = FakeExecutor((Group(4, blocks),), adapters=slots, keep_plans=True, max_model_len=44)
+    limits = Limits(rows=rows, tokens=24)
+    engine, seen = make_engine(executor, limits, depth=depth)
+    adapters: dict[str, str | None] = {}
+    for number, (adapter, prompt, answer, pause) in enumerate(asked):
+        name = f"r{number}"
+        adapters[name] = adapter
+        params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
+        request = Request(id=name, prompt=[number % 7 + 1] * prompt, params=params, adapter=adapter)
+        engine.submit(request)
+        for _ in range(pause):
+            engine.tick()
+    while engine.tick():
+        pass
+    assert {end.reason for end in seen.finished.values()} == {"length"}
+    assert set(seen.finished) == set(adapters)
+    used: dict[int, str | None] = {}
+    for plan in executor.plans or []:
+        for row in plan.release:
+            del used[row]
+        used |= {start.row: start.adapter for start in plan.admit}
+        assert len({used[row] for row in plan.rows.tolist()} - {None}) <= slots
+    check_empty(engine)
+    executor.stop()
+
+
+@given(st.integers(1, 3), st.integers(1, 6), st.lists(st.sampled_from("abcd"), max_size=200))
+@settings(deadline=None, max_examples=30)
+def test_nobody_starves_behind_others_that_keep_coming(
+    slots: int, rows: int, coming: list[str]
+) -> None:
+    """However long others' requests come, as many as there are rows pass one that has no slot."""
+    executor = FakeExecutor((Group(4, 200),), adapters=slots)
+    engine, seen = make_engine(executor, Limits(rows=rows, tokens=64))
+
+    def ask(name: str, adapter: str | None) -> None:
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        engine.submit(Request(id=name, prompt=[9], params=params, adapter=adapter))
+
+    for number in range(3 * rows):
+        ask(f"before{number}", "abcd"[number % slots])
+    engine.tick()
+    ask("patient", "z")
+    before = len(seen.finished)
+    for number, adapter in enumerate(coming):
+        if "patient" in seen.finished:
+            break
+        ask(f"after{number}", adapter)
+        engine.tick()
+    while "patient" not in seen.finished:
+        assert engine.tick()
+    later = [name for name in seen.finished if name.startswith("after")]
+    assert len(later) <= 2 * rows
+    assert len(seen.finished) - before <= 6 * rows
+    executor.stop()
+
+
+def test_slots_of_idle_adapters_are_empty_after_they_were_forgotten() -> None:
+    """As sleep forgets what the slots held."""
+    slots = AdapterSlots(3)
+    for name in "abc":
+        slots.take(name)
+    slots.release("a")
+    slots.given()
+    slots.forget()
+    slots.take("d")
+    assert slots.given() == ((1, "d"),)
+    assert not slots.fits("a")
+
+
+def test_asleep_and_awake_again_adapters_are_put_into_their_slots() -> None:
+    executor = FakeExecutor((Group(4, 64),), adapters=2, keep_plans=True)
+    engine, _ = make_engine(executor)
+    params = SamplingParams(temperature=0, max_tokens=1)
+    for name in ("before", "after"):
+        engine.submit(Request(id=name, prompt=[9], params=params, adapter="a"))
+        while engine.tick():
+            pass
+        engine.scheduler.forget_prefixes()
+    given = [plan.adapters for plan in executor.plans or [] if plan.adapters]
+    assert given == [((1, "a"),), ((1, "a"),)]
     executor.stop()
 
 

@@ -1,0 +1,55 @@
+"""The hooks through which flags become a bank of adapters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from modulm.errors import ConfigError
+from modulm.plugins import hookimpl, manager
+from modulm_adapters.flags import LoRAConfig
+
+if TYPE_CHECKING:
+    from modulm.config import EngineConfig
+    from modulm.contracts.adapter import AdapterBank
+    from modulm.contracts.kernels import Ops
+    from modulm.contracts.platform import Platform
+
+__all__ = ["modulm_adapter_bank", "modulm_config_final"]
+
+_BANK = "lora"
+#: Adapters that host memory holds where nobody says how many.
+_HELD = 32
+
+
+@hookimpl
+def modulm_config_final(config: EngineConfig) -> None:
+    """Refuse before a model is loaded what says two things, and a bank that is not installed."""
+    if not config.group(LoRAConfig).enable_lora:
+        return
+    if config.device.plugin_config.get("adapters"):
+        raise ConfigError(
+            "enable_lora", "--plugin-config has a table for adapters as well: give one of both"
+        )
+    manager.current().find("adapters", _BANK)
+
+
+@hookimpl
+def modulm_adapter_bank(config: EngineConfig, platform: Platform, ops: Ops) -> AdapterBank | None:
+    """The bank that the flags ask for."""
+    flags = config.group(LoRAConfig)
+    if not flags.enable_lora:
+        return None
+    modules = flags.lora_target_modules
+    table = {
+        "max_loras": flags.max_loras,
+        "max_lora_rank": flags.max_lora_rank,
+        "max_cpu_loras": flags.max_cpu_loras or max(_HELD, flags.max_loras),
+        "lora_dtype": flags.lora_dtype,
+        "lora_target_modules": None if modules is None else list(modules),
+        "fully_sharded_loras": flags.fully_sharded_loras,
+    }
+    plugins = manager.current()
+    bank: AdapterBank = plugins.load("adapters", _BANK)(
+        plugins.options("adapters", _BANK, table), platform, ops
+    )
+    return bank

@@ -1,0 +1,12 @@
+"""The kind of driver that this package brings: what finds an adapter by its name."""
+
+from modulm.plugins.kinds import Kind
+
+__all__ = ["ADAPTER_RESOLVERS"]
+
+ADAPTER_RESOLVERS = Kind(
+    "adapter_resolvers",
+    "adapter resolver",
+    "adapter-resolver",
+    "modulm_adapters.resolver:AdapterResolver",
+)

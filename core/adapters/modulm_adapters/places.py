@@ -1,0 +1,75 @@
+"""Adapters as flags name them, and the folders in which their files have to be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from attrs import frozen
+
+from modulm.errors import CheckpointError, ConfigError
+
+__all__ = ["LoRAModule", "inside", "read_modules"]
+
+_KEYS = {"name", "path", "base_model_name"}
+
+
+@frozen
+class LoRAModule:
+    """One entry of `--lora-modules`; parent: the model that clients are told it belongs to."""
+
+    name: str
+    path: str
+    parent: str | None = None
+
+
+def read_modules(entries: Iterable[str]) -> tuple[LoRAModule, ...]:
+    """Entries `name=path`, or JSON with name, path and base_model_name. Raises ConfigError."""
+    modules = tuple(map(_module, entries))
+    names = [module.name for module in modules]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError("lora_modules", f"{name!r} is there twice")
+    return modules
+
+
+def _module(entry: str) -> LoRAModule:
+    if not entry.lstrip().startswith("{"):
+        name, separator, path = entry.partition("=")
+        if not (name and separator and path):
+            raise ConfigError("lora_modules", f"{entry!r} is not name=path, nor JSON")
+        return LoRAModule(name, path)
+    try:
+        table = json.loads(entry)
+    except ValueError as error:
+        raise ConfigError("lora_modules", f"{entry!r} is not valid JSON: {error}") from error
+    texts = all(isinstance(value, str) and value for value in table.values())
+    if not texts or not {"name", "path"} <= table.keys() <= _KEYS:
+        raise ConfigError(
+            "lora_modules", f"{entry!r}: name and path are needed, base_model_name may be, as texts"
+        )
+    return LoRAModule(table["name"], table["path"], table.get("base_model_name"))
+
+
+def inside(path: Path, folders: Sequence[Path]) -> Path:
+    """The folder that `path` leads to, which has to be in one of `folders`, with all its files.
+
+    Links are followed first. Raises CheckpointError, which does not say whether there is something
+    elsewhere.
+    """
+    try:
+        allowed = [folder.resolve() for folder in folders]
+        found = path.resolve()
+        if not any(found.is_relative_to(folder) for folder in allowed):
+            raise CheckpointError(f"{path} is outside of the folders that adapters may come from")
+        if not found.is_dir():
+            raise CheckpointError(f"{path} is no folder")
+        for file in found.iterdir():
+            if not any(file.resolve().is_relative_to(folder) for folder in allowed):
+                raise CheckpointError(
+                    f"{path}: {file.name} leads outside of the folders that adapters may come from"
+                )
+    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a byte of 0
+        raise CheckpointError(f"{str(path)!r} cannot be followed: {error}") from error
+    return found

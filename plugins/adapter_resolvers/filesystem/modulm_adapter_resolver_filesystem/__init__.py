@@ -1,0 +1,1 @@
+"""Adapters by name, from a folder."""

@@ -1,0 +1,1 @@
+"""Adapters by name, from the Hugging Face hub."""

@@ -1,0 +1,25 @@
+"""The flag of this resolver."""
+
+from modulm.config.schema.flags import FlagGroup, flag, flag_group
+from modulm.errors import ConfigError
+
+__all__ = ["AdapterHubConfig"]
+
+
+@flag_group
+class AdapterHubConfig(FlagGroup):
+    """Adapters that are downloaded when a request first names them."""
+
+    title = "Adapters on the hub"
+    server = True
+
+    lora_resolver_repos: tuple[str, ...] | None = flag(
+        None, "Repositories that requests may name: owner/name, owner/* for all of an owner's."
+    )
+
+    def __attrs_post_init__(self) -> None:
+        for given in self.lora_resolver_repos or ():
+            owner, _, name = given.partition("/")
+            if not (owner and name) or "*" in owner or ("*" in name and name != "*"):
+                words = f"{given!r} is not owner/name, nor owner/*"
+                raise ConfigError("lora_resolver_repos", words)
