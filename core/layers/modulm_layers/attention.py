@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from modulm.contracts.attention import PLAIN, AttentionInputs, AttentionSpec, QKVPrepare
 from modulm.nn.norm import Norm, RMSNorm
-from modulm.nn.weight_slots import Part, Slot, Unit
+from modulm_layers.kv_scales import (
+    K_LARGEST,
+    V_LARGEST,
+    calculated_scale,
+    scale_names,
+    take_scales,
+)
 
 if TYPE_CHECKING:
     from modulm.contracts.model import Batch
@@ -116,11 +120,9 @@ class Attention(Module):
         for kept, part in (("k", names.k), ("v", names.v)):
             self.register_parameter(f"{kept}_scale", None)
             if self.backend.spec.scales:
-                stored = [
-                    f"{path}{kept}_scale" for path in ("", f"{part}.", f"{names.qkv}.", "attn.")
-                ]
-                stored += [f"{part}.output_scale", "kv_scale"]
-                _take_scales(b, self, f"{kept}_scale", stored)
+                stored = scale_names(kept, (part, names.qkv))
+                take_scales(b, self, f"{kept}_scale", self.kv_heads, stored)
+        self.finds_scales = self.backend.spec.scales and b.shared.calculate_kv_scales
         self.fusable = not (clip or norm_whole or norm_last) and _fusable(qk_norm)
         # Made when the layer first runs: its tensors are there once the weights are loaded.
         self._constant: tuple[AttentionInputs, QKVPrepare] | None = None
@@ -130,7 +132,7 @@ class Attention(Module):
         qkv = self.qkv(x)
         out = qkv.new_empty(x.shape[0], self.heads, self.head_dim)
         cache, plan, positions = batch.caches[self.cache], batch.plan(self.cache), batch.positions
-        inputs, prepare = self._constant or self._bind()
+        inputs, prepare = self._constant or self._bind(qkv, positions)
         if not (
             self.fusable
             and self.backend.forward_qkv(qkv, positions, prepare, cache, plan, out, inputs)
@@ -143,8 +145,12 @@ class Attention(Module):
         attended: Tensor = self.out(seen)
         return attended
 
-    def _bind(self) -> tuple[AttentionInputs, QKVPrepare]:
-        """What the layer gives its backend in every step."""
+    def _bind(self, qkv: Tensor, positions: Tensor) -> tuple[AttentionInputs, QKVPrepare]:
+        """What the layer gives its backend in every step; qkv: what it projected in this one."""
+        if self.finds_scales:
+            _, k, v = self._project(qkv.clone(), positions)
+            self.k_scale = Parameter(calculated_scale(k, K_LARGEST), requires_grad=False)
+            self.v_scale = Parameter(calculated_scale(v, V_LARGEST), requires_grad=False)
         brought = (self.sinks, self.alibi, self.k_scale, self.v_scale)
         plain = all(tensor is None for tensor in brought)
         inputs = PLAIN if plain else AttentionInputs(*brought)
@@ -205,22 +211,3 @@ def _fusable(norms: tuple[Norm, Norm] | None) -> bool:
     if not (isinstance(q, RMSNorm) and isinstance(k, RMSNorm)) or q.weight is None:
         return False
     return (q.eps, q.offset) == (k.eps, k.offset)
-
-
-def _take_scales(b: Builder, layer: Attention, attribute: str, names: Sequence[str]) -> None:
-    """Give the layer scales [kv heads] for what it keeps, None where the checkpoint has none.
-
-    names: under which they may be stored, one for all heads or for each.
-    """
-    shape = (layer.kv_heads,)
-    empty = torch.empty(shape, dtype=torch.float32, device="meta")
-    layer.register_parameter(attribute, torch.nn.Parameter(empty, requires_grad=False))
-    spread = partial(_each, layer.kv_heads)
-    ways = [(Part(b.name(name), shape, transform=spread),) for name in names]
-    slot = Slot(layer, attribute, shape, torch.float32, tuple(ways), True)
-    b.shared.scales.update(way[0].name for way in ways)
-    b.shared.units.append(Unit(b.name(attribute), layer, [slot]))
-
-
-def _each(heads: int, scale: Tensor) -> Tensor:
-    return scale.reshape(-1).expand(heads)

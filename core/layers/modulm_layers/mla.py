@@ -6,10 +6,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from attrs import evolve
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from modulm.contracts.attention import PLAIN, AttentionInputs, AttentionSpec
+from modulm_layers.kv_scales import K_LARGEST, calculated_scale, scale_names, take_scales
 
 if TYPE_CHECKING:
     from modulm.contracts.model import Batch
@@ -34,6 +36,7 @@ class LatentAttention(Module):
 
     up_k: Tensor
     up_v: Tensor
+    k_scale: Tensor | None
 
     def __init__(
         self,
@@ -70,8 +73,14 @@ class LatentAttention(Module):
             kv_dtype=b.shared.kv_dtype,
             latent=rank,
             selection=selection,
+            scales=b.shared.kv_dtype.startswith("float8"),
         )
         self.cache, self.backend = b.attention_cache(spec)
+        self.register_parameter("k_scale", None)
+        self.finds_scales = self.backend.spec.scales and b.shared.calculate_kv_scales
+        if self.backend.spec.scales:
+            names = scale_names("k", ("kv_a_proj_with_mqa", "kv_b_proj", "mla_attn"))
+            take_scales(b, self, "k_scale", 1, names)
 
     def _make_inputs(
         self, b: Builder, hidden: int, kept: int, queries: int, bias: bool, eps: float
@@ -108,7 +117,12 @@ class LatentAttention(Module):
         q, k = self.ops.latent_prepare(q, down, self.up_k, *norm, *turn)
         out = q.new_empty(x.shape[0], self.heads, self.rank)
         cache, plan = batch.caches[self.cache], batch.plan(self.cache)
+        if self.finds_scales:
+            self.k_scale = Parameter(calculated_scale(k, K_LARGEST), requires_grad=False)
+            self.finds_scales = False
         inputs = self.selection(x, compressed, batch)
+        if self.k_scale is not None:  # values are a part of the keys
+            inputs = evolve(inputs, k_scale=self.k_scale, v_scale=self.k_scale)
         self.backend.forward(q, k, k[..., : self.rank], cache, plan, out, inputs)
         attended: Tensor = self.out(self.ops.each_head(out, self.up_v).flatten(1))
         return attended

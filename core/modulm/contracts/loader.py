@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from attrs import field, frozen
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -54,6 +54,13 @@ class WeightLoader(ABC):
     @abstractmethod
     def opens(cls, path: Path) -> str | None:
         """A reason why this loader is the one for the file or folder `path`, or None."""
+
+    @classmethod
+    def choose_files(cls, part: str, names: Sequence[str]) -> Sequence[str] | None:
+        """The files that `owner/name:PART` means of a hub repository's `names`, the first to be
+        opened first. None: no file is of this format. Raises CheckpointError if `part` is none of
+        the files that are."""
+        return None
 
     def __init__(self, path: Path, options: Mapping[str, object] | None = None) -> None:
         self.path = path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from attrs import frozen
 from modulm.contracts.pooling import PoolingRecipe
 from modulm.contracts.quantization import CheckpointInfo
 from modulm.errors import CheckpointError, PluginNotFound
-from modulm.loading.hub import download, is_hub_id
+from modulm.loading.hub import download, download_part, is_hub_id, split_part
 from modulm.plugins import defaults
 
 if TYPE_CHECKING:
@@ -142,9 +143,12 @@ def _folder_or_hub(name: str, config: EngineConfig, plugins: PluginManager | Non
         return path
     if is_hub_id(name):
         return download(name, config)
+    if plugins is not None and (parted := split_part(name)) is not None:
+        choose = partial(defaults.choose_files, plugins, *parted)
+        return download_part(parted[0], config, choose)
     known = ", ".join(d.name for d in plugins.names("checkpoints")) if plugins else ""
     raise CheckpointError(
-        f"model {name!r} is neither a folder nor a hub id (owner/name)"
+        f"model {name!r} is neither a folder nor a hub id (owner/name, or owner/name:PART)"
         + (f" nor one of the installed models: {known}" if known else "")
     )
 

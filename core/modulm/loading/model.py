@@ -185,6 +185,9 @@ def _shared(
     length: int,
 ) -> Shared:
     wanted_kv = config.cache.kv_cache_dtype
+    kv_dtype = dtype if wanted_kv == "auto" else _KV_DTYPES.get(wanted_kv, wanted_kv)
+    if config.cache.calculate_kv_scales and not kv_dtype.startswith("float8"):
+        raise ConfigError("calculate_kv_scales", f"goes with --kv-cache-dtype fp8, not {wanted_kv}")
     return Shared(
         dtype=getattr(torch, dtype),
         device=choices.platform.device,
@@ -193,8 +196,9 @@ def _shared(
         max_length=length,
         choose_method=methods.of,
         choose_backend=partial(_backend, choices, ops),
-        kv_dtype=dtype if wanted_kv == "auto" else _KV_DTYPES.get(wanted_kv, wanted_kv),
+        kv_dtype=kv_dtype,
         kv_skipped=config.cache.kv_cache_dtype_skip_layers,
+        calculate_kv_scales=config.cache.calculate_kv_scales,
         windows=not config.model.disable_sliding_window,
         adapters=choices.adapters(ops),
     )

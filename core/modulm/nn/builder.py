@@ -58,6 +58,7 @@ class Shared:
     choose_backend: Callable[[AttentionSpec], AttentionBackend]
     kv_dtype: str
     kv_skipped: tuple[str, ...] = ()
+    calculate_kv_scales: bool = False
     windows: bool = True
     adapters: AdapterBank | None = None
     units: list[Unit] = field(factory=list)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Chosen",
     "choose_attention",
+    "choose_files",
     "choose_kernels",
     "choose_loader",
     "choose_model",
@@ -228,6 +229,22 @@ def choose_loader(
             return _settle(plugins, "loader", "loaders", drivers, verdicts, Choice(name, reason))
     known = [", ".join(opens) or "none is installed", *map(str, failed)]
     raise CheckpointError(f"{path}: no weights that an installed loader reads ({'; '.join(known)})")
+
+
+def choose_files(
+    plugins: PluginManager, repository: str, part: str, names: Sequence[str]
+) -> Sequence[str]:
+    """The files that the first loader by name which knows `part` takes of a hub repository's.
+
+    Raises CheckpointError if none does.
+    """
+    question = ("choose_files", Sequence | None, part, names)
+    _, found, failed = _ask_all(plugins, "loaders", _names(plugins, "loaders"), question)
+    answers: list[Sequence[str]] = [files for files in found.values() if files]
+    if answers:
+        return answers[0]
+    why = "; ".join(map(str, failed)) or "no installed loader knows of parts of this repository"
+    raise CheckpointError(f"{repository}:{part}: {why}")
 
 
 def choose_tokenizer(plugins: PluginManager, folder: Path, mode: str) -> Chosen[Any]:

@@ -83,6 +83,87 @@ def test_scales_by_head(tmp_path, backend):
     assert (scores(folder, **flags) - exact).abs().mean() < min(0.5, cut / 2)
 
 
+def rescaled(folder, by):
+    """The model whose keys are so many times larger, and whose queries smaller; values alike."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in list(tensors):
+        part = name.split(".")[-2]
+        if part in ("k_proj", "v_proj"):
+            tensors[name] = tensors[name] * by
+        elif part in ("q_proj", "o_proj"):
+            tensors[name] = tensors[name] / by
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("model_impl", ["auto", "transformers"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scales_of_a_first_step(tmp_path, backend, model_impl):
+    """Keys and values far outside of e4m3's range, with no scales in the checkpoint."""
+    flags = {"attention_backend": backend, "model_impl": model_impl}
+    plain = make_tiny(tmp_path / "plain", "LlamaForCausalLM", num_hidden_layers=LAYERS)
+    folder = rescaled(
+        make_tiny(tmp_path / "far", "LlamaForCausalLM", num_hidden_layers=LAYERS), 2.0**14
+    )
+    exact = scores(plain, **flags)
+    flags["kv_cache_dtype"] = "fp8"
+    cut = (scores(folder, **flags) - exact).abs().mean()
+    found = scores(folder, **flags, calculate_kv_scales=True)
+    assert (found - exact).abs().mean() < min(0.3, cut / 4)
+    # As 200 and 100 of 448 for the largest of the first step, the checkpoint's own put aside.
+    wrong = torch.tensor(2.0**-9)
+    with_scales(folder, WRITTEN["compressed-tensors"], (wrong, wrong))
+    again = scores(folder, **flags, calculate_kv_scales=True)
+    assert torch.equal(again, found)
+
+
+@pytest.mark.parametrize("way", ["compressed-tensors", "modelopt"])
+def test_scales_of_the_checkpoint_for_code_of_transformers(tmp_path, way):
+    exact = make_tiny(tmp_path / "plain", "LlamaForCausalLM", num_hidden_layers=LAYERS)
+    folder = rescaled(
+        make_tiny(tmp_path / "far", "LlamaForCausalLM", num_hidden_layers=LAYERS), 2.0**14
+    )
+    scale = torch.tensor(2.0**11)
+    with_scales(folder, WRITTEN[way], (scale, scale))
+    flags = {"kv_cache_dtype": "fp8", "attention_backend": "sdpa"}
+    own, bridged = (scores(folder, **flags, model_impl=m) for m in ("auto", "transformers"))
+    torch.testing.assert_close(own, bridged, rtol=0, atol=2e-3)
+    assert (own - scores(exact, attention_backend="sdpa")).abs().mean() < 0.3
+    plain = scores(folder, attention_backend="sdpa", model_impl="transformers")
+    torch.testing.assert_close(plain, scores(exact, attention_backend="sdpa"), rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scales_of_latent_attention(tmp_path, backend):
+    """One for keys, of which values are a part: the checkpoint's, or found in the first step."""
+    flags = {"attention_backend": backend}
+    plain, folder = (
+        make_tiny(tmp_path / n, "DeepseekV2ForCausalLM", num_hidden_layers=LAYERS) for n in "ab"
+    )
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(LAYERS):
+        path = f"model.layers.{layer}.self_attn"
+        tensors[f"{path}.kv_a_layernorm.weight"] *= 2.0**10
+        tensors[f"{path}.kv_b_proj.weight"] *= 2.0**-10
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    exact = scores(plain, **flags)
+    flags["kv_cache_dtype"] = "fp8"
+    cut = (scores(folder, **flags) - exact).abs().mean()
+    found = scores(folder, **flags, calculate_kv_scales=True)
+    assert (found - exact).abs().mean() < min(0.3, cut / 4)
+    scale = torch.tensor(2.0**3)
+    for way in ("{0}.k_scale", "{0}.kv_a_proj_with_mqa.k_scale"):
+        kept = make_tiny(tmp_path / way[4:], "DeepseekV2ForCausalLM", num_hidden_layers=LAYERS)
+        save_file(tensors, kept / "model.safetensors", {"format": "pt"})
+        with_scales(kept, (way,), (scale,))
+        assert (scores(kept, **flags) - exact).abs().mean() < min(0.3, cut / 4)
+
+
+def test_scales_are_found_for_eight_bit_floats_alone(plain):
+    with pytest.raises(ModulmError, match="calculate_kv_scales.*goes with --kv-cache-dtype fp8"):
+        scores(plain, attention_backend="sdpa", calculate_kv_scales=True)
+
+
 def test_both_backends_round_alike(tmp_path):
     folder = make_tiny(tmp_path, "Qwen2ForCausalLM", num_hidden_layers=LAYERS)
     with_scales(folder, WRITTEN["modelopt"], (torch.tensor(0.02), torch.tensor(0.01)))

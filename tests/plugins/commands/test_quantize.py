@@ -32,6 +32,7 @@ RUNS = {
     "w4a16-asym": ["--scheme", "w4a16-asym", "--group-size", "32"],
     "w8a16": ["--scheme", "w8a16"],
     "w8a8": ["--scheme", "w8a8"],
+    "w4a8": ["--scheme", "w4a8", "--group-size", "32"],
     "fp8": ["--scheme", "fp8"],
     "gptq": ["--scheme", "w4a16", "--group-size", "32", "--method", "gptq"],
     "awq": ["--scheme", "w4a16", "--group-size", "32", "--method", "awq"],

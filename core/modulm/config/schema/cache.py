@@ -43,6 +43,10 @@ class CacheConfig(FlagGroup):
     kv_cache_dtype_skip_layers: tuple[str, ...] = flag(
         (), "Layers that keep the model's format: numbers, or sliding_window."
     )
+    calculate_kv_scales: bool = flag(
+        False,
+        "Find the scales of a cache in fp8 in the first step, in place of the checkpoint's.",
+    )
     num_gpu_blocks_override: int | None = flag(
         None, "Number of cache blocks, whatever the memory allows.", unit="blocks", least=1
     )

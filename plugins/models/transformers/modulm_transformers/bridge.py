@@ -25,6 +25,7 @@ from modulm.nn import Builder, WeightNames
 from modulm_layers import tiny_config
 from modulm_transformers.config import RemoteConfig, TransformersConfig
 from modulm_transformers.encoder import TransformersForPooling
+from modulm_transformers.kept_scales import KeptScales
 from modulm_transformers.load import explained, replace_linears, whole_model
 
 __all__ = ["RemoteForCausalLM", "TransformersForCausalLM"]
@@ -53,6 +54,7 @@ class TransformersForCausalLM(Module, Model):
         self.config = config
         self.build = build
         self.layers: dict[int, tuple[int, AttentionBackend]] = {}
+        self.scales = KeptScales(build.shared.calculate_kv_scales)
 
     @classmethod
     def weights(cls, config: Any) -> WeightNames:
@@ -70,6 +72,9 @@ class TransformersForCausalLM(Module, Model):
         self.base = getattr(self.whole, prefix)
         replace_linears(self.whole, self.build)
         self._learn_layers()
+        if any(backend.spec.scales for _, backend in self.layers.values()):
+            modules = {path: id(m) for path, m in self.base.named_modules()}
+            self.scales.take(checkpoint, prefix, modules, shared.device)
         setattr(self.whole, prefix, _HiddenStates())
         return True
 
@@ -92,7 +97,7 @@ class TransformersForCausalLM(Module, Model):
             own = self.base.get_input_embeddings()(batch.tokens)
             mixed = torch.where(batch.embeds_mask[:, None], batch.embeds.to(own.dtype), own)
             given = {"inputs_embeds": mixed[None]}
-        return self._run(given, batch.positions, _Step(batch, self.layers))
+        return self._run(given, batch.positions, _Step(batch, self.layers, self.scales))
 
     def _run(self, given: Mapping[str, Tensor], positions: Tensor, step: Any) -> Tensor:
         output = self.base(**given, position_ids=positions[None], use_cache=False, modulm=step)
@@ -158,6 +163,7 @@ class _Trace:
             window=asked.window,
             softcap=asked.softcap,
             sinks=asked.sinks is not None,
+            scales=self.build.shared.kv_dtype.startswith("float8"),
         )
         at = self.build.at(f"layers.{len(self.layers)}")
         self.layers[id(module)] = at.attention_cache(spec)
@@ -171,8 +177,13 @@ class _Trace:
 class _Step:
     """One step of the engine, as the attention function sees it."""
 
-    def __init__(self, batch: Batch, layers: Mapping[int, tuple[int, AttentionBackend]]) -> None:
-        self.batch, self.layers = batch, layers
+    def __init__(
+        self,
+        batch: Batch,
+        layers: Mapping[int, tuple[int, AttentionBackend]],
+        scales: KeptScales,
+    ) -> None:
+        self.batch, self.layers, self.scales = batch, layers, scales
 
     def attend(self, module: Module, q: Tensor, k: Tensor, v: Tensor, asked: _Asked) -> Tensor:
         """Shapes as in `_Trace.attend`; attends over each row's own cache."""
@@ -180,7 +191,8 @@ class _Step:
         q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
         batch = self.batch
-        inputs = AttentionInputs(sinks=asked.sinks)
+        pair = self.scales.of(id(module), k, v) if backend.spec.scales else (None, None)
+        inputs = AttentionInputs(sinks=asked.sinks, k_scale=pair[0], v_scale=pair[1])
         backend.forward(q, k, v, batch.caches[cache], batch.plan(cache), out, inputs)
         return out[None]
 

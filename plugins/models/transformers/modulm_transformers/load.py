@@ -13,6 +13,7 @@ from torch.nn import Module
 
 from modulm.errors import CheckpointError, ModulmError, UnsupportedError
 from modulm.nn import Builder, Linear
+from modulm_layers.kv_scales import is_kv_scale
 from modulm_transformers.config import TransformersConfig
 
 __all__ = ["explained", "replace_linears", "whole_model"]
@@ -53,6 +54,7 @@ def whole_model(
         )
     for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         names = [str(key) for key in report[what]]
+        names = [name for name in names if not is_kv_scale(name)]
         if headless and what == "missing_keys":
             names = [name for name in names if not name.startswith("pooler.")]
         if names and not (headless and what == "unexpected_keys"):

@@ -7,10 +7,9 @@ type of each layer goes to the quantization method in a table of its own.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -29,6 +28,9 @@ _SUFFIX = ".gguf"
 #: Pictures' encoders, and matrices from which types were chosen, lie beside models.
 _NO_MODEL = ("mmproj", "imatrix")
 _LATER = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
+_PIECE = re.compile(r"-\d{5}-of-(\d{5})$")
+#: Types at the end of names: Q4_K_M, IQ2_XXS, BF16, MXFP4_MOE, TQ1_0, and those of Unsloth (UD-).
+_ENDING = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|BF16|F16|F32|MXFP4|NVFP4)\w*)$", re.I)
 #: Settings of sampling that files name after `general.sampling.`, and our names.
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 _ENDS = ("eos", "eot", "eom")
@@ -54,6 +56,18 @@ class GGUFLoader(WeightLoader):
         if not path.is_dir() or any(path.glob("*.safetensors*")):
             return None
         return "there is a GGUF file" if _models(path) else None
+
+    @classmethod
+    def choose_files(cls, part: str, names: Sequence[str]) -> Sequence[str] | None:
+        models = [name for name in names if name.endswith(_SUFFIX) and _is_model(name)]
+        if not models:
+            return None
+        found = [name for name in models if _is_of_type(name, part)]
+        if len(found) != 1:
+            of_type = "several files are of that type" if found else "no file is of that type"
+            listed = ", ".join(sorted(found or {_type(name) for name in models}))
+            raise CheckpointError(f"{part}: {of_type}; there are: {listed}")
+        return _pieces(found[0], names)
 
     @cached_property
     def model(self) -> Model:
@@ -129,9 +143,39 @@ def _described(name: str, entry: Entry) -> StoredTensor:
 
 def _models(folder: Path) -> list[Path]:
     """The models of a folder, each by its first file."""
-    found: list[Any] = sorted(folder.glob(f"*{_SUFFIX}"))
-    return [
-        file
-        for file in found
-        if not _LATER.search(file.name) and not any(word in file.name for word in _NO_MODEL)
-    ]
+    return sorted(file for file in folder.glob(f"*{_SUFFIX}") if _is_model(file.name))
+
+
+def _is_model(name: str) -> bool:
+    """Whether a file is a model, or the first piece of one."""
+    file = Path(name).name
+    return not _LATER.search(file) and not any(word in file for word in _NO_MODEL)
+
+
+def _stem(name: str) -> str:
+    return _PIECE.sub("", Path(name).name.removesuffix(_SUFFIX))
+
+
+def _type(name: str) -> str:
+    """What files end with that are called after their type; else the whole name."""
+    found = _ENDING.search(_stem(name))
+    return found[1] if found else Path(name).name
+
+
+def _is_of_type(name: str, part: str) -> bool:
+    """Whether a file of a repository is called after a type, or is called so itself."""
+    wanted = part.lower()
+    return wanted in (Path(name).name.lower(), _type(name).lower(), _stem(name).lower())
+
+
+def _pieces(first: str, names: Sequence[str]) -> Sequence[str]:
+    """All files of a model. Raises CheckpointError for one that is missing."""
+    found = _PIECE.search(first.removesuffix(_SUFFIX))
+    if found is None:
+        return [first]
+    stem, count = first.removesuffix(_SUFFIX).removesuffix(found[0]), int(found[1])
+    wanted = [f"{stem}-{at:05d}-of-{count:05d}{_SUFFIX}" for at in range(1, count + 1)]
+    missing = [name for name in wanted if name not in names]
+    if missing:
+        raise CheckpointError(f"{first}: {missing[0]} is not beside it")
+    return wanted
