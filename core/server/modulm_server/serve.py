@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shlex
 import signal
 import socket
 import ssl
@@ -27,6 +28,7 @@ from modulm_server.api_workers import Workers
 from modulm_server.app import Served, create_app, served_names
 from modulm_server.auth import open_paths, read_keys
 from modulm_server.engine.metrics import Metrics
+from modulm_server.first_request import first_request
 from modulm_server.flags import ServerConfig
 from modulm_server.heap import bound_arenas, give_back
 from modulm_server.hosts import is_loopback
@@ -108,7 +110,8 @@ def serve(
                 *start_facts(engine.info),
                 *(f"{d.subject}: {d.winner or 'none'} ({d.reason})" for d in parsers),
             ]
-            server.announce = lambda: announce(banner(config, plugins, sock, facts))
+            suggested = _suggested(engine, config)
+            server.announce = lambda: announce(banner(config, plugins, sock, facts, suggested))
             with _others(config.group(ServerConfig), sock, engine) as workers:
                 server.workers = workers
                 server.serve_on(sock)
@@ -234,14 +237,27 @@ def _answers(path: str) -> bool:
         return probe.connect_ex(path) == 0
 
 
+def _suggested(engine: EngineClient, config: EngineConfig) -> tuple[str, str]:
+    """The request for the banner, by what the model is for."""
+    tokenizer = engine.tokenizer
+    chats = config.group(ServerConfig).chat_template is not None or (
+        tokenizer is not None and (tokenizer.chat is not None or bool(tokenizer.chat_template))
+    )
+    return first_request(served_names(config)[0], engine.info.tasks, chats)
+
+
 def banner(
     config: EngineConfig,
     plugins: PluginManager,
     sock: socket.socket,
     facts: Sequence[str] = (),
+    suggested: tuple[str, str] | None = None,
 ) -> str:
-    """What a person needs to try the server. facts: of the engine, and what was chosen for it."""
+    """What a person needs to try the server. facts: of the engine, and what was chosen for it;
+    suggested: path and body of a request that the model can answer, by default a chat.
+    """
     server, model = config.group(ServerConfig), served_names(config)[0]
+    path, body = suggested or first_request(model, ("generate",))
     scheme = "http" if server.ssl_certfile is None else "https"
     if server.uds is not None:
         url, option = "http://localhost", f" --unix-socket {server.uds}"
@@ -257,10 +273,9 @@ def banner(
         + "".join(f"  {line}\n" for line in header)
         + "".join(f"  {line}\n" for line in facts)
         + unlocked
-        + f"  chat page   {url}/\n"
-        f"  try         curl{option} {url}/v1/chat/completions{key} -H 'Content-Type: "
-        'application/json\' -d \'{"model": "'
-        f'{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}\'\n'
+        + f"  {'chat page  ' if path.startswith('/v1/c') else 'page       '} {url}/\n"
+        f"  try         curl{option} {url}{path}{key} -H 'Content-Type: application/json' "
+        f"-d {shlex.quote(body)}\n"
         "  stop        Ctrl-C"
     )
 
