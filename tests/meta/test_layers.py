@@ -63,9 +63,9 @@ NEEDS: dict[str, set[str]] = {
 }
 #: The server: what route packages import, then the application, then the process.
 SERVER = (
-    ("engine", "flags", "heap", "kinds", "openapi", "output", "prompts"),
+    ("engine", "first_request", "flags", "heap", "kinds", "openapi", "output", "prompts"),
     ("auth", "constraints", "errors", "hosts", "json_body", "logprobs", "logs", "loopback",
-     "metrics", "pacing", "paging", "prompt_embeds", "request_cost", "request_guard",
+     "metrics", "pacing", "page_files", "paging", "prompt_embeds", "request_cost", "request_guard",
      "request_log", "sampling", "sse", "stats_log", "template_sandbox", "text_work"),
     ("generation",),
     ("chat_turn", "held_calls", "route"),

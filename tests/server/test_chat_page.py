@@ -1,222 +1,863 @@
-"""The chat page: what it is allowed to do, and what it does in a real browser."""
+"""The chat page in a real browser, against a real server of a scripted engine."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
+from tests.server.browser import BROWSER, Browser
 
-from modulm_server.testing import Live
+from modulm.config import EngineConfig
+from modulm.contracts.sampling import SamplingParams
+from modulm.errors import ConfigError
+from modulm.text.tokenizer import Tokenizer
+from modulm_server.scripted import Reply, ScriptedEngine, scripted_info
+from modulm_server.testing import Live, serve_in_thread
 
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
 
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "%s"}}\n</tool_call>'
+MARKDOWN = r"""# Title
 
-def test_nothing_comes_from_elsewhere(http: httpx.Client) -> None:
-    page = http.get("/")
-    assert page.status_code == 200
-    assert page.headers["content-type"].startswith("text/html")
-    policy = page.headers["content-security-policy"]
-    assert "default-src 'none'" in policy
-    assert "unsafe" not in policy
-    addresses = set(re.findall(r"https?://[^\s'\"<>)]+", page.text))
-    assert addresses == {"http://www.w3.org/2000/svg"}, "only the name of a format"
-    assert "innerHTML" not in page.text
-    assert http.head("/").status_code == 200
+- one
+- [x] two
 
+> quoted
 
-#: The browser talks on descriptors 3 and 4: this puts ours there and becomes the browser.
-_ON_3_AND_4 = """
-import os, sys
-os.dup2(int(sys.argv[1]), 3)
-os.dup2(int(sys.argv[2]), 4)
-os.execvp(sys.argv[3], sys.argv[3:])
+| a | b |
+|---|--:|
+| 1 | 2 |
+
+[good](https://example.org/x) [bad](javascript:alert(1)) ![pic](https://example.org/p.png)
+
+**bold** and `x < 1` and <b onclick="alert(1)">no</b><img src=x onerror=alert(1)>
+
+```python
+def f(): return "s"
+```
+
+Inline $e^{i\pi}+1=0$, costs $5 and $10, broken $\frac{$.
+
+$$\int_0^1 x\,dx = \tfrac12$$
 """
+#: What is answered to a question that begins with these words.
+REPLIES = {
+    "think first": Reply("<think>\nLet me see.\n</think>\n\nIt is 4."),
+    "think slowly": Reply("<think>\nOne, two, three.\n</think>\n\nIt is 4.", delay=0.08),
+    "call slowly": Reply(CALL % "Paris", delay=0.01),
+    "call two": Reply(CALL % "Paris" + "\n" + CALL % "Rome"),
+    "call": Reply(CALL % "Paris"),
+    "count slowly": Reply("1 2 3 4 5 6 7 8 9 ", delay=0.02, endless=True),
+    "fail late": Reply("one two three four", error_at=3),
+    "fail": Reply(error_at=0),
+    "markdown": Reply(MARKDOWN),
+}
 
 
-class Browser:
-    """A headless browser, driven over its debugging pipe."""
+class Script:
+    """Answers by the last question; what is in `once` goes first, and only once."""
 
-    def __init__(self, folder: Path) -> None:
-        to_browser, self._write = os.pipe()
-        self._read, from_browser = os.pipe()
-        command = [
-            str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-            "--no-first-run", "--window-size=900,700", f"--user-data-dir={folder}",
-            "--remote-debugging-pipe", "about:blank",
-        ]  # fmt: skip
-        handles = [str(to_browser), str(from_browser)]
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _ON_3_AND_4, *handles, *command],
-            pass_fds=(to_browser, from_browser),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        for handle in (to_browser, from_browser):
-            os.close(handle)
-        self._number = 0
-        self._rest = b""
-        targets = self.call("Target.getTargets")["targetInfos"]
-        page = next(target for target in targets if target["type"] == "page")
-        attached = self.call(
-            "Target.attachToTarget", {"targetId": page["targetId"], "flatten": True}, session=None
-        )
-        self._session = attached["sessionId"]
+    def __init__(self) -> None:
+        self.once: list[Reply] = []
 
-    _session: str | None = None
+    def __call__(self, prompt: str, params: SamplingParams) -> Reply:
+        if self.once:
+            return self.once.pop(0)
+        question = prompt.rpartition("<|im_start|>user\n")[2]
+        if "<|im_start|>tool\n" in question:
+            return Reply("The tool said so.")
+        for words, reply in REPLIES.items():
+            if question.startswith(words):
+                return reply
+        return Reply("Hello there.")
 
-    def call(
-        self, method: str, params: dict[str, Any] | None = None, session: str | None = ""
-    ) -> dict[str, Any]:
-        self._number += 1
-        message: dict[str, Any] = {"id": self._number, "method": method, "params": params or {}}
-        chosen = self._session if session == "" else session
-        if chosen:
-            message["sessionId"] = chosen
-        os.write(self._write, json.dumps(message).encode() + b"\0")
-        while True:
-            answer = self._message()
-            if answer.get("id") == self._number:
-                assert "error" not in answer, answer
-                result: dict[str, Any] = answer["result"]
-                return result
 
-    def _message(self) -> dict[str, Any]:
-        while b"\0" not in self._rest:
-            piece = os.read(self._read, 1 << 16)
-            assert piece, "the browser is gone"
-            self._rest += piece
-        text, _, self._rest = self._rest.partition(b"\0")
-        message: dict[str, Any] = json.loads(text)
-        return message
+class ToolHandler(BaseHTTPRequestHandler):
+    """A tool as somebody runs it: JSON in, JSON out, open to pages of other origins."""
 
-    def run(self, script: str) -> Any:
-        params = {"expression": script, "returnByValue": True, "awaitPromise": True}
-        result = self.call("Runtime.evaluate", params)
-        assert "exceptionDetails" not in result, result
-        return result["result"].get("value")
+    def do_OPTIONS(self) -> None:
+        self._answer(b"")
 
-    def wait(self, script: str, seconds: float = 30) -> None:
-        end = time.monotonic() + seconds
-        while not self.run(script):
-            assert time.monotonic() < end, f"never: {script}: {self.run('document.body.innerText')}"
-            time.sleep(0.05)
+    def do_POST(self) -> None:
+        given = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self._answer(json.dumps({"weather": f"rain in {given['city']}"}).encode())
 
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        os.close(self._write)
-        os.close(self._read)
+    def _answer(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Access-Control-Allow-Origin", "*")
+        self.send_header("Access-Control-Allow-Headers", "*")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def tool() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), ToolHandler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def page(tokenizer: Tokenizer, tool: str) -> Iterator[Live]:
+    config = EngineConfig.from_keywords(
+        model="M",
+        disable_uvicorn_access_log=True,
+        enable_auto_tool_choice=True,
+        tool_call_parser="hermes",
+        reasoning_parser="qwen3",
+        allowed_hosts=("127.0.0.1", "plain.test"),
+        chat_page_tool_origins=(tool,),
+    )
+    info = scripted_info(tokenizer, config=config, max_model_len=2048)
+    with serve_in_thread(ScriptedEngine(tokenizer, Script(), info), config) as live:
+        yield live
 
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    if BROWSER is None:
-        pytest.skip("no Chromium here")
     browser = Browser(tmp_path_factory.mktemp("browser"))
     yield browser
     browser.close()
 
 
-def open_page(browser: Browser, url: str) -> None:
-    browser.call("Page.navigate", {"url": url})
-    browser.wait("document.readyState === 'complete' && !!document.querySelector('#model option')")
+@pytest.fixture
+def tab(browser: Browser, page: Live, tool: str) -> Iterator[Browser]:
+    """The page, newly opened; nothing may have gone wrong unseen, or come from elsewhere."""
+    browser.screen(1200, 800)
+    browser.open(page.url)
+    yield browser
+    assert browser.run("faults") == []
+    assert not browser.elsewhere(page.url, page.url.replace("127.0.0.1", "plain.test"), tool)
 
 
-def say(browser: Browser, text: str) -> None:
-    browser.run(f"text.value = {json.dumps(text)}; $('form').requestSubmit(); 0")
+IDLE = "document.querySelector('#send').getAttribute('aria-label') === 'Send'"
 
 
-def test_a_conversation(browser: Browser, live: Live) -> None:
-    open_page(browser, live.url)
-    assert browser.run("$('model').value") == "M"
-    say(browser, "think first")
-    browser.wait("document.querySelector('.note')?.textContent.includes('tokens/s')")
-    shown = browser.run("document.querySelector('article').innerText")
-    assert "It is 4." in shown
-    assert browser.run("document.querySelector('details summary').textContent") == "Reasoning"
-    assert browser.run("document.querySelector('details').open") is False
-    say(browser, "<img src=x onerror=alert(1)> hi")
-    browser.wait("document.querySelectorAll('article').length === 2 && !running")
-    assert browser.run("document.querySelectorAll('#talk img').length") == 0
-    prompt = live.engine.seen[-1][0]["prompt"]
-    assert prompt.index("think first") < prompt.index("It is 4.") < prompt.index("<img src=x")
+def say(tab: Browser, text: str, *, wait: bool = True) -> None:
+    tab.type("#text", text)
+    tab.run("document.querySelector('#composer').requestSubmit()")
+    if wait:
+        tab.wait(IDLE)
 
 
-def test_settings_and_tools(browser: Browser, live: Live) -> None:
-    open_page(browser, live.url)
-    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": {}}}]
-    browser.run(f"$('tools').value = {json.dumps(json.dumps(tools))}; $('temperature').value = 0.5")
-    browser.run("$('thinking').value = 'off'; $('system').value = 'Be kind.'; 0")
-    say(browser, "call two tools")
-    browser.wait("document.querySelectorAll('details').length === 2 && !running")
-    assert browser.run("document.querySelector('details').open") is False
-    assert "Paris" in browser.run("document.querySelector('details .said').textContent")
-    prompt, params = live.engine.seen[-1]
-    assert params.temperature == 0.5
-    assert "Be kind." in prompt["prompt"]
-    assert prompt["prompt"].endswith("</think>\n\n")
+def asked(page: Live) -> str:
+    """The prompt of the last request."""
+    prompt: str = page.engine.seen[-1][0]["prompt"]
+    return prompt
 
 
-def test_text_is_set_in_shape_but_never_as_html(browser: Browser, live: Live) -> None:
-    open_page(browser, live.url)
-    source = "Use **bold** and `x < 1`:\\n```python\\nprint(1)\\n```\\n<b>no</b>"
-    browser.run(f"const shaped = new Answer(); shaped.take({{content: '{source}'}}); 0")
-    assert browser.run("document.querySelector('article strong').textContent") == "bold"
-    assert browser.run("document.querySelector('article code').textContent") == "x < 1"
-    assert browser.run("document.querySelector('article pre').firstChild.data") == "print(1)"
-    assert "<b>no</b>" in browser.run("document.querySelector('article').innerText")
+def setting(tab: Browser, name: str, value: str) -> None:
+    """Type into a field of the settings, found by its label."""
+    tab.run(
+        f"(async () => {{ const {{ FIELDS }} = await import('/page/js/fields.js');"
+        f" const {{ label }} = FIELDS.find((field) => field.name === {json.dumps(name)});"
+        " const found = [...document.querySelectorAll('#settings label')]"
+        ".find((each) => each.firstChild.data === label);"
+        f" const input = found.querySelector('input, select, textarea');"
+        f" input.value = {json.dumps(value)};"
+        " input.dispatchEvent(new Event('input', {bubbles: true})); })()"
+    )
 
 
-def test_a_first_question_is_offered_and_a_chat_begun_anew(browser: Browser, live: Live) -> None:
-    open_page(browser, live.url)
-    browser.run("document.querySelector('#hello button').click(); 0")
-    browser.wait("document.querySelectorAll('article').length === 1 && !running")
-    assert "capital of France" in live.engine.seen[-1][0]["prompt"]
-    browser.run("$('fresh').click(); 0")
-    assert browser.run("document.querySelectorAll('article').length") == 0
-    assert browser.run("!!$('hello')")
+# What was wrong.
 
 
-@pytest.mark.parametrize("width", [320, 390, 900])
-def test_it_fits_the_screen(browser: Browser, live: Live, width: int) -> None:
-    screen = {"width": width, "height": 700, "deviceScaleFactor": 1, "mobile": width < 500}
-    browser.call("Emulation.setDeviceMetricsOverride", screen)
-    try:
-        open_page(browser, live.url)
-        browser.run("openSettings(true); 0")
-        assert browser.run("document.documentElement.scrollWidth") <= width
-    finally:
-        browser.call("Emulation.clearDeviceMetricsOverride")
+@needs_browser
+def test_a_new_chat_during_an_answer_does_not_get_it(tab: Browser, page: Live) -> None:
+    say(tab, "count slowly", wait=False)
+    tab.wait("document.querySelector('article.assistant')?.innerText.includes('2')")
+    tab.click("#fresh")
+    assert tab.count("article") == 0
+    say(tab, "hello")
+    assert tab.count("article.assistant") == 1
+    assert "Hello there." in tab.text("article.assistant")
+    assert "count slowly" not in asked(page)
+    tab.click("#conversations .open", 1)
+    tab.wait("document.querySelector('article.user').innerText === 'count slowly'")
+    tab.click("#send")
+    tab.wait(IDLE)
+    assert "1 2 3" in tab.text("article.assistant")
+    assert "stopped" in tab.text("article.assistant .figures")
 
 
-def test_stop_ends_the_request(browser: Browser, live: Live) -> None:
-    open_page(browser, live.url)
-    before = len(live.engine.aborted)
-    say(browser, "count slowly")
-    browser.wait("document.querySelector('article')?.innerText.includes('2')")
-    assert browser.run("$('send').textContent") == "Stop"
-    browser.run("$('form').requestSubmit(); 0")
-    browser.wait("document.querySelector('.note').textContent.includes('stopped')")
-    assert browser.run("$('send').textContent") == "Send"
+@needs_browser
+def test_failed_turns_are_not_sent_again_and_can_be_retried(tab: Browser, page: Live) -> None:
+    say(tab, "fail, please")
+    assert "not sent with later messages" in tab.text(".failure")
+    say(tab, "fail late")
+    say(tab, "hello")
+    assert "fail" not in asked(page)
+    assert tab.count("article.user") == 3
+    assert tab.text("article.user .said") == "fail, please"
+    tab.reload()
+    assert tab.count(".failure") == 2
+    page.engine.reply.once = [Reply("Now it works.")]
+    tab.click(".failure .retry")
+    tab.wait(
+        "!document.querySelector('article.running') && document.body.innerText.includes('works')"
+    )
+    assert tab.count("article") == 2
+    assert tab.text("article.user .said") == "fail, please"
+    assert tab.count(".failure") == 0
+
+
+@needs_browser
+def test_a_tool_call_has_the_rate_at_which_it_came(tab: Browser) -> None:
+    say(tab, "call slowly")
+    figures = tab.text("article.assistant .figures")
+    rate = re.search(r"answer \d+ tokens, ([\d.,]+) tokens/s", figures)
+    assert rate, figures
+    assert float(rate[1].replace(",", "")) < 300, "one token takes 10 ms"
+
+
+@needs_browser
+def test_copy_works_without_a_secure_context(tab: Browser, page: Live) -> None:
+    tab.open(page.url.replace("127.0.0.1", "plain.test"))
+    assert tab.run("isSecureContext") is False
+    say(tab, "hello")
+    tab.click("article.assistant [aria-label=Copy]")
+    assert tab.text("#status") == "Copied"
+    tab.call("Browser.grantPermissions", {"permissions": ["clipboardReadWrite"]})
+    tab.open(page.url)
+    assert tab.run("navigator.clipboard.readText()") == "Hello there."
+
+
+@needs_browser
+def test_a_stream_that_is_cut_does_not_look_finished(tab: Browser) -> None:
+    tab.call("Fetch.enable", {"patterns": [{"urlPattern": "*/v1/chat/completions"}]})
+    say(tab, "hello", wait=False)
+    request = tab.event("Fetch.requestPaused")["requestId"]
+    chunk = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": "Half of"}}]}
+    body = f"data: {json.dumps(chunk)}\n\n"
+    import base64
+
+    answer = {
+        "requestId": request,
+        "responseCode": 200,
+        "responseHeaders": [{"name": "content-type", "value": "text/event-stream"}],
+        "body": base64.b64encode(body.encode()).decode(),
+    }
+    tab.call("Fetch.fulfillRequest", answer)
+    tab.wait(IDLE)
+    tab.call("Fetch.disable")
+    assert "connection ended" in tab.text(".failure")
+    assert "Half of" in tab.text("article.assistant")
+    assert "Continue" in tab.text(".failure")
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [320, 390, 1200])
+def test_settings_survive_a_reload_and_leave_room(tab: Browser, page: Live, width: int) -> None:
+    tab.screen(width, 700)
+    tab.click("#toggle-settings")
+    setting(tab, "temperature", "0.5")
+    shown = tab.run("document.querySelector('#settings').getBoundingClientRect().toJSON()")
+    assert tab.run("document.documentElement.scrollWidth") <= width
+    if width < 500:
+        assert shown["height"] <= 350, "half of the screen"
+    bottom = tab.run("document.querySelector('#text').getBoundingClientRect().bottom")
+    assert bottom <= 700
+    tab.reload()
+    say(tab, "hello")
+    assert page.engine.seen[-1][1].temperature == 0.5
+
+
+# Conversations.
+
+
+@needs_browser
+def test_conversations_are_kept(tab: Browser) -> None:
+    say(tab, "hello about apples")
+    tab.click("#fresh")
+    say(tab, "hello about pears")
+    tab.reload()
+    assert tab.count("#conversations li") == 2
+    assert "pears" in tab.text("article.user")
+    tab.type("#search", "apple")
+    assert tab.text("#conversations") == "hello about apples"
+    tab.click("#conversations .more")
+    tab.click("#menu button")
+    tab.type("#conversations .rename", "Fruit")
+    tab.press("Enter")
+    tab.type("#search", "")
+    assert tab.text("#conversations .open") in ("Fruit", "hello about pears")
+    assert "Fruit" in tab.text("#conversations")
+    tab.click("#conversations .more")
+    tab.click("#menu button", 3)
+    assert tab.count("#conversations li") == 1
+    tab.reload()
+    assert tab.count("#conversations li") == 1
+    tab.click("#conversations .more")
+    tab.click("#menu button", 3)
+    assert "No conversations" in tab.text("#conversations")
+    tab.click(".toast button")
+    assert tab.count("#conversations li .open") == 1
+
+
+@needs_browser
+def test_export_and_import(tab: Browser, tmp_path: Path) -> None:
+    say(tab, "think first\n<!-- user -->\n# not a heading")
+    setting(tab, "temperature", "0.3")
+    tab.call("Page.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+    tab.click("#conversations .more")
+    for place, ending in ((1, "md"), (2, "json")):
+        tab.run("document.querySelector('#menu').showPopover()")
+        tab.click("#menu button", place)
+        end = time.monotonic() + 20
+        while not [*tmp_path.glob(f"*.{ending}")]:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+    (markdown,) = tmp_path.glob("*.md")
+    assert "## Answer\n\nIt is 4." in markdown.read_text()
+    assert "Let me see." in markdown.read_text()
+    tab.click("#conversations .more")
+    tab.click("#menu button", 3)
+    (stored,) = tmp_path.glob("*.json")
+    foreign = tmp_path / "openai.json"
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "from elsewhere"}]
+    foreign.write_text(json.dumps({"messages": messages}))
+    tab.call("DOM.enable")
+    root = tab.call("DOM.getDocument")["root"]["nodeId"]
+    node = tab.call("DOM.querySelector", {"nodeId": root, "selector": "#import-file"})["nodeId"]
+    files = [str(markdown), str(stored), str(foreign)]
+    tab.call("DOM.setFileInputFiles", {"files": files, "nodeId": node})
+    tab.wait("document.querySelectorAll('#conversations .open').length === 3")
+    for place in range(2):
+        tab.run(
+            "[...document.querySelectorAll('#conversations .open')]"
+            f".filter((each) => each.innerText.startsWith('think'))[{place}].click()"
+        )
+        assert tab.text("article.user .said") == "think first\n<!-- user -->\n# not a heading"
+        assert "It is 4." in tab.text("article.assistant .markdown")
+        thoughts = tab.run("document.querySelector('.thought .said').textContent")
+        assert thoughts.strip() == "Let me see."
+    broken = tmp_path / "broken.json"
+    broken.write_text('{"some": "thing"}')
+    tab.call("DOM.setFileInputFiles", {"files": [str(broken)], "nodeId": node})
+    tab.wait("document.querySelector('#toasts').innerText.includes('no conversations')")
+
+
+@needs_browser
+def test_edit_versions_and_the_branch_that_is_sent(tab: Browser, page: Live) -> None:
+    say(tab, "first words")
+    tab.click("article.user [aria-label=Edit]")
+    tab.type("article.user textarea", "other words")
+    tab.run("document.querySelector('article.user form').requestSubmit()")
+    tab.wait(f"{IDLE} && document.querySelector('.versions')?.innerText.includes('2/2')")
+    assert "first words" not in asked(page)
+    tab.click("article.assistant [aria-label='Answer again']")
+    tab.wait(f"{IDLE} && document.querySelectorAll('.versions').length === 2")
+    assert tab.text("article.assistant .versions").strip() == "2/2"
+    tab.click("article.user [aria-label='Earlier version']")
+    assert tab.text("article.user .said") == "first words"
+    say(tab, "and then")
+    assert "first words" in asked(page)
+    assert "other words" not in asked(page)
+    tab.click("article.assistant [aria-label=Edit]")
+    tab.type("article.assistant textarea", "I said this.")
+    tab.run("document.querySelector('article.assistant form').requestSubmit()")
+    say(tab, "go on")
+    assert "I said this." in asked(page)
+    assert "Hello there." not in asked(page)
+
+
+@needs_browser
+def test_an_answer_goes_on(tab: Browser, page: Live) -> None:
+    setting(tab, "max_tokens", "3")
+    say(tab, "hello")
+    part = tab.text("article.assistant .markdown").strip()
+    assert "cut at the limit" in tab.text("article.assistant .figures")
+    setting(tab, "max_tokens", "")
+    page.engine.reply.once = [Reply(" and more.")]
+    tab.click("article.assistant [aria-label=Continue]")
+    tab.wait(f"{IDLE} && document.querySelector('article.assistant').innerText.includes('more')")
+    assert tab.count("article.assistant") == 1
+    assert asked(page).endswith(part)
+    assert tab.text("article.assistant .markdown").strip().startswith(part)
+
+
+@needs_browser
+def test_stop_ends_the_request(tab: Browser, page: Live) -> None:
+    before = len(page.engine.aborted)
+    say(tab, "count slowly", wait=False)
+    tab.wait("document.querySelector('article.assistant')?.innerText.includes('2')")
+    tab.run("document.querySelector('#text').focus()")
+    tab.press("Escape")
+    tab.wait(IDLE)
+    assert "stopped" in tab.text("article.assistant .figures")
     for _ in range(200):
-        if len(live.engine.aborted) > before:
+        if len(page.engine.aborted) > before:
             break
         time.sleep(0.01)
-    assert len(live.engine.aborted) == before + 1
+    assert len(page.engine.aborted) == before + 1
 
 
-def test_errors_are_shown(browser: Browser, live: Live) -> None:
-    open_page(browser, live.url)
-    say(browser, "fail late")
-    browser.wait("!!document.querySelector('.note.error')")
-    assert "could not finish" in browser.run("document.querySelector('.note.error').textContent")
+# What an answer looks like.
+
+
+@needs_browser
+def test_markdown_is_whole_and_harmless(tab: Browser) -> None:
+    say(tab, "markdown")
+    tab.wait(
+        "!!document.querySelector('.katex-display') && !!document.querySelector('.hljs-keyword')"
+    )
+    box = "article.assistant .markdown"
+    assert tab.text(f"{box} h1") == "Title"
+    assert tab.count(f"{box} li input[checked]") == 1
+    assert tab.text(f"{box} blockquote").strip() == "quoted"
+    assert tab.each(f"{box} td[align]", "getComputedStyle(node).textAlign") == ["right"]
+    links = tab.each(f"{box} a", "node.href")
+    assert links == ["https://example.org/x", "", "https://example.org/p.png"]
+    assert tab.each(f"{box} a[href]", "node.rel") == ["noopener noreferrer nofollow"] * 2
+    assert tab.count(f"{box} img") == 0
+    assert '<b onclick="alert(1)">no</b><img src=x' in tab.text(box)
+    assert tab.text(f"{box} strong") == "bold"
+    assert tab.count(f"{box} .katex") == 2
+    assert "costs $5 and $10, broken $\\frac{$" in tab.text(box)
+    tab.click(f"{box} .code button")
+    tab.wait("document.querySelector('#status').textContent !== ''")
+    assert tab.text(f"{box} pre").strip() == 'def f(): return "s"'
+
+
+@needs_browser
+def test_reasoning_is_folded_with_its_time(tab: Browser, page: Live) -> None:
+    say(tab, "think slowly", wait=False)
+    tab.wait("document.querySelector('.thought[open] .said')?.textContent.includes('One')")
+    assert tab.text(".thought summary") == "Thinking…"
+    tab.wait(IDLE)
+    assert re.fullmatch(r"Thought for \d+\.\d s", tab.text(".thought summary"))
+    assert tab.run("document.querySelector('.thought').open") is False
+    assert "It is 4." in tab.text("article.assistant .markdown")
+    say(tab, "<img src=x onerror=alert(1)> hi")
+    assert tab.count("#talk img") == 0
+    prompt = asked(page)
+    assert prompt.index("think slowly") < prompt.index("It is 4.") < prompt.index("<img src=x")
+
+
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {}}}]
+
+
+@needs_browser
+def test_results_of_tools_are_given(tab: Browser, page: Live) -> None:
+    setting(tab, "tools", json.dumps(TOOLS))
+    say(tab, "call two")
+    assert tab.count("details.call") == 2
+    assert "Paris" in tab.text("details.call pre")
+    tab.type("details.call textarea", '{"weather": "sun"}')
+    tab.reload()
+    assert tab.run("document.querySelector('details.call textarea').value") == '{"weather": "sun"}'
+    tab.run("document.querySelectorAll('details.call textarea')[1].value = 'fog'")
+    tab.click(".calls .give")
+    tab.wait(f"{IDLE} && document.body.innerText.includes('The tool said so.')")
+    assert '{"weather": "sun"}' in asked(page)
+    assert "fog" in asked(page)
+    assert tab.count("details.call textarea") == 0
+    assert "sun" in tab.run("document.querySelector('details.call .result').textContent")
+
+
+@needs_browser
+def test_tools_are_run_over_http(tab: Browser, page: Live, tool: str) -> None:
+    setting(tab, "tools", json.dumps([{**TOOLS[0], "url": f"{tool}/weather"}]))
+    say(tab, "call")
+    assert "url" not in asked(page)
+    tab.click("details.call .run")
+    tab.wait("document.querySelector('details.call textarea').value.includes('rain in Paris')")
+    tab.click(".calls .give")
+    tab.wait(f"{IDLE} && document.body.innerText.includes('The tool said so.')")
+    assert "rain in Paris" in asked(page)
+    setting(tab, "run_tools", "auto")
+    say(tab, "call two")
+    tab.wait(f"{IDLE} && document.querySelectorAll('article.assistant').length === 4")
+    assert "rain in Rome" in asked(page)
+    setting(tab, "tools", json.dumps([{**TOOLS[0], "url": "http://127.0.0.1:9/weather"}]))
+    setting(tab, "run_tools", "")
+    say(tab, "call")
+    tab.click("details.call .run")
+    tab.wait("document.body.innerText.includes('--chat-page-tool-origins http://127.0.0.1:9')")
+    tab.run("faults.length = 0")
+
+
+def test_origins_of_tools_are_origins() -> None:
+    for wrong in (
+        "localhost:9000",
+        "http://a b",
+        "http://a; script-src *",
+        "http://a/path",
+        "'self'",
+    ):
+        with pytest.raises(ConfigError, match="chat_page_tool_origins"):
+            EngineConfig.from_keywords(chat_page_tool_origins=(wrong,))
+
+
+# Settings.
+
+PLAIN = {
+    "temperature": (0.7, "temperature"), "top_p": (0.8, "top_p"), "top_k": (7, "top_k"),
+    "min_p": (0.1, "min_p"), "seed": (5, "seed"), "max_tokens": (40, "max_tokens"),
+    "min_tokens": (2, "min_tokens"), "repetition_penalty": (1.1, "repetition_penalty"),
+    "presence_penalty": (0.2, "presence_penalty"), "frequency_penalty": (-0.3, "frequency_penalty"),
+}  # fmt: skip
+
+
+@needs_browser
+def test_every_field_reaches_the_engine(tab: Browser, page: Live) -> None:
+    for name, (value, _) in PLAIN.items():
+        setting(tab, name, str(value))
+    typed = {
+        "stop": "END\n\\n\\n", "stop_token_ids": "5, 7", "include_stop_str_in_output": "true",
+        "ignore_eos": "true", "logit_bias": '{"9": -5}', "bad_words": "ugly", "format": "regex",
+        "constraint": "[a-z ]+", "skip_special_tokens": "false", "thinking": "off",
+        "extra": '{"spaces_between_special_tokens": false}', "truncate_prompt_tokens": "100",
+        "top_logprobs": "2",
+    }  # fmt: skip
+    for name, text in typed.items():
+        setting(tab, name, text)
+    tab.type("#system", "Be kind.")
+    say(tab, "hello")
+    assert tab.count(".failure") == 0, tab.text("#talk")
+    params = page.engine.seen[-1][1]
+    for name, (value, field) in PLAIN.items():
+        assert getattr(params, field) == value, name
+    assert params.stop == ("END", "\n\n")
+    assert params.stop_token_ids == (5, 7)
+    assert params.ignore_eos
+    assert params.include_stop_str_in_output
+    assert params.logit_bias == {9: -5.0}
+    assert params.bad_words == ("ugly",)
+    assert params.structured_outputs.regex == "[a-z ]+"
+    assert params.skip_special_tokens is False
+    assert params.logprobs == 2
+    assert params.truncate_prompt_tokens == 100
+    assert "Be kind." in asked(page)
+    assert asked(page).endswith("</think>\n\n")
+
+
+@needs_browser
+def test_settings_are_of_their_conversation(tab: Browser, page: Live) -> None:
+    say(tab, "hello")
+    setting(tab, "temperature", "0.25")
+    tab.click("#fresh")
+    say(tab, "hello again")
+    assert page.engine.seen[-1][1].temperature != 0.25
+    tab.reload()
+    tab.click("#conversations .open", 1)
+    say(tab, "hello")
+    assert page.engine.seen[-1][1].temperature == 0.25
+    tab.click("#as-default")
+    tab.click("#fresh")
+    say(tab, "hello")
+    assert page.engine.seen[-1][1].temperature == 0.25
+    tab.click("#reset")
+    say(tab, "hello")
+    assert page.engine.seen[-1][1].temperature != 0.25
+
+
+@needs_browser
+def test_a_setting_that_cannot_be_sent_is_pointed_at(tab: Browser, page: Live) -> None:
+    before = len(page.engine.seen)
+    setting(tab, "top_p", "7")
+    say(tab, "keep this text")
+    assert tab.run("document.querySelector('#text').value") == "keep this text"
+    assert tab.text("#toasts") == "Top p: at most 1"
+    assert tab.run("document.querySelector('#settings').hidden") is False
+    assert tab.run("document.activeElement.getAttribute('aria-invalid')") == "true"
+    assert len(page.engine.seen) == before
+
+
+@needs_browser
+def test_presets_and_theme(tab: Browser, page: Live) -> None:
+    tab.type("#system", "Speak like a pirate.")
+    tab.type("#preset-name", "Pirate")
+    tab.click("#preset-keep")
+    tab.type("#theme", "dark")
+    tab.reload()
+    assert tab.run("getComputedStyle(document.body).backgroundColor") == "rgb(23, 23, 22)"
+    tab.type("#presets", "Short answers")
+    assert tab.run("document.querySelector('#system').value") == "Answer in one or two sentences."
+    tab.type("#presets", "Pirate")
+    say(tab, "hello")
+    assert "Speak like a pirate." in asked(page)
+    tab.click("#preset-forget")
+    assert "Pirate" not in tab.run("document.querySelector('#presets').textContent")
+
+
+@needs_browser
+def test_probabilities_under_the_pointer(tab: Browser) -> None:
+    setting(tab, "top_logprobs", "3")
+    say(tab, "hello")
+    tab.click("article.assistant [aria-label=Tokens]")
+    assert "".join(tab.each(".token", "node.textContent")).startswith("Hello there.")
+    place = tab.run("document.querySelectorAll('.token')[1].getBoundingClientRect().toJSON()")
+    at = {"x": place["x"] + 3, "y": place["y"] + 5}
+    tab.call("Input.dispatchMouseEvent", {"type": "mouseMoved", **at})
+    tab.wait("document.querySelectorAll('.tokens .card li').length >= 3")
+    assert "60.7 %" in tab.text(".tokens .card strong")
+    tab.run("document.querySelector('.token').focus()")
+    tab.press("ArrowRight")
+    assert tab.each(".token", "node === document.activeElement")[1]
+
+
+@needs_browser
+def test_several_answers_are_versions(tab: Browser) -> None:
+    setting(tab, "n", "3")
+    say(tab, "hello")
+    assert tab.text("article.assistant .versions").strip() == "1/3"
+    tab.click("article.assistant [aria-label='Later version']")
+    assert "Hello there." in tab.text("article.assistant .markdown")
+
+
+@needs_browser
+def test_figures_tell_what_usage_tells(tab: Browser) -> None:
+    usage = {
+        "prompt_tokens": 100, "completion_tokens": 21,
+        "prompt_tokens_details": {"cached_tokens": 60},
+        "completion_tokens_details": {"reasoning_tokens": 4},
+    }  # fmt: skip
+    metrics = {
+        "num_spec_steps": 10, "num_accepted_draft_tokens": 9, "draft_acceptance_rate": 0.45,
+        "mean_acceptance_length": 1.9,
+    }  # fmt: skip
+    said = tab.run(
+        "import('/page/js/figures.js').then((figuresOf) => {"
+        " const { noFigures, takeUsage, takeDrafts, described } = figuresOf;"
+        f" const figures = noFigures(); takeUsage(figures, {json.dumps(usage)});"
+        f" takeDrafts(figures, {json.dumps(metrics)});"
+        " return described({ ...figures, waited: 0.5, seconds: 2, steps: 20 }); })"
+    )
+    assert said == (
+        "prompt 100 tokens (60 cached), 80.0 tokens/s · answer 21 tokens (4 of thoughts), "
+        "10.0 tokens/s · 9 drafts accepted (45 %, 1.9 tokens a step) · first after 0.50 s"
+    )
+    say(tab, "hello")
+    assert re.match(
+        r"prompt \d+ tokens.* answer \d+ tokens", tab.text("article.assistant .figures")
+    )
+    assert "of 2,048 tokens of context" in tab.text("#context")
+
+
+@needs_browser
+def test_text_files_are_attached(tab: Browser, page: Live, tmp_path: Path) -> None:
+    text, binary = tmp_path / "notes.md", tmp_path / "picture.bin"
+    text.write_text("alpha ``` omega\n")
+    binary.write_bytes(b"\xff\xfe\x00\x01")
+    root = tab.call("DOM.getDocument")["root"]["nodeId"]
+    node = tab.call("DOM.querySelector", {"nodeId": root, "selector": "#files"})["nodeId"]
+    tab.call("DOM.setFileInputFiles", {"files": [str(text), str(binary)], "nodeId": node})
+    tab.wait("document.querySelector('#toasts').innerText.includes('bin is not a text file')")
+    assert tab.text("#attachments").strip() == "notes.md"
+    say(tab, "hello, read this")
+    assert "hello, read this\n\nFile notes.md:\n````\nalpha ``` omega\n````" in asked(page)
+    assert tab.text("article.user summary").strip() == "notes.md"
+    assert tab.run("document.querySelector('#attachments').hidden")
+
+
+# Everybody.
+
+
+@needs_browser
+def test_by_keyboard_and_for_screen_readers(tab: Browser) -> None:
+    tab.run("document.activeElement.blur()")
+    tab.press("/", text="/")
+    assert tab.run("document.activeElement.id") == "text"
+    tab.call("Input.insertText", {"text": "call"})
+    tab.press("Enter", modifiers=8)
+    assert tab.run("document.querySelector('#text').value") == "call\n"
+    tab.press("Enter")
+    tab.wait(f"{IDLE} && document.querySelectorAll('article').length === 2")
+    assert tab.text("#status").startswith("Answer done")
+    tab.press("ArrowUp")
+    assert tab.run("document.activeElement.getAttribute('aria-label')") == "Edit"
+    tab.press("Escape")
+    tab.press("<", code="Comma", modifiers=10)
+    assert tab.run("document.querySelector('#settings').hidden") is False
+    tab.press("O", code="KeyO", modifiers=10)
+    assert tab.run("document.activeElement.id") == "text"
+    assert tab.count("article") == 0
+    tab.click("#conversations .open")
+    roles = {"button", "textbox", "combobox", "searchbox", "link", "checkbox", "navigation"}
+    nodes = tab.call("Accessibility.getFullAXTree")["nodes"]
+    found = [node for node in nodes if node.get("role", {}).get("value") in roles]
+    assert len(found) > 30
+    unnamed = [node for node in found if not node["ignored"] and not node["name"].get("value")]
+    assert not unnamed, unnamed
+    landmarks = {node["role"]["value"] for node in nodes if "role" in node}
+    assert {"main", "navigation", "banner", "contentinfo", "complementary", "log"} <= landmarks
+
+
+@needs_browser
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_text_is_readable_in_both_themes(tab: Browser, theme: str) -> None:
+    """The contrast that WCAG asks for: 4.5 between text and what is behind it."""
+    tab.screen(1200, 800, dark=theme == "dark")
+    say(tab, "think first")
+    tab.click("#toggle-settings")
+    low = tab.run(CONTRAST)
+    assert low == []
+
+
+#: Elements with text of their own whose contrast is below 4.5.
+CONTRAST = """(() => {
+  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const rgba = (colour) => {
+    canvas.clearRect(0, 0, 1, 1);
+    canvas.fillStyle = colour;
+    canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data];
+  };
+  const linear = (part) => part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+  const light = (colour) => {
+    const [r, g, b] = rgba(colour).map((part) => linear(part / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (node) => {
+    for (; node; node = node.parentElement) {
+      const colour = getComputedStyle(node).backgroundColor;
+      if (rgba(colour)[3] > 200) return colour;
+    }
+    return "white";
+  };
+  const hidden = ".unseen, noscript, option, svg, .skip, :disabled";
+  const written = (node) => [...node.childNodes].some((child) => child.nodeType === 3
+    && child.data.trim()) && node.checkVisibility() && !node.closest(hidden);
+  return [...document.querySelectorAll("body *")].filter(written).filter((node) => {
+    const pair = [light(getComputedStyle(node).color), light(behind(node))];
+    const [high, low] = pair.sort((x, y) => y - x);
+    return (high + 0.05) / (low + 0.05) < 4.5;
+  }).map((node) => `${node.tagName} ${node.className} ${node.textContent.slice(0, 30)}`);
+})()"""
+
+
+@needs_browser
+def test_a_first_question_is_offered(tab: Browser, page: Live) -> None:
+    tab.click("#hello button")
+    tab.wait(f"{IDLE} && document.querySelectorAll('article').length === 2")
+    assert "capital of France" in asked(page)
+    tab.click("#fresh")
+    assert tab.count("#hello") == 1
+
+
+@needs_browser
+def test_the_page_asks_for_a_key(browser: Browser, tokenizer: Tokenizer) -> None:
+    config = EngineConfig.from_keywords(
+        model="M", api_key=("secret",), disable_uvicorn_access_log=True
+    )
+    engine = ScriptedEngine(tokenizer, Script(), scripted_info(tokenizer, config=config))
+    with serve_in_thread(engine, config) as live:
+        browser.open(live.url)
+        assert browser.text("#toasts") == "This server asks for a key."
+        assert browser.run("document.activeElement.id") == "key"
+        browser.type("#key", "secret")
+        browser.wait("document.querySelector('#model').options.length === 1")
+        say(browser, "hello")
+        assert "Hello there." in browser.text("article.assistant")
+
+
+@needs_browser
+def test_texts_are_compared_where_the_model_gives_vectors(
+    browser: Browser, tokenizer: Tokenizer
+) -> None:
+    for tasks, parts in (
+        (("embed",), ["Compare", "Rank"]),
+        (("score",), ["Rank"]),
+        (("classify",), ["Classify"]),
+    ):
+        config = EngineConfig.from_keywords(model="M", disable_uvicorn_access_log=True)
+        info = scripted_info(tokenizer, config=config, tasks=tasks)
+        with serve_in_thread(ScriptedEngine(tokenizer, Script(), info), config) as live:
+            browser.open(live.url)
+            assert browser.each("form button", "node.innerText") == parts
+            if tasks == ("score",):
+                continue
+            browser.run("document.querySelector('form').requestSubmit()")
+            browser.wait("document.querySelector('.result').children.length > 0")
+            assert browser.count(".result .error") == 0, browser.text(".result")
+            if tasks == ("embed",):
+                assert browser.count(".matrix tbody td") == 25
+                assert browser.text(".matrix tbody td") == "1.00"
+                assert browser.count(".scatter circle") == 5
+                browser.run("document.querySelectorAll('form')[1].requestSubmit()")
+                browser.wait("document.querySelectorAll('.bars li').length === 4")
+            else:
+                assert browser.count(".bars li") == 16
+            assert browser.run("faults") == []
+
+
+@needs_browser
+def test_the_docs_need_no_network(browser: Browser, page: Live) -> None:
+    browser.events.clear()
+    browser.call("Page.navigate", {"url": f"{page.url}/docs"})
+    browser.wait("document.querySelectorAll('.opblock').length > 10")
+    assert "/v1/chat/completions" in browser.text()
+    assert not browser.elsewhere(page.url)
+    assert browser.run("faults") == []
+
+
+# Without a browser.
+
+
+def test_the_files_and_their_policy(page: Live) -> None:
+    with page.client() as http:
+        answer = http.get("/")
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/html")
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert "require-trusted-types-for 'script'" in policy
+        assert "<script>" not in answer.text
+        assert "style=" not in answer.text
+        assert http.head("/").status_code == 200
+        assert not re.findall(r"(?:src|href)=.?https?:", answer.text)
+        module = http.get("/page/js/app.js")
+        assert module.headers["content-type"].startswith("text/javascript")
+        assert module.headers["content-encoding"] == "gzip"
+        tag = module.headers["etag"]
+        assert http.get("/page/js/app.js", headers={"If-None-Match": tag}).status_code == 304
+        plain = http.get("/page/js/app.js", headers={"Accept-Encoding": "identity"})
+        assert plain.text == module.text
+        for name in ("../__init__.py", "js", "", "js/none.js", "%2e%2e/flags.py", "..%2fflags.py"):
+            assert http.get(f"/page/{name}").status_code == 404, name
+        assert http.get("/redoc", follow_redirects=True).url.path == "/docs"
+
+
+HTML = re.compile(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b")
+
+
+def test_our_modules_set_no_html() -> None:
+    import modulm_route_chat_page
+
+    folder = Path(modulm_route_chat_page.__file__).parent / "files"
+    ours = [path for path in folder.rglob("*.js") if "vendor" not in path.parts]
+    assert len(ours) > 15
+    for path in ours:
+        assert not HTML.search(path.read_text()), path
+
+
+def test_the_libraries_are_as_they_were_published() -> None:
+    import sys
+
+    root = Path(__file__).resolve().parents[2]
+    sys.path.insert(0, str(root / "tools"))
+    try:
+        import vendor  # type: ignore[import-not-found]
+    finally:
+        sys.path.pop(0)
+    assert list(vendor.differences()) == []
+    for package in vendor.packages():
+        assert package["licence"]
+        assert "LICENSE" in package["files"]

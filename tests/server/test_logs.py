@@ -14,7 +14,7 @@ from modulm.plugins.explain import Decision
 from modulm.text.tokenizer import Tokenizer
 from modulm_server.engine.metrics import Metrics
 from modulm_server.flags import ServerConfig
-from modulm_server.logs import _Json
+from modulm_server.logs import _Json, _Silent
 from modulm_server.scripted import scripted_info
 from modulm_server.serve import start_facts
 from modulm_server.stats_log import StatsLog
@@ -44,6 +44,17 @@ def test_an_answer_is_no_refusal(http: httpx.Client, caplog: pytest.LogCaptureFi
     messages = [{"role": "user", "content": "hi"}]
     assert http.post("/v1/chat/completions", json={"messages": messages}).is_success
     assert not caplog.messages
+
+
+def test_what_lies_below_a_path_is_silent() -> None:
+    drops = _Silent(frozenset({"/health", "/page/*"}))
+    for path, kept in (
+        ("/page/js/app.js?x=1", False), ("/health", False), ("/page", True), ("/healthy", True),
+    ):  # fmt: skip
+        record = logging.LogRecord(
+            "uvicorn.access", 20, "", 1, "", ("c", "GET", path, "1.1", 200), None
+        )
+        assert drops.filter(record) is kept, path
 
 
 def test_signs_of_life_are_not_logged_unless_asked_for() -> None:

@@ -177,8 +177,8 @@ def _api(server: ServerConfig) -> FastAPI:
     api = Described(
         title="modulm",
         version=modulm.__version__,
-        docs_url="/docs" if pages else None,
-        redoc_url="/redoc" if pages else None,
+        docs_url=None,
+        redoc_url=None,
         openapi_url="/openapi.json" if pages else None,
         redirect_slashes=False,
     )

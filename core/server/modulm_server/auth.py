@@ -38,8 +38,9 @@ __all__ = [
     "read_keys",
 ]
 
-#: Routes that always answer without a key: signs of life, and the page that asks the user for one.
-OPEN_PATHS = frozenset({"/", "/health", "/ready"})
+#: Routes that always answer without a key: signs of life, and the page that asks the user for one,
+#: with the files that it loads.
+OPEN_PATHS = frozenset({"/", "/page/{file:path}", "/health", "/ready"})
 
 #: Kinds of routes whose endpoint can be wrapped, which leaves them visible to the API pages.
 _PLAIN = (APIRoute, APIWebSocketRoute, Host, Mount, Route, WebSocketRoute)

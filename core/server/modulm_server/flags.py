@@ -27,7 +27,8 @@ class ServerConfig(FlagGroup):
     )  # fmt: skip
     disable_uvicorn_access_log: bool = flag(False, "Log no line per HTTP request.")
     disable_access_log_for_endpoints: tuple[str, ...] | None = flag(
-        ("/health", "/metrics", "/ping", "/ready"), "Paths that get no line in the access log."
+        ("/health", "/metrics", "/page/*", "/ping", "/ready"),
+        "Paths that get no line in the access log; PATH/*: all below it.",
     )
     allow_credentials: bool = flag(False, "CORS: allow credentials.")
     allowed_origins: tuple[str, ...] = flag((), "CORS: origins that may call; none by default.")

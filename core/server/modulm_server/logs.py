@@ -47,16 +47,20 @@ class _Json(logging.Formatter):
 
 
 class _Silent(logging.Filter):
-    """Drops access lines of some paths (`--disable-access-log-for-endpoints`)."""
+    """Drops access lines of some paths (`--disable-access-log-for-endpoints`); a path that ends
+    in `/*` stands for all below it.
+    """
 
     def __init__(self, paths: frozenset[str]) -> None:
         super().__init__()
         self._paths = paths
+        self._below = tuple(path[:-1] for path in paths if path.endswith("/*"))
 
     def filter(self, record: logging.LogRecord) -> bool:
         # uvicorn's arguments: client, method, path with query, HTTP version, status
         path = record.args[2] if isinstance(record.args, tuple) and len(record.args) > 2 else ""
-        return str(path).partition("?")[0] not in self._paths
+        plain = str(path).partition("?")[0]
+        return plain not in self._paths and not plain.startswith(self._below)
 
 
 def _visible(letter: str) -> str:

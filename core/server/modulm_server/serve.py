@@ -266,7 +266,8 @@ def banner(
         url, option = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}", ""
     keys = bool(read_keys(server))
     key = ' -H "Authorization: Bearer $KEY"' if keys else ""
-    unlocked = f"  no key for  {' '.join(sorted(open_paths(server)))}\n" if keys else ""
+    open_to_all = " ".join(path.partition("{")[0] for path in sorted(open_paths(server)))
+    unlocked = f"  no key for  {open_to_all}\n" if keys else ""
     header = plugins.gather("modulm_report_header", config=config)
     return (
         f"{model} is served at {url}\n"

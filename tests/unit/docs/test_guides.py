@@ -8,6 +8,7 @@ import pytest
 
 GUIDES = (
     "../README",
+    "chat-page",
     "chat-templates",
     "drivers",
     "embeddings",

@@ -1,15 +1,17 @@
-"""A chat page at `/`: one file, no build step, nothing loaded from elsewhere."""
+"""A page at `/`: a chat, or for models that pool a comparison of texts. Files as they are written,
+no build step, nothing loaded from elsewhere.
+"""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import re
 from importlib.resources import files
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from modulm_route_chat_page.flags import ChatPageConfig
+from modulm_server.json_body import json_response
+from modulm_server.page_files import PageFiles, content_policy
 from modulm_server.route import RouteFamily
 
 __all__ = ["ChatPage"]
@@ -22,33 +24,40 @@ class ChatPage(RouteFamily):
     api = 2
 
     def router(self) -> APIRouter:
-        self._html = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-        self._policy = _policy(self._html)
+        self._origins = self.context.config.group(ChatPageConfig).chat_page_tool_origins
+        policy = content_policy(
+            script_src="'self'",
+            style_src="'self'",
+            img_src="'self' data:",
+            font_src="'self'",
+            connect_src=" ".join(["'self'", *self._origins]),
+            require_trusted_types_for="'script'",
+            trusted_types="dompurify",
+        )
+        self._files = PageFiles(files(__package__).joinpath("files"), policy)
         router = APIRouter()
         for method in ("GET", "HEAD"):
             router.add_api_route("/", self.page, methods=[method], include_in_schema=False)
+        router.add_api_route(
+            "/page/{file:path}", self.file, methods=["GET"], include_in_schema=False
+        )
         return router
 
-    async def page(self) -> Response:
-        """The page itself."""
-        headers = {
-            "Content-Security-Policy": self._policy,
-            "X-Content-Type-Options": "nosniff",
-            "Referrer-Policy": "no-referrer",
-            "Cache-Control": "no-cache",
+    async def page(self, request: Request) -> Response:
+        """The page for what the model does."""
+        chats = "generate" in self.context.engine.info.tasks
+        return self._files.response(request, "chat.html" if chats else "pooling.html")
+
+    async def file(self, request: Request, file: str) -> Response:
+        """What the page loads."""
+        if file == "about.json":
+            return json_response(self._about())
+        return self._files.response(request, file)
+
+    def _about(self) -> dict[str, object]:
+        """What the page must know and no other route says. Anybody may read it."""
+        return {
+            "tasks": list(self.context.engine.info.tasks),
+            "attachments": ["text"],
+            "tool_origins": list(self._origins),
         }
-        return Response(self._html, headers=headers, media_type="text/html")
-
-
-def _policy(html: str) -> str:
-    """Only the page's own script and style run, and only this server is talked to."""
-    rules = ["default-src 'none'", "connect-src 'self'", "img-src data:", "base-uri 'none'"]
-    for tag in ("script", "style"):
-        inside = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
-        hashes = " ".join(f"'sha256-{_digest(text)}'" for text in inside)
-        rules.append(f"{tag}-src {hashes}")
-    return "; ".join([*rules, "form-action 'none'", "frame-ancestors 'none'"])
-
-
-def _digest(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,0 +1,47 @@
+// Calls of tools in an answer: what was called, and a field for what the tool gave.
+
+import { icon, make } from "./dom.js";
+
+function pretty(text) {
+  try {
+    return JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    return text;
+  }
+}
+
+/**
+ * The calls of a node. results: text by call id of those that are answered; address(call): where a
+ * tool can be run, if anywhere; act: {run(call), runOn(), give(texts), note(call, text)}.
+ */
+export function callsView(node, results, address, act) {
+  const open = !results && node.state !== "running";
+  const fields = new Map();
+  const box = make("form", { class: "calls", "aria-label": "Calls of tools", onsubmit: (event) => {
+    event.preventDefault();
+    act.give(Object.fromEntries([...fields].map(([id, field]) => [id, field.value])));
+  } });
+  for (const call of node.calls ?? []) box.append(callView(node, call, results?.[call.id], open, address(call), act, fields));
+  if (open) box.append(make("div", { class: "row" }, make("button", { class: "main give" }, "Send results"),
+    (node.calls ?? []).every(address) && make("button", { type: "button", class: "run-on", onclick: act.runOn }, "Run and go on")));
+  return box;
+}
+
+function callView(node, call, result, open, address, act, fields) {
+  const fold = make("details", { class: "call", open },
+    make("summary", {}, "Calls ", make("b", {}, call.name)), make("pre", { tabIndex: 0 }, pretty(call.arguments)));
+  if (result !== undefined)
+    fold.append(make("div", { class: "faint" }, "Result"), make("pre", { class: "result", tabIndex: 0 }, pretty(result)));
+  if (!open) return fold;
+  const field = make("textarea", { rows: 2, class: "result", spellcheck: "false", "aria-label": `Result of ${call.name}`,
+    placeholder: "What the tool gives", value: node.results?.[call.id] ?? "" });
+  field.addEventListener("input", () => act.note(call, field.value));
+  fields.set(call.id, field);
+  fold.append(field);
+  const wrong = node.wrong?.[call.id];
+  if (wrong) fold.append(make("p", { class: "error", role: "alert" }, wrong));
+  if (address)
+    fold.append(make("button", { type: "button", class: "run", title: address, onclick: () => act.run(call) },
+      icon("go"), `Run ${new URL(address, location.href).host}`));
+  return fold;
+}

@@ -1,0 +1,101 @@
+// Conversations as files: JSON that has all of them and everything, Markdown of what is shown.
+
+import { newId } from "./dom.js";
+import { add, newConversation, path } from "./tree.js";
+
+const FORMAT = "modulm-conversations";
+
+export function toJson(conversations) {
+  return JSON.stringify({ format: FORMAT, version: 1, conversations }, null, 1);
+}
+
+const MARK = /^<!-- (user|assistant|reasoning|calls|attachment|tool)(?: (.*?))? -->$/;
+const guarded = (text) => text.replace(/^(\\*)(<!-- (?:user|assistant|reasoning|calls|attachment|tool)\b)/gm, "$1\\$2");
+const unguarded = (text) => text.replace(/^\\(\\*<!-- )/gm, "$1");
+
+/** What is shown of a conversation. Comments tell the parts apart when it is read again. */
+export function toMarkdown(conversation) {
+  const parts = [`# ${conversation.title || "Conversation"}\n`];
+  const put = (mark, title, text) => parts.push(`<!-- ${mark} -->\n${title}\n\n${guarded(text)}\n`);
+  for (const node of path(conversation)) {
+    if (node.role === "user") {
+      put("user", "## You", node.content);
+      for (const file of node.attachments ?? [])
+        put(`attachment ${JSON.stringify(file.name)}`, `### File ${file.name}`, file.text);
+    } else if (node.role === "tool") put(`tool ${JSON.stringify([node.call, node.name])}`, `## Result of ${node.name}`, node.content);
+    else {
+      put("assistant", "## Answer", node.content);
+      if (node.reasoning) put("reasoning", "### Reasoning", node.reasoning);
+      if (node.calls?.length) put("calls", "### Calls", JSON.stringify(node.calls, null, 1));
+    }
+  }
+  return parts.join("\n");
+}
+
+/** Conversations of a file of either kind, or OpenAI's `{"messages": [...]}`. Throws an Error. */
+export function fromText(text) {
+  let table;
+  try {
+    table = JSON.parse(text);
+  } catch {
+    return [fromMarkdown(text)];
+  }
+  if (table?.format === FORMAT && Array.isArray(table.conversations)) return table.conversations.map(checked);
+  if (Array.isArray(table?.messages)) return [fromMessages(table.messages)];
+  throw new Error("these are no conversations");
+}
+
+/** A conversation of a file, with a name that no other has. */
+function checked(given) {
+  const whole = given && typeof given.nodes === "object" && typeof given.chosen === "object"
+    && Object.values(given.nodes ?? {}).every((node) => typeof node?.content === "string" && typeof node.parent === "string");
+  if (!whole) throw new Error("a conversation of this file is broken");
+  return { ...newConversation(), ...given, id: newId() };
+}
+
+function fromMessages(messages) {
+  const conversation = newConversation();
+  let last = null;
+  for (const { role, content, reasoning_content: reasoning, tool_calls: calls, tool_call_id: call, name } of messages) {
+    if (typeof content !== "string" && content !== null && content !== undefined) throw new Error("only messages of text can be read");
+    if (role === "system") conversation.settings.system = content;
+    else if (role === "assistant") last = add(conversation, last, { role, content: content ?? "", reasoning,
+      calls: calls?.map((each) => ({ id: each.id, ...each.function })) });
+    else last = add(conversation, last, { role: role === "tool" ? "tool" : "user", content: content ?? "", call, name });
+  }
+  return conversation;
+}
+
+function fromMarkdown(text) {
+  const conversation = newConversation();
+  const sections = [];
+  for (const line of text.replace(/\r\n/g, "\n").split("\n")) {
+    const mark = MARK.exec(line);
+    if (mark) sections.push({ kind: mark[1], given: mark[2], lines: [] });
+    else sections.at(-1)?.lines.push(line);
+  }
+  if (!sections.length) throw new Error("this Markdown is no conversation that was exported here");
+  let last = null;
+  for (const { kind, given, lines } of sections) {
+    const content = unguarded(lines.slice(2).join("\n").replace(/\n$/, ""));
+    if (kind === "user" || kind === "assistant") last = add(conversation, last, { role: kind, content });
+    else if (kind === "tool") {
+      const [call, name] = JSON.parse(given);
+      last = add(conversation, last, { role: "tool", content, call, name });
+    } else if (last && kind === "reasoning") last.reasoning = content;
+    else if (last && kind === "calls") last.calls = JSON.parse(content);
+    else if (last) (last.attachments ??= []).push({ kind: "text", name: JSON.parse(given), text: content });
+  }
+  const title = /^# (.+)$/m.exec(text);
+  if (title) Object.assign(conversation, { title: title[1], named: true });
+  return conversation;
+}
+
+/** Hand a file to the browser. */
+export function download(name, text, type) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([text], { type }));
+  link.download = name.replace(/[^\p{L}\p{N}. _-]+/gu, "").trim() || "conversation";
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+}

@@ -1,0 +1,163 @@
+// The panel of settings. They belong to the conversation on the screen; those of an empty one are what
+// new ones begin with.
+
+import { key } from "./api.js";
+import { byId, icon, make } from "./dom.js";
+import { GROUPS, Invalid, valueOf } from "./fields.js";
+import { PRESETS } from "./presets.js";
+import { shared } from "./store.js";
+
+export class Settings {
+  /** changed(settings): what was typed has changed; asked(): a key was given. */
+  constructor({ changed, keyGiven, asDefault }) {
+    this.changed = changed;
+    this.inputs = new Map();
+    this.panel = byId("settings");
+    this.panel.append(
+      make("div", { class: "row head" }, make("h2", {}, "Settings"),
+        make("button", { type: "button", class: "icon", "aria-label": "Close the settings", onclick: () => this.toggle(false) }, icon("close"))),
+      make("p", { class: "faint" }, "Of this conversation. What is empty is the model's own."),
+      this.system(), ...GROUPS.map(([title, fields], place) => this.group(title, fields, place < 1)),
+      this.page(keyGiven),
+      make("div", { class: "row" },
+        make("button", { type: "button", id: "as-default", onclick: asDefault }, "Use for new chats"),
+        make("button", { type: "button", id: "reset", onclick: () => this.reset() }, "Reset")));
+    byId("toggle-settings").addEventListener("click", () => this.toggle());
+    this.panel.addEventListener("keydown", (event) => {
+      if (event.key !== "Escape") return;
+      event.stopPropagation();
+      this.toggle(false);
+      byId("toggle-settings").focus();
+    });
+  }
+
+  toggle(open = this.panel.hidden) {
+    this.panel.hidden = !open;
+    byId("toggle-settings").setAttribute("aria-expanded", String(open));
+    document.body.classList.toggle("with-settings", open);
+  }
+
+  /** Show the settings of a conversation. */
+  show(values) {
+    this.values = values;
+    for (const [name, input] of this.inputs) {
+      input.value = values[name] ?? "";
+      this.check(name);
+    }
+  }
+
+  /** Open the panel at a field that cannot be sent. */
+  point(name) {
+    this.toggle(true);
+    const input = this.inputs.get(name);
+    if (!input) return;
+    const fold = input.closest("details");
+    if (fold) fold.open = true;
+    input.focus();
+  }
+
+  reset() {
+    for (const name of Object.keys(this.values)) delete this.values[name];
+    this.show(this.values);
+    this.changed(this.values);
+  }
+
+  group(title, fields, open) {
+    return make("details", { open }, make("summary", {}, title), make("div", { class: "fields" }, ...fields.map((field) => this.field(field))));
+  }
+
+  field(field) {
+    const input = this.input(field);
+    const error = make("span", { class: "error", role: "alert" });
+    this.inputs.set(field.name, Object.assign(input, { field, problem: error }));
+    input.addEventListener("input", () => this.typed(field.name));
+    const wide = field.wide || ["lines", "json"].includes(field.kind);
+    return make("label", { class: wide ? "wide" : "" }, field.label, input, error);
+  }
+
+  input(field) {
+    if (field.options) return make("select", {}, ...field.options.map(([value, label]) => new Option(label, value)));
+    const hint = field.hint ?? (["number", "integer"].includes(field.kind) ? "model's" : undefined);
+    if (field.code || ["lines", "json"].includes(field.kind))
+      return make("textarea", { rows: field.code ? 3 : 2, spellcheck: "false", class: field.code ? "code" : "", placeholder: hint });
+    return make("input", { inputmode: field.kind === "number" ? "decimal" : undefined, placeholder: hint, autocomplete: "off" });
+  }
+
+  typed(name) {
+    const { value } = this.inputs.get(name);
+    if (value === "") delete this.values[name];
+    else this.values[name] = value;
+    this.check(name);
+    this.changed(this.values);
+  }
+
+  check(name) {
+    const input = this.inputs.get(name);
+    let problem = "";
+    try {
+      if (input.field) valueOf(input.field, input.value);
+    } catch (error) {
+      if (!(error instanceof Invalid)) throw error;
+      problem = error.message.slice(input.field.label.length + 2);
+    }
+    if (input.problem) input.problem.textContent = problem;
+    input.setAttribute("aria-invalid", String(Boolean(problem)));
+  }
+
+  /** The system prompt, and a list of such that are kept. */
+  system() {
+    const text = make("textarea", { rows: 3, id: "system" });
+    this.inputs.set("system", text);
+    text.addEventListener("input", () => this.typed("system"));
+    const list = make("select", { id: "presets", "aria-label": "System prompts that are kept" });
+    const fill = () => list.replaceChildren(new Option("Choose…", ""), ...this.presets().map(({ name }) => new Option(name, name)));
+    list.addEventListener("change", () => {
+      const found = this.presets().find(({ name }) => name === list.value);
+      if (!found) return;
+      text.value = found.text;
+      this.typed("system");
+    });
+    const name = make("input", { placeholder: "Name", "aria-label": "Name to keep this system prompt by", id: "preset-name" });
+    const own = (change) => { shared.set("presets", change(shared.get("presets", []))); fill(); };
+    const keep = () => {
+      const kept = { name: name.value.trim(), text: text.value };
+      if (!kept.name) { name.focus(); return; }
+      own((presets) => [...presets.filter((each) => each.name !== kept.name), kept]);
+      list.value = kept.name;
+      name.value = "";
+    };
+    const forget = () => own((presets) => presets.filter((each) => each.name !== list.value));
+    fill();
+    return make("details", { open: true }, make("summary", {}, "System prompt"), make("div", { class: "fields" },
+      make("label", { class: "wide" }, "System prompt", text),
+      make("div", { class: "row wide" }, list, make("button", { type: "button", id: "preset-forget", onclick: forget }, "Forget")),
+      make("div", { class: "row wide" }, name, make("button", { type: "button", id: "preset-keep", onclick: keep }, "Keep"))));
+  }
+
+  presets() {
+    const own = shared.get("presets", []);
+    return [...PRESETS.filter(({ name }) => !own.some((each) => each.name === name)), ...own];
+  }
+
+  /** What belongs to the page, not to a conversation. */
+  page(keyGiven) {
+    const theme = make("select", { id: "theme" }, ...["auto", "light", "dark"].map((word) => new Option(word, word)));
+    theme.value = shared.get("theme", "auto");
+    theme.addEventListener("change", () => {
+      shared.set("theme", theme.value);
+      document.documentElement.dataset.theme = theme.value;
+    });
+    const secret = make("input", { type: "password", id: "key", autocomplete: "off", value: key.get() });
+    secret.addEventListener("change", () => { key.set(secret.value); keyGiven(); });
+    this.secret = secret;
+    return make("details", { id: "page-settings" }, make("summary", {}, "This page"), make("div", { class: "fields" },
+      make("label", {}, "Theme", theme), make("label", { class: "wide" }, "API key, if the server asks for one", secret)));
+  }
+
+  /** The server asks for a key. */
+  askKey() {
+    this.toggle(true);
+    byId("page-settings").open = true;
+    this.secret.focus();
+  }
+}

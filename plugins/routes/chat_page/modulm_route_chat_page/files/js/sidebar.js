@@ -1,0 +1,103 @@
+// The list of conversations: open, search, rename, delete, export, import.
+
+import { byId, icon, make, toast } from "./dom.js";
+import { download, fromText, toJson, toMarkdown } from "./export.js";
+import { textOf } from "./tree.js";
+
+export class Sidebar {
+  /** app: {conversations, current, runs, open, put, remove}. */
+  constructor(app) {
+    this.app = app;
+    byId("search").addEventListener("input", () => this.show());
+    byId("export-all").addEventListener("click", () =>
+      download("modulm-conversations.json", toJson([...app.conversations.values()]), "application/json"));
+    this.file = make("input", { type: "file", accept: ".json,.md,application/json,text/markdown", multiple: "", class: "unseen",
+      "aria-label": "Conversations to import", id: "import-file", tabIndex: -1, onchange: () => this.import([...this.file.files]) });
+    byId("import").after(this.file);
+    byId("import").addEventListener("click", () => this.file.click());
+  }
+
+  show() {
+    const { app } = this, wanted = byId("search").value.trim().toLowerCase();
+    const found = [...app.conversations.values()].sort((a, b) => b.updated - a.updated)
+      .filter((each) => !wanted || textOf(each).toLowerCase().includes(wanted));
+    const focused = document.activeElement?.closest?.("#conversations li")?.dataset.id;
+    byId("conversations").replaceChildren(...found.map((each) => this.row(each, wanted)));
+    if (focused) document.querySelector(`#conversations li[data-id="${focused}"] button`)?.focus();
+    if (!found.length) byId("conversations").append(make("li", { class: "faint none" }, wanted ? "Nothing found" : "No conversations yet"));
+  }
+
+  row(conversation, wanted) {
+    const { app } = this, here = conversation === app.current;
+    const open = make("button", { type: "button", class: "open", onclick: () => app.open(conversation.id), "aria-current": here ? "page" : undefined },
+      make("span", { class: "name" }, conversation.title || "Untitled"), this.excerpt(conversation, wanted));
+    const more = make("button", { type: "button", class: "icon more", "aria-haspopup": "true",
+      "aria-label": `More about ${conversation.title}`, onclick: () => this.menu(more, conversation) }, icon("more"));
+    return make("li", { "data-id": conversation.id, class: [here && "here", app.runs.has(conversation.id) && "busy"].filter(Boolean).join(" ") }, open, more);
+  }
+
+  /** The line in which a search found something. */
+  excerpt(conversation, wanted) {
+    if (!wanted || conversation.title.toLowerCase().includes(wanted)) return null;
+    const line = textOf(conversation).split("\n").find((each) => each.toLowerCase().includes(wanted)) ?? "";
+    const at = Math.max(0, line.toLowerCase().indexOf(wanted) - 20);
+    return make("span", { class: "faint" }, `${at ? "…" : ""}${line.slice(at, at + 60)}`);
+  }
+
+  menu(button, conversation) {
+    const menu = byId("menu");
+    const item = (label, act) => make("button", { type: "button", onclick: () => { menu.hidePopover(); act(); } }, label);
+    const name = conversation.title || "conversation";
+    menu.replaceChildren(
+      item("Rename", () => this.rename(conversation)),
+      item("Export as Markdown", () => download(`${name}.md`, toMarkdown(conversation), "text/markdown")),
+      item("Export as JSON", () => download(`${name}.json`, toJson([conversation]), "application/json")),
+      item("Delete", () => this.delete(conversation)));
+    const place = button.getBoundingClientRect();
+    menu.style.left = `${Math.min(place.left, innerWidth - 200)}px`;
+    menu.style.top = `${Math.min(place.bottom, innerHeight - 190)}px`;
+    menu.showPopover();
+    menu.firstChild.focus();
+  }
+
+  rename(conversation) {
+    const row = document.querySelector(`#conversations li[data-id="${conversation.id}"]`);
+    const field = make("input", { value: conversation.title, "aria-label": "Name of the conversation", class: "rename" });
+    const end = (keep) => {
+      if (keep && field.value.trim()) {
+        Object.assign(conversation, { title: field.value.trim(), named: true });
+        this.app.put(conversation);
+      }
+      this.show();
+    };
+    field.addEventListener("keydown", (event) => {
+      if (event.key === "Enter") end(true);
+      if (event.key === "Escape") { event.stopPropagation(); end(false); }
+    });
+    field.addEventListener("blur", () => { if (field.isConnected) end(true); });
+    row.replaceChildren(field);
+    field.select();
+  }
+
+  delete(conversation) {
+    this.app.remove(conversation);
+    toast(`“${conversation.title || "Untitled"}” is deleted.`, "Undo", () => this.app.put(conversation));
+  }
+
+  async import(files) {
+    let count = 0;
+    for (const file of files) {
+      try {
+        for (const conversation of fromText(await file.text())) {
+          this.app.put(conversation);
+          count += 1;
+        }
+      } catch (error) {
+        toast(`${file.name}: ${error.message}`);
+        return;
+      }
+    }
+    this.file.value = "";
+    toast(`${count} imported.`);
+  }
+}

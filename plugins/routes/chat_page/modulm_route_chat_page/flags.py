@@ -1,0 +1,34 @@
+"""The flags of the chat page: `config.group(ChatPageConfig)`."""
+
+from __future__ import annotations
+
+import re
+
+from modulm.config.schema.flags import FlagGroup, flag, flag_group
+from modulm.errors import ConfigError
+
+__all__ = ["ChatPageConfig"]
+
+_ORIGIN = re.compile(
+    r"https?://(\*\.)?[A-Za-z0-9.-]+(:(\d+|\*))?|https?://\[[0-9a-fA-F:]+\](:\d+)?"
+)
+
+
+@flag_group
+class ChatPageConfig(FlagGroup):
+    """The page at `/`."""
+
+    title = "Chat page"
+    server = True
+
+    chat_page_tool_origins: tuple[str, ...] = flag(
+        (),
+        "Origins, as http://localhost:9000, where the chat page may run tools beside its own.",
+    )
+
+    def __attrs_post_init__(self) -> None:
+        for origin in self.chat_page_tool_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    "chat_page_tool_origins", f"{origin!r} is not scheme, host and port of an URL"
+                )
