@@ -35,7 +35,7 @@ LIBRARIES: dict[str, set[str]] = {
     "modulm_chat": {"chat_templates", "commands", "parsers", "poolers"},
     "modulm_cli": {"commands"},
     "modulm_frontend": {"commands", "routes"},
-    "modulm_layers": {"models", "poolers"},
+    "modulm_layers": {"models", "poolers", "speculators"},
     "modulm_parsing": {"parsers", "routes", "commands", "models", "logits_processors"},
     "modulm_quantized": {"quantization", "commands"},
     "modulm_server": {"routes", "commands"},

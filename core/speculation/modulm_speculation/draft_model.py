@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from modulm.contracts.model import Batch, Model
     from modulm_speculation.target import Target
 
-__all__ = ["DraftModel", "DraftWeights", "load_draft", "stored_names"]
+__all__ = ["DraftModel", "DraftWeights", "load_draft", "stored"]
 
 #: In front of the names of a draft's layers, which may be those of the target's.
 _PREFIX = "draft"
@@ -48,7 +48,8 @@ class DraftWeights:
 
 
 class DraftModel:
-    """A loaded draft, and the configuration it was loaded with. max_length: positions it has.
+    """A loaded draft, and the configuration it was loaded with. max_length: positions it has;
+    targets: [vocabulary of the draft] int64, by how much less its tokens are than the target's.
 
     Raises UnsupportedError for a model that keeps states: they would have to go back.
     """
@@ -57,6 +58,7 @@ class DraftModel:
         self.config, self.loaded = config, loaded
         self.model: Model = loaded.model
         self.max_length = loaded.max_model_len
+        self.targets: Tensor | None = None
         who = type(self.model).__name__
         if any(group.backend is None for group in loaded.groups):
             raise UnsupportedError(f"{who} keeps recurrent states: such models do not draft")
@@ -82,7 +84,7 @@ class DraftModel:
     def choose(self, hidden: Tensor) -> Tensor:
         """hidden: [n, hidden] -> [n] int64, the most probable tokens."""
         chosen: Tensor = self.loaded.ops.argmax(self.model.logits(hidden))
-        return chosen
+        return chosen if self.targets is None else chosen + self.targets[chosen]
 
 
 def load_draft(target: Target, weights: DraftWeights) -> DraftModel:
@@ -102,11 +104,17 @@ def load_draft(target: Target, weights: DraftWeights) -> DraftModel:
         raise ConfigError("speculative_config", words) from error
 
 
-def stored_names(target: Target, weights: DraftWeights) -> frozenset[str]:
-    """What the tensors of a draft's checkpoint are called."""
-    config, plugins = _config(target, weights), manager.current()
-    path = open_checkpoint(config, plugins).path
-    return frozenset(open_loader(config, path, plugins).driver.index())
+def stored(target: Target, weights: DraftWeights) -> tuple[Mapping[str, Any], frozenset[str]]:
+    """A draft's config.json, and what the tensors in its files are called."""
+    plugins = manager.current()
+    try:
+        config = _config(target, evolve(weights, driver=None, overrides={}))
+        checkpoint = open_checkpoint(config, plugins)
+        index = open_loader(config, checkpoint.path, plugins).driver.index()
+        return checkpoint.config, frozenset(index)
+    except ModulmError as error:
+        words = f"model {weights.model}: {error}"
+        raise ConfigError("speculative_config", words) from error
 
 
 def _config(target: Target, weights: DraftWeights) -> EngineConfig:

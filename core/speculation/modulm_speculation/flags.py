@@ -19,7 +19,8 @@ class SpeculationConfig(FlagGroup):
     speculative_config: Mapping[str, Any] = flag(
         {},
         "Which speculator, and its options: `method`, `num_speculative_tokens` (most for a row and "
-        "step), `adaptive` (false: always as many), `model`, and what the method takes.",
+        "step), `adaptive` (false: always as many), `model`, and what the method takes. Method "
+        "`custom` takes a class as `model`.",
         aliases=("-sc",),
     )
     spec_method: str | None = flag(

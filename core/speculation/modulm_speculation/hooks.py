@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["modulm_config_final", "modulm_drafter"]
 
 
+#: Methods that are no speculator's name: a class is given instead.
+_CUSTOM = ("custom", "custom_class")
+
+
 def _asked(flags: SpeculationConfig) -> tuple[str, dict[str, Any]] | None:
     """(method, options), or None where nothing is to be drafted."""
     short = {
@@ -36,6 +40,18 @@ def _asked(flags: SpeculationConfig) -> tuple[str, dict[str, Any]] | None:
     return method, table
 
 
+def _registered(table: dict[str, Any]) -> str:
+    """The name of the class that `model` names, "package.module:Class" or with a dot."""
+    path = table.pop("model", None)
+    if not isinstance(path, str) or "." not in path.replace(":", "."):
+        words = "model: the path of a speculator's class is needed, package.module:Class"
+        raise ConfigError("speculative_config", words)
+    if ":" not in path:
+        path = ":".join(path.rsplit(".", 1))
+    manager.current().register("speculators", path, path)
+    return path
+
+
 def _made(config: EngineConfig) -> tuple[Any, Any, bool] | None:
     """(driver, its options, whether how much it drafts adapts), of the flags."""
     asked = _asked(config.group(SpeculationConfig))
@@ -46,6 +62,8 @@ def _made(config: EngineConfig) -> tuple[Any, Any, bool] | None:
     if not isinstance(adaptive, bool):
         raise ConfigError("speculative_config", "adaptive: true or false")
     plugins = manager.current()
+    if method in _CUSTOM:
+        method = _registered(table)
     try:
         return (
             plugins.load("speculators", method),

@@ -1,0 +1,1 @@
+"""Speculative decoding with EAGLE and EAGLE-3 heads."""

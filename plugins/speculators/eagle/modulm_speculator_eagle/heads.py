@@ -1,0 +1,292 @@
+"""EAGLE heads as models: a layer or few that go on from the target's hidden states.
+
+EAGLE (Li and others, arXiv 2401.15077) predicts the target's last hidden state, EAGLE-3 (arXiv
+2503.01840) a state of its own from those of three layers. Their checkpoints hold what is theirs:
+an embedding or a head that they leave out is the target's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+from torch.nn import Module, ModuleList
+
+from modulm.contracts.model import Batch, CacheSpec, Model
+from modulm.errors import UnsupportedError
+from modulm.nn import Builder, Norm, Rewrite, WeightNames
+from modulm_layers import (
+    DecoderConfig,
+    PreNormLayer,
+    standard_attention,
+    standard_mlp,
+    tiny_config,
+)
+from modulm_layers.config import size
+from modulm_speculation.chain import HIDDEN
+
+if TYPE_CHECKING:
+    from modulm_speculation import Target
+
+__all__ = ["Eagle3Head", "EagleConfig", "EagleHead"]
+
+
+@frozen(kw_only=True)
+class EagleConfig(DecoderConfig):
+    """config.json of a head.
+
+    own_embedding, own_head, fc_bias, qkv_bias: what its files hold. The target's states that it
+    reads are `target_hidden_size` wide, and those of `aux` layers side by side (0: the last one).
+    """
+
+    own_embedding: bool = False
+    own_head: bool = False
+    fc_bias: bool = False
+    qkv_bias: bool = False
+    add_para_norm: bool = False
+    draft_vocab_size: int | None = size(None)
+    target_hidden_size: int | None = size(None)
+    aux: int = 3
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+
+
+class Head(Module, Model):
+    """What both kinds share. `target` has to be set before it runs."""
+
+    api = 1
+    config_type = EagleConfig
+    target: Target | None = None
+
+    def __init__(self, config: EagleConfig, build: Builder) -> None:
+        super().__init__()
+        self.config, self.ops = config, build.ops
+        hidden, words = config.hidden_size, config.draft_vocab_size or config.vocab_size
+        self.embed = self.head = None
+        if config.own_embedding:
+            self.embed = build.embedding("embed_tokens", config.vocab_size, hidden)
+        if config.own_head:
+            self.head = build.head("lm_head", hidden, words)
+
+    @property
+    def caches(self) -> tuple[CacheSpec, ...]:
+        return self._caches
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """tokens: [n] -> [n, hidden]."""
+        if self.embed is not None:
+            return self.embed.lookup(tokens)
+        return self._of().embeddings(tokens)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self._of().logits(hidden) if self.head is None else self.head(hidden)
+        return logits
+
+    def _of(self) -> Target:
+        if self.target is None:
+            raise UnsupportedError("an EAGLE head runs beside its target only")
+        return self.target
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        return tiny_config("llama", cls.__name__, num_hidden_layers=1)
+
+
+class EagleLayer(PreNormLayer):
+    """Llama's layer; the first has no norm before its attention."""
+
+    def __init__(self, c: EagleConfig, b: Builder, index: int) -> None:
+        norm = b.rms_norm("input_layernorm", c.hidden_size, c.rms_norm_eps) if index else NoNorm()
+        super().__init__(
+            norm,
+            standard_attention(c, b, index, bias=c.qkv_bias),
+            b.rms_norm("post_attention_layernorm", c.hidden_size, c.rms_norm_eps),
+            standard_mlp(c, b),
+        )
+
+
+class NoNorm(Norm):
+    """Leaves everything as it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class EagleHead(Head):
+    """EAGLE 1 and 2: the layers run on a map of the token's vector and the state beside it."""
+
+    names: ClassVar[WeightNames] = WeightNames(
+        rename=(
+            (r"^model\.", ""),
+            (r"^fusion_fc\.", "fc."),
+            (r"^transformer\.", "layers.0."),
+            (r"^embedding_layernorm", "embed_norm"),
+            (r"^(hidden_states|pre_lm_head)_layernorm", "state_norm"),
+        ),
+        ignore=(r"^layers\.0\.input_layernorm\.",),
+        rewrite=(
+            Rewrite(r"^fc\.weight$", lambda _, t: _halves(t, "embed_fc", "state_fc")),
+            Rewrite(r"^fc\.bias$", lambda _, t: [("state_fc.bias", t)]),
+        ),
+    )
+
+    def __init__(self, config: EagleConfig, build: Builder) -> None:
+        super().__init__(config, build)
+        hidden, given = config.hidden_size, config.target_hidden_size or config.hidden_size
+        self.embed_fc = build.linear("embed_fc", hidden, hidden, split=False)
+        self.state_fc = build.linear("state_fc", given, hidden, bias=config.fc_bias, split=False)
+        self.norms = ModuleList()
+        if config.add_para_norm:
+            self.norms.extend(
+                build.rms_norm(name, hidden, config.rms_norm_eps)
+                for name in ("embed_norm", "state_norm")
+            )
+        self.layers = ModuleList(
+            EagleLayer(config, build.at(f"layers.{i}"), i) for i in range(config.num_hidden_layers)
+        )
+        self._caches = tuple(build.shared.caches)
+
+    @classmethod
+    def weights(cls, config: Any) -> WeightNames:
+        return _without(cls.names, config)
+
+    def forward(self, batch: Batch) -> Tensor:
+        x, state = self.embedded(batch.tokens), batch.extras[HIDDEN]
+        if self.config.add_para_norm:
+            x, state = self.norms[0](x), self.norms[1](state)
+        x = self.ops.add(self.embed_fc(x), self.state_fc(state))
+        residual: Tensor | None = None
+        for layer in self.layers:
+            x, residual = layer(x, residual, batch)
+        return x if residual is None else self.ops.add(x, residual)
+
+
+class Eagle3Layer(Module):
+    """Llama's layer whose attention reads two things side by side in its first place."""
+
+    def __init__(self, c: EagleConfig, b: Builder, index: int) -> None:
+        super().__init__()
+        hidden, eps = c.hidden_size, c.rms_norm_eps
+        self.attn = standard_attention(c, b, index, bias=c.qkv_bias)
+        self.beside = None
+        if not index:
+            heads, shared = c.heads * c.head_size, c.kv_heads * c.head_size
+            parts = {"q_proj": heads, "k_proj": shared, "v_proj": shared}
+            self.beside = Beside(self.attn.qkv, b.at("beside").linear("qkv_proj", hidden, parts))
+            self.attn.qkv = self.beside
+            self.hidden_norm = b.rms_norm("hidden_norm", hidden, eps)
+        self.attn_norm = b.rms_norm("input_layernorm", hidden, eps)
+        self.mlp_norm = b.rms_norm("post_attention_layernorm", hidden, eps)
+        self.mlp = standard_mlp(c, b)
+        self.norm_before_residual = c.norm_before_residual
+
+    def forward(
+        self, x: Tensor, state: Tensor, residual: Tensor | None, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
+        """x: the tokens' vectors for the first layer, then the last branch; state: [tokens,
+        hidden], for the first layer.
+        """
+        if self.beside is None:
+            x, residual = self.attn_norm.add(x, residual)
+        else:
+            normed = self.hidden_norm(state)
+            residual = normed if self.norm_before_residual else state
+            x, self.beside.state = self.attn_norm(x), normed
+        x, residual = self.mlp_norm.add(self.attn(x, batch), residual)
+        return self.mlp(x), residual
+
+
+class Beside(Module):
+    """A linear map of two inputs side by side, as the sum of two maps."""
+
+    def __init__(self, first: Module, second: Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+        self.state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [tokens, inputs], the first input; the second one is `state`."""
+        own, state, self.state = self.first(x), self.state, None
+        if state is None:
+            raise UnsupportedError("an EAGLE-3 layer runs beside hidden states only")
+        both: Tensor = self.first.method.ops.add(own, self.second(state))
+        return both
+
+
+def _halves(tensor: Tensor, first: str, second: str) -> Iterator[tuple[str, Tensor]]:
+    """A weight [outputs, 2 inputs] as the two that the inputs' halves pass."""
+    width = tensor.shape[-1] // 2
+    yield f"{first}.weight", tensor[:, :width]
+    yield f"{second}.weight", tensor[:, width:]
+
+
+def _beside(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    layer = name.removesuffix(".weight")
+    return _halves(tensor, layer, layer.replace("self_attn", "beside"))
+
+
+class Eagle3Head(Head):
+    """EAGLE-3: three layers' states become one; tokens may be those of a smaller vocabulary.
+
+    `d2t`: [draft_vocab_size], by how much a token's own number is less than the target's.
+    """
+
+    d2t: Tensor | None
+    names: ClassVar[WeightNames] = WeightNames(
+        rename=(
+            (r"^model\.", ""),
+            (r"^midlayer\.", "layers.0."),
+            (r"^draft_id_to_target_id$", "d2t"),
+        ),
+        ignore=(r"^t2d$", r"^verifier_", r"^mask_hidden$"),
+        rewrite=(Rewrite(r"^layers\.0\.self_attn\.[qkv]_proj\.weight$", _beside),),
+    )
+
+    def __init__(self, config: EagleConfig, build: Builder) -> None:
+        super().__init__(config, build)
+        hidden, words = config.hidden_size, config.draft_vocab_size
+        given = (config.target_hidden_size or hidden) * config.aux
+        self.fc = (
+            build.linear("fc", given, hidden, bias=config.fc_bias, split=False) if given else None
+        )
+        self.input_norm = None
+        if config.norm_before_fc:
+            self.input_norm = build.rms_norm("input_norm", given, config.rms_norm_eps)
+        self.layers = ModuleList(
+            Eagle3Layer(config, build.at(f"layers.{i}"), i) for i in range(config.num_hidden_layers)
+        )
+        self.norm = build.rms_norm("norm", hidden, config.rms_norm_eps)
+        self.register_parameter("d2t", None)
+        if config.own_head and words is not None and words != config.vocab_size:
+            build.parameter("d2t", self, "d2t", (words,), torch.int64)
+        self._caches = tuple(build.shared.caches)
+
+    @classmethod
+    def weights(cls, config: Any) -> WeightNames:
+        return _without(cls.names, config)
+
+    def combined(self, states: Sequence[Tensor]) -> Tensor:
+        """The state that the head starts from: [tokens, hidden], of the target's layers' ones."""
+        joined = torch.cat(tuple(states), dim=-1)
+        if self.input_norm is not None:
+            joined = self.input_norm(joined)
+        return joined if self.fc is None else self.fc(joined)
+
+    def forward(self, batch: Batch) -> Tensor:
+        x, residual = self.embedded(batch.tokens), None
+        for layer in self.layers:
+            x, residual = layer(x, batch.extras[HIDDEN], residual, batch)
+        return x if residual is None else self.ops.add(x, residual)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return super().logits(self.norm(hidden))
+
+
+def _without(names: WeightNames, config: EagleConfig) -> WeightNames:
+    """Without what a head has from its target."""
+    left = [] if config.own_embedding else [r"^embed_tokens\."]
+    left += [] if config.own_head else [r"^lm_head\.", r"^d2t$"]
+    return evolve(names, ignore=(*names.ignore, *left))

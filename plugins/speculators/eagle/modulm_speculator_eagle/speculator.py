@@ -1,0 +1,178 @@
+"""The speculators `eagle` and `eagle3`: what a head's files say, what it reads of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from attrs import evolve, frozen
+
+from modulm.contracts.drafter import DraftStep, Needs
+from modulm.errors import ConfigError
+from modulm.loading import open_checkpoint
+from modulm.plugins import manager
+from modulm_speculation import Options, Target
+from modulm_speculation.chain import HiddenChain
+from modulm_speculation.draft_model import DraftModel, DraftWeights, load_draft, stored
+from modulm_speculator_eagle.heads import Eagle3Head, EagleHead, Head
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Eagle", "Eagle3", "EagleOptions"]
+
+#: What the first name in `architectures` has in it; the rest is in the shapes.
+_FAMILIES = ("llama", "qwen", "eagle3", "eaglemodel")
+
+
+@frozen
+class EagleOptions(Options):
+    """model: folder or hub id of the head. quantization, dtype, kv_cache_dtype, revision,
+    enforce_eager: of the head, by the meaning of the flags of these names.
+    """
+
+    model: str = ""
+    quantization: str | None = None
+    dtype: str | None = None
+    kv_cache_dtype: str | None = None
+    revision: str | None = None
+    enforce_eager: bool | None = None
+    draft_tensor_parallel_size: int = 1
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        if not self.model:
+            raise ConfigError("model", "EAGLE needs the path or hub id of a head")
+        if self.draft_tensor_parallel_size != 1:
+            raise ConfigError("draft_tensor_parallel_size", "only 1: a head is not cut")
+
+
+class Eagle(HiddenChain):
+    """EAGLE 1 and 2, one draft after the other."""
+
+    name: ClassVar[str] = "eagle"
+    Config: ClassVar[type] = EagleOptions
+    head: ClassVar[type[Head]] = EagleHead
+
+    def __init__(self, config: EagleOptions, draft: DraftModel, layers: tuple[int, ...]) -> None:
+        super().__init__(config, draft)
+        self.needs = Needs(histories=False, hidden=not layers, layers=layers, every=True)  # type: ignore[misc]
+
+    @classmethod
+    def open(cls, config: Options, target: Target) -> Self:
+        if not isinstance(config, EagleOptions):
+            raise ConfigError("method", f"{cls.name} has options of its own")
+        weights = DraftWeights(
+            model=config.model,
+            quantization=config.quantization,
+            revision=config.revision,
+            dtype=config.dtype,
+            kv_cache_dtype=config.kv_cache_dtype,
+            enforce_eager=config.enforce_eager,
+            driver=cls.head,
+        )
+        table, names = stored(target, weights)
+        table = _flat(table)
+        _check(config.model, table, target)
+        layers = cls.layers(config.model, table, target)
+        found = {
+            **table,
+            **_found(names, both=cls.head is Eagle3Head),
+            "aux": len(layers),
+            "target_hidden_size": _width(target),
+            "max_position_embeddings": max(
+                table.get("max_position_embeddings", 0), target.loaded.max_model_len
+            ),
+        }
+        draft = load_draft(target, evolve(weights, overrides=found))
+        if isinstance(draft.model, Head):
+            draft.model.target = target
+        return cls(config, draft, layers)
+
+    @classmethod
+    def layers(cls, model: str, table: Mapping[str, Any], target: Target) -> tuple[int, ...]:
+        """The target's layers whose output is read; none: what comes after all of them."""
+        return ()
+
+
+class Eagle3(Eagle):
+    """EAGLE-3, one draft after the other."""
+
+    name: ClassVar[str] = "eagle3"
+    head: ClassVar[type[Head]] = Eagle3Head
+
+    def __init__(self, config: EagleOptions, draft: DraftModel, layers: tuple[int, ...]) -> None:
+        super().__init__(config, draft, layers)
+        head = draft.model
+        draft.targets = head.d2t if isinstance(head, Eagle3Head) else None
+
+    @classmethod
+    def layers(cls, model: str, table: Mapping[str, Any], target: Target) -> tuple[int, ...]:
+        own = table.get("eagle_config") or {}
+        if not own.get("use_aux_hidden_state", True):
+            return ()
+        key = "eagle_aux_hidden_state_layer_ids"
+        count = _target_table(target)["num_hidden_layers"]
+        # They are numbered by what goes into a layer.
+        inputs = table.get(key) or own.get(key) or (2, count // 2, count - 3)
+        found = tuple(index - 1 for index in inputs)
+        if not all(0 <= index < count for index in found):
+            raise ConfigError(
+                "speculative_config",
+                f"model {model}: {key} {list(inputs)}: the target has {count} layers",
+            )
+        return found
+
+    def hidden(self, step: DraftStep) -> Tensor:
+        head = self.draft.model
+        if not step.layers or not isinstance(head, Eagle3Head):
+            return super().hidden(step).clone()
+        return head.combined(step.layers)
+
+
+def _flat(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A head's config.json, also as the speculators library writes it."""
+    layer = table.get("transformer_layer_config")
+    if not isinstance(layer, Mapping):
+        return dict(table)
+    outer = {k: v for k, v in table.items() if k not in ("transformer_layer_config", "model_type")}
+    return {**layer, "norm_before_residual": True, **outer}
+
+
+def _found(names: Iterable[str], *, both: bool) -> dict[str, bool]:
+    """What a head's files hold, as the keys of `EagleConfig`; both: also table and head."""
+    known = {name.removeprefix("model.") for name in names}
+    return {
+        "own_embedding": both and "embed_tokens.weight" in known,
+        "own_head": both and "lm_head.weight" in known,
+        "fc_bias": bool({"fc.bias", "fusion_fc.bias"} & known),
+        "qkv_bias": any(name.endswith("self_attn.q_proj.bias") for name in known),
+    }
+
+
+def _check(model: str, table: Mapping[str, Any], target: Target) -> None:
+    """Raise ConfigError for heads that are of another family, or of another target."""
+    name = str((table.get("architectures") or [""])[0])
+    if not any(family in name.lower() for family in _FAMILIES):
+        words = f"model {model}: {name} is no EAGLE head of a kind that is known: not yet"
+        raise ConfigError("speculative_config", words)
+    wanted = {"vocab_size": _target_table(target).get("vocab_size")}
+    given = table.get("target_hidden_size") or table.get("hidden_size")
+    for key, own, theirs in (
+        ("vocab_size", table.get("vocab_size"), wanted["vocab_size"]),
+        ("hidden_size", given, _width(target)),
+    ):
+        if own != theirs:
+            words = f"model {model}: {key} {own} is not the target's, {theirs}"
+            raise ConfigError("speculative_config", words)
+
+
+def _target_table(target: Target) -> Mapping[str, Any]:
+    """The target's config.json; its text model's part if there are several."""
+    table = open_checkpoint(target.config, manager.current()).config
+    text: Mapping[str, Any] = table.get("text_config", table)
+    return text
+
+
+def _width(target: Target) -> int:
+    return int(_target_table(target)["hidden_size"])

@@ -1,0 +1,83 @@
+"""A class of the user's own as speculator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from attrs import frozen
+
+from modulm import LLM, SamplingParams
+from modulm.contracts.drafter import DraftStep
+from modulm.errors import ConfigError
+from modulm_speculation import Options, Speculator, Target
+
+GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+PROMPT = {"prompt_token_ids": [5, 6, 7, 8, 9, 10] * 20}
+
+
+@frozen
+class PeriodOptions(Options):
+    """period: tokens after which the text is said to repeat itself."""
+
+    period: int = 1
+
+
+class Period(Speculator):
+    """What stood `period` tokens before."""
+
+    name: ClassVar[str] = "period"
+    Config: ClassVar[type] = PeriodOptions
+    opened: ClassVar[list[str]] = []
+
+    @classmethod
+    def open(cls, config: Options, target: Target) -> Period:
+        cls.opened.append(type(target.model).__name__)
+        return cls(config)
+
+    def propose(self, step: DraftStep) -> Sequence[np.ndarray]:
+        period = self.config.period
+        return [
+            np.resize(history[-period:], most)
+            for history, most in zip(step.histories, step.most, strict=True)
+        ]
+
+
+def run(**flags):
+    with LLM("demo", max_model_len=256, num_gpu_blocks_override=60, **flags) as llm:
+        steps = llm._core.loop.scheduler.gauges
+        outputs = llm.generate([PROMPT], GREEDY, use_tqdm=False)
+        return outputs[0].outputs[0].token_ids, steps().step
+
+
+@pytest.mark.parametrize("method", ["custom", "custom_class"])
+@pytest.mark.parametrize("dot", [":", "."])
+def test_a_class_by_its_path(method, dot) -> None:
+    table = {
+        "method": method,
+        "model": f"{__name__}{dot}Period",
+        "period": 6,
+        "adaptive": False,
+        "num_speculative_tokens": 4,
+    }
+    plain, drafted = run(), run(speculative_config=table)
+    assert plain[0] == drafted[0]
+    assert drafted[1] < plain[1]
+    assert Period.opened
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({}, "model: the path of a speculator's class is needed"),
+        ({"model": "nodots"}, "model: the path of a speculator's class is needed"),
+        ({"model": "no_such_module:Class"}, "no_such_module"),
+        ({"model": f"{__name__}:PeriodOptions"}, "PeriodOptions"),
+        ({"model": f"{__name__}:Period", "perod": 3}, "perod"),
+    ],
+)
+def test_a_class_that_cannot_be(table, words) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LLM("demo", speculative_config={"method": "custom", **table})
