@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     import torch
@@ -20,9 +21,12 @@ if TYPE_CHECKING:
     from modulm.contracts.platform import Platform
     from modulm.contracts.quantization import LinearSpec
 
-__all__ = ["API", "AdaptedExperts", "AdaptedLayer", "AdapterBank"]
+__all__ = ["API", "AdaptedExperts", "AdaptedLayer", "AdapterBank", "Naming"]
 
 API = 1
+
+#: (stored name, tensor) -> what it gives by the model's names (`modulm.nn.WeightNames.apply`).
+Naming: TypeAlias = "Callable[[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]]"
 
 
 class AdaptedLayer(ABC):
@@ -46,6 +50,16 @@ class AdaptedLayer(ABC):
     ) -> torch.Tensor:
         """ids: [tokens] int64 -> [tokens, hidden], of a table; `base(ids)` without adapters."""
         return base(ids)
+
+    def finish(self, base: Callable[..., torch.Tensor]) -> None:
+        """Called once the layer has its weights; `base` is as `apply` or, of a table, `embed` has
+        it. It may be called from then on, from any thread.
+        """
+
+    def bypass(self) -> None:
+        """Called where a model takes the layer's weight and computes with it otherwise than by
+        `apply`: adapters of this layer cannot work.
+        """
 
 
 class AdaptedExperts(Protocol):
@@ -92,16 +106,29 @@ class AdapterBank(ABC):
         """The same for a pair of stacks of experts."""
         return None
 
+    def open(self, names: Naming) -> None:
+        """Called once the model has its weights; `names` are the rules for names and layouts of
+        its checkpoints, by which adapters name what they change.
+        """
+
     @abstractmethod
     def add(self, name: str, path: Path) -> None:
         """Read an adapter into host memory under `name`, or anew.
 
-        Raises CheckpointError naming the file and what does not fit; nothing has changed then.
+        Called from any thread, while steps run. A slot that holds `name` already has the new values
+        from the next step on. Raises CheckpointError naming the file and what does not fit;
+        nothing has changed then.
         """
+
+    def prepare(self, name: str) -> None:
+        """Have an added adapter in host memory again, if it had to leave it. As `add` otherwise."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Forget an adapter; a slot that it is in keeps its values until it is filled again."""
+        """Forget an adapter; a slot that it is in keeps its values until it is filled again.
+
+        Called from any thread. Raises EngineError if there is none of this name.
+        """
 
     @abstractmethod
     def fill(self, slot: int, name: str) -> None:
@@ -112,3 +139,11 @@ class AdapterBank(ABC):
         """Called before each pass of the model with `Batch.adapters`: [tokens] int32, or None if
         no token uses one; and before logits, with the slots of the rows whose logits they are.
         """
+
+    @property
+    def recordable(self) -> bool:
+        """Whether what the layers do after the last `begin` may be recorded and repeated: by ops
+        alone, which read all that another step of as many tokens has otherwise from tensors that
+        stay in place.
+        """
+        return False

@@ -53,9 +53,10 @@ class RowStart:
     (`params.structured_outputs`) is compiled by the worker (`Executor.prepare`), which makes the
     matcher and replays `output`. stop_ids: tokens that min_tokens holds back (end of sequence
     unless ignored, stop_token_ids). bad_words: token sequences of `params.bad_words`.
-    adapter: name of the row's adapter, which `Plan.adapters` gave a slot, or None. media: the
-    items of the prompt, whose tokens are replaced by what an encoder makes of them. positions:
-    [axes, tokens] int64 of the prompt where a model counts positions along several axes; later
+    adapter: name of the row's adapter, which `Plan.adapters` gave a slot, or None; adapter_from:
+    the first of the row's tokens that it applies to. media: the items of the prompt, whose tokens
+    are replaced by what an encoder makes of them. positions: [axes, tokens] int64 of the prompt
+    where a model counts positions along several axes; later
     tokens go on from `position_offset` + their place, the same on each axis. salt: rows of
     different salt are told nothing of one another (`Request.salt`).
     """
@@ -73,6 +74,7 @@ class RowStart:
     positions: np.ndarray | None = None
     position_offset: int = 0
     salt: str | None = None
+    adapter_from: int = 0
 
     @property
     def words(self) -> np.ndarray:
@@ -214,8 +216,8 @@ class ModelDescription:
 class Executor(ABC):
     """Carries plans to a worker, or to several, and their results back.
 
-    Only `prepare` and `forget` may be called while steps run, from any thread. What an executor
-    cannot do raises UnsupportedError.
+    Only `prepare`, `forget` and what is about adapters may be called while steps run, from any
+    thread. What an executor cannot do raises UnsupportedError.
     """
 
     name: ClassVar[str]
@@ -266,7 +268,8 @@ class Executor(ABC):
         raise self._lacks("wake up")
 
     def add_adapter(self, name: str, path: Path) -> None:
-        """Read an adapter's files, for requests that name it. Called between steps.
+        """Read an adapter's files, for requests that name it, or again: rows that use it go on with
+        what the files now say.
 
         Raises CheckpointError naming the file and what does not fit.
         """
@@ -279,7 +282,10 @@ class Executor(ABC):
         raise self._lacks("prepare adapters")
 
     def remove_adapter(self, name: str) -> None:
-        """Forget an adapter that no request uses any more."""
+        """Forget an adapter; rows that use it finish with it.
+
+        Raises EngineError if there is none of this name.
+        """
         raise self._lacks("remove adapters")
 
     def profile(self, folder: str | None) -> None:

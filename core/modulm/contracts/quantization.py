@@ -70,7 +70,8 @@ class LinearSpec:
     of the fused pieces on this rank, `kind` is "linear", "lm_head", "embedding", "router" or
     "expert".
     `experts` > 0 means that many maps of this shape stacked in front.
-    `part_names` are the paths that a checkpoint gives the parts (those of the first expert).
+    `part_names` are the paths that a checkpoint gives the parts (those of the first expert, and
+    `expert_names` those of all, with {expert} for its number).
     `shards` and `input_shard` are where the parts and inputs of this rank lie in the whole ones;
     without them they are whole.
     """
@@ -85,6 +86,7 @@ class LinearSpec:
     part_names: tuple[str, ...] = ()
     _shards: tuple[Shard, ...] = ()
     _input_shard: Shard | None = None
+    expert_names: tuple[str, ...] = ()
 
     @property
     def shards(self) -> tuple[Shard, ...]:

@@ -97,6 +97,8 @@ def load_model(
     _fill_tables(built.shared, groups, platform)
     if plan is not None:
         fill(plan, built.loader, device=platform.device, progress=config.load.use_tqdm_on_load)
+    if built.shared.adapters is not None:
+        built.shared.adapters.open(built.model.weights(built.settings).apply)
     plugins.hook.modulm_model_loaded(model=built.model, config=config)
     recipe = built.choices.recipe
     plain = generates(config, built.model, checkpoint.architecture)

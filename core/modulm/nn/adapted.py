@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from modulm.contracts.platform import Platform
     from modulm.contracts.quantization import LinearSpec, ParamSpec
 
-__all__ = ["adapted", "same_method"]
+__all__ = ["adapted", "bypassed", "same_method"]
 
 
 def adapted(
@@ -30,6 +30,12 @@ def adapted(
 def same_method(one: QuantizationMethod, other: QuantizationMethod) -> bool:
     """Whether two layers are held by one method, whatever is around them."""
     return _base(one) is _base(other)
+
+
+def bypassed(method: QuantizationMethod) -> None:
+    """The weight of a layer is used otherwise than by applying it, which a bank cannot change."""
+    if isinstance(method, _Adapted):
+        method.around.bypass()
 
 
 def _base(method: QuantizationMethod) -> QuantizationMethod:
@@ -59,6 +65,8 @@ class _Adapted(QuantizationMethod):
 
     def finish(self, layer: Module, spec: LinearSpec) -> None:
         self.base.finish(layer, spec)
+        apply = self.base.embed if spec.kind == "embedding" else self.base.apply
+        self.around.finish(partial(apply, layer))
 
     def share(self, head: Module, table: Module) -> None:
         self.base.share(head, table)

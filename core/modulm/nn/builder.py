@@ -160,7 +160,8 @@ class Builder:
         parts = {name: outputs} if isinstance(outputs, int) else outputs
         paths = tuple(self.name(stored.replace("{part}", part)) for part in parts)
         spec = self._spec(name, inputs, outputs, kind="expert", experts=experts)
-        spec = evolve(spec, part_names=tuple(path.format(expert=0) for path in paths))
+        first = tuple(path.format(expert=0) for path in paths)
+        spec = evolve(spec, part_names=first, expert_names=paths)
         layer = self._weights(Linear(spec, self._method(spec), None), paths)
         if bias is not None:
             self.parameter(bias, layer, "bias", (experts, spec.outputs))

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from modulm.nn.adapted import bypassed
+
 if TYPE_CHECKING:
     from modulm.contracts.quantization import LinearSpec, QuantizationMethod
     from modulm.parallel import ProcessGroup
@@ -43,6 +45,7 @@ class Linear(Module):
         """The weight [outputs, inputs] in the layer's dtype; for layers whose weight is used
         otherwise than by `forward`. Raises UnsupportedError if the method cannot give it back.
         """
+        bypassed(self.method)
         return self.method.dequantize(self, self.spec)
 
 

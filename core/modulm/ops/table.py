@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from modulm.ops import recurrence, sampling_twins, twins
+from modulm.ops import lora, recurrence, sampling_twins, twins
 
 if TYPE_CHECKING:
     from modulm.contracts.kernels import Forward, KernelProvider, Op
@@ -58,7 +58,8 @@ class OpTable:
 def twin_ops() -> Mapping[str, Op]:
     """Every op by name, as its plain-torch twin."""
     modules = (twins, sampling_twins, recurrence)
-    return {name: getattr(module, name) for module in modules for name in module.__all__}
+    found = {name: getattr(module, name) for module in modules for name in module.__all__}
+    return {**found, "add_lora": lora.add_lora}
 
 
 def bind(providers: Sequence[KernelProvider] = (), **facts: Any) -> OpTable:

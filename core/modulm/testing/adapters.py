@@ -6,8 +6,11 @@ and `NAME.up` [outputs, rank]; a pair of expert stacks goes by the name of the f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from attrs import field, frozen
@@ -17,9 +20,12 @@ from modulm.contracts.adapter import AdaptedExperts, AdaptedLayer, AdapterBank
 from modulm.contracts.kernels import Ops
 from modulm.contracts.platform import Platform
 from modulm.contracts.quantization import LinearSpec
-from modulm.errors import CheckpointError
+from modulm.errors import CheckpointError, EngineError
+from modulm.ops import bind
+from modulm.plugins.manager import current
+from modulm.testing.session import Session
 
-__all__ = ["FakeAdapters", "FakeAdaptersConfig"]
+__all__ = ["AdapterSession", "FakeAdapters", "FakeAdaptersConfig", "check_bank", "write_lora"]
 
 
 @frozen
@@ -81,6 +87,8 @@ class FakeAdapters(AdapterBank):
     def add(self, name: str, path: Path) -> None:
         from safetensors.torch import load_file
 
+        if not path.is_file():
+            raise CheckpointError(f"{path}: there is no such file")
         tensors = load_file(path)
         for key, tensor in tensors.items():
             layer, _, side = key.rpartition(".")
@@ -93,10 +101,19 @@ class FakeAdapters(AdapterBank):
         self._added[name] = tensors
 
     def remove(self, name: str) -> None:
+        self._find(name)
         del self._added[name]
 
+    def _find(self, name: str) -> dict[str, Tensor]:
+        if name not in self._added:
+            raise EngineError(f"there is no adapter {name!r}")
+        return self._added[name]
+
+    def prepare(self, name: str) -> None:
+        self._find(name)
+
     def fill(self, slot: int, name: str) -> None:
-        tensors = self._added[name]
+        tensors = self._find(name)
         for layer, pair in self.layers.items():
             for side, held in (("down", pair.down), ("up", pair.up)):
                 given = tensors.get(f"{layer}.{side}")
@@ -133,3 +150,126 @@ class _Pair(AdaptedLayer):
             return out
         narrow = self.down[slots, :, ids]
         return out + torch.einsum("tor,tr->to", self.up[slots], narrow)
+
+
+class AdapterSession(Session):
+    """A session in fp32 with a bank of adapters; rows of a step use the slots that they are given.
+
+    tables: the bank's options; flags: those of the engine.
+    """
+
+    def __init__(self, path: str | Path, *, bank: str = "lora", flags: Any = None, **options: Any):
+        tables = {"adapters": {bank: options}}
+        given = {"device": "cpu", "dtype": "float32", **(flags or {})}
+        super().__init__(path, plugin_config=tables, **given)
+        if self.loaded.adapters is None:
+            raise EngineError("the session has no bank")
+        self.bank: AdapterBank = self.loaded.adapters
+
+    def fill(self, slot: int, name: str, path: Path) -> None:
+        """Add an adapter and put it into a slot."""
+        self.bank.add(name, path)
+        self.bank.fill(slot, name)
+
+    @torch.inference_mode()
+    def run(self, work: Mapping[int, Sequence[int]], slots: Mapping[int, int]) -> dict[int, Tensor]:
+        """Run prompts, each with its row's slot: row -> log probabilities [tokens, vocabulary]."""
+        each = [slots.get(row, 0) for row, tokens in work.items() for _ in tokens]
+        given = torch.tensor(each, dtype=torch.int32) if any(each) else None
+        self.bank.begin(given)
+        hidden = self.hidden(work)
+        for row in work:
+            self.release(row)
+        self.bank.begin(given)
+        logits = self.model.logits(torch.cat(list(hidden.values())))
+        counts = [len(tokens) for tokens in work.values()]
+        found = torch.split(logits.float().log_softmax(-1), counts)
+        return dict(zip(work, found, strict=True))
+
+
+def write_lora(
+    path: Path,
+    modules: Mapping[str, tuple[int, int] | tuple[Tensor, Tensor]],
+    rank: int,
+    seed: int = 0,
+    **config: Any,
+) -> Path:
+    """A PEFT folder: module -> (inputs, outputs), filled at random, or its two tensors."""
+    from safetensors.torch import save_file
+
+    draw = torch.Generator().manual_seed(seed)
+    tensors: dict[str, Tensor] = {}
+    for name, (first, second) in modules.items():
+        down, up = first, second
+        if isinstance(first, int) and isinstance(second, int):
+            down = 0.3 * torch.randn(rank, first, generator=draw)
+            up = 0.3 * torch.randn(second, rank, generator=draw)
+        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.as_tensor(down)
+        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.as_tensor(up)
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path / "adapter_model.safetensors")
+    said = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, **config}
+    (path / "adapter_config.json").write_text(json.dumps(said))
+    return path
+
+
+def check_bank(driver: type[AdapterBank]) -> None:
+    """The kit of banks: without adapters layers are as they are, and what is wrong is named.
+
+    Raises AssertionError with what was expected.
+    """
+    bank = driver(driver.Config(), current().load("platforms", "cpu")(), bind())
+    bank.open(lambda name, tensor: [(name, tensor)])
+    assert bank.slots >= 1, "a bank has slots"
+    for kind in ("linear", "lm_head", "router", "embedding"):
+        names = f"model.{kind}.a", f"model.{kind}.b"
+        spec = LinearSpec(f"model.{kind}", 8, (6, 4), False, "float32", kind, part_names=names)
+        _check_layer(bank, spec)
+    gate_up, down = (
+        LinearSpec(
+            f"model.experts.{name}", inputs, parts, False, "float32", "expert", 3,
+            part_names=(f"model.experts.0.{name}",),
+            expert_names=(f"model.experts.{{expert}}.{name}",),
+        )
+        for name, inputs, parts in (("gate_up", 8, (12,)), ("down", 6, (8,)))
+    )  # fmt: skip
+    around = bank.experts(gate_up, down)
+    if around is not None:
+        x, out = torch.randn(4, 8), torch.randn(4, 8)
+        for slots in (None, torch.zeros(4, dtype=torch.int32)):
+            bank.begin(slots)
+            given = around(lambda *_, **__: out.clone(), x, x, x, gate_up, down)
+            assert torch.equal(given, out), "experts are as they are where no token has an adapter"
+    wrong: tuple[tuple[Callable[[], None], type[Exception]], ...] = (
+        (lambda: bank.add("a", Path("no such folder")), CheckpointError),
+        (lambda: bank.fill(1, "a"), EngineError),
+        (lambda: bank.remove("a"), EngineError),
+    )
+    for ask, expected in wrong:
+        try:
+            ask()
+        except expected:
+            continue
+        raise AssertionError(f"{expected.__name__} was expected of an adapter that is not there")
+
+
+def _linear(weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def _check_layer(bank: AdapterBank, spec: LinearSpec) -> None:
+    around = bank.layer(spec)
+    if around is None:
+        return
+    weight, bias = torch.randn(spec.outputs, spec.inputs), torch.randn(spec.outputs)
+    table, x = spec.kind == "embedding", torch.randn(4, spec.inputs)
+    ids = torch.tensor([3, 1, 0, 9])
+    around.finish(weight.__getitem__ if table else partial(_linear, weight))
+    for slots in (None, torch.zeros(4, dtype=torch.int32)):
+        bank.begin(slots)
+        if table:
+            found, expected = around.embed(weight.__getitem__, ids), weight[ids]
+        else:
+            expected = _linear(weight, x, bias)
+            found = around.apply(partial(_linear, weight), x, bias)
+        assert torch.equal(found, expected), f"{spec.kind}: as it is where no token has an adapter"

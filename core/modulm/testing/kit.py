@@ -32,6 +32,7 @@ KITS: Mapping[str, str] = MappingProxyType(
         "models": "modulm.testing.models:check_model",
         "attention": "modulm.testing.attention:check_attention",
         "quantization": "modulm.testing.quantization:check_quantization",
+        "adapters": "modulm.testing.adapters:check_bank",
         "platforms": "modulm.testing.platform:check_platform",
         "tool_parsers": "modulm_parsing.testing:check_parser",
         "reasoning_parsers": "modulm_parsing.testing:check_parser",

@@ -20,6 +20,7 @@ from modulm_kernels_cpu.attention import (
 from modulm_kernels_cpu.elementwise import elementwise_ops
 from modulm_kernels_cpu.library import LEVELS, Library, LibraryMissing, levels, load, use
 from modulm_kernels_cpu.linear import PackedLinear, linear_ops
+from modulm_kernels_cpu.lora import lora_ops
 from modulm_kernels_cpu.mla import latent_ops
 from modulm_kernels_cpu.moe import PackedExperts, moe_ops
 from modulm_kernels_cpu.recurrence import recurrence_ops
@@ -55,6 +56,7 @@ def _ops(library: Library) -> Mapping[str, Callable[..., Any]]:
         attention_ops,
         latent_ops,
         moe_ops,
+        lora_ops,
         sampling_ops,
         recurrence_ops,
     )

@@ -26,7 +26,7 @@ from modulm.engine.worker.drafting import Drafting
 from modulm.engine.worker.input_batch import BatchBuilder, GroupPlanner, alone
 from modulm.engine.worker.media import PromptInputs
 from modulm.engine.worker.profiling import null_plan, step_memory
-from modulm.errors import ConfigError, EngineError, RequestError
+from modulm.errors import ConfigError, EngineError, ModulmError, RequestError
 from modulm.loading.cache_groups import CacheGroup, extended
 
 if TYPE_CHECKING:
@@ -96,9 +96,8 @@ class ModelRunner:
         if config.model.enable_prompt_embeds and not self.model.takes_embeds:
             who = type(self.model).__name__
             raise ConfigError("enable_prompt_embeds", f"{who} needs more of tokens than embeddings")
-        eager = config.model.enforce_eager
         self._direct = _direct(self.model, drafter)
-        self._forward = self._direct if eager else loaded.ops.recorded(self._direct)
+        self._forward, self._adapted = _recorded(loaded, self._direct, config.model.enforce_eager)
         #: What the drafter wants of single layers, of the step that ran last.
         self._layers: tuple[torch.Tensor, ...] = ()
         self.platform = platform
@@ -321,10 +320,12 @@ class ModelRunner:
             types = self._token_types(plan, np.cumsum(plan.counts))
             batch = evolve(batch, extras={"token_types": types})
         batch = self._inputs.put(batch, plan)
-        # The pooler keeps what it is fed, and recorded steps give their result in one place; what
-        # a bank does around a layer reads the slots that it was told of.
-        plain = not self._pooling and adapters is None
-        found = (self._forward if plain else self._direct)(batch)
+        # The pooler keeps what it is fed, and recorded steps give their result in one place. Steps
+        # with adapters are recorded apart: what bars them from it bars no others.
+        forward = self._forward if adapters is None else self._adapted
+        if self._pooling or (adapters is not None and not self.adapters.recordable):
+            forward = self._direct
+        found = forward(batch)
         if isinstance(found, torch.Tensor):
             return found, batch
         hidden, *layers = found
@@ -408,7 +409,10 @@ class ModelRunner:
         params = start.params
         self._since[start.row] = step
         self._inputs.admit(start)
-        self.adapters.admit(start)
+        try:
+            self.adapters.admit(start)
+        except ModulmError as error:
+            self._failed[start.row] = str(error)[:300]
         if isinstance(params, PoolingParams):
             if self.pooler is None:
                 raise EngineError("this model does not pool")
@@ -442,15 +446,19 @@ class ModelRunner:
             targets = prompt[start + 1 : start + 1 + count]
             if len(targets):
                 states = hidden[ends[i] - count :][: len(targets)]
-                found[row] = self._score(row, states, targets, k)
+                own = self.adapters.of_span(row, start, len(targets))
+                found[row] = self._score(states, targets, k, own)
         return found
 
-    def _score(self, row: int, hidden: torch.Tensor, targets: np.ndarray, k: int) -> list[Best]:
-        """hidden: [n, hidden] at the positions before `targets`: [n]; k: -1 for all tokens."""
+    def _score(
+        self, hidden: torch.Tensor, targets: np.ndarray, k: int, own: np.ndarray | None
+    ) -> list[Best]:
+        """hidden: [n, hidden] at the positions before `targets`: [n]; k: -1 for all tokens; own: as
+        `slots` of `_logits`.
+        """
         count = self.capacity.vocabulary if k == -1 else k
         tokens = self._tensor(np.array(targets))
         slices = [slice(at, at + _PROMPT_SLICE) for at in range(0, len(targets), _PROMPT_SLICE)]
-        own = self.adapters.of_rows([row] * len(targets))
         return [
             self.sampler.best(
                 self._logits(hidden[some], None if own is None else own[some]).float(),
@@ -498,6 +506,14 @@ def _kept(
         return specs, groups
     groups = extended(groups, drafter.caches, len(specs), drafter.backends)
     return (*specs, *drafter.caches), groups
+
+
+def _recorded(loaded: Loaded, forward: Forward, eager: bool) -> tuple[Forward, Forward]:
+    """The model for plain steps, and for steps with adapters."""
+    recorded = loaded.ops.recorded
+    if eager:
+        return forward, forward
+    return recorded(forward), forward if loaded.adapters is None else recorded(forward)
 
 
 def _by_group(

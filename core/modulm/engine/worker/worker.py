@@ -159,6 +159,10 @@ class Worker:
         """See `Executor.add_adapter`."""
         self._bank.add(name, path)
 
+    def prepare_adapter(self, name: str) -> None:
+        """See `Executor.prepare_adapter`."""
+        self._bank.prepare(name)
+
     def remove_adapter(self, name: str) -> None:
         """See `Executor.remove_adapter`."""
         self._bank.remove(name)

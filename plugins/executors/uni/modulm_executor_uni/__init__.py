@@ -67,6 +67,9 @@ class UniExecutor(Executor):
     def add_adapter(self, name: str, path: Path) -> None:
         self._worker.add_adapter(name, path)
 
+    def prepare_adapter(self, name: str) -> None:
+        self._worker.prepare_adapter(name)
+
     def remove_adapter(self, name: str) -> None:
         self._worker.remove_adapter(name)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import frozen
 
-from modulm.nn import Builder
+from modulm.nn import Builder, WeightNames
 from modulm_layers import (
     DecoderConfig,
     DecoderForCausalLM,
@@ -60,6 +60,8 @@ class MixtralForCausalLM(DecoderForCausalLM):
     api = 1
     config_type = MixtralConfig
     layer = MixtralLayer
+    #: Files say the one, the library's running model (and what was trained on it) the other.
+    names = WeightNames(rename=((r"\.mlp\.", ".block_sparse_moe."),))
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from modulm.nn import Builder, Head, Norm
+from modulm.nn import Builder, Head, Norm, WeightNames
 from modulm_layers import (
     DecoderConfig,
     DecoderForCausalLM,
@@ -106,6 +106,8 @@ class PhimoeForCausalLM(DecoderForCausalLM):
     api = 1
     config_type = PhimoeConfig
     layer = PhimoeLayer
+    #: Files say the one, the library's running model (and what was trained on it) the other.
+    names = WeightNames(rename=((r"\.mlp\.", ".block_sparse_moe."),))
 
     def make_norm(self, config: Any, b: Builder) -> Norm:
         return b.layer_norm("norm", config.hidden_size, config.rms_norm_eps)

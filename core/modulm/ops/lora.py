@@ -1,0 +1,110 @@
+"""Low-rank additions to a layer's output, other ones for each group of tokens, in plain torch.
+
+Hu et al., arXiv 2106.09685; many of them in one batch: Chen et al., arXiv 2310.18547.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from attrs import frozen
+from torch import Tensor
+
+__all__ = ["LoraPiece", "LoraTable", "SlotGroups", "add_lora"]
+
+#: Tokens up to which groups stay at one place in memory, whatever came between.
+_FIXED = 256
+#: Numbers in an address: rank, address of down, address of up, first output, outputs.
+_FIELDS = 5
+
+
+@frozen(eq=False)
+class LoraPiece:
+    """down: [rank, inputs], or [entries, rank] of a table of vectors; up: [rank, outputs]; they
+    change the outputs from `start` on. Both contiguous, of one dtype.
+    """
+
+    down: Tensor
+    up: Tensor
+    start: int = 0
+
+
+class LoraTable:
+    """What the adapters in slots 1 ... `slots` add to one layer, at most `most` pieces each.
+
+    inputs: of the layer, or entries of a table of vectors; dtype: of all pieces. addresses:
+    [slots + 1, most, 5] int64, in place for good: what kernels read. Pieces of one slot change
+    different outputs.
+    """
+
+    def __init__(self, slots: int, most: int, inputs: int, dtype: torch.dtype) -> None:
+        self.inputs, self.dtype = inputs, dtype
+        self.addresses = torch.zeros(slots + 1, most, _FIELDS, dtype=torch.int64)
+        self.pieces: list[tuple[LoraPiece, ...]] = [()] * (slots + 1)
+
+    def put(self, slot: int, pieces: Sequence[LoraPiece]) -> None:
+        """Another adapter takes the slot. Raises ValueError for pieces that do not fit."""
+        if len(pieces) > self.addresses.shape[1]:
+            raise ValueError(
+                f"{len(pieces)} pieces where there is room for {self.addresses.shape[1]}"
+            )
+        self.pieces[slot] = tuple(pieces)
+        rows = np.zeros(self.addresses.shape[1:], dtype=np.int64)
+        for row, piece in zip(rows, pieces, strict=False):
+            rank, size = piece.up.shape
+            row[:] = rank, piece.down.data_ptr(), piece.up.data_ptr(), piece.start, size
+        self.addresses[slot] = torch.from_numpy(rows)
+
+
+class SlotGroups:
+    """The tokens of a step sorted by the slots they use.
+
+    spans: int32, how many slots are used, then slot, begin and end of each; order: [tokens] int32,
+    the tokens; both in place for good, for steps of few tokens.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.spans = torch.zeros(1 + 3 * slots, dtype=torch.int32)
+        self.used: list[tuple[int, int, int]] = []
+        self.tokens = 0
+        self.order = self._fixed = torch.zeros(_FIXED, dtype=torch.int32)
+
+    def set(self, slots: np.ndarray) -> None:
+        """slots: [tokens] int32, 0 for tokens without an adapter."""
+        order = np.argsort(slots, kind="stable").astype(np.int32)
+        given = slots[order]
+        begins = np.flatnonzero(np.diff(given, prepend=-1))
+        ends = np.append(begins[1:], len(given))
+        found = zip(given[begins].tolist(), begins.tolist(), ends.tolist(), strict=True)
+        self.used = [span for span in found if span[0]]
+        flat = [len(self.used), *(number for span in self.used for number in span)]
+        self.tokens = len(order)
+        self.spans[: len(flat)] = torch.tensor(flat, dtype=torch.int32)
+        self.order = self._fixed
+        if len(order) > _FIXED:
+            self.order = torch.from_numpy(order)
+        else:
+            self._fixed[: len(order)] = torch.from_numpy(order)
+
+    def rows(self) -> Iterator[tuple[int, Tensor]]:
+        """Each slot that is used, and its tokens, int64."""
+        for slot, begin, end in self.used:
+            yield slot, self.order[begin:end].long()
+
+
+def add_lora(out: Tensor, x: Tensor, groups: SlotGroups, table: LoraTable) -> None:
+    """out[t] += up^T (down x[t]) for the tokens t of each slot, in fp32, rounded once.
+
+    out: [T, outputs]; x: [T, inputs], or [T] int64 ids of a table of vectors.
+    """
+    for slot, rows in groups.rows():
+        at = rows.to(out.device)
+        for piece in table.pieces[slot]:
+            part = slice(piece.start, piece.start + piece.up.shape[1])
+            if x.dtype == torch.int64:
+                narrow = piece.down[x[at]].float()
+            else:
+                narrow = x[at].float() @ piece.down.float().T
+            out[at, part] = (out[at, part].float() + narrow @ piece.up.float()).to(out.dtype)

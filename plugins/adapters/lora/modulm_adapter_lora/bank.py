@@ -1,0 +1,217 @@
+"""The bank: adapters in host memory, and those in the slots of the step."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import mutable
+from torch import Tensor
+
+from modulm.contracts.adapter import AdaptedExperts, AdaptedLayer, AdapterBank
+from modulm.errors import EngineError
+from modulm.ops.lora import LoraTable
+from modulm_adapter_lora.files import read_adapter
+from modulm_adapter_lora.layers import LoraExperts, LoraLayer, Step
+from modulm_adapter_lora.options import LoraOptions
+from modulm_adapter_lora.prepared import Prepared, Preparer
+
+if TYPE_CHECKING:
+    from modulm.contracts.adapter import Naming
+    from modulm.contracts.kernels import Ops
+    from modulm.contracts.platform import Platform
+    from modulm.contracts.quantization import LinearSpec
+
+__all__ = ["LoraBank"]
+
+
+@mutable(eq=False)
+class _Added:
+    """An adapter that was added; `held` is None while it is not in host memory."""
+
+    path: Path
+    held: Prepared | None
+
+
+class LoraBank(AdapterBank):
+    """Low-rank adapters in PEFT's format.
+
+    Files are read and prepared on a thread of the bank's own, which computes on one core, so that
+    steps go on meanwhile; a slot then takes what was prepared without copying it.
+    """
+
+    name = "lora"
+    api = 1
+    Config = LoraOptions
+    config: LoraOptions
+
+    def __init__(self, config: object, platform: Platform, ops: Ops) -> None:
+        super().__init__(config, platform, ops)
+        self._step = Step(self.slots)
+        self._layers: dict[str, LoraLayer] = {}
+        self._stacks: dict[str, LinearSpec] = {}
+        self._experts: list[LoraExperts] = []
+        self._preparer: Preparer | None = None
+        self._guard = threading.RLock()
+        #: Least recently used first.
+        self._added: OrderedDict[str, _Added] = OrderedDict()
+        self._slots: dict[int, tuple[str, Prepared]] = {}
+        self._renewed: dict[int, tuple[str, Prepared]] = {}
+        self._reader = ThreadPoolExecutor(
+            1, thread_name_prefix="modulm-adapters", initializer=partial(torch.set_num_threads, 1)
+        )
+
+    @property
+    def slots(self) -> int:
+        return self.config.max_loras
+
+    @property
+    def resident(self) -> tuple[str, ...]:
+        """Adapters in host memory, least recently used first."""
+        with self._guard:
+            return tuple(name for name, added in self._added.items() if added.held is not None)
+
+    @property
+    def specs(self) -> Mapping[str, LinearSpec]:
+        """The layers that adapters may change, by their names."""
+        return {**{name: layer.spec for name, layer in self._layers.items()}, **self._stacks}
+
+    # Layers.
+
+    def layer(self, spec: LinearSpec) -> AdaptedLayer | None:
+        if spec.kind == "expert":
+            return None
+        table = spec.kind == "embedding"
+        dtype = self._dtype(spec)
+        inputs = spec.outputs if table else spec.inputs
+        pieces = LoraTable(self.slots, 1 if table else len(spec.parts), inputs, dtype)
+        self._layers[spec.name] = LoraLayer(spec, self._step, self.ops, pieces)
+        return self._layers[spec.name]
+
+    def _dtype(self, spec: LinearSpec) -> torch.dtype:
+        given = self.config.lora_dtype
+        found: torch.dtype = getattr(torch, spec.dtype if given == "auto" else given)
+        return found
+
+    def experts(self, gate_up: LinearSpec, down: LinearSpec) -> AdaptedExperts | None:
+        self._stacks |= {spec.name: spec for spec in (gate_up, down)}
+        self._experts.append(LoraExperts(gate_up, down, self._step))
+        return self._experts[-1]
+
+    def open(self, names: Naming) -> None:
+        self._preparer = Preparer(
+            self.config,
+            self.specs,
+            names,
+            lengths=lambda layer: self._layers[layer].squares(),
+            product=lambda layer, x: self._layers[layer].product(x),
+            refused=self._refused,
+        )
+
+    def _refused(self, layer: str) -> str:
+        return self._layers[layer].refused if layer in self._layers else ""
+
+    # Adapters.
+
+    def add(self, name: str, path: Path) -> None:
+        prepared = self._read(path)
+        with self._guard:
+            self._added[name] = _Added(path, prepared)
+            self._added.move_to_end(name)
+            self._renewed |= {
+                slot: (name, prepared)
+                for slot, (held, _) in {**self._slots, **self._renewed}.items()
+                if held == name
+            }
+            self._make_room(name)
+
+    def prepare(self, name: str) -> None:
+        with self._guard:
+            added = self._find(name)
+            if added.held is not None:
+                self._added.move_to_end(name)
+                return
+        prepared = self._read(added.path)
+        with self._guard:
+            if self._added.get(name) is added:
+                added.held = prepared
+                self._added.move_to_end(name)
+                self._make_room(name)
+
+    def remove(self, name: str) -> None:
+        with self._guard:
+            self._find(name)
+            del self._added[name]
+
+    def _find(self, name: str) -> _Added:
+        if name not in self._added:
+            raise EngineError(f"there is no adapter {name!r}")
+        return self._added[name]
+
+    def _read(self, path: Path) -> Prepared:
+        return self._reader.submit(self._prepared, path).result()
+
+    def _prepared(self, path: Path) -> Prepared:
+        if self._preparer is None:
+            raise EngineError("adapters cannot be added before the model is loaded")
+        return self._preparer(read_adapter(path))
+
+    def _make_room(self, kept: str) -> None:
+        """Drop what was used longest ago, beyond what host memory is for; slots keep theirs."""
+        in_slots = {name for name, _ in self._slots.values()}
+        held = [name for name, added in self._added.items() if added.held is not None]
+        for name in held:
+            if len(held) <= self.config.kept:
+                return
+            if name != kept and name not in in_slots:
+                self._added[name].held = None
+                held = [other for other in held if other != name]
+
+    def fill(self, slot: int, name: str) -> None:
+        with self._guard:
+            added = self._find(name)
+        if added.held is None:
+            self.prepare(name)
+        with self._guard:
+            if added.held is None:
+                raise EngineError(f"adapter {name!r} was removed while it was read")
+            self._added.move_to_end(name)
+            self._renewed.pop(slot, None)
+            self._put(slot, name, added.held)
+            self._make_room(name)
+
+    def _put(self, slot: int, name: str, prepared: Prepared) -> None:
+        before = self._slots.pop(slot, None)
+        touched = set(prepared.layers) | (set(before[1].layers) if before else set())
+        for layer in touched & set(self._layers):
+            self._layers[layer].put(slot, prepared.layers.get(layer), self.platform.device)
+        for experts in self._experts:
+            experts.put(slot, prepared.layers)
+        self._slots[slot] = name, prepared
+
+    # Steps.
+
+    def begin(self, slots: Tensor | None) -> None:
+        if self._renewed:
+            with self._guard:
+                for slot, (name, prepared) in self._renewed.items():
+                    self._put(slot, name, prepared)
+                self._renewed.clear()
+        step = self._step
+        if slots is None:
+            step.groups = None
+            return
+        step.groups, step.tokens = step.held, len(slots)
+        step.held.set(slots.cpu().numpy())
+        used = [slot for slot, *_ in step.held.used]
+        step.special = any(slot in self._slots and self._slots[slot][1].special for slot in used)
+
+    @property
+    def recordable(self) -> bool:
+        return self.platform.device.type == "cpu" and not self._step.special

@@ -1,0 +1,223 @@
+"""A PEFT folder: its configuration, and its tensors sorted by the module that they change.
+
+The format is that of `PeftModel.save_pretrained` (https://github.com/huggingface/peft).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import field, frozen, mutable
+from torch import Tensor
+
+from modulm.errors import CheckpointError
+
+__all__ = ["AdapterFiles", "Change", "Settings", "read_adapter"]
+
+CONFIG, WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
+
+#: Keys of the configuration that change what an adapter computes in ways that are not done here.
+_NOT_YET = (
+    "arrow_config", "kasa_config", "layer_replication", "megatron_config", "monteclora_config",
+    "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config",
+)  # fmt: skip
+#: Ways of training that begin by taking something out of the base model's weights.
+_RESIDUAL = ("pissa", "corda", "olora", "loftq", "lora_ga")
+
+_KEY = re.compile(
+    r"(?P<module>.+?)\.(?P<kind>"
+    r"lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
+    r"(?:\.[^.]+)??(?:\.(?P<what>weight|bias))?"
+)
+
+
+@frozen
+class Settings:
+    """What adapter_config.json says, as far as it matters for computing."""
+
+    rank: int
+    alpha: float
+    rank_pattern: Mapping[str, int] = field(factory=dict)
+    alpha_pattern: Mapping[str, float] = field(factory=dict)
+    rslora: bool = False
+    dora: bool = False
+    tied: bool = False
+
+    def rank_of(self, module: str) -> int:
+        """The rank of one module."""
+        return int(_by_pattern(self.rank_pattern, module, self.rank))
+
+    def scaling(self, module: str) -> float:
+        """By what up(down(x)) is multiplied; Kalajdzievski, arXiv 2312.03732, with rslora."""
+        rank = self.rank_of(module)
+        alpha = float(_by_pattern(self.alpha_pattern, module, self.alpha))
+        return alpha / (sqrt(rank) if self.rslora else rank)
+
+
+@mutable
+class Change:
+    """What an adapter has for one module, with its names in the file.
+
+    down: [rank, inputs]; up: [outputs, rank]; added: [outputs], what `up` adds as a bias;
+    magnitude: [outputs]. table: down is [rank, entries] of a table of vectors. weight, bias: in
+    place of the base model's.
+    """
+
+    module: str
+    name: str = ""
+    down: Tensor | None = None
+    up: Tensor | None = None
+    added: Tensor | None = None
+    magnitude: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    table: bool = False
+
+
+@frozen(eq=False)
+class AdapterFiles:
+    """file: where the tensors are; changes: by module, as the base model's checkpoint calls it, and
+    how many wrappers of the module's other parameters lie around it.
+    """
+
+    file: Path
+    settings: Settings
+    changes: Mapping[tuple[str, int], Change]
+
+
+def read_adapter(folder: Path) -> AdapterFiles:
+    """Read all of an adapter. Raises CheckpointError naming the file and what is wrong with it."""
+    settings = read_settings(folder)
+    file = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
+    if file is None:
+        raise CheckpointError(f"{folder}: there is no {' or '.join(WEIGHTS)}")
+    tensors = _read_tensors(file)
+    changes: dict[tuple[str, int], Change] = {}
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise CheckpointError(f"{file}: {name} is {tensor.dtype}, a float dtype was expected")
+        if not bool(tensor.isfinite().all()):
+            raise CheckpointError(f"{file}: {name} holds NaN or infinity, numbers were expected")
+        _sort(changes, name, tensor, file)
+    if not changes:
+        raise CheckpointError(f"{file}: holds no tensors")
+    for change in changes.values():
+        if (change.down is None) != (change.up is None):
+            lacks = "lora_A" if change.down is None else "lora_B"
+            raise CheckpointError(f"{file}: {change.module} has no {lacks}")
+        if change.down is None and change.magnitude is not None:
+            raise CheckpointError(f"{file}: {change.module} has a magnitude and no lora_A")
+    return AdapterFiles(file, settings, changes)
+
+
+def read_settings(folder: Path) -> Settings:
+    """Raises CheckpointError for a configuration that is missing, broken or not supported."""
+    file = folder / CONFIG
+    try:
+        given = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: there is no {CONFIG}, which a PEFT folder has") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}") from error
+    if not isinstance(given, Mapping):
+        raise CheckpointError(f"{file}: a table was expected")
+    kind = given.get("peft_type", "LORA")
+    if kind != "LORA":
+        raise CheckpointError(f"{file}: peft_type is {kind!r}, LORA was expected")
+    for key in _NOT_YET:
+        if given.get(key):
+            raise CheckpointError(f"{file}: {key} is {given[key]!r}: not yet")
+    began = str(given.get("init_lora_weights", "")).lower()
+    if began.startswith(_RESIDUAL):
+        raise CheckpointError(
+            f"{file}: init_lora_weights is {began!r}, which changes the base model; save it with "
+            "path_initial_model_for_weight_conversion"
+        )
+    try:
+        found = Settings(
+            rank=int(given["r"]),
+            alpha=float(given.get("lora_alpha", 8)),
+            rank_pattern={str(k): int(v) for k, v in (given.get("rank_pattern") or {}).items()},
+            alpha_pattern={str(k): float(v) for k, v in (given.get("alpha_pattern") or {}).items()},
+            rslora=bool(given.get("use_rslora")),
+            dora=bool(given.get("use_dora")),
+            tied=bool(given.get("ensure_weight_tying")),
+        )
+        for pattern in (*found.rank_pattern, *found.alpha_pattern):
+            re.compile(pattern)
+    except (KeyError, TypeError, ValueError, AttributeError, re.error) as error:
+        raise CheckpointError(
+            f"{file}: r, lora_alpha or a pattern is missing or no number: {error!r}"
+        ) from error
+    if min(found.rank, *found.rank_pattern.values(), found.rank) < 1:
+        raise CheckpointError(f"{file}: r must be at least 1")
+    return found
+
+
+def _by_pattern(table: Mapping[str, Any], module: str, other: Any) -> Any:
+    """The value of the first pattern that matches the end of a module's name."""
+    for pattern, value in table.items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+            return value
+    return other
+
+
+def _read_tensors(file: Path) -> dict[str, Tensor]:
+    try:
+        if file.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(file)
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        words = str(error).split("\n", 1)[0][:200]
+        raise CheckpointError(f"{file}: truncated, or not what its name says: {words}") from error
+    if not isinstance(found, dict) or not all(isinstance(t, Tensor) for t in found.values()):
+        raise CheckpointError(f"{file}: a table of tensors was expected")
+    return {str(name): tensor for name, tensor in found.items()}
+
+
+def _sort(changes: dict[tuple[str, int], Change], name: str, tensor: Tensor, file: Path) -> None:
+    """Put a tensor where it belongs. Raises CheckpointError for a name that is none of PEFT's."""
+    path = name.removeprefix("base_model.model.")
+    found = _KEY.fullmatch(path)
+    if found is None:
+        _sort_whole(changes, name, path, tensor, file)
+        return
+    wrappers = len(re.findall(r"\.base_layer(?=\.|$)", found["module"]))
+    module = found["module"].replace(".base_layer", "")
+    change = changes.setdefault((module, wrappers), Change(module))
+    kind, bias = found["kind"], found["what"] == "bias"
+    change.table |= kind.startswith("lora_embedding")
+    if kind == "lora_magnitude_vector":
+        change.magnitude = tensor.flatten()
+    elif kind.endswith("A"):
+        change.down, change.name = tensor, name
+    elif bias:
+        change.added = tensor
+    else:
+        change.up, change.name = tensor, change.name or name
+
+
+def _sort_whole(
+    changes: dict[tuple[str, int], Change], name: str, path: str, tensor: Tensor, file: Path
+) -> None:
+    """A weight or bias in place of the base model's."""
+    module, _, what = path.rpartition(".")
+    if ".original_module" in module or (what == "weight" and module.endswith(".base_layer")):
+        return  # the base model's own, saved beside what was trained
+    if what not in ("weight", "bias") or "token_adapter" in module:
+        raise CheckpointError(f"{file}: {name} is no part of a LoRA adapter that is known here")
+    module = re.sub(r"\.(base_layer|modules_to_save(\.default)?)(?=\.|$)", "", module)
+    change = changes.setdefault((module, 0), Change(module))
+    change.name = change.name or name
+    if what == "weight":
+        change.weight = tensor
+    else:
+        change.bias = tensor

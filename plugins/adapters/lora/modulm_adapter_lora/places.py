@@ -1,0 +1,126 @@
+"""Where in a model's layers a checkpoint's names lie, and how they are laid out there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from modulm.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from modulm.contracts.adapter import Naming
+    from modulm.contracts.quantization import LinearSpec
+
+__all__ = ["Cut", "Place", "Places", "layout_of", "places_of", "rows_of"]
+
+
+@frozen
+class Cut:
+    """`size` rows from `source` of a stored tensor are the layer's outputs from `start` on."""
+
+    source: int
+    size: int
+    start: int
+
+
+@frozen
+class Place:
+    """What a stored name means: `outputs` rows of `inputs` numbers, of which the `cuts` are this
+    rank's; `columns` of the inputs are. experts: how many maps are stacked under the name; expert:
+    which one it is.
+    """
+
+    layer: str
+    outputs: int
+    inputs: int
+    cuts: tuple[Cut, ...]
+    columns: slice
+    experts: int = 0
+    expert: int | None = None
+
+
+class Places:
+    """Stored names, without what they end in, and their places."""
+
+    def __init__(self, specs: Collection[LinearSpec]) -> None:
+        self._found = {name: place for spec in specs for name, place in places_of(spec)}
+        heads = [spec.name for spec in specs if spec.kind == "lm_head"]
+        #: The place of the head, where there is one.
+        self.head = self._found[heads[0]] if len(heads) == 1 else None
+        self._below: dict[str, list[str]] = {}
+        for name, place in self._found.items():
+            if place.experts:
+                self._below.setdefault(name.rpartition(".")[0], []).append(name)
+
+    def get(self, name: str) -> Place | None:
+        """The place of a name as the model has it."""
+        return self._found.get(name)
+
+    def below(self, module: str) -> list[str]:
+        """Names of stacks of experts directly below a module."""
+        return self._below.get(module, [])
+
+
+def places_of(spec: LinearSpec) -> Iterator[tuple[str, Place]]:
+    """Every name under which a checkpoint may hold (a part of) a layer."""
+    starts = list(accumulate(spec.parts, initial=0))
+    begins = list(accumulate((shard.whole for shard in spec.shards), initial=0))
+    columns = slice(spec.input_shard.start, spec.input_shard.start + spec.inputs)
+    width = spec.input_shard.whole
+    joined = tuple(
+        Cut(begin + shard.start, shard.size, start)
+        for begin, shard, start in zip(begins, spec.shards, starts, strict=False)
+    )
+    stacked = spec.experts
+    for number, (shard, start) in enumerate(zip(spec.shards, starts, strict=False)):
+        cuts = (Cut(shard.start, shard.size, start),)
+        for expert in range(spec.experts):
+            name = spec.expert_names[number].format(expert=expert)
+            yield name, Place(spec.name, shard.whole, width, cuts, columns, expert=expert)
+        if stacked:
+            name = spec.expert_names[number].replace("{expert}.", "")
+            yield name, Place(spec.name, shard.whole, width, cuts, columns, stacked)
+        elif len(spec.parts) > 1:
+            yield spec.part_names[number], Place(spec.name, shard.whole, width, cuts, columns)
+    if len(spec.parts) > 1 and begins[-1] == spec.outputs:
+        joined = (Cut(0, spec.outputs, 0),)
+    yield spec.name, Place(spec.name, begins[-1], width, joined, columns, stacked)
+
+
+def layout_of(
+    names: Naming, stored: str, *, outputs: Sequence[int]
+) -> tuple[list[tuple[str, tuple[int, ...]]], bool]:
+    """(what the model makes of a stored weight: names and shapes, whether the file has it with
+    inputs first).
+
+    outputs: sizes of all dimensions but the inputs', which are taken as more than any other.
+    """
+    wide = max(outputs) + 1
+    failed: Exception | None = None
+    for turned in (False, True):
+        shape = (*outputs[:-1], wide, outputs[-1]) if turned else (*outputs, wide)
+        try:
+            pieces = [
+                (name, tuple(piece.shape))
+                for name, piece in names(stored, torch.empty(shape, device="meta"))
+            ]
+        except (RuntimeError, ValueError, IndexError) as error:
+            failed = error
+            continue
+        if all(shape[-1] == wide for _, shape in pieces):
+            return pieces, turned
+    raise CheckpointError(
+        f"{stored}: {list(outputs)} outputs do not fit the model"
+        + (f": {failed}" if failed else "")
+    )
+
+
+def rows_of(names: Naming, stored: str, rows: Tensor, turned: bool) -> dict[str, Tensor]:
+    """What the model makes of the rows [..., outputs, n] of a stored weight, by its names."""
+    given = rows.transpose(-1, -2) if turned else rows
+    return dict(names(stored, given))

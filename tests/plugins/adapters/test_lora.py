@@ -1,0 +1,127 @@
+"""Adapters that PEFT saved give what PEFT gives, alone and in mixed batches."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from modulm.testing.adapters import AdapterSession
+from modulm.testing.checkpoints import make_tiny
+
+PROMPT = [5, 77, 130, 9, 301, 42, 8]
+EMBEDDINGS = {
+    "GPT2LMHeadModel": "wte",
+    "BloomForCausalLM": "word_embeddings",
+    "GPTNeoXForCausalLM": "embed_in",
+}
+#: What of each family is adapted where its own fused layers and ours are cut differently.
+FUSED = {
+    "GPT2LMHeadModel": ["c_attn"],
+    "BloomForCausalLM": ["query_key_value"],
+    "GPTNeoXForCausalLM": ["query_key_value"],
+    "Phi3ForCausalLM": ["qkv_proj", "gate_up_proj"],
+}
+EXPERTS = ("MixtralForCausalLM", "OlmoeForCausalLM", "GptOssForCausalLM", "Qwen3MoeForCausalLM")
+FAMILIES = (
+    "LlamaForCausalLM", "Qwen2ForCausalLM", "GPT2LMHeadModel", "Phi3ForCausalLM",
+    "BloomForCausalLM", "GPTNeoXForCausalLM", "Gemma3ForCausalLM", "FalconH1ForCausalLM", *EXPERTS,
+)  # fmt: skip
+
+
+def settings(family, kind):
+    """LoraConfig's arguments for one of the kinds of adapters."""
+    mamba = family == "FalconH1ForCausalLM"
+    table = EMBEDDINGS.get(family, "embed_tokens")
+    apart = ["q_proj", "v_proj", *([] if family in EXPERTS else ["gate_proj"])]
+    return {
+        "dense": {
+            "target_modules": ["q_proj", "o_proj", "down_proj"] if mamba else "all-linear",
+            "rank_pattern": {"o_proj": 2},
+            "alpha_pattern": {"o_proj": 9, "c_proj": 5},
+        },
+        "fused": {"target_modules": FUSED.get(family, apart), "use_rslora": True},
+        "experts": {
+            "target_modules": ["q_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        },
+        "embeddings": {"target_modules": [table, "lm_head"]},
+        "regex": {"target_modules": r".*\.1\..*(down_proj|dense|c_proj|o_proj)"},
+        "saved": {"target_modules": FUSED.get(family, ["k_proj"]), "modules_to_save": ["lm_head"]},
+        "bias": {"target_modules": ["k_proj", "v_proj"], "bias": "all"},
+        "lora_bias": {"target_modules": ["k_proj", "q_proj", "v_proj"], "lora_bias": True},
+        "dora": {
+            "target_modules": [*FUSED.get(family, ["k_proj", "o_proj"]), table],
+            "use_dora": True,
+        },
+    }[kind]
+
+
+def save_adapter(model, folder, seed=0, **given):
+    """Save an adapter of random weights with PEFT: folder -> PEFT's logits of a prompt."""
+    import peft
+
+    torch.manual_seed(seed)
+    given = {"r": 4, "lora_alpha": 6, **given}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrapped = peft.get_peft_model(model, peft.LoraConfig(init_lora_weights=False, **given))
+        for name, parameter in wrapped.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if "magnitude" in name:
+                parameter.data *= 1 + 0.3 * torch.rand_like(parameter)
+            elif "lora_" in name:
+                parameter.data = 0.2 * torch.randn_like(parameter)
+            else:
+                parameter.data += 0.1 * torch.randn_like(parameter)
+        wrapped.save_pretrained(folder)
+    return wrapped
+
+
+@torch.inference_mode()
+def logprobs(model, prompt=PROMPT):
+    return model.eval()(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """Family -> (folder, transformers' model factory, a session with slots)."""
+    made = {}
+
+    def get(family):
+        if family not in made:
+            folder = make_tiny(tmp_path_factory.mktemp("lora") / family, family)
+            made[family] = folder, AdapterSession(folder, max_loras=3, max_lora_rank=8)
+        return made[family]
+
+    return get
+
+
+def original(folder):
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+CASES = [
+    (family, kind)
+    for family in FAMILIES
+    for kind in ("dense", "fused", "embeddings", "dora", "regex", "saved")
+] + [(family, "experts") for family in EXPERTS] + [
+    ("Qwen2ForCausalLM", "bias"), ("Qwen2ForCausalLM", "lora_bias"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "kind"), CASES)
+def test_logits_are_those_of_peft(bases, tmp_path, family, kind):
+    folder, session = bases(family)
+    model = original(folder)
+    base = logprobs(model)
+    expected = logprobs(save_adapter(model, tmp_path, **settings(family, kind)))
+    session.fill(1, "a", tmp_path)
+    found, plain = session.run({0: PROMPT, 1: PROMPT}, {0: 1, 1: 0}).values()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(plain, base, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(found, plain, atol=1e-2)
