@@ -18,11 +18,8 @@ _IDS = -1
 
 
 def lora_ops(library: Library) -> dict[str, Callable[..., Any]]:
-    """The op of this module, bound to one level; none where the library is older than the op."""
-    try:
-        call = library.call("add_lora", "pnipninpppni")
-    except AttributeError:
-        return {}
+    """The op of this module, bound to one level."""
+    call = library.call("add_lora", "pnipninpppni")
 
     def add_lora(out: Tensor, x: Tensor, groups: SlotGroups, table: LoraTable) -> None:
         stride, code = dense_rows("out", out), dtype_code("out", out)
