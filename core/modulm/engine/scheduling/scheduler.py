@@ -595,10 +595,9 @@ def _row_start(entry: Entry) -> RowStart:
         seed=request.seed,
         stop_ids=request.stop_ids(),
         bad_words=request.bad_words,
-        adapter=request.adapter,
-        adapter_from=request.adapter_from,
+        adapter=request.adapter, adapter_from=request.adapter_from,
         media=request.media,
         positions=request.positions,
         position_offset=request.position_offset,
         salt=request.salt,
-    )
+    )  # fmt: skip
