@@ -157,6 +157,8 @@ class Watch:
         elif media == "text/event-stream":
             frames = [frame.rpartition(b"data: ")[2] for frame in body.split(b"\n\n")[:-1]]
             values = [json.loads(data) for data in frames if data.startswith(b"{")]
+        elif media == "application/x-ndjson":
+            values = [json.loads(line) for line in body.splitlines()]
         else:
             values = ["as it is"]
         for value in values:

@@ -21,6 +21,7 @@ class LLMFlags(TypedDict, total=False):
     attention_options: Mapping[str, Any] | str
     batch_invariant: bool
     block_size: int | None
+    calculate_kv_scales: bool
     convert: Literal["auto", "none", "embed", "classify", "reward", "mm_encoder_only"]
     cpu_threads: int | None
     device: str
@@ -32,11 +33,13 @@ class LLMFlags(TypedDict, total=False):
     dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
     enable_chunked_prefill: bool | None
     enable_log_requests: bool
+    enable_lora: bool
     enable_prefix_caching: bool | None
     enable_prompt_embeds: bool
     enable_sleep_mode: bool
     enforce_eager: bool
     fail_on_environ_validation: bool
+    fully_sharded_loras: bool
     generation_config: str
     gpu_memory_utilization: float
     hf_config_path: str | None
@@ -67,10 +70,15 @@ class LLMFlags(TypedDict, total=False):
     logits_processors: Sequence[Any] | str | None
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
     long_prefill_token_threshold: int
+    lora_dtype: Literal["auto", "bfloat16", "float16", "float32"]
+    lora_target_modules: Sequence[str] | str | None
     mamba_block_size: int | None
     mamba_cache_mode: Literal["none", "all", "align"] | None
+    max_cpu_loras: int | None
     max_logprobs: int
     max_long_partial_prefills: int
+    max_lora_rank: int
+    max_loras: int
     max_model_len: int | str | None
     max_num_batched_tokens: int | None
     max_num_partial_prefills: int

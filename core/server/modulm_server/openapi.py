@@ -61,15 +61,18 @@ def gives(
     answer: Any = None,
     *,
     events: Any = None,
+    lines: Any = None,
     content: str | None = None,
     failure: Any = ErrorAnswer,
 ) -> dict[int | str, dict[str, Any]]:
     """`responses` of a route.
 
-    answer: the type of its JSON; events: of what one event of a stream carries; content: the media
-    type of an answer that is neither; failure: the type of an error, where the API has its own.
+    answer: the type of its JSON; events: of what one event of a stream carries; lines: of one line
+    of a stream of lines; content: the media type of an answer that is none of these; failure: the
+    type of an error, where the API has its own.
     """
-    kinds = {"application/json": answer, "text/event-stream": events, content: Any}
+    streams: dict[str | None, Any] = {"text/event-stream": events, "application/x-ndjson": lines}
+    kinds: dict[str | None, Any] = {"application/json": answer, **streams, content: Any}
     shown = {name: {"schema": kind} for name, kind in kinds.items() if name and kind is not None}
     told = {"application/json": {"schema": failure}}
     return {

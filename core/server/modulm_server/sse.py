@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["DONE", "EventStream", "event", "frame", "until_gone"]
 
 DONE = b"data: [DONE]\n\n"
+_EVENTS = "text/event-stream"
 _COMMENT = b": still working\n\n"
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -44,6 +45,7 @@ class EventStream(Response):
     `modulm.filler` in the scope is what may be sent between two frames to find that out. An
     exception in it becomes one error frame: `failed(error) -> bytes` makes it, by default OpenAI's,
     with [DONE] behind it. After `quiet` seconds without a frame a comment is sent; 0 turns it off.
+    media: the type of the stream; one that is not of events has no comments.
     """
 
     def __init__(
@@ -52,15 +54,18 @@ class EventStream(Response):
         *,
         quiet: float = 0.0,
         failed: Callable[[ApiError], bytes] = _error_frames,
+        media: str = _EVENTS,
     ) -> None:
-        super().__init__(None, 200, _HEADERS, "text/event-stream")
+        super().__init__(None, 200, _HEADERS, media)
+        self.media_type = media
         del self.headers["content-length"]
         self._frames = frames
         self._quiet = quiet
         self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["modulm.filler"] = _COMMENT
+        if self.media_type == _EVENTS:
+            scope["modulm.filler"] = _COMMENT
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         watch = scope.get("modulm.watch")
         if watch is not None:

@@ -1,0 +1,8 @@
+"""Ollama's API: /api/chat, /api/generate, /api/embed and what tells of models.
+
+https://github.com/ollama/ollama/blob/main/docs/api.md
+"""
+
+from modulm_route_ollama.family import Ollama
+
+__all__ = ["Ollama"]

@@ -1,0 +1,107 @@
+"""What the model said in Ollama's words, whole and line by line."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from attrs import define, field
+
+from modulm.contracts.parser import Content, Reasoning, ToolArguments, ToolEnd, ToolStart
+
+if TYPE_CHECKING:
+    from modulm.contracts.parser import Event
+    from modulm.engine.types.outputs import Position
+    from modulm_route_ollama.objects import Answer, Logprob, TokenLogprob, ToolCall
+
+__all__ = ["Clock", "Pieces", "call_of", "line", "logprobs_of", "now", "reason_of"]
+
+
+def now() -> str:
+    """The time in UTC, as `created_at` has it."""
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+@define
+class Clock:
+    """When a request came, and when its first token did; monotonic seconds."""
+
+    begun: float = field(factory=time.monotonic)
+    first: float | None = None
+
+    def token(self) -> None:
+        """A token has come."""
+        if self.first is None:
+            self.first = time.monotonic()
+
+    def figures(self, prompt: int, generated: int) -> dict[str, Any]:
+        """The figures of an answer's last line. The model was there already."""
+        end = time.monotonic()
+        first = end if self.first is None else self.first
+        return {
+            "total_duration": round((end - self.begun) * 1e9),
+            "load_duration": 0,
+            "prompt_eval_count": prompt,
+            "prompt_eval_duration": round((first - self.begun) * 1e9),
+            "eval_count": generated,
+            "eval_duration": round((end - first) * 1e9),
+        }
+
+
+@define
+class Pieces:
+    """Parser events as pieces of a message; a call is told when it is complete."""
+
+    _names: dict[int, str] = field(factory=dict)
+    _arguments: dict[int, list[str]] = field(factory=dict)
+
+    def of(self, events: Sequence[Event]) -> Iterator[dict[str, Any]]:
+        """Text and thoughts that belong together, and calls, in their order."""
+        for event in events:
+            match event:
+                case Content(text):
+                    yield {"content": text}
+                case Reasoning(text):
+                    yield {"content": "", "thinking": text}
+                case ToolStart(index, name, _):
+                    self._names[index], self._arguments[index] = name, []
+                case ToolArguments(index, text):
+                    self._arguments[index].append(text)
+                case ToolEnd(index):
+                    call = call_of(self._names[index], "".join(self._arguments[index]))
+                    yield {"content": "", "tool_calls": [call]}
+
+
+def call_of(name: str, arguments: str) -> ToolCall:
+    """A call; arguments that are no object, as of one that was cut, are none."""
+    try:
+        table = json.loads(arguments)
+    except ValueError:
+        table = {}
+    return {"function": {"name": name, "arguments": table if isinstance(table, dict) else {}}}
+
+
+def reason_of(reason: str | None) -> str:
+    """`done_reason`."""
+    return "length" if reason == "length" else "stop"
+
+
+def logprobs_of(positions: Sequence[Position] | None) -> list[Logprob]:
+    """One entry per token, with the others that were looked at."""
+    found: list[Logprob] = []
+    for position in positions or ():
+        chosen, *others = [_entry(one) for one in position.values()]
+        found.append({**chosen, "top_logprobs": others})
+    return found
+
+
+def _entry(one: Any) -> TokenLogprob:
+    return {"token": one.decoded_token or "", "logprob": one.logprob}
+
+
+def line(value: Mapping[str, Any] | Answer) -> bytes:
+    """One line of a stream."""
+    return json.dumps(value, ensure_ascii=False).encode() + b"\n"

@@ -1,0 +1,391 @@
+"""The route family: requests in, answers or lines out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from attrs import field, frozen
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from modulm_parsing import ParsedMessage
+from modulm_route_ollama.answers import Clock, Pieces, call_of, line, logprobs_of, now, reason_of
+from modulm_route_ollama.models import Catalogue
+from modulm_route_ollama.objects import (
+    ChatAnswer,
+    Embedding,
+    Embeddings,
+    Failure,
+    GenerateAnswer,
+    Models,
+    ModelShown,
+    RunningModels,
+    Status,
+    Version,
+)
+from modulm_route_ollama.schema import (
+    AnyRequest,
+    ChatRequest,
+    EmbeddingsRequest,
+    EmbedRequest,
+    GenerateRequest,
+    NamedRequest,
+    constraint_of,
+    messages_of,
+    params_of,
+    variables_of,
+)
+from modulm_server.auth import current_owner
+from modulm_server.chat_turn import ChatTurn, Parsers
+from modulm_server.constraints import check_tools
+from modulm_server.errors import ApiError, ClientGone, error_body, report
+from modulm_server.flags import ServerConfig
+from modulm_server.held_calls import hold_calls
+from modulm_server.json_body import bad_field, json_response, read, takes
+from modulm_server.openapi import gives
+from modulm_server.prompts import ChatOptions, Prompt
+from modulm_server.route import RouteFamily
+from modulm_server.sse import EventStream
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from modulm_server.chat_turn import RunningTurn
+
+__all__ = ["Ollama"]
+
+_LINES = "application/x-ndjson"
+#: What is answered line by line, unless the request says otherwise.
+_STREAMED = ("/chat", "/generate", "/pull")
+
+
+@frozen(kw_only=True)
+class _Job:
+    """One request, ready to run. chat: it is answered with a message, else with a text."""
+
+    model: str
+    chat: bool
+    stream: bool
+    turn: ChatTurn
+    clock: Clock = field(factory=Clock)
+
+    def piece(self, told: Mapping[str, Any]) -> dict[str, Any]:
+        """A part of the answer in the form of its route."""
+        head = {"model": self.model, "created_at": now(), "done": False}
+        if self.chat:
+            return {**head, "message": {"role": "assistant", **told}}
+        thought = {"thinking": told["thinking"]} if "thinking" in told else {}
+        return {**head, "response": told["content"], **thought}
+
+
+class Ollama(RouteFamily):
+    """`/api/chat`, `/api/generate`, `/api/embed`, `/api/tags`, `/api/show`, `/api/ps` ..."""
+
+    name = "ollama"
+    api = 2
+
+    def router(self) -> APIRouter:
+        router = APIRouter(prefix="/api", tags=["Ollama"])
+        self._parsers = Parsers.of(self.context.config)
+        self._catalogue = Catalogue(self.context)
+        posted = (
+            ("/chat", self.chat, ChatRequest, ChatAnswer),
+            ("/generate", self.generate, GenerateRequest, GenerateAnswer),
+            ("/embed", self.embed, EmbedRequest, Embeddings),
+            ("/embeddings", self.embeddings, EmbeddingsRequest, Embedding),
+            ("/show", self.show, NamedRequest, ModelShown),
+            ("/pull", self.pull, NamedRequest, Status),
+        )
+        for path, function, schema, answer in posted:
+            streamed = answer | Failure if path in _STREAMED else None
+            router.add_api_route(
+                path,
+                self._told(function),
+                methods=["POST"],
+                openapi_extra=takes(schema),
+                responses=gives(answer, lines=streamed, failure=Failure),
+                description=function.__doc__,
+                name=f"ollama {path}",
+            )
+        asked = (("/tags", self.tags, Models), ("/ps", self.ps, RunningModels),
+                 ("/version", self.version, Version))  # fmt: skip
+        for path, answer_of, shape in asked:
+            router.add_api_route(
+                path, answer_of, methods=["GET"], responses=gives(shape, failure=Failure)
+            )
+        return router
+
+    def _told(
+        self, function: Callable[[Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """The route with errors as Ollama's clients read them."""
+
+        async def answered(request: Request) -> Response:
+            try:
+                return await function(request)
+            except ClientGone:
+                raise
+            except Exception as error:
+                stacks = self.context.config.group(ServerConfig).log_error_stack
+                told = report(error, request.scope, stacks)
+                return json_response(_failure(told), told.status, told.headers)
+
+        return answered
+
+    # What tells of models.
+
+    async def tags(self) -> Response:
+        """The models that are there."""
+        shown: Models = {"models": self._catalogue.listed()}
+        return json_response(shown)
+
+    async def ps(self) -> Response:
+        """The models that run: the same ones."""
+        return json_response(self._catalogue.running())
+
+    async def version(self) -> Response:
+        """The version of this server."""
+        return json_response(self._catalogue.version())
+
+    async def show(self, request: Request) -> Response:
+        """Everything known of a model."""
+        body = await read(request, NamedRequest)
+        self._model(body.model or body.name or "")
+        return json_response(self._catalogue.shown())
+
+    async def pull(self, request: Request) -> Response:
+        """A model that is served is there; another one needs another server."""
+        body = await read(request, NamedRequest)
+        self._model(body.model or body.name or "")
+        done: Status = {"status": "success"}
+        if body.stream:
+            return Response(line(done), 200, media_type=_LINES)
+        return json_response(done)
+
+    def _model(self, name: str) -> str:
+        """The served model; a tag ":latest" is no part of its name. Raises ApiError(404)."""
+        models = self.context.generation.models
+        plain = name.removesuffix(":latest")
+        if name not in models and plain not in models:
+            raise ApiError(
+                404,
+                f"model {name[:256]!r} is not served here, only {', '.join(models)}: a server has "
+                "the model that it was started with (modulm serve MODEL)",
+                param="model",
+                code="model_not_found",
+            )
+        return name
+
+    # Answers.
+
+    async def chat(self, request: Request) -> Response:
+        """Answer a conversation."""
+        body = await read(request, ChatRequest)
+        name = self._model(body.model)
+        if not body.messages:
+            return self._loaded(body, {"message": {"role": "assistant", "content": ""}})
+        generation = self.context.generation
+        generation.check_open()
+        tools = check_tools(body.tools)
+        choice = "auto" if tools else "none"
+        held = hold_calls(choice, tools, self._parsers, generation.tokenizer)
+        found = held.beside(format=constraint_of(body.format))
+        variables = variables_of(body.think, self._parsers.reasoning)
+        prompt = await generation.from_messages(
+            messages_of(body.messages), ChatOptions(tools=tools, variables=variables)
+        )
+        turn = self._turn(
+            body,
+            prompt,
+            None if found is None else found[1],
+            parsers=self._parsers,
+            tools=tools,
+            tool_choice=choice,
+            held=held.own,
+            template_kwargs=variables,
+        )
+        return await self._answered(_Job(model=name, chat=True, stream=body.stream, turn=turn))
+
+    async def generate(self, request: Request) -> Response:
+        """Answer a prompt, by default in the model's chat template."""
+        body = await read(request, GenerateRequest)
+        name = self._model(body.model)
+        if not body.prompt and not body.context:
+            return self._loaded(body, {"response": ""})
+        self.context.generation.check_open()
+        _refuse(body)
+        variables = variables_of(body.think, self._parsers.reasoning)
+        templated = not body.raw and self._has_template
+        turn = self._turn(
+            body,
+            await self._prompt(body, templated, variables),
+            constraint_of(body.format),
+            parsers=Parsers(None, self._parsers.reasoning) if templated else Parsers(),
+            template_kwargs=variables,
+        )
+        return await self._answered(_Job(model=name, chat=False, stream=body.stream, turn=turn))
+
+    @property
+    def _has_template(self) -> bool:
+        tokenizer = self.context.generation.tokenizer
+        held = self.context.generation.template or tokenizer.chat_template
+        return bool(held or tokenizer.chat)
+
+    async def _prompt(
+        self, body: GenerateRequest, templated: bool, variables: Mapping[str, Any]
+    ) -> Prompt:
+        """What the model goes on with; `context` is what an earlier answer ended with."""
+        generation = self.context.generation
+        text = body.prompt or ""
+        if templated:
+            before = [{"role": "system", "content": body.system}] if body.system else []
+            messages = [*before, {"role": "user", "content": text}]
+            prompt = await generation.from_messages(messages, ChatOptions(variables=variables))
+        else:
+            (prompt,) = await generation.tokenize(text, whole=True)
+        if not body.context:
+            return prompt
+        return Prompt([*body.context, *prompt.ids], prompt.text)
+
+    def _turn(self, body: AnyRequest, prompt: Prompt, constraint: Any, **options: Any) -> ChatTurn:
+        info = self.context.engine.info
+        turn = ChatTurn(
+            generation=self.context.generation,
+            prompt=prompt,
+            params=params_of(body, info.defaults, info.max_model_len, constraint),
+            reasoning=body.think is not False,
+            tokens=bool(body.logprobs),
+            fields={"structured_outputs": "format", "max_tokens": "num_predict"},
+            **options,
+        )
+        turn.check()
+        return turn
+
+    def _loaded(self, body: AnyRequest, nothing: Mapping[str, Any]) -> Response:
+        """Nothing was asked: the model is there, and stays whatever `keep_alive` says."""
+        unload = body.keep_alive in (0, "0")
+        told = {
+            "model": body.model,
+            "created_at": now(),
+            **nothing,
+            "done": True,
+            "done_reason": "unload" if unload else "load",
+        }
+        return Response(line(told), 200, media_type=_LINES if body.stream else "application/json")
+
+    async def _answered(self, job: _Job) -> Response:
+        started = await job.turn.start()
+        if job.stream:
+            return EventStream(self._lines(job, started), media=_LINES, failed=_failed)
+        return json_response(await self._whole(job, started))
+
+    async def _whole(self, job: _Job, started: RunningTurn) -> dict[str, Any]:
+        output, (message,) = await started.messages()
+        job.clock.token()
+        parsed: ParsedMessage = message.parsed
+        told: dict[str, Any] = {"content": parsed.content or ""}
+        if parsed.reasoning is not None:
+            told["thinking"] = parsed.reasoning
+        if parsed.tool_calls and job.chat:
+            told["tool_calls"] = [call_of(c.name, c.arguments) for c in parsed.tool_calls]
+        return {
+            **job.piece(told),
+            **_logprobs(message.logprobs),
+            **_end(job, output, message.finish_reason, message.generated, message.token_ids),
+        }
+
+    async def _lines(self, job: _Job, started: RunningTurn) -> AsyncGenerator[bytes, None]:
+        pieces, ids = Pieces(), list[int]()
+        async with aclosing(started.running) as outputs:
+            async for output in outputs:
+                job.clock.token()
+                for new in started.deltas(output):
+                    ids += new.token_ids
+                    extra = _logprobs(new.logprobs)
+                    for told in pieces.of(new.events):
+                        yield line({**job.piece(told), **extra})
+                        extra = {}
+                    if new.finish_reason is not None:
+                        last = _end(job, output, new.finish_reason, new.generated, ids)
+                        yield line({**job.piece({"content": ""}), **extra, **last})
+
+    # Vectors.
+
+    async def embed(self, request: Request) -> Response:
+        """One vector per text."""
+        body = await read(request, EmbedRequest)
+        self._model(body.model)
+        clock = Clock()
+        vectors, tokens = await self._vectors(body.input, body.truncate, body.dimensions)
+        figures = clock.figures(tokens, 0)
+        answer: Embeddings = {
+            "model": body.model,
+            "embeddings": vectors,
+            "total_duration": figures["total_duration"],
+            "load_duration": 0,
+            "prompt_eval_count": tokens,
+        }
+        return json_response(answer)
+
+    async def embeddings(self, request: Request) -> Response:
+        """One vector of one text, as older clients ask for it."""
+        body = await read(request, EmbeddingsRequest)
+        self._model(body.model)
+        vectors, _ = await self._vectors(body.prompt, True, None)
+        answer: Embedding = {"embedding": vectors[0]}
+        return json_response(answer)
+
+    async def _vectors(
+        self, texts: str | Sequence[str], truncate: bool, dimensions: int | None
+    ) -> tuple[list[list[float]], int]:
+        """The vectors, and how many tokens were read. By the server's own route for embeddings."""
+        if not texts:
+            return [], 0
+        wanted: dict[str, Any] = {"input": texts}
+        if truncate:
+            wanted["truncate_prompt_tokens"] = -1
+        if dimensions is not None:
+            wanted["dimensions"] = dimensions
+        body = msgspec.json.encode(wanted)
+        status, answer = await self.context.loopback.post("/v1/embeddings", body, current_owner())
+        told = json.loads(answer)
+        if status >= 300:
+            error = told.get("error", {})
+            raise ApiError(status, str(error.get("message", "error")), param=error.get("param"))
+        return [one["embedding"] for one in told["data"]], told["usage"]["prompt_tokens"]
+
+
+def _refuse(body: GenerateRequest) -> None:
+    """What is understood but not there. Raises ApiError(400)."""
+    if body.images:
+        raise bad_field("images", "images: this server takes no images")
+    if body.suffix:
+        raise bad_field("suffix", "suffix: this model cannot fill in the middle")
+    if body.template:
+        raise bad_field("template", "template: this server renders only its model's own")
+
+
+def _end(
+    job: _Job, output: Any, reason: str | None, generated: int, ids: Sequence[int]
+) -> dict[str, Any]:
+    """What the last line has: why it ended, and the figures."""
+    prompt = list(output.prompt_token_ids)
+    context = {} if job.chat else {"context": [*prompt, *ids]}
+    figures = job.clock.figures(len(prompt), generated)
+    return {"done": True, "done_reason": reason_of(reason), **context, **figures}
+
+
+def _logprobs(positions: Any) -> dict[str, Any]:
+    return {} if positions is None else {"logprobs": logprobs_of(positions)}
+
+
+def _failure(told: ApiError) -> Failure:
+    return {"error": error_body(told)["error"]["message"]}
+
+
+def _failed(told: ApiError) -> bytes:
+    return line(_failure(told))

@@ -1,0 +1,252 @@
+"""What requests carry, and what it means here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from modulm.contracts.sampling import OutputKind, SamplingParams, StructuredOutputs
+from modulm_parsing import thinking_variables
+from modulm_server.constraints import from_response_format
+from modulm_server.json_body import bad_field
+
+__all__ = [
+    "AnyRequest",
+    "ChatRequest",
+    "EmbedRequest",
+    "EmbeddingsRequest",
+    "GenerateRequest",
+    "NamedRequest",
+    "Options",
+    "constraint_of",
+    "messages_of",
+    "params_of",
+    "variables_of",
+]
+
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Think = bool | Literal["low", "medium", "high", "max"]
+
+
+class Options(Struct, kw_only=True):
+    """`options`. num_predict: -1 and -2 for as many as fit. What is about the process that runs the
+    model (num_gpu, num_thread, use_mmap ...) belongs to flags of the server and is read no further.
+    """
+
+    num_predict: Annotated[int, Meta(ge=-2, le=2**31 - 1)] | None = None
+    num_ctx: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_k: Count | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    min_p: Share | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: str | list[str] | None = None
+    repeat_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    repeat_last_n: int | None = None
+    typical_p: float | None = None
+    tfs_z: float | None = None
+    mirostat: int | None = None
+    mirostat_eta: float | None = None
+    mirostat_tau: float | None = None
+    penalize_newline: bool | None = None
+    num_keep: int | None = None
+    num_batch: int | None = None
+    num_gpu: int | None = None
+    main_gpu: int | None = None
+    num_thread: int | None = None
+    numa: bool | None = None
+    low_vram: bool | None = None
+    f16_kv: bool | None = None
+    use_mmap: bool | None = None
+    use_mlock: bool | None = None
+    logits_all: bool | None = None
+    vocab_only: bool | None = None
+    embedding_only: bool | None = None
+
+
+class NamedRequest(Struct, kw_only=True):
+    """A request that names a model; older clients call it `name`."""
+
+    model: str | None = None
+    name: str | None = None
+    verbose: bool | None = None
+    insecure: bool | None = None
+    stream: bool = True
+
+
+class AnyRequest(Struct, kw_only=True):
+    """What requests that generate have in common. keep_alive: the model stays whatever it says."""
+
+    model: str
+    stream: bool = True
+    format: str | dict[str, Any] | None = None
+    options: Options | None = None
+    keep_alive: float | str | None = None
+    think: Think | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+
+class ChatRequest(AnyRequest, kw_only=True):
+    """`/api/chat`."""
+
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class GenerateRequest(AnyRequest, kw_only=True):
+    """`/api/generate`."""
+
+    prompt: str | None = None
+    suffix: str | None = None
+    images: list[str] | None = None
+    system: str | None = None
+    template: str | None = None
+    context: list[int] | None = None
+    raw: bool | None = None
+
+
+class EmbedRequest(Struct, kw_only=True):
+    """`/api/embed`."""
+
+    model: str
+    input: str | list[str]
+    truncate: bool = True
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    options: Options | None = None
+    keep_alive: float | str | None = None
+
+
+class EmbeddingsRequest(Struct, kw_only=True):
+    """`/api/embeddings`, the older form of it: one text."""
+
+    model: str
+    prompt: str
+    options: Options | None = None
+    keep_alive: float | str | None = None
+
+
+#: Options that choose tokens in a way that is not here, and the values that change nothing.
+_NEUTRAL: Mapping[str, tuple[float, ...]] = {"typical_p": (1,), "tfs_z": (1,), "mirostat": (0,)}
+
+
+def params_of(
+    body: AnyRequest,
+    defaults: Mapping[str, Any],
+    most: int,
+    constraint: StructuredOutputs | None,
+) -> SamplingParams:
+    """Sampling parameters. defaults: the model's own; most: its context in tokens.
+
+    Raises ApiError(400) naming the option.
+    """
+    given = body.options or Options()
+    for name, neutral in _NEUTRAL.items():
+        if getattr(given, name) not in (None, *neutral):
+            raise bad_field("options", f"options.{name}: there is no such sampler; leave it out")
+    if (given.num_ctx or 0) > most:
+        raise bad_field(
+            "options", f"options.num_ctx: this server holds {most} tokens (--max-model-len)"
+        )
+    named: dict[str, Any] = {
+        "temperature": given.temperature,
+        "top_k": given.top_k,
+        "top_p": given.top_p,
+        "min_p": given.min_p,
+        "seed": given.seed,
+        "repetition_penalty": given.repeat_penalty,
+        "presence_penalty": given.presence_penalty,
+        "frequency_penalty": given.frequency_penalty,
+    }
+    chosen = {name: value for name, value in named.items() if value is not None}
+    limit = given.num_predict
+    if limit is not None:
+        chosen["max_tokens"] = limit if limit >= 0 else None
+    return SamplingParams(
+        **{"max_tokens": None, **defaults, **chosen},
+        stop=given.stop,
+        structured_outputs=constraint,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        output_kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
+    )
+
+
+def constraint_of(given: str | Mapping[str, Any] | None) -> StructuredOutputs | None:
+    """`format`: "json", or a JSON schema. Raises ApiError(400)."""
+    if given is None or given == "":
+        return None
+    if given == "json":
+        return StructuredOutputs(json_object=True)
+    if isinstance(given, str):
+        raise bad_field("format", 'format: "json" or a JSON schema')
+    wanted = {"type": "json_schema", "json_schema": {"name": "format", "schema": given}}
+    return from_response_format(wanted, "format")
+
+
+def variables_of(think: Think | None, parser: str | None) -> dict[str, Any]:
+    """What `think` means to a chat template."""
+    effort = think if isinstance(think, str) else None
+    return thinking_variables(parser, effort, None if think is None else think is not False)
+
+
+def messages_of(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages in OpenAI's form: calls get ids, and results are of the calls before them.
+
+    Raises ApiError(400) for images, and for a message without a role.
+    """
+    made: list[dict[str, Any]] = []
+    waiting: list[tuple[str, str]] = []
+    for index, message in enumerate(given):
+        role = message.get("role")
+        if role not in ("system", "user", "assistant", "tool", "developer"):
+            raise bad_field("messages", f"messages[{index}].role: system, user, assistant or tool")
+        if message.get("images"):
+            raise bad_field("messages", f"messages[{index}].images: this server takes no images")
+        content = message.get("content") or ""
+        if not isinstance(content, str):
+            raise bad_field("messages", f"messages[{index}].content: a text is expected")
+        turn: dict[str, Any] = {"role": role, "content": content}
+        if message.get("thinking"):
+            turn["reasoning"] = message["thinking"]
+        if calls := message.get("tool_calls"):
+            turn["tool_calls"] = _calls(calls, index)
+            waiting = [(c["function"]["name"], c["id"]) for c in turn["tool_calls"]]
+        if role == "tool":
+            turn["tool_call_id"] = _answered(waiting, message.get("tool_name"), index)
+        made.append(turn)
+    return made
+
+
+def _calls(calls: Any, index: int) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise bad_field("messages", f"messages[{index}].tool_calls: a list is expected")
+    made = []
+    for place, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        table = function if isinstance(function, dict) else {}
+        named, arguments = table.get("name"), table.get("arguments", {})
+        if not isinstance(named, str) or not isinstance(arguments, dict):
+            where = f"messages[{index}].tool_calls[{place}].function"
+            raise bad_field("messages", f"{where}: a name and an object of arguments are expected")
+        made.append(
+            {
+                "id": f"call_{index}_{place}",
+                "type": "function",
+                "function": {"name": named, "arguments": arguments},
+            }
+        )
+    return made
+
+
+def _answered(waiting: list[tuple[str, str]], name: Any, index: int) -> str:
+    """The id of the call that a result belongs to: the next one of that name, or the next."""
+    found = next((one for one in waiting if one[0] == name), waiting[0] if waiting else None)
+    if found is None:
+        return f"call_{index}"
+    waiting.remove(found)
+    return found[1]

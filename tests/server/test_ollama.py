@@ -1,0 +1,145 @@
+"""Ollama's API with Ollama's own client, against a real server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import ollama
+import pytest
+
+from modulm_server.testing import Live
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def client(live: Live) -> Iterator[ollama.Client]:
+    made = ollama.Client(host=live.url, timeout=20)
+    yield made
+    made._client.close()
+
+
+def asked(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_a_conversation_whole_and_streamed(client: ollama.Client) -> None:
+    whole = client.chat("M", asked("hello"))
+    assert whole.message.content == "Hello there."
+    assert whole.message.role == "assistant"
+    assert whole.done
+    assert whole.done_reason == "stop"
+    assert whole.prompt_eval_count > 0
+    assert whole.eval_count > 0
+    assert whole.total_duration >= whole.eval_duration
+    parts = list(client.chat("M:latest", asked("hello"), stream=True))
+    assert "".join(part.message.content for part in parts) == "Hello there."
+    assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert parts[-1].eval_count == whole.eval_count
+
+
+def test_thoughts_are_beside_the_content(client: ollama.Client) -> None:
+    whole = client.chat("M", asked("think first"), think=True)
+    assert (whole.message.thinking, whole.message.content) == ("Let me see.", "It is 4.")
+    parts = list(client.chat("M", asked("think first"), think=True, stream=True))
+    assert "".join(part.message.thinking or "" for part in parts) == "Let me see."
+    assert "".join(part.message.content for part in parts).strip() == "It is 4."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_are_complete(client: ollama.Client, stream: bool) -> None:
+    answer = client.chat("M", asked("call two tools"), tools=[TOOL], stream=stream)
+    parts = list(answer) if stream else [answer]
+    calls = [call for part in parts for call in part.message.tool_calls or ()]
+    assert [(c.function.name, c.function.arguments) for c in calls] == [
+        ("get_weather", {"city": "Paris"}),
+        ("get_weather", {"city": "Rome"}),
+    ]
+
+
+def test_results_of_tools_go_back(client: ollama.Client, live: Live) -> None:
+    call = {"function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
+    messages = [
+        *asked("hello"),
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_name": "get_weather", "content": "18 degrees"},
+    ]
+    assert client.chat("M", messages, tools=[TOOL]).message.content == "Hello there."
+
+
+def test_a_prompt_whole_streamed_raw_and_continued(client: ollama.Client) -> None:
+    whole = client.generate("M", "hello")
+    assert whole.response == "Hello there."
+    assert whole.context
+    raw = client.generate("M", "hello", raw=True)
+    assert raw.prompt_eval_count < whole.prompt_eval_count
+    parts = list(client.generate("M", "hello", stream=True))
+    assert "".join(part.response for part in parts) == "Hello there."
+    assert parts[-1].context == whole.context
+    again = client.generate("M", "hello", context=whole.context)
+    assert again.prompt_eval_count == len(whole.context) + whole.prompt_eval_count
+
+
+def test_options_reach_the_engine(client: ollama.Client, live: Live) -> None:
+    client.chat(
+        "M",
+        asked("hello"),
+        options={"num_predict": 3, "temperature": 0.5, "seed": 7, "top_k": 5, "stop": ["x"]},
+    )
+    params = live.engine.seen[-1][1]
+    assert (params.max_tokens, params.temperature, params.seed) == (3, 0.5, 7)
+    assert (params.top_k, params.stop) == (5, ("x",))
+    client.generate("M", "hello", format="json")
+    assert live.engine.seen[-1][1].structured_outputs.json_object
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+    client.chat("M", asked("hello"), format=schema)
+    assert live.engine.seen[-1][1].structured_outputs.json == schema
+
+
+def test_what_is_there(client: ollama.Client) -> None:
+    (model,) = client.list().models
+    assert model.model == "M"
+    shown = client.show("M")
+    assert "tools" in shown.capabilities
+    assert "thinking" in shown.capabilities
+    assert client.ps().models[0].model == "M"
+    assert client.pull("M").status == "success"
+    assert client.generate("M", "").done_reason == "load"
+    assert client.generate("M", "", keep_alive=0).done_reason == "unload"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        ("chat", {"model": "nope", "messages": asked("x")}, 404, "modulm serve MODEL"),
+        ("pull", {"model": "nope"}, 404, "not served here"),
+        ("chat", {"model": "M", "messages": [{"content": "x"}]}, 400, "messages[0].role"),
+        ("chat", {"model": "M", "messages": [{"role": "user", "images": ["x"]}]}, 400, "images"),
+        ("chat", {"model": "M", "messages": asked("x"), "format": "xml"}, 400, "format"),
+        ("generate", {"model": "M", "prompt": "x", "suffix": "y"}, 400, "suffix"),
+        ("generate", {"model": "M", "prompt": "x", "options": {"mirostat": 2}}, 400, "mirostat"),
+        ("generate", {"model": "M", "prompt": "x", "options": {"num_ctx": 10**9}}, 400, "num_ctx"),
+        ("generate", {"model": "M", "prompt": "x", "options": {"top_p": 7}}, 400, "top_p"),
+        ("embed", {"model": "M", "input": "x"}, 400, "--runner pooling"),
+    ],
+)
+def test_what_is_wrong_is_said_as_its_clients_read_it(
+    http: httpx.Client, path: str, body: dict[str, object], status: int, words: str
+) -> None:
+    answer = http.post(f"/api/{path}", json=body)
+    assert answer.status_code == status
+    assert set(answer.json()) == {"error"}
+    assert words in answer.json()["error"]
+
+
+def test_an_error_inside_a_stream_is_its_last_line(client: ollama.Client) -> None:
+    with pytest.raises(ollama.ResponseError, match="could not finish"):
+        list(client.generate("M", "fail late", stream=True))
