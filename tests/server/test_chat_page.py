@@ -47,11 +47,13 @@ Inline $e^{i\pi}+1=0$, costs $5 and $10, broken $\frac{$.
 
 $$\int_0^1 x\,dx = \tfrac12$$
 """
+#: A call of which nothing can be told before its end, so that all of it comes at once.
+LATE_NAME = '<tool_call>\n{"arguments": {"city": "Paris"}, "name": "get_weather"}\n</tool_call>'
 #: What is answered to a question that begins with these words.
 REPLIES = {
     "think first": Reply("<think>\nLet me see.\n</think>\n\nIt is 4."),
     "think slowly": Reply("<think>\nOne, two, three.\n</think>\n\nIt is 4.", delay=0.08),
-    "call slowly": Reply(CALL % "Paris", delay=0.01),
+    "call slowly": Reply(LATE_NAME, delay=0.01),
     "call two": Reply(CALL % "Paris" + "\n" + CALL % "Rome"),
     "call": Reply(CALL % "Paris"),
     "count slowly": Reply("1 2 3 4 5 6 7 8 9 ", delay=0.02, endless=True),
@@ -218,7 +220,9 @@ def test_failed_turns_are_not_sent_again_and_can_be_retried(tab: Browser, page: 
 
 @needs_browser
 def test_a_tool_call_has_the_rate_at_which_it_came(tab: Browser) -> None:
+    setting(tab, "tools", json.dumps(TOOLS))
     say(tab, "call slowly")
+    assert tab.count("details.call") == 1
     figures = tab.text("article.assistant .figures")
     rate = re.search(r"answer \d+ tokens, ([\d.,]+) tokens/s", figures)
     assert rate, figures

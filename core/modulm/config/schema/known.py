@@ -73,9 +73,12 @@ def _flag(names: str, text: str, state: Kind, reason: str) -> KnownFlag:
         aliases=tuple(aliases),
     )
     renamed = state is Kind.RENAMED
+    value: Any = default or None
+    if default and default not in spec.choices:
+        value = read(spec, default.split() if spec.is_list else default)
     return evolve(
         spec,
-        default=read(spec, default.split() if spec.is_list else default) if default else None,
+        default=value,
         state=State(state, f"use --{own}" if renamed else own or reason),
         target=own.replace("-", "_") if renamed else "",
     )
