@@ -242,7 +242,7 @@ def test_a_bad_one_is_named_with_its_reason_and_hurts_nobody(setting: Setting, w
     if wrong == "config":
         (folder / "adapter_config.json").unlink()
     path = str(folder) if wrong != "folder" else str(folder / "nowhere")
-    why = {"files": "rank 99", "config": "adapter_config", "folder": "nowhere"}[wrong]
+    why = {"files": "rank 99", "config": "adapter_config", "folder": "No such file"}[wrong]
     with pytest.raises(
         RequestError, match=rf"adapter 'rotten' cannot be loaded: .*{why}"
     ) as caught:

@@ -167,6 +167,23 @@ def test_batches_name_them(live: Live) -> None:
     assert live.engine.used[-1] == "sql"
 
 
+def test_what_another_server_has_just_loaded_is_found(live: Live, http: httpx.Client) -> None:
+    """What the engine's process tells may come a moment after the client's next request."""
+    late = Adapter("late", "anywhere")
+
+    async def refresh() -> None:
+        live.engine.load_adapter(late, replace=True)
+
+    live.engine.refresh_adapters = refresh
+    try:
+        answer = http.post("/v1/completions", json={"model": "late", "prompt": "x"})
+    finally:
+        del live.engine.refresh_adapters
+        live.engine.unload_adapter("late")
+    assert answer.status_code == 200
+    assert live.engine.used[-1] == "late"
+
+
 # Loading and unloading.
 
 

@@ -108,16 +108,23 @@ class GenerationService:
 
         Raises ApiError(404), and what is wrong with an adapter's files.
         """
-        adapters = self.engine.adapters
         if not isinstance(name, str) or name in self.models:
             return ServedModel(self.model(name))
-        if name not in adapters and len(name) <= _NAME:
-            for finder in self.finders:
-                if await finder(name):
-                    return ServedModel(name, name)
-        if name not in adapters:
-            raise model_error(name)
-        return ServedModel(name, name)
+        if name in self.engine.adapters or await self._found(name):
+            return ServedModel(name, name)
+        raise model_error(name)
+
+    async def _found(self, name: str) -> bool:
+        """Whether an adapter that is not there is there now."""
+        if not self.engine.info.adapters or len(name) > _NAME:
+            return False
+        await self.engine.refresh_adapters()
+        if name in self.engine.adapters:
+            return True
+        for finder in self.finders:
+            if await finder(name):
+                return True
+        return False
 
     def check_open(self) -> None:
         """Raise ApiError(503) or EngineStalled while no engine works or the server goes down."""

@@ -150,9 +150,7 @@ class AdapterRegistry:
             self._core.executor.add_adapter(key, path)
         except (CheckpointError, OSError) as error:
             self._drop(key)
-            raise RequestError(
-                f"adapter {adapter.name!r} cannot be loaded: {error}", "lora_path"
-            ) from error
+            raise _unusable(adapter, error, "lora_path") from error
         except BaseException:
             self._drop(key)
             raise
@@ -265,9 +263,7 @@ class AdapterRegistry:
                 executor.add_adapter(version.key, Path(version.adapter.path))
                 version.held = True
         except CheckpointError as error:
-            raise RequestError(
-                f"adapter {version.adapter.name!r} cannot be loaded: {error}", "model"
-            ) from error
+            raise _unusable(version.adapter, error, "model") from error
 
     def finished(self, ends: Sequence[Finish]) -> None:
         """Requests have ended."""
@@ -296,6 +292,14 @@ class AdapterRegistry:
         self._readers.shutdown(wait=False, cancel_futures=True)
 
 
+def _unusable(adapter: Adapter, error: Exception, param: str) -> RequestError:
+    """Names the adapter and what is wrong, and files without the folders that they are in."""
+    told = str(error).replace(f"{adapter.path}/", "").replace(adapter.path, adapter.name)
+    if isinstance(error, OSError) and error.strerror:
+        told = f"its folder: {error.strerror}"
+    return RequestError(f"adapter {adapter.name!r} cannot be loaded: {told}", param)
+
+
 def _invocation(path: Path) -> tuple[int, ...]:
     """The tokens that activate an adapter (aLoRA); none: it is used from the first token on.
 
@@ -307,7 +311,8 @@ def _invocation(path: Path) -> tuple[int, ...]:
         if not all(isinstance(token, int) for token in given):
             raise TypeError("alora_invocation_tokens is not a list of token ids")
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{file} cannot be read: {reason}") from error
     return tuple(given)
 
 

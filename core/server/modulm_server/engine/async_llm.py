@@ -194,6 +194,9 @@ class AsyncLLM(EngineClient):
     def adapters(self) -> Mapping[str, Adapter]:
         return self._core.adapters
 
+    async def refresh_adapters(self) -> None:
+        await asyncio.wrap_future(self._core.refresh_adapters())
+
     def load_adapter(self, adapter: Adapter, *, replace: bool = False) -> Future[None]:
         return self._core.load_adapter(adapter, replace)
 

@@ -92,6 +92,9 @@ class EngineClient(ABC):
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """One output, when it is there. Raises as `generate` does."""
 
+    async def refresh_adapters(self) -> None:
+        """Have in `adapters` what other front ends have loaded until now."""
+
     def load_adapter(self, adapter: Adapter, *, replace: bool = False) -> Future[None]:
         """Read an adapter, which requests may name from then on; running ones go on beside it.
 

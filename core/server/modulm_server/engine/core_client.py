@@ -54,6 +54,12 @@ class EngineCoreClient(ABC):
     def abort(self, request: str) -> None:
         """End a request; unknown ones are ignored."""
 
+    def refresh_adapters(self) -> Future[None]:
+        """`adapters` has what was loaded before the call when the answer is there."""
+        answer: Future[None] = Future()
+        answer.set_result(None)
+        return answer
+
     @abstractmethod
     def load_adapter(self, adapter: Adapter, replace: bool) -> Future[None]:
         """See `AdapterRegistry.load`; `adapters` has it when the answer is there."""

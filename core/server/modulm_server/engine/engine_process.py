@@ -269,6 +269,8 @@ class _SocketServer:
             if arguments[0] in peer.open:
                 self._forget(arguments[0])
                 self._abort(core, arguments[0])
+        elif kind == "adapters":
+            peer.send(frames.pack("answer", arguments[0], None, None))
         elif kind == "gather":
             self._reports.gather(peer, arguments[0], self._peers.values())
         elif kind == "told":

@@ -87,6 +87,9 @@ class ProcessCoreClient(EngineCoreClient):
         with suppress(EngineDead):
             self._send(frames.pack("abort", request))
 
+    def refresh_adapters(self) -> Future[None]:
+        return self._call("adapters")  # what is told of them comes by the same way, before it
+
     def load_adapter(self, adapter: Adapter, replace: bool) -> Future[None]:
         return self._call("load_adapter", list(attrs.astuple(adapter)), replace)
 
