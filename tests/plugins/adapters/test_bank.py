@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 
 import pytest
@@ -196,6 +197,24 @@ def test_what_leaves_host_memory_is_read_again_and_slots_keep_theirs(folder, ada
     ):
         with pytest.raises(EngineError, match="'a1'"):
             refused()
+
+
+def test_other_files_than_those_that_were_added_are_not_read_again(folder, adapters, tmp_path):
+    """Cached keys and values belong to what was added."""
+    path = shutil.copytree(adapters[0], tmp_path / "mine")
+    session = AdapterSession(folder, max_loras=1, max_cpu_loras=1, max_lora_rank=8)
+    bank = session.bank
+    bank.add("mine", path)
+    bank.add("other", adapters[1])
+    assert bank.resident == ("other",)
+    bank.prepare("mine")
+    bank.prepare("other")
+    shutil.copytree(adapters[2], path, dirs_exist_ok=True)
+    for again in (lambda: bank.prepare("mine"), lambda: bank.fill(1, "mine")):
+        with pytest.raises(CheckpointError, match="have changed since"):
+            again()
+    bank.add("mine", path)
+    bank.fill(1, "mine")
 
 
 def test_an_adapter_that_is_added_anew_is_the_new_one_in_its_slot(folder, adapters):

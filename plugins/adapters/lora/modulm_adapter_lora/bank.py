@@ -15,9 +15,9 @@ from attrs import mutable
 from torch import Tensor
 
 from modulm.contracts.adapter import AdaptedExperts, AdaptedLayer, AdapterBank
-from modulm.errors import EngineError
+from modulm.errors import CheckpointError, EngineError
 from modulm.ops.lora import LoraTable
-from modulm_adapter_lora.files import read_adapter
+from modulm_adapter_lora.files import read_adapter, stamp_of
 from modulm_adapter_lora.layers import LoraExperts, LoraLayer, Step
 from modulm_adapter_lora.options import LoraOptions
 from modulm_adapter_lora.prepared import Prepared, Preparer
@@ -33,10 +33,13 @@ __all__ = ["LoraBank"]
 
 @mutable(eq=False)
 class _Added:
-    """An adapter that was added; `held` is None while it is not in host memory."""
+    """An adapter that was added; `held` is None while it is not in host memory. stamp: of the files
+    that were read.
+    """
 
     path: Path
     held: Prepared | None
+    stamp: tuple[tuple[str, int, int, int], ...]
 
 
 class LoraBank(AdapterBank):
@@ -120,9 +123,10 @@ class LoraBank(AdapterBank):
     # Adapters.
 
     def add(self, name: str, path: Path) -> None:
+        stamp = stamp_of(path)
         prepared = self._read(path)
         with self._guard:
-            self._added[name] = _Added(path, prepared)
+            self._added[name] = _Added(path, prepared, stamp)
             self._added.move_to_end(name)
             self._renewed |= {
                 slot: (name, prepared)
@@ -137,6 +141,10 @@ class LoraBank(AdapterBank):
             if added.held is not None:
                 self._added.move_to_end(name)
                 return
+        if stamp_of(added.path) != added.stamp:
+            raise CheckpointError(
+                f"{added.path}: its files have changed since they were read; add it anew"
+            )
         prepared = self._read(added.path)
         with self._guard:
             if self._added.get(name) is added:

@@ -18,9 +18,17 @@ from torch import Tensor
 
 from modulm.errors import CheckpointError
 
-__all__ = ["AdapterFiles", "Change", "Settings", "read_adapter"]
+__all__ = ["AdapterFiles", "Change", "Settings", "read_adapter", "stamp_of"]
 
 CONFIG, WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
+
+
+def stamp_of(path: Path) -> tuple[tuple[str, int, int, int], ...]:
+    """What changes when a file of the adapter is written or replaced."""
+    files = [(name, path / name) for name in (CONFIG, *WEIGHTS)]
+    stats = [(name, file.stat()) for name, file in files if file.is_file()]
+    return tuple((name, s.st_ino, s.st_size, s.st_mtime_ns) for name, s in stats)
+
 
 #: Keys of the configuration that change what an adapter computes in ways that are not done here.
 _NOT_YET = (
