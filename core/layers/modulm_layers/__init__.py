@@ -22,7 +22,12 @@ from modulm_layers.moe import ExpertNames, Gate, MoE, Routing
 from modulm_layers.positions import LearnedPositions
 from modulm_layers.rewrites import split_heads, transpose
 from modulm_layers.rope import Rope, cos_sin, parse_rope
-from modulm_layers.routed import RoutedConfig, routed_experts, without_drafts
+from modulm_layers.routed import (
+    RoutedConfig,
+    next_token_layer,
+    routed_experts,
+    without_drafts,
+)
 from modulm_layers.ssm import CausalConv, StateSpaceMixer, recur, single_rank
 
 __all__ = [
@@ -50,6 +55,7 @@ __all__ = [
     "activation",
     "cos_sin",
     "gated",
+    "next_token_layer",
     "only",
     "parse_rope",
     "recur",

@@ -5,19 +5,24 @@ Keys and checks that several families' config.json files have in common, and the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import frozen
 
+from modulm.contracts.model import MtpLayer
 from modulm.nn.names import WeightNames
 from modulm_layers.config import DecoderConfig, size
 from modulm_layers.mlp import GatedMLP
 from modulm_layers.moe import ExpertNames, MoE, Routing
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.nn import Module
+
     from modulm.nn.builder import Builder
 
-__all__ = ["RoutedConfig", "routed_experts", "without_drafts"]
+__all__ = ["RoutedConfig", "next_token_layer", "routed_experts", "without_drafts"]
 
 _NAMES = ExpertNames()
 
@@ -98,3 +103,23 @@ def without_drafts(c: RoutedConfig) -> WeightNames:
     """Names that leave out the layers beyond the last one, which draft tokens."""
     drafts = range(c.num_hidden_layers, c.num_hidden_layers + c.num_nextn_predict_layers)
     return WeightNames(ignore=tuple(rf"^model\.layers\.{i}\." for i in drafts))
+
+
+def next_token_layer(
+    c: RoutedConfig, layer: Callable[[Any, Builder, int], Module]
+) -> MtpLayer | None:
+    """The first layer beyond the last one, as DeepSeek-V3 has it; `layer` makes layers."""
+    last = c.num_hidden_layers - 1
+    if not c.num_nextn_predict_layers:
+        return None
+    at = f"model.layers.{last + 1}"
+    return MtpLayer(
+        layer=lambda b: layer(c, b, last),
+        at=at,
+        hidden=c.hidden_size,
+        eps=c.rms_norm_eps,
+        embedding_norm=f"{at}.enorm",
+        hidden_norm=f"{at}.hnorm",
+        project=f"{at}.eh_proj",
+        norm=f"{at}.shared_head.norm",
+    )

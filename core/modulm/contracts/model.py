@@ -13,7 +13,7 @@ from modulm.contracts.recording import Recordable
 from modulm.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from modulm.contracts.media import MediaItem
     from modulm.nn.names import WeightNames
 
-__all__ = ["API", "Batch", "CacheSpec", "Model", "StatePlan", "StateSpec"]
+__all__ = ["API", "Batch", "CacheSpec", "Model", "MtpLayer", "StatePlan", "StateSpec"]
 
 API = 1
 
@@ -157,6 +157,31 @@ class Batch(Recordable):
         return {**{name: t for name, t in given.items() if t is not None}, **self.extras}
 
 
+@frozen
+class MtpLayer:
+    """A layer of a checkpoint that foretells the token after the next (arXiv 2412.19437).
+
+    It runs on a map of two vectors side by side: the norm of a token's embedding, and that of the
+    model's hidden state before it. layer: makes it, given a `modulm.nn.Builder` that stands at
+    `at`. hidden: the width. embedding_norm, hidden_norm, project, norm: where these lie in the checkpoint; norm
+    is what comes before the head, "" for none. offset: what norms add to their weights.
+    state_first: the state is the map's first half. normed: the next draft goes on from what `norm`
+    gives, not from before it.
+    """
+
+    layer: Callable[[Any], torch.nn.Module]
+    at: str
+    hidden: int
+    eps: float
+    embedding_norm: str
+    hidden_norm: str
+    project: str
+    norm: str = ""
+    offset: float = 0.0
+    state_first: bool = False
+    normed: bool = False
+
+
 class Model(ABC):
     """One architecture. Concrete models are also `torch.nn.Module`s (see modulm-layers).
 
@@ -185,6 +210,11 @@ class Model(ABC):
     @abstractmethod
     def weights(cls, config: Any) -> WeightNames:
         """The table of renames and fusions from checkpoint names (`modulm.loading.WeightNames`)."""
+
+    @classmethod
+    def mtp(cls, config: Any) -> MtpLayer | None:
+        """The layer of its checkpoints that drafts tokens; None where there is none."""
+        return None
 
     @classmethod
     @abstractmethod

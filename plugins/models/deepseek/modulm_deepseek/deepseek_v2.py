@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from attrs import evolve, field, frozen, validators
 from torch.nn import Module
 
+from modulm.contracts.model import MtpLayer
 from modulm.nn import Builder, WeightNames
 from modulm_layers import (
     DecoderForCausalLM,
@@ -16,6 +17,7 @@ from modulm_layers import (
     Rope,
     RoutedConfig,
     Routing,
+    next_token_layer,
     routed_experts,
     size,
     standard_mlp,
@@ -116,13 +118,17 @@ class DeepseekLayer(PreNormLayer):
 
 
 class DeepseekForCausalLM(DecoderForCausalLM):
-    """What both versions are. Layers beyond the last, which draft tokens, are not read."""
+    """What both versions are. Layers beyond the last draft tokens (`mtp`)."""
 
     layer = DeepseekLayer
 
     @classmethod
     def weights(cls, config: DeepseekConfig) -> WeightNames:
         return without_drafts(config)
+
+    @classmethod
+    def mtp(cls, config: DeepseekConfig) -> MtpLayer | None:
+        return next_token_layer(config, cls.layer)
 
 
 class DeepseekV2ForCausalLM(DeepseekForCausalLM):

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from attrs import frozen
 from torch import Tensor
 
+from modulm.contracts.model import MtpLayer
 from modulm.nn import Builder, Head, Rewrite, WeightNames
 from modulm_ernie.ernie4_5 import ErnieConfig, ErnieLayer
 from modulm_layers import (
@@ -43,6 +44,7 @@ class Ernie45MoeConfig(ErnieConfig):
     moe_layer_start_index: int = size(1, least=0)
     moe_layer_end_index: int = size(-1, least=-1)
     moe_layer_interval: int = size(1)
+    num_nextn_predict_layers: int = size(0, least=0)
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
@@ -92,7 +94,7 @@ def _flat(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 class Ernie45MoeForCausalLM(DecoderForCausalLM):
-    """ERNIE 4.5 with experts and a language-model head; layers that draft tokens are not read."""
+    """ERNIE 4.5 with experts and a language-model head; a layer without experts drafts tokens."""
 
     api = 1
     config_type = Ernie45MoeConfig
@@ -107,6 +109,22 @@ class Ernie45MoeForCausalLM(DecoderForCausalLM):
         tied = self.embed if config.tie_word_embeddings else None
         size = (config.hidden_size, config.vocab_size)
         return b.head("lm_head", *size, tied=tied, bias=config.use_bias)
+
+    @classmethod
+    def mtp(cls, config: Ernie45MoeConfig) -> MtpLayer | None:
+        c = config
+        if not c.num_nextn_predict_layers:
+            return None
+        return MtpLayer(
+            layer=lambda b: ErnieLayer(c, b, 0, standard_mlp(c, b, bias=c.use_bias)),
+            at="model.mtp_block.0",
+            hidden=c.hidden_size,
+            eps=c.rms_norm_eps,
+            embedding_norm="model.mtp_emb_norm.0",
+            hidden_norm="model.mtp_hidden_norm.0",
+            project="model.mtp_linear_proj.0",
+            norm="model.norm",
+        )
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:

@@ -7,12 +7,14 @@ from typing import Any, ClassVar
 
 from attrs import frozen
 
+from modulm.contracts.model import MtpLayer
 from modulm.nn import Builder, WeightNames
 from modulm_layers import (
     Attention,
     DecoderForCausalLM,
     PreNormLayer,
     RoutedConfig,
+    next_token_layer,
     routed_experts,
     size,
     standard_attention,
@@ -64,7 +66,7 @@ class Glm4MoeLayer(PreNormLayer):
 
 
 class Glm4MoeForCausalLM(DecoderForCausalLM):
-    """GLM 4.5 with a language-model head. Layers beyond the last, which draft, are not read."""
+    """GLM 4.5 with a language-model head. Layers beyond the last draft tokens (`mtp`)."""
 
     api = 1
     config_type = Glm4MoeConfig
@@ -73,6 +75,10 @@ class Glm4MoeForCausalLM(DecoderForCausalLM):
     @classmethod
     def weights(cls, config: Glm4MoeConfig) -> WeightNames:
         return without_drafts(config)
+
+    @classmethod
+    def mtp(cls, config: Glm4MoeConfig) -> MtpLayer | None:
+        return next_token_layer(config, cls.layer)
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 from torch.nn import Module
 
-from modulm.contracts.model import Batch, CacheSpec, Model
+from modulm.contracts.model import Batch, CacheSpec, Model, MtpLayer
 from modulm.errors import CheckpointError, UnsupportedError
 from modulm.nn import Builder, WeightNames, read_config
 from modulm.plugins import current
@@ -104,6 +104,11 @@ class NestedText(Module, Model):
     def weights(cls, config: NestedConfig) -> WeightNames:
         names: WeightNames = config.driver.weights(config.text)
         return evolve(names, rename=(*_NAMES, *names.rename), ignore=(*_OTHERS, *names.ignore))
+
+    @classmethod
+    def mtp(cls, config: NestedConfig) -> MtpLayer | None:
+        layer: MtpLayer | None = config.driver.mtp(config.text)
+        return layer
 
     @property
     def caches(self) -> tuple[CacheSpec, ...]:

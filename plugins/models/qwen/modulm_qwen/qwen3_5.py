@@ -11,12 +11,14 @@ from typing import Any, ClassVar
 from attrs import frozen
 from torch.nn import Module
 
+from modulm.contracts.model import MtpLayer
 from modulm.nn import Builder, Norm, WeightNames
 from modulm_layers import DecoderForCausalLM, PreNormLayer, size, standard_mlp
 from modulm_qwen.moe import Qwen2MoeConfig, SharedExperts
 from modulm_qwen.qwen3_next import (
     DeltaKeys,
     GatedDeltaNet,
+    delta_mtp,
     gated_attention,
     offset_norm,
     split_gate,
@@ -75,7 +77,7 @@ class Qwen35MoeLayer(_Layer):
 
 
 class Qwen35ForCausalLM(DecoderForCausalLM):
-    """Qwen 3.5 (text) with a language-model head; layers that draft tokens are not read."""
+    """Qwen 3.5 (text) with a language-model head."""
 
     api = 1
     config_type: ClassVar[type] = Qwen35Config
@@ -88,6 +90,10 @@ class Qwen35ForCausalLM(DecoderForCausalLM):
             ignore=(r"^mtp\.", r"^model\.visual\."),
             rewrite=(split_gate(config.heads),),
         )
+
+    @classmethod
+    def mtp(cls, config: DeltaKeys) -> MtpLayer | None:
+        return delta_mtp(config, cls.layer)
 
     def make_norm(self, config: Any, b: Builder) -> Norm:
         return offset_norm(config, b, "norm")

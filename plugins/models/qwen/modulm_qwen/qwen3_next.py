@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn import Module
 
-from modulm.contracts.model import Batch, StateSpec
+from modulm.contracts.model import Batch, MtpLayer, StateSpec
 from modulm.errors import UnsupportedError
 from modulm.nn import Builder, Norm, Rewrite, WeightNames
 from modulm_layers import (
@@ -34,6 +34,7 @@ __all__ = [
     "Qwen3NextForCausalLM",
     "Qwen3NextLayer",
     "gated_attention",
+    "delta_mtp",
     "offset_norm",
     "split_gate",
     "tiny_delta",
@@ -159,6 +160,10 @@ class Qwen3NextForCausalLM(DecoderForCausalLM):
             ignore=(r"^mtp\.",), rewrite=(split_gate(config.heads), *_split_inputs(config))
         )
 
+    @classmethod
+    def mtp(cls, config: Qwen3NextConfig) -> MtpLayer | None:
+        return delta_mtp(config, cls.layer)
+
     def make_norm(self, config: Any, b: Builder) -> Norm:
         return offset_norm(config, b, "norm")
 
@@ -173,6 +178,23 @@ class Qwen3NextForCausalLM(DecoderForCausalLM):
             shared_expert_intermediate_size=48,
             mlp_only_layers=[2],
         )
+
+
+def delta_mtp(c: DeltaKeys, layer: Callable[[Any, Builder, int], Module]) -> MtpLayer:
+    """The layer that drafts, which is like the last one with attention; `layer` makes layers."""
+    like = max(index for index in range(c.num_hidden_layers) if not c.recurrent(index))
+    return MtpLayer(
+        layer=lambda b: layer(c, b, like),
+        at="mtp.layers.0",
+        hidden=c.hidden_size,
+        eps=c.rms_norm_eps,
+        embedding_norm="mtp.pre_fc_norm_embedding",
+        hidden_norm="mtp.pre_fc_norm_hidden",
+        project="mtp.fc",
+        norm="mtp.norm",
+        offset=1.0,
+        normed=True,
+    )
 
 
 def tiny_delta(model_type: str, architecture: str, **changes: Any) -> Mapping[str, Any]:

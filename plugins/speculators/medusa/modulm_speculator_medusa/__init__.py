@@ -1,0 +1,1 @@
+"""Speculative decoding with Medusa heads."""

@@ -1,0 +1,188 @@
+"""Drafts by heads that read one hidden state, each for a token further on (arXiv 2401.10774).
+
+The most probable token of each head is drafted, as one chain.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from attrs import frozen
+
+from modulm.contracts.drafter import DraftStep, Needs
+from modulm.errors import ConfigError, ModulmError
+from modulm.loading import open_checkpoint
+from modulm.plugins import manager
+from modulm_speculation import Options, Speculator, Target
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+__all__ = ["Heads", "Medusa", "MedusaOptions"]
+
+#: Names in Medusa's own files, where a head's blocks and its last map are numbered in one list,
+#: and in those that vLLM takes.
+_BLOCKS = (
+    re.compile(r"^(?:medusa_head\.)?(\d+)\.(\d+)\.linear\.(weight|bias)$"),
+    re.compile(r"^blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)$"),
+)
+_OUTPUTS = (
+    re.compile(r"^(?:medusa_head\.)?(\d+)\.\d+\.weight$"),
+    re.compile(r"^lm_heads\.(\d+)\.weight$"),
+)
+_ALL_OUTPUTS, _WORDS = "lm_head.weight", "token_map"
+_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors")
+
+
+@frozen
+class MedusaOptions(Options):
+    """model: folder or hub id of the heads. num_speculative_tokens: None for one of each head."""
+
+    num_speculative_tokens: int = 64
+    model: str = ""
+    revision: str | None = None
+    dtype: str | None = None
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        if not self.model:
+            raise ConfigError("model", "medusa needs the path or hub id of its heads")
+
+
+class Heads:
+    """blocks: per head its residual blocks, (weight [hidden, hidden], bias or None) each; outputs:
+    per head [words, hidden], or None for the target's; words: [words] int64, the tokens that they
+    are, None for the target's own.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Sequence[tuple[Tensor, Tensor | None]]],
+        outputs: Sequence[Tensor | None],
+        words: Tensor | None,
+        target: Target,
+    ) -> None:
+        self.blocks, self.outputs, self.words = blocks, outputs, words
+        self._target = target
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def choose(self, hidden: Tensor, head: int) -> Tensor:
+        """hidden: [rows, hidden] -> [rows] int64, the most probable token of a head."""
+        x = hidden
+        for weight, bias in self.blocks[head]:
+            x = x + F.silu(F.linear(x, weight, bias))
+        output = self.outputs[head]
+        if output is None:
+            return self._target.logits(x).argmax(-1)
+        best = F.linear(x, output).argmax(-1)
+        return best if self.words is None else self.words[best]
+
+
+class Medusa(Speculator):
+    """The heads' tokens, after each step."""
+
+    name: ClassVar[str] = "medusa"
+    Config: ClassVar[type] = MedusaOptions
+    needs: ClassVar[Needs] = Needs(histories=False, hidden=True)
+
+    def __init__(self, config: MedusaOptions, heads: Heads) -> None:
+        super().__init__(config)
+        self.heads, self.most = heads, min(config.num_speculative_tokens, len(heads))
+
+    @classmethod
+    def open(cls, config: Options, target: Target) -> Self:
+        if not isinstance(config, MedusaOptions):
+            raise ConfigError("method", "medusa has options of its own")
+        try:
+            return cls(config, _read(config, target))
+        except (ModulmError, ValueError, KeyError) as error:
+            words = f"model {config.model}: {error}"
+            raise ConfigError("speculative_config", words) from error
+
+    def propose(self, step: DraftStep) -> Sequence[np.ndarray]:
+        if step.hidden is None:
+            raise ValueError("the step has no hidden states")
+        kept = torch.from_numpy(np.asarray(step.kept, dtype=np.int64)).to(step.hidden.device)
+        states, count = step.hidden[kept], max(step.most, default=0)
+        chosen = [self.heads.choose(states, head) for head in range(count)]
+        if not chosen:
+            return [np.zeros(0, dtype=np.int64)] * len(step.rows)
+        found = torch.stack(chosen, 1).cpu().numpy()
+        return [row[:most] for row, most in zip(found, step.most, strict=True)]
+
+
+def _read(config: MedusaOptions, target: Target) -> Heads:
+    """The heads of a folder. Raises ModulmError, or ValueError for files that do not fit."""
+    parts: dict[str, Any] = {
+        "model": config.model,
+        "revision": config.revision,
+        "hf_config_path": None,
+        "hf_overrides": {"architectures": ["MedusaModel"]},
+    }
+    checkpoint = open_checkpoint(target.config.with_parts(parts), manager.current())
+    stored = _tensors(checkpoint.path)
+    shared = stored.get(_ALL_OUTPUTS)
+    blocks: dict[int, dict[int, dict[str, Tensor]]] = {}
+    outputs: dict[int, Tensor] = {}
+    for name, tensor in stored.items():
+        if block := next(filter(None, (p.match(name) for p in _BLOCKS)), None):
+            head, place, kind = int(block[1]), int(block[2]), block[3]
+            blocks.setdefault(head, {}).setdefault(place, {})[kind] = tensor
+        elif output := next(filter(None, (p.match(name) for p in _OUTPUTS)), None):
+            outputs[int(output[1])] = tensor
+        elif name not in (_ALL_OUTPUTS, _WORDS):
+            raise ValueError(f"{name} is no part of Medusa heads")
+    table = checkpoint.config
+    count = int(table.get("medusa_num_heads") or table.get("num_heads") or len(blocks))
+    if sorted(blocks)[:count] != list(range(count)) or not count:
+        raise ValueError(f"{count} heads are announced, {len(blocks)} are there")
+    like = target.embeddings(torch.zeros(1, dtype=torch.int64, device=target.platform.device))
+    width = like.shape[1]
+
+    def placed(tensor: Tensor, *shape: int) -> Tensor:
+        if tensor.shape != shape:
+            raise ValueError(f"{list(tensor.shape)} where {list(shape)} is needed")
+        return tensor.to(like.device, like.dtype)
+
+    words = stored.get(_WORDS)
+    rows = target.loaded.vocabulary if words is None else len(words)
+    return Heads(
+        [
+            [
+                (
+                    placed(block["weight"], width, width),
+                    placed(block["bias"], width) if "bias" in block else None,
+                )
+                for _, block in sorted(blocks[head].items())
+            ]
+            for head in range(count)
+        ],
+        [
+            None if output is None else placed(output, rows, width)
+            for output in (outputs.get(head, shared) for head in range(count))
+        ],
+        None if words is None else words.to(like.device, torch.int64),
+        target,
+    )
+
+
+def _tensors(folder: Path) -> Mapping[str, Tensor]:
+    """What is stored, by name."""
+    file = next((folder / name for name in _FILES if (folder / name).is_file()), None)
+    if file is None:
+        raise ValueError(f"none of {', '.join(_FILES)} is there")
+    if file.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(file)
+    found: Mapping[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+    return found

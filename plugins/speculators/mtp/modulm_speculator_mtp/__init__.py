@@ -1,0 +1,1 @@
+"""Speculative decoding with the layers that checkpoints bring for it (MTP)."""

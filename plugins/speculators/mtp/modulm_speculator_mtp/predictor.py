@@ -1,0 +1,119 @@
+"""A checkpoint's layer for the token after the next, as a model that runs beside the whole one.
+
+Where the layer lies and what surrounds it is said by the model (`Model.mtp`); embedding and head
+are the model's own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from attrs import evolve
+from torch import Tensor
+from torch.nn import Module
+
+from modulm.contracts.model import Batch, CacheSpec, Model, MtpLayer
+from modulm.errors import UnsupportedError
+from modulm.nn import Builder, Rewrite, WeightNames
+from modulm_speculation.chain import HIDDEN
+
+if TYPE_CHECKING:
+    from modulm_speculation import Target
+
+__all__ = ["Predictor", "predictor_of"]
+
+#: A layer may bring copies of the model's embedding and head: these are shared.
+_SHARED = r"\.(embed_tokens|shared_head\.head)\."
+
+
+class Predictor(Module, Model):
+    """The layer of a model of class `family`. `target` has to be set before it runs."""
+
+    api = 1
+    family: ClassVar[type[Model]]
+    target: Target | None = None
+
+    def __init__(self, config: Any, build: Builder) -> None:
+        super().__init__()
+        self.config, self.ops = config, build.ops
+        self.of = of = _layer(self.family, config)
+        width = of.hidden
+
+        def norm(name: str) -> Module:
+            return build.rms_norm(name, width, of.eps, offset=of.offset)
+
+        self.embedding_norm, self.hidden_norm = norm(of.embedding_norm), norm(of.hidden_norm)
+        first, second = _parts(of)
+        first_half = build.linear(first, width, width, split=False)
+        second_half = build.linear(second, width, width, split=False)
+        halves = (second_half, first_half) if of.state_first else (first_half, second_half)
+        self.from_embedding, self.from_hidden = halves
+        self.layer = of.layer(build.at(of.at))
+        self.norm = norm(of.norm) if of.norm else None
+        self._caches = tuple(build.shared.caches)
+
+    @classmethod
+    def weights(cls, config: Any) -> WeightNames:
+        of, names = _layer(cls.family, config), cls.family.weights(config)
+        own = (of.at, of.embedding_norm, of.hidden_norm, of.project, *filter(None, [of.norm]))
+        kept = "|".join(re.escape(name) for name in own)
+        halve = Rewrite(rf"^{re.escape(of.project)}\.", lambda n, t: _halves(of, n, t))
+        return evolve(names, ignore=(rf"^(?!({kept})\.)", _SHARED), rewrite=(halve, *names.rewrite))
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        return cls.family.tiny()
+
+    @property
+    def caches(self) -> tuple[CacheSpec, ...]:
+        return self._caches
+
+    def forward(self, batch: Batch) -> Tensor:
+        """The states that the next draft goes on from: [tokens, hidden]."""
+        embedded = self.embedding_norm(self._target.embeddings(batch.tokens))
+        state = self.hidden_norm(batch.extras[HIDDEN])
+        x = self.ops.add(self.from_embedding(embedded), self.from_hidden(state))
+        x, residual = self.layer(x, None, batch)
+        if residual is not None:
+            x = self.ops.add(x, residual)
+        return self.norm(x) if self.norm is not None and self.of.normed else x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        if self.norm is not None and not self.of.normed:
+            hidden = self.norm(hidden)
+        return self._target.logits(hidden)
+
+    @property
+    def _target(self) -> Target:
+        if self.target is None:
+            raise UnsupportedError("a layer that drafts runs beside its model only")
+        return self.target
+
+
+def predictor_of(family: type[Model]) -> type[Predictor]:
+    """The class for models of class `family`."""
+    more = {"family": family, "config_type": family.config_type}
+    return type(f"{family.__name__}Mtp", (Predictor,), more)
+
+
+def _layer(family: type[Model], config: Any) -> MtpLayer:
+    found = family.mtp(config)
+    if found is None:
+        raise UnsupportedError(f"{family.__name__} has no layer that drafts tokens")
+    return found
+
+
+def _parts(of: MtpLayer) -> tuple[str, str]:
+    """What the halves of the map are called."""
+    return f"{of.project}_first", f"{of.project}_second"
+
+
+def _halves(of: MtpLayer, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A weight [outputs, 2 inputs] as the two that the inputs' halves pass."""
+    if name != f"{of.project}.weight":
+        raise UnsupportedError(f"{name}: this map in such a quantization: not yet")
+    width = tensor.shape[-1] // 2
+    for part, half in zip(_parts(of), (tensor[:, :width], tensor[:, width:]), strict=True):
+        yield f"{part}.weight", half

@@ -1,0 +1,61 @@
+"""Drafts by the layer that a checkpoint brings for it (multi-token prediction, arXiv 2412.19437).
+
+One layer is run again for each further token, also where a checkpoint has several.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Self
+
+from attrs import frozen
+
+from modulm.errors import ConfigError
+from modulm_speculation import Options, Target
+from modulm_speculation.chain import HiddenChain
+from modulm_speculation.draft_model import DraftWeights, load_draft
+from modulm_speculator_mtp.predictor import Predictor, predictor_of
+
+__all__ = ["Mtp", "MtpOptions"]
+
+
+@frozen
+class MtpOptions(Options):
+    """model: folder or hub id where the layer lies, if not in the model's own checkpoint; revision,
+    quantization: of it.
+    """
+
+    num_speculative_tokens: int = 1
+    model: str = ""
+    revision: str | None = None
+    quantization: str | None = None
+    draft_tensor_parallel_size: int = 1
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        if self.draft_tensor_parallel_size != 1:
+            raise ConfigError("draft_tensor_parallel_size", "only 1: a layer is not cut")
+
+
+class Mtp(HiddenChain):
+    """The checkpoint's own layer, after each step."""
+
+    name: ClassVar[str] = "mtp"
+    Config: ClassVar[type] = MtpOptions
+
+    @classmethod
+    def open(cls, config: Options, target: Target) -> Self:
+        if not isinstance(config, MtpOptions):
+            raise ConfigError("method", "mtp has options of its own")
+        of = target.config.model
+        draft = load_draft(
+            target,
+            DraftWeights(
+                model=config.model or of.model,
+                revision=config.revision or (None if config.model else of.revision),
+                quantization=config.quantization or of.quantization,
+                driver=predictor_of(type(target.model)),
+            ),
+        )
+        if isinstance(draft.model, Predictor):
+            draft.model.target = target
+        return cls(config, draft)

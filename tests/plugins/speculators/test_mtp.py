@@ -1,0 +1,216 @@
+"""Layers that checkpoints bring for drafting: what they draft is what the papers' formulas give,
+computed apart from the engine with transformers' layers, and no answer changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from attrs import field, frozen
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
+from transformers.models.ernie4_5.modeling_ernie4_5 import Ernie4_5DecoderLayer
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer
+
+from modulm import LLM, SamplingParams
+from modulm.errors import ConfigError
+from modulm.testing.checkpoints import make_tiny
+from modulm_speculation.chain import ends_of
+from modulm_speculator_mtp.speculator import Mtp
+
+PROMPTS = [[5, 99, 7, 300, 41, 8], [17, 3], [8] * 12]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+DRAFTS = 3
+
+
+@frozen
+class Layout:
+    """Where a family's files have the layer, and what the layer is. like: the index of the model's
+    layer that it is like; {n}: how many layers there are. shared: the norm is the model's own.
+    """
+
+    layer: type[nn.Module]
+    like: int
+    at: str
+    embedding_norm: str
+    hidden_norm: str
+    project: str
+    norm: str
+    offset: float = 0.0
+    normed: bool = False
+    shared: bool = False
+    config: Mapping[str, Any] = field(factory=dict)
+
+
+def _nextn(layer: type[nn.Module], **more: Any) -> Layout:
+    at = "model.layers.{n}"
+    return Layout(
+        layer, 2, at, f"{at}.enorm", f"{at}.hnorm", f"{at}.eh_proj", f"{at}.shared_head.norm",
+        config={"num_nextn_predict_layers": 1}, **more,
+    )  # fmt: skip
+
+
+def _qwen(layer: type[nn.Module]) -> Layout:
+    return Layout(
+        layer, 1, "mtp.layers.0", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc",
+        "mtp.norm", offset=1.0, normed=True,
+    )  # fmt: skip
+
+
+LAYOUTS = {
+    "DeepseekV3ForCausalLM": _nextn(DeepseekV3DecoderLayer),
+    "Glm4MoeForCausalLM": _nextn(Glm4MoeDecoderLayer),
+    "Qwen3NextForCausalLM": _qwen(Qwen3NextDecoderLayer),
+    "Qwen3_5ForCausalLM": _qwen(Qwen3_5DecoderLayer),
+    "Qwen3_5MoeForCausalLM": _qwen(Qwen3_5MoeDecoderLayer),
+    "Ernie4_5_MoeForCausalLM": Layout(
+        Ernie4_5DecoderLayer, 0, "model.mtp_block.0", "model.mtp_emb_norm.0",
+        "model.mtp_hidden_norm.0", "model.mtp_linear_proj.0", "model.norm", shared=True,
+        config={"num_nextn_predict_layers": 1},
+    ),
+}  # fmt: skip
+
+
+def published(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """As published files have it: each expert's maps apart."""
+    if name.endswith("experts.gate_up_proj"):
+        for index, both in enumerate(tensor):
+            for part, half in zip(("gate_proj", "up_proj"), both.chunk(2), strict=True):
+                yield name.replace("gate_up_proj", f"{index}.{part}.weight"), half.clone()
+    elif name.endswith("experts.down_proj"):
+        for index, one in enumerate(tensor):
+            yield name.replace("down_proj", f"{index}.down_proj.weight"), one.clone()
+    else:
+        yield name, tensor.clone()
+
+
+class Reference:
+    """A model of transformers with the layer beside it, in fp32."""
+
+    def __init__(self, folder: str, layout: Layout) -> None:
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        config = self.model.config
+        config._attn_implementation = "sdpa"
+        self.layout = layout
+        self.count = config.num_hidden_layers
+        draw = torch.Generator().manual_seed(11)
+        self.layer = layout.layer(config, layout.like).eval()
+        width = config.hidden_size
+        self.maps = {
+            name: torch.randn(width, generator=draw) * 0.1 + 1 - layout.offset
+            for name in (layout.embedding_norm, layout.hidden_norm, layout.norm)
+        }
+        if layout.shared:
+            self.maps[layout.norm] = self.model.model.norm.weight.detach()
+        self.maps[layout.project] = torch.randn(width, 2 * width, generator=draw) * 0.2
+        with torch.no_grad():
+            for name, tensor in self.layer.state_dict().items():
+                scale = 0.1 if "norm" in name else 0.25
+                tensor.copy_(torch.randn(tensor.shape, generator=draw) * scale)
+                if "norm" in name:
+                    tensor += 1 - layout.offset
+
+    def store(self, folder: str) -> None:
+        """Put the layer into the checkpoint, with copies of embedding and head beside it."""
+        file = f"{folder}/model.safetensors"
+        stored = load_file(file)
+        at = self.layout.at
+        for name, tensor in self.layer.state_dict().items():
+            stored.update(published(f"{at}.{name}".format(n=self.count), tensor))
+        for name, tensor in self.maps.items():
+            if not (self.layout.shared and name == self.layout.norm):
+                stored[f"{name}.weight".format(n=self.count)] = tensor
+        if "{n}" in at:
+            for name in ("embed_tokens", "shared_head.head"):
+                copy = self.model.model.embed_tokens.weight.detach().clone()
+                stored[f"{at}.{name}.weight".format(n=self.count)] = copy
+        save_file(stored, file, metadata={"format": "pt"})
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        weight, eps = self.maps[name] + self.layout.offset, self.model.config.rms_norm_eps
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+    @torch.inference_mode()
+    def drafts(self, tokens: Sequence[int]) -> list[int]:
+        """What follows `tokens`, of which the last was not computed yet."""
+        of, model = self.layout, self.model.model
+        states = model(torch.tensor([tokens[:-1]])).last_hidden_state
+        following, found = list(tokens[1:]), []
+        for _ in range(DRAFTS):
+            embedded = model.embed_tokens(torch.tensor([following]))
+            x = torch.cat(
+                [self._norm(of.embedding_norm, embedded), self._norm(of.hidden_norm, states)], -1
+            )
+            x = F.linear(x, self.maps[of.project])
+            places = torch.arange(x.shape[1])[None]
+            turns = model.rotary_emb(x, places)
+            x = self.layer(x, attention_mask=None, position_ids=places, position_embeddings=turns)
+            x = x[0] if isinstance(x, tuple) else x
+            normed = self._norm(of.norm, x)
+            found.append(int(self.model.lm_head(normed[0, -1]).argmax()))
+            following.append(found[-1])
+            states = torch.cat([states, (normed if of.normed else x)[:, -1:]], 1)
+        return found
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def made(request, tmp_path_factory):
+    layout = LAYOUTS[request.param]
+    folder = str(make_tiny(tmp_path_factory.mktemp("mtp") / "tiny", request.param, **layout.config))
+    reference = Reference(folder, layout)
+    reference.store(folder)
+    return folder, reference
+
+
+def answers(folder: str, **flags: object) -> list[list[int]]:
+    sizes = {"max_model_len": 96, "num_gpu_blocks_override": 48, "max_num_seqs": 8}
+    with LLM(folder, dtype="float32", max_num_batched_tokens=48, **sizes, **flags) as llm:
+        given = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        return [o.outputs[0].token_ids for o in llm.generate(given, GREEDY, use_tqdm=False)]
+
+
+def test_what_is_drafted_is_what_the_layer_says(made, monkeypatch) -> None:
+    folder, reference = made
+    expected = answers(folder)
+    seen: list[tuple[int, int, list[int]]] = []
+    plain = Mtp.propose
+
+    def propose(self, step):
+        told = plain(self, step)
+        lengths = (ends_of(step) + 1).tolist() if len(step.rows) else []
+        seen.extend(zip(step.rows, lengths, [each.tolist() for each in told], strict=True))
+        return told
+
+    monkeypatch.setattr(Mtp, "propose", propose)
+    table = {"method": "mtp", "num_speculative_tokens": DRAFTS, "adaptive": False}
+    assert answers(folder, speculative_config=table) == expected
+    assert len(seen) >= 12
+    texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, expected, strict=True)]
+    rows = {row: None for row, _, _ in seen}
+    assert len(rows) == len(PROMPTS)
+    whole = dict(zip(sorted(rows), texts, strict=True))
+    for row, length, drafts in seen[:: max(len(seen) // 8, 1)]:
+        assert drafts == reference.drafts(whole[row][:length])[: len(drafts)]
+        assert drafts
+
+
+@pytest.mark.parametrize("name", ["deepseek_mtp", "qwen3_next_mtp", "mimo_mtp"])
+def test_names_that_scripts_have(tmp_path, name) -> None:
+    folder = str(make_tiny(tmp_path / "tiny"))
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has no layer that drafts tokens"):
+        LLM(folder, spec_method=name)
+
+
+def test_a_checkpoint_without_the_layer(tmp_path) -> None:
+    folder = str(make_tiny(tmp_path / "tiny", "Qwen3NextForCausalLM"))
+    with pytest.raises(ConfigError, match=r"mtp\."):
+        answers(folder, spec_method="mtp")
