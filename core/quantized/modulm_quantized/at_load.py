@@ -143,7 +143,8 @@ class AtLoad(CodedMethod):
         scheme = self.rounded_to(spec)
         if scheme is None:
             raise ConfigError("quantization", f"{spec.name}: {self.declines(spec)}")
-        return (round_weight(stored["weight"], scheme, spec.parts),)
+        kernel = getattr(self.ops, "round_groups", None)
+        return (round_weight(stored["weight"], scheme, spec.parts, kernel),)
 
     def activations(self, spec: LinearSpec) -> str:
         given = self.config.moe if spec.kind == "expert" else self.config.linear

@@ -19,6 +19,8 @@ __all__ = ["SCHEMES", "Scheme", "round_weight"]
 #: Numbers rounded at a time: they and what is made of them stay in a core's own cache.
 _BLOCK = 49_152
 _TINY = 1e-12
+#: Sizes of groups that the op `round_groups` knows.
+_KERNEL_GROUPS = (32, 64, 128, 256)
 _FP8 = torch.float8_e4m3fn
 #: The largest code of each type of values.
 _LARGEST = {"int8": 127.0, "fp8": torch.finfo(_FP8).max, "e2m1": 6.0}
@@ -79,12 +81,21 @@ SCHEMES: Mapping[str, Scheme] = {
 _DTYPES = {"int8": torch.int8, "int4": torch.uint8, "fp8": _FP8, "e2m1": torch.uint8}
 
 
-def round_weight(weight: Tensor, scheme: Scheme, parts: tuple[int, ...] = ()) -> Codes:
+def round_weight(
+    weight: Tensor,
+    scheme: Scheme,
+    parts: tuple[int, ...] = (),
+    round_groups: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None,
+) -> Codes:
     """weight: [N, K] of any float dtype -> codes.
 
     parts: sizes of fused pieces along N, which have scales of their own. Uses as many cores as
     torch has threads, each with work of its own and no two waiting for one another.
+    round_groups: the kernels' op of that name, which does the same for integers of four bits.
     """
+    if round_groups is not None and scheme.values == "int4" and scheme.columns in _KERNEL_GROUPS:
+        values, scales, zeros = round_groups(weight, scheme.columns)
+        return Codes(values, scales.bfloat16(), zeros)
     if scheme.rows == 1 and not scheme.nested:
         return _round_rows(weight, scheme)
     pieces = torch.split(weight, list(parts or weight.shape[:1]))
@@ -205,12 +216,20 @@ def _round_groups(wide: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         zero = (low * -shrink / scale).round_().clamp_(0, 15)
         torch.mul(laid, scale.reciprocal(), out=exact).add_(zero)
         torch.round(exact, out=code).clamp_(0, 15).sub_(exact)
-        error = code.square_().sum(0).mul_(scale.square())
+        error = _folded(code.square_()).mul_(scale.square())
         better = error < best
         best = torch.where(better, error, best)
         scales, zeros = torch.where(better, scale, scales), torch.where(better, zero, zeros)
     torch.div(laid, scales, out=exact).add_(zeros).round_().clamp_(0, 15)
     return exact.T.contiguous().view(wide.shape), scales.view(shape), zeros.view(shape)
+
+
+def _folded(errors: Tensor) -> Tensor:
+    """The sum along the first dimension, added by halves: an order that kernels can have too."""
+    while len(errors) > 1 and len(errors) % 2 == 0:
+        first, second = errors.chunk(2)
+        errors = first + second
+    return errors.sum(0)
 
 
 def _in_parallel(size: int, step: int, work: Callable[[slice], None]) -> None:

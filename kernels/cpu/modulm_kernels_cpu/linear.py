@@ -114,6 +114,7 @@ def linear_ops(library: Library) -> dict[str, Callable[..., Any]]:
         "pack_linear": (pack := _pack_linear(library)),
         "pack_quantized": pack,
         "unpack_linear": _unpack_linear(library),
+        "round_groups": _round_groups(library),
         "linear": _linear(library),
     }
 
@@ -202,6 +203,29 @@ def lay(
     if not points:
         return laid, None
     return laid, torch.cat([_panels("zeros", zeros, outputs, groups).to(kept) for zeros in points])
+
+
+def _round_groups(library: Library) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    call = library.call("round_groups", "pninnnppp")
+
+    def round_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+        """[N, K] of floats -> codes 0..15 [N, K] uint8, scales and zeros [N, K / group] fp32.
+
+        Bit for bit what `modulm_quantized.round_weight` makes of it.
+        """
+        code, stride = dtype_code("weight", weight), dense_rows("weight", weight)
+        outputs, inputs = weight.shape
+        need(group in GROUPS[2:], f"group must be one of {GROUPS[2:]}, not {group}")
+        need(inputs % group == 0, f"group {group} must divide weight's K {inputs}")
+        codes = torch.empty(outputs, inputs, dtype=torch.uint8)
+        scales, zeros = torch.empty(2, outputs, inputs // group)
+        call(
+            weight.data_ptr(), stride, code, outputs, inputs, group, codes.data_ptr(),
+            scales.data_ptr(), zeros.data_ptr(),
+        )  # fmt: skip
+        return codes, scales, zeros
+
+    return round_groups
 
 
 def _whole(zeros: Tensor) -> bool:

@@ -7,6 +7,7 @@ import torch
 from tests.plugins.kernels.cpu.close import assert_close, poisoned
 
 from modulm_kernels_cpu.linear import ACTIVATIONS, FORMATS, TABLES
+from modulm_quantized import Scheme, round_weight
 
 SHAPES = ((1, 64, 64), (1, 1, 1), (3, 70, 33), (7, 130, 96), (20, 16, 256), (40, 200, 320))
 
@@ -153,6 +154,22 @@ def test_codes_that_stand_for_other_numbers(ops, name, group, rows, activations)
     ids = torch.tensor([3, 111, 0])
     rows_of = ops["embedding_packed"](ids, packed, torch.float32)
     torch.testing.assert_close(rows_of, weight[ids])
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_rounding_is_the_twins_to_the_bit(ops, group, dtype):
+    weight = torch.randn(70, 512 + 3).mul(torch.rand(70, 1) / 10).to(dtype)[:, :512]
+    weight[3], weight[4], weight[5] = 0, weight[4].abs(), -weight[5].abs()
+    scheme = Scheme("int4", columns=group)
+    wanted = round_weight(weight, scheme)
+    found = round_weight(weight, scheme, (), ops["round_groups"])
+    for mine, theirs in zip(
+        (found.values, found.scales, found.zeros),
+        (wanted.values, wanted.scales, wanted.zeros),
+        strict=True,
+    ):
+        assert torch.equal(mine, theirs)
 
 
 def test_floats_of_eight_bits_have_larger_groups(ops):

@@ -1,0 +1,342 @@
+"""Quantized checkpoints as they are published, beside our own formats, their peers and the machine.
+
+    python bench/quantized.py CHECKPOINT FOLDER --llama LLAMA_VENV/bin/python [--only PART ...]
+        [--rounds N] [--json FILE] [--make]
+
+CHECKPOINT is Qwen3-0.6B's shape in bf16; what the formats are made of it is written to FOLDER once
+(`--make` stops there). All that is compared is in memory at the same time and takes turns, round
+by round; a ratio is the median of those of the rounds. PARTs: stream (one stream, each format
+beside int4 at load with the same head, and the bandwidth that the probe finds in that round),
+prompt (2,048 tokens, beside bf16), gguf (the same file in llama.cpp), mixture (one billion weights
+in int4), load (beside reading the file).
+
+    pip install llama-cpp-python gguf numpy     # in a venv of its own, from source
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mixture
+import published
+
+import modulm_kernels_cpu as kernels
+from modulm_kernels_cpu.probe import ReadProbe
+
+BENCH = Path(__file__).parent
+VOCABULARY = 8000
+NEW = 24  # tokens of a stream in each round
+STREAMS = 16
+PROMPT = 2048
+PARTS = ("stream", "prompt", "gguf", "mixture", "load")
+#: Stays as the checkpoint has it, as in the formats that are compared.
+PLAIN_HEAD = {"ignore": ["lm_head"]}
+
+Generate = Callable[[list[list[int]], int], float]
+
+
+def prompts(count: int, length: int) -> list[list[int]]:
+    return [[random.randrange(10, VOCABULARY) for _ in range(length)] for _ in range(count)]
+
+
+def engine(model: Path, length: int, streams: int = 1, **flags: Any) -> Generate:
+    """The engine on a checkpoint: seconds that prompts with `new` answered tokens take."""
+    from modulm import LLM, SamplingParams
+
+    llm = LLM(
+        model=str(model),
+        dtype="bfloat16",
+        max_model_len=length,
+        max_num_seqs=streams,
+        max_num_batched_tokens=max(length, 2048),
+        kv_cache_memory_bytes=512 << 20,
+        enable_prefix_caching=False,
+        **flags,
+    )
+
+    def generate(asked: list[list[int]], new: int) -> float:
+        params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+        given = [{"prompt_token_ids": prompt} for prompt in asked]
+        start = time.perf_counter()
+        llm.generate(given, params, use_tqdm=False)
+        return time.perf_counter() - start
+
+    return generate
+
+
+class Watch:
+    """What linear layers that were packed since the last look multiply."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def kernels(self) -> str:
+        found: Counter[str] = Counter()
+        for held in gc.get_objects():
+            if isinstance(held, kernels.PackedLinear) and id(held) not in self._seen:
+                self._seen.add(id(held))
+                found[multiplies(held)] += held.bytes
+        return ", ".join(f"{name}: {size / 1e6:.0f} MB" for name, size in found.most_common())
+
+
+def multiplies(held: kernels.PackedLinear) -> str:
+    if held.format in ("int8", "int4", "e2m1", "iq4"):
+        digits = {"int8": "int8", "bf16": "two digits of int8"}[held.activations]
+        return f"{held.format} x {digits}"
+    return f"{held.format} x bf16"
+
+
+def decoding(generate: Generate, streams: int = 1, length: int = 32, new: int = NEW) -> float:
+    """Tokens per second, the prompts' share taken off."""
+    asked = prompts(streams, length)
+    once = generate(asked, 1)
+    return streams * new / (generate(asked, new + 1) - once)
+
+
+def rounds_of(
+    count: int, engines: Mapping[str, Generate], figure: Callable[[Generate], float]
+) -> dict[str, list[float]]:
+    """The figure of each engine in every round; the order turns, and the first round is dropped."""
+    found: dict[str, list[float]] = {name: [] for name in engines}
+    names = list(engines)
+    for turn in range(count + 1):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            value = figure(engines[name])
+            if turn:
+                found[name].append(value)
+    return found
+
+
+def ratio(mine: list[float], other: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(mine, other, strict=True))
+
+
+def stream(options: argparse.Namespace) -> dict[str, Any]:
+    """One stream in each format."""
+    at_load = {"int4": {"quantization": "int4", "quantization_config": PLAIN_HEAD}}
+    at_load["int4, head int8"] = {"quantization": "int4"}
+    watch, engines, held = Watch(), {}, {}
+    watch.kernels()
+    for name, flags in at_load.items():
+        engines[name] = engine(options.checkpoint, 256, **flags)
+        held[name] = watch.kernels()
+    for name in published.FORMATS:
+        engines[name] = engine(published.make(options.checkpoint, options.folder, name), 256)
+        held[name] = watch.kernels()
+    probe, reads = ReadProbe(kernels.load(), 1 << 30), []
+    engines_and_memory = {**engines, "read": lambda asked, new: 0.0}
+
+    def figure(generate: Generate) -> float:
+        if generate is engines_and_memory["read"]:
+            reads.append(statistics.median(probe.rate() for _ in range(5)))
+            return reads[-1]
+        return decoding(generate)
+
+    found = rounds_of(options.rounds, engines_and_memory, figure)
+    read, rows = found.pop("read"), {}
+    for name, rates in found.items():
+        size = sum(float(part.split(": ")[1].split()[0]) for part in held[name].split(", "))
+        share = [rate * size / 1e3 / gb for rate, gb in zip(rates, read, strict=True)]
+        rows[name] = {
+            "tokens/s": round(statistics.median(rates), 1),
+            "to int4": round(ratio(rates, found["int4"]), 3),
+            "of bandwidth": round(statistics.median(share), 3),
+            "multiplies": held[name],
+        }
+    return {"read GB/s": round(statistics.median(read), 1), **rows}
+
+
+def prompt(options: argparse.Namespace) -> dict[str, Any]:
+    """A long prompt, where arithmetic counts."""
+    length = PROMPT + 16
+    engines = {"bf16": engine(options.checkpoint, length)}
+    for name in ("fp8", "ct-w8a8", "ct-w4a8", "awq"):
+        engines[name] = engine(published.make(options.checkpoint, options.folder, name), length)
+    found = rounds_of(
+        max(3, options.rounds // 2),
+        engines,
+        lambda generate: PROMPT / generate(prompts(1, PROMPT), 1),
+    )
+    return {
+        name: {
+            "tokens/s": round(statistics.median(rates)),
+            "to bf16": round(ratio(rates, found["bf16"]), 3),
+        }
+        for name, rates in found.items()
+    }
+
+
+class Llama:
+    """llama.cpp in its own process and environment."""
+
+    def __init__(self, options: argparse.Namespace, kind: str) -> None:
+        script = BENCH / "peers" / "llama_turns.py"
+        command = [options.llama, script, options.checkpoint, kind, options.folder, "serve"]
+        self.process = subprocess.Popen(
+            list(map(str, command)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.file = Path(self._read()["file"])
+
+    def _read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit("llama.cpp ended")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def __call__(self, asked: list[list[int]], new: int) -> float:
+        assert self.process.stdin is not None
+        length = PROMPT + 16 if len(asked) == 1 else 128
+        line = json.dumps({"prompts": asked, "new": new, "length": length})
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return float(self._read()["seconds"])
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(60)
+
+
+def gguf(options: argparse.Namespace) -> dict[str, Any]:
+    """The same file in both engines."""
+    cases: dict[str, Callable[[Generate], float]] = {
+        "one stream": decoding,
+        "prompt of 2,048": lambda generate: PROMPT / generate(prompts(1, PROMPT), 1),
+        "16 streams": lambda generate: decoding(generate, STREAMS),
+    }
+    found: dict[str, Any] = {}
+    for kind in ("Q4_K_M", "Q8_0"):
+        llama = Llama(options, kind)
+        engines = {"modulm": engine(llama.file, PROMPT + 16, STREAMS), "llama.cpp": llama}
+        for case, figure in cases.items():
+            count = options.rounds if case == "one stream" else max(2, options.rounds // 3)
+            rates = rounds_of(count, engines, figure)
+            found[f"{kind}, {case}"] = {
+                **{name: round(statistics.median(each), 1) for name, each in rates.items()},
+                "times": round(ratio(rates["modulm"], rates["llama.cpp"]), 2),
+            }
+        llama.close()
+        del engines
+        gc.collect()
+    return found
+
+
+def mixed(options: argparse.Namespace) -> dict[str, Any]:
+    """One billion weights in int4, of which a token reads a part."""
+    folder = options.folder / "mixture"
+    if not (folder / "config.json").exists():
+        mixture.write(folder)
+    given = SimpleNamespace(folder=folder, quantization="int4", rounds=options.rounds, peer=False)
+    return mixture.measure(given)  # type: ignore[arg-type]
+
+
+_READ = """
+import sys, time
+from safetensors import safe_open
+start = time.perf_counter()
+with safe_open(sys.argv[1] + "/model.safetensors", "pt") as opened:
+    tensors = [opened.get_tensor(name).clone() for name in opened.keys()]
+seconds = time.perf_counter() - start
+"""
+_LOAD = """
+import sys, time
+import modulm.loading.model as model
+from modulm import LLM
+fill, seconds = model.fill, 0.0
+def timed(*given, **more):
+    global seconds
+    start = time.perf_counter()
+    fill(*given, **more)
+    seconds = time.perf_counter() - start
+model.fill = timed
+LLM(sys.argv[1], dtype="bfloat16", quantization=sys.argv[2] or None, max_model_len=256,
+    max_num_seqs=1, kv_cache_memory_bytes=64 << 20)
+"""
+_REPORT = """
+status = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
+held = {key: int(status[key].split()[0]) // 1024 for key in ("VmHWM", "RssAnon")}
+import json
+print(json.dumps({"seconds": seconds, **held}))
+"""
+
+
+def load(options: argparse.Namespace) -> dict[str, Any]:
+    """Weights from the page cache to where they are multiplied, each in a process of its own.
+
+    `peak` is that of the process: weights, what is not theirs, and pages of the file that it maps,
+    which the system takes back when it needs them; `held` is what is its own at the end.
+    """
+    asked = {"read": (_READ, "")}
+    asked |= {name or "bf16": (_LOAD, name) for name in ("", "int8", "int4", "fp8")}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in asked}
+    for _ in range(3):
+        for name, (code, quantization) in asked.items():
+            command = [sys.executable, "-c", code + _REPORT, str(options.checkpoint), quantization]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            found[name].append(json.loads(done.stdout.splitlines()[-1]))
+    seconds = {name: [run["seconds"] for run in runs] for name, runs in found.items()}
+    return {
+        name: {
+            "seconds": round(statistics.median(seconds[name]), 2),
+            "to read": round(ratio(seconds[name], seconds["read"]), 2),
+            "to bf16": round(ratio(seconds[name], seconds["bf16"]), 2),
+            "peak MB": max(run["VmHWM"] for run in runs),
+            "held MB": max(run["RssAnon"] for run in runs),
+        }
+        for name, runs in found.items()
+    }
+
+
+MEASURES = {"stream": stream, "prompt": prompt, "gguf": gguf, "mixture": mixed, "load": load}
+
+
+def main() -> None:
+    """Print a table for each part; write JSON where asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--llama", help="the interpreter of llama.cpp's environment")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--make", action="store_true", help="write the checkpoints and stop")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    for name in published.FORMATS:
+        published.make(options.checkpoint, options.folder, name)
+    if options.make:
+        return
+    found: dict[str, Any] = {}
+    for part in options.only:
+        if part == "gguf" and not options.llama:
+            print("gguf: --llama is needed")
+            continue
+        start = time.perf_counter()
+        found[part] = MEASURES[part](options)
+        gc.collect()
+        print(f"{part} ({time.perf_counter() - start:.0f} s)", flush=True)
+        for name, row in found[part].items():
+            said = (
+                row if not isinstance(row, dict) else "; ".join(f"{k} {v}" for k, v in row.items())
+            )
+            print(f"  {name:26} {said}", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
