@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 
+import httpx
 import openai
 import pytest
 
@@ -52,6 +54,18 @@ def test_it_knows_a_capital(client: openai.OpenAI) -> None:
     question = {"role": "user", "content": "What is the capital of France?"}
     answer = client.chat.completions.create(model="demo", messages=[question], temperature=0)
     assert "Paris" in (answer.choices[0].message.content or "")
+
+
+def test_it_answers_what_the_chat_page_offers(client: openai.OpenAI, url: str) -> None:
+    script = httpx.get(f"{url}/page/js/talk.js").text
+    (offered,) = re.findall(r"TRIES = (\[.*?\])", script, re.DOTALL)
+    expected = ("Paris", "42", "answer")
+    for words, part in zip(json.loads(offered), expected, strict=True):
+        for seed in range(3):
+            answer = client.chat.completions.create(
+                model="demo", messages=[{"role": "user", "content": words}], seed=seed
+            )
+            assert part in (answer.choices[0].message.content or ""), words
 
 
 def test_it_calls_a_tool_and_streams_the_same_call(client: openai.OpenAI) -> None:

@@ -314,6 +314,21 @@ def test_conversations_are_kept(tab: Browser) -> None:
 
 
 @needs_browser
+def test_another_tab_sees_what_is_written(tab: Browser) -> None:
+    """A second store stands for the other tab: they share the database and the channel."""
+    say(tab, "hello from the first")
+    tab.run(
+        "(async () => { const { Store } = await import('/page/js/store.js');"
+        " const store = new Store();"
+        " const [kept] = await store.all();"
+        " await store.put({ ...kept, title: 'Renamed elsewhere' }); })()"
+    )
+    tab.wait("document.querySelector('#title').textContent === 'Renamed elsewhere'")
+    assert tab.text("#conversations .name") == "Renamed elsewhere"
+    assert "Hello there." in tab.text("article.assistant")
+
+
+@needs_browser
 def test_export_and_import(tab: Browser, tmp_path: Path) -> None:
     say(tab, "think first\n<!-- user -->\n# not a heading")
     setting(tab, "temperature", "0.3")

@@ -296,7 +296,7 @@ export class App {
     if (this.runs.has(id)) return;
     if (!stored) this.conversations.delete(id);
     else this.conversations.set(id, stored);
-    if (this.current.id !== id) this.sidebar.show();
+    if (this.current?.id !== id) this.sidebar.show();
     else if (stored) { this.current = stored; this.settings.show(stored.settings); this.show(); }
   }
 }

@@ -4,8 +4,8 @@ import { byId, make } from "./dom.js";
 import { MessageView } from "./message.js";
 import { path, versions } from "./tree.js";
 
-/** First questions that are offered. */
-const TRIES = ["What is the capital of France?", "What is 17 plus 25?", "Write a short poem."];
+/** First questions that are offered: the embedded model can answer them. */
+const TRIES = ["What is the capital of France?", "What is 17 plus 25?", "What can you do?"];
 
 export class Talk {
   constructor(act) {
