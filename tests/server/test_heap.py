@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,9 +12,12 @@ from typing import Any
 
 import pytest
 
+from modulm.config import EngineConfig
+from modulm.testing.checkpoints import make_tiny
 from modulm_server import serve as serving
 from modulm_server.flags import ServerConfig
 from modulm_server.heap import ARENAS, bound_arenas
+from modulm_server.scripted import ScriptedEngine
 from modulm_server.testing import Live
 
 #: Sixteen threads take memory at the same time; prints how many arenas there are then.
@@ -108,3 +112,24 @@ def test_a_server_gives_back_beside_an_engine_of_its_own_process(
 
     asyncio.run(ticks())
     assert len(given) == (1 if address else 0)
+
+
+class Ready(Exception):
+    """The server takes requests."""
+
+
+def test_collections_leave_out_what_the_start_has_made(tokenizer: Any, tmp_path: Path) -> None:
+    config = EngineConfig.from_keywords(model=str(make_tiny(tmp_path)), host="127.0.0.1", port=0)
+    frozen: list[int] = []
+
+    def announce(text: str) -> None:
+        frozen.append(gc.get_freeze_count())
+        raise Ready
+
+    gc.unfreeze()
+    try:
+        with pytest.raises(Ready):
+            serving.serve(config, lambda given: ScriptedEngine(tokenizer), announce)
+    finally:
+        gc.unfreeze()
+    assert frozen[0] > 1_000

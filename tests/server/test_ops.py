@@ -10,11 +10,15 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry
 
 import modulm
 from modulm.errors import QueueFull
+from modulm.plugins import PluginManager, manager
+from modulm.plugins.declaration import Declaration
 from modulm_chat.templates import TemplateFailed
 from modulm_server import template_sandbox
+from modulm_server.metrics import HttpMetrics, exposition
 from modulm_server.template_sandbox import SandboxedRenderer
 from modulm_server.testing import Live, error_of
 
@@ -306,3 +310,24 @@ def test_the_documentation_shows_every_body(http: httpx.Client) -> None:
     assert chat["required"] == ["messages"]
     assert "$ref" not in str(chat)
     assert http.get("/docs").status_code == 200
+
+
+def test_metrics_name_the_packages_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P20: a package of somebody else is in /metrics, this project's own are not."""
+    with manager.using(PluginManager()):
+        assert b"modulm:plugin_info{" not in exposition(_registry())[0]
+    ours = PluginManager().everything()
+    whose = {"distribution": "theirs", "version": "2"}
+    theirs = Declaration("fast", "theirs:Fast", kind="schedulers", **whose)
+    other = PluginManager()
+    monkeypatch.setattr(other, "everything", lambda: (*ours, theirs, theirs))
+    with manager.using(other):
+        said = exposition(_registry())[0].decode()
+    assert 'modulm:plugin_info{distribution="theirs",version="2"} 1.0' in said
+    assert said.count("modulm:plugin_info{") == 1
+
+
+def _registry() -> CollectorRegistry:
+    registry = CollectorRegistry()
+    HttpMetrics(registry)
+    return registry

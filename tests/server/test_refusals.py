@@ -7,12 +7,17 @@ from typing import Any
 
 import httpx
 import pytest
+from attrs import evolve
 
 from modulm.config import EngineConfig
+from modulm.plugins import manager
+from modulm.text.tokenizer import Tokenizer
+from modulm_frontend.input_processor import InputProcessor
 from modulm_server.errors import ApiError
 from modulm_server.flags import ServerConfig
 from modulm_server.hosts import HostCheck
-from modulm_server.testing import Live, error_of
+from modulm_server.scripted import ScriptedEngine, scripted_info
+from modulm_server.testing import Live, error_of, serve_in_thread
 
 ServerMaker = Callable[..., Live]
 
@@ -206,3 +211,29 @@ def test_prompts_are_texts_or_ids(make_server: ServerMaker) -> None:
                 assert error_of(answer)["param"] == "input"
             answer = client.post("/pooling", json={"input": given, "task": "embed"})
             assert answer.status_code == 400
+
+
+def test_a_tokenizer_without_a_chat_template_is_explained(tokenizer: Tokenizer) -> None:
+    """F38."""
+    bare = evolve(tokenizer, chat_template=None)
+    config = EngineConfig.from_keywords(model="M", disable_uvicorn_access_log=True)
+    engine = ScriptedEngine(bare, info=scripted_info(bare, config=config))
+    with serve_in_thread(engine, config) as live, live.client() as client:
+        chat = {"model": "M", "messages": [{"role": "user", "content": "hi"}]}
+        refused = client.post("/v1/chat/completions", json=chat)
+        assert refused.status_code == 400
+        assert "no chat template" in error_of(refused)["message"]
+        plain = client.post("/v1/completions", json={"model": "M", "prompt": "hi"})
+        assert plain.status_code == 200
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_warned_of(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """F38: with both numbers; one of the same size is not."""
+    config = EngineConfig.from_keywords(model="M")
+    for vocabulary in (len(tokenizer), len(tokenizer) - 8):
+        info = scripted_info(tokenizer, config=config, vocabulary=vocabulary)
+        InputProcessor(info, tokenizer, manager.current())
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "modulm"]
+    assert f"the tokenizer has {len(tokenizer)} ids, the model {len(tokenizer) - 8}" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from modulm.text.tokenizer import Tokenizer
 
 __all__ = ["BeamSearchRequest", "InputProcessor", "PendingRequest"]
+
+log = logging.getLogger("modulm")
 
 _EMPTY = np.empty(0, dtype=np.int64)
 _KEYS = frozenset(
@@ -138,6 +141,12 @@ class InputProcessor:
     ) -> None:
         self.info = info
         self.tokenizer = tokenizer
+        if tokenizer is not None and len(tokenizer) > info.vocabulary:
+            log.warning(
+                "the tokenizer has %d ids, the model %d: a prompt with one beyond that is refused",
+                len(tokenizer),
+                info.vocabulary,
+            )
         ends = (*(tokenizer.stop_ids if tokenizer else ()), *info.eos)
         # A checkpoint may name ids that its model cannot produce.
         self.eos = tuple(dict.fromkeys(token for token in ends if 0 <= token < info.vocabulary))

@@ -219,6 +219,8 @@ class QuantizationMethod(ABC):
     name: ClassVar[str]
     api: ClassVar[int | tuple[int, int]]
     Config: ClassVar[type]
+    #: Settings that the contract kit takes, where the defaults of `Config` quantize nothing.
+    EXAMPLE: ClassVar[Mapping[str, object]] = {}
 
     @classmethod
     @abstractmethod

@@ -24,6 +24,9 @@ class TokenizerLoader(ABC):
 
     name: ClassVar[str]
     api: ClassVar[int | tuple[int, int]]
+    #: Patterns of files that it reads, which a download from the hub must bring beside what every
+    #: checkpoint is made of: JSON, texts, templates, `*.model`.
+    files: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     @abstractmethod

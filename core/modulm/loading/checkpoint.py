@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from attrs import frozen
 
 from modulm.contracts.pooling import PoolingRecipe
 from modulm.contracts.quantization import CheckpointInfo
-from modulm.errors import CheckpointError, PluginNotFound
+from modulm.errors import CheckpointError, PluginError, PluginNotFound
 from modulm.loading.hub import download, download_part, is_hub_id, split_part
 from modulm.plugins import defaults
 
@@ -137,12 +138,21 @@ def _locate(config: EngineConfig, plugins: PluginManager) -> Path:
     return found if isinstance(found, Path) else _folder_or_hub(str(found), config)
 
 
+def _tokenizer_files(plugins: PluginManager) -> tuple[str, ...]:
+    """What installed loaders of tokenizers read; one that is broken says so when it is needed."""
+    wanted: dict[str, None] = {}
+    for declared in plugins.names("tokenizers"):
+        with suppress(PluginError):
+            wanted |= dict.fromkeys(plugins.load("tokenizers", declared.name).files)
+    return tuple(wanted)
+
+
 def _folder_or_hub(name: str, config: EngineConfig, plugins: PluginManager | None = None) -> Path:
     path = Path(name).expanduser()
     if path.exists():
         return path
     if is_hub_id(name):
-        return download(name, config)
+        return download(name, config, _tokenizer_files(plugins) if plugins else ())
     if plugins is not None and (parted := split_part(name)) is not None:
         choose = partial(defaults.choose_files, plugins, *parted)
         return download_part(parted[0], config, choose)

@@ -17,10 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["download", "download_part", "is_hub_id", "split_part"]
 
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-#: What a checkpoint is made of, its weights in a form that can hold no code. An encoding of
-#: messages that is written in Python is read for its texts, and never run.
-_FILES = ("*.json", "*.jinja", "*.model", "*.model.v*", "*.txt", "*.safetensors", "*.tiktoken",
-          "encoding/*.py")  # fmt: skip
+#: What a checkpoint is made of, its weights in a form that can hold no code.
+_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.safetensors", "*.tiktoken")
 #: Weights of repositories that have them in no other form.
 _OLDER_WEIGHTS = ("pytorch_model*.bin", "adapter_model.bin")
 
@@ -36,14 +34,15 @@ def split_part(name: str) -> tuple[str, str] | None:
     return (repository, part) if colon and part and is_hub_id(repository) else None
 
 
-def download(name: str, config: EngineConfig) -> Path:
+def download(name: str, config: EngineConfig, wanted: tuple[str, ...] = ()) -> Path:
     """The folder of a hub checkpoint in the local cache, downloaded where it is not there yet.
 
-    Raises CheckpointError: no such model, not allowed, or no connection and nothing cached.
+    wanted: patterns of what is to come beside that which every checkpoint is made of. Raises
+    CheckpointError: no such model, not allowed, or no connection and nothing cached.
     """
     with _explained(name, config):
         code = ("*.py",) if config.model.trust_remote_code else ()
-        folder = _files(name, config, (*_FILES, *code))
+        folder = _files(name, config, (*_FILES, *wanted, *code))
         if not any(folder.glob("*.safetensors")):
             _files(name, config, _OLDER_WEIGHTS)
     return folder

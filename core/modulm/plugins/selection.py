@@ -10,6 +10,7 @@ from attrs import frozen
 from modulm.errors import ConfigError
 from modulm.plugins.declaration import Declaration
 from modulm.plugins.index import is_first_party, normalized
+from modulm.plugins.records import altered_files, record_digest
 
 __all__ = ["CORE", "FIRST_PARTY", "Selection", "check_terms"]
 
@@ -24,8 +25,9 @@ class Selection:
     """An allow list ("a,b": only these), a deny list ("-c": all but this), or both ("a,-c").
 
     A term is a distribution ("modulm-foo", or "modulm-foo==1.2"), a driver's name, kind/name to
-    be exact, or "first-party" for all packages of this project. Without terms everything is
-    allowed. No allow list shuts out commands and flags: they do nothing until typed.
+    be exact, or "first-party" for all packages of this project. "modulm-foo@sha256:" and the digest
+    of its RECORD asks for just these files, unchanged. Without terms everything is allowed. No
+    allow list shuts out commands and flags: they do nothing until typed.
     """
 
     allow: tuple[str, ...] = ()
@@ -64,15 +66,41 @@ def check_terms(terms: Iterable[str], known: Sequence[Declaration]) -> None:
     for term in terms:
         if any(_matches(term, declaration) for declaration in known):
             continue
+        name = _named(term)
+        for declaration in known:
+            if name != term and _matches(name, declaration):
+                there = _installed(declaration)
+                raise ConfigError(
+                    "plugins", f"no installed plugin is called {term!r}; did you mean {there}?"
+                )
         names = {d.name for d in known} | {d.distribution for d in known}
         close = get_close_matches(term, sorted(names), n=3)
         hint = f"did you mean {' or '.join(close)}?" if close else "see `modulm plugins list`"
         raise ConfigError("plugins", f"no installed plugin is called {term!r}; {hint}")
 
 
+def _named(term: str) -> str:
+    """A term without what it pins."""
+    return term.partition("@sha256:")[0].partition("==")[0]
+
+
+def _installed(declaration: Declaration) -> str:
+    """What is there in place of what is pinned."""
+    name = declaration.distribution
+    changed = ", ".join(altered_files(name)[:3])
+    digest = record_digest(name)
+    pinned = f"{name}=={declaration.version}" + (f"@sha256:{digest}" if digest else "")
+    return pinned + (f" (changed since it was installed: {changed})" if changed else "")
+
+
 def _matches(term: str, declaration: Declaration) -> bool:
+    term, _, digest = term.partition("@sha256:")
     term, _, version = term.partition("==")
     if version not in ("", declaration.version):
+        return False
+    if digest and digest != record_digest(declaration.distribution):
+        return False
+    if digest and altered_files(declaration.distribution):
         return False
     return (
         term == declaration.name

@@ -37,6 +37,10 @@ __all__ = [
 _PLAIN = frozenset({None, "PreTrainedTokenizerFast", "TokenizersBackend"})
 #: Characters, or tokens, up to which the GIL is held: a hand-over costs more than that.
 _SHORT = 1_000
+#: The most bytes of a tokenizer.json, several times the largest that is published, and files that
+#: hold a vocabulary.
+_LARGEST = 128 << 20
+_VOCABULARIES = ("tokenizer.json", "*.model*", "vocab*", "*.tiktoken", "tekken.json", "merges.txt")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
 
@@ -251,6 +255,7 @@ def load_tokenizer(
             opened: Tokenizer = loader.open(str(path), revision, trust_remote_code)
             return opened
     refuse_code(path, settings, trust_remote_code)
+    _check_size(folder / "tokenizer.json")
 
     def open_backend() -> Any:
         return open_transformers(path, revision, trust_remote_code)
@@ -355,6 +360,15 @@ def _untrusted(path: str | Path) -> ConfigError:
     )
 
 
+def _check_size(file: Path) -> None:
+    """Raise CheckpointError for a file of a size from which reading it takes minutes."""
+    size = file.stat().st_size if file.is_file() else 0
+    if size > _LARGEST:
+        raise CheckpointError(
+            f"{file}: has {size >> 20} MiB; tokenizers of up to {_LARGEST >> 20} MiB are read"
+        )
+
+
 def _plain_core(folder: Path, settings: Mapping[str, Any]) -> tokenizers.Tokenizer | None:
     """The Rust tokenizer, if tokenizer.json alone says all that transformers would do."""
     file = folder / "tokenizer.json"
@@ -389,7 +403,14 @@ def open_transformers(
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise _untrusted(path) from error
-        raise CheckpointError(f"{path}: no tokenizer could be loaded: {error}") from error
+        folder = Path(path)
+        if folder.is_dir() and not any(any(folder.glob(name)) for name in _VOCABULARIES):
+            raise CheckpointError(
+                f"{path}: there is no tokenizer, tokenizer.json is missing: --tokenizer may name "
+                "another folder, and --skip-tokenizer-init does without one"
+            ) from error
+        told = str(error).strip().partition("\n")[0]
+        raise CheckpointError(f"{path}: no tokenizer could be loaded: {told}") from error
 
 
 def _text(token: Any) -> str:

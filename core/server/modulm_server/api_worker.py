@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -33,6 +34,7 @@ def main(descriptor: int, address: str) -> int:
     served = create_app(engine, config)
     server = make_server(served, config.group(ServerConfig))
     log.info("server process %d takes requests", os.getpid())
+    gc.freeze()
     try:
         server.serve_on(socket.socket(fileno=descriptor))
         return 1 if engine.dead else 0

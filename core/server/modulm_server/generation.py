@@ -7,6 +7,7 @@ begins, and says no while the server is going down.
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
@@ -158,7 +159,11 @@ class GenerationService:
             if whole:
                 for text in texts:
                     self.work.check_fits(len(text))
-            return tuple(Prompt(tokenizer.encode(text, add_special_tokens), text) for text in texts)
+            # A list of ids is looked through by every full collection of garbage, an array is not.
+            return tuple(
+                Prompt(array("q", tokenizer.encode(text, add_special_tokens)), text)
+                for text in texts
+            )
 
         prompts: tuple[Prompt, ...] = await self.work.run(sum(map(len, texts)), read)
         return prompts

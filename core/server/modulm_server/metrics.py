@@ -12,10 +12,12 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from modulm.plugins import manager
+from modulm.plugins.index import is_first_party
 from modulm_server.output import dropped_lines
 
 if TYPE_CHECKING:
@@ -46,12 +48,30 @@ class _Dropped(Collector):
         yield CounterMetricFamily("modulm:log_lines_dropped", text, value=dropped_lines())
 
 
+class _Plugins(Collector):
+    """Which packages of others may be used here."""
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        text = "Packages with plugins that are not this project's."
+        shown = GaugeMetricFamily("modulm:plugin_info", text, labels=("distribution", "version"))
+        plugins = manager.current()
+        usable = (d for d in plugins.everything() if plugins.selection.permits(d))
+        for name, version in sorted({(d.distribution, d.version) for d in usable}):
+            if name and not is_first_party(name):
+                shown.add_metric((name, version), 1)
+        yield shown
+
+
 class HttpMetrics:
     """Counts of requests, by the route that served them: never by a path that a client made up."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         ProcessCollector(registry=registry)
         registry.register(_Dropped())
+        registry.register(_Plugins())
         self._requests = Counter(
             "http_requests",
             "Requests by route, method and class of status.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import shlex
 import signal
@@ -114,6 +115,7 @@ def serve(
             server.announce = lambda: announce(banner(config, plugins, sock, facts, suggested))
             with _others(config.group(ServerConfig), sock, engine) as workers:
                 server.workers = workers
+                gc.freeze()  # full collections, which everything waits for, look at less
                 server.serve_on(sock)
             return 1 if engine.dead or server.failed else 0
         finally:

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from modulm import LLM, BeamSearchParams, SamplingParams, StructuredOutputs
 from modulm.contracts.policy import Scheduler
 from modulm.engine.scheduling.scheduler import BudgetScheduler
-from modulm.errors import ConfigError, ContextLengthExceeded, EngineDead, RequestError
+from modulm.errors import ConfigError, ContextLengthExceeded, EngineDead, EngineError, RequestError
 from modulm.plugins import PluginManager
 from modulm.plugins.manager import using
 from modulm.testing.checkpoints import make_tiny
@@ -290,3 +291,14 @@ def test_seeds_are_signed(llm: LLM) -> None:
         assert drawn(seed) == drawn(seed)
     assert drawn(-7) != drawn(7)
     assert drawn(2**63 - 1)[1] == drawn(-(2**63))[0], "seeds go round"
+
+
+def test_weights_that_are_no_numbers_end_the_start(tmp_path: Path) -> None:
+    """F33."""
+    make_tiny(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.0.mlp.down_proj.weight"].fill_(float("nan"))
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(EngineError, match="gives no finite logits: its weights are broken"):
+        LLM(str(tmp_path))

@@ -39,16 +39,8 @@ def ternary(spec, name, param):
 FILLS = {"mxfp4": mxfp4_bytes, "gptq": codes_in_order, "awq": codes_in_order}
 FILLS |= {"bitnet": ternary, "moe_wna16": codes_in_order}
 FILLS["compressed-tensors"] = codes_in_order
-#: Without these settings there is nothing to read, or nothing is rounded.
-SETTINGS = {
-    "mxfp4": {"quant_method": "mxfp4"},
-    "online": {"global_scheme": "int8"},
-    "quark": {"global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}}},
-    "torchao": {"quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}},
-}
-SETTINGS |= {
-    name: {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"} for name in METHODS if "modelopt" in name
-}
+#: mxfp4 holds nothing without the sign of a checkpoint of its own.
+SETTINGS = {"mxfp4": {"quant_method": "mxfp4"}}
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -57,7 +49,7 @@ def test_contract(name):
     check_quantization(driver, config=SETTINGS.get(name), fill=FILLS.get(name))
 
 
-@pytest.mark.parametrize("name", ["gptq", "compressed-tensors", "mxfp4", "awq"])
-def test_contract_without_settings(name):
-    """As `modulm plugins doctor` runs it: what is optional is left out."""
+@pytest.mark.parametrize("name", METHODS)
+def test_contract_as_doctor_runs_it(name):
+    """With the settings that the method gives, random numbers, and without what is optional."""
     check_quantization(manager.current().load("quantization", name))

@@ -8,9 +8,12 @@ import pytest
 from huggingface_hub import errors
 
 from modulm.config import EngineConfig
+from modulm.contracts.tokenizer_loader import TokenizerLoader
 from modulm.errors import CheckpointError
 from modulm.loading import open_checkpoint
 from modulm.plugins import current
+from modulm.plugins.manager import PluginManager
+from modulm.plugins.selection import Selection
 from modulm.testing.checkpoints import make_tiny
 
 RESPONSE = httpx.Response(404, request=httpx.Request("GET", "https://hub.example"))
@@ -58,9 +61,44 @@ def test_a_download_asks_for_no_code_and_no_pickles(monkeypatch, tmp_path):
         "v1",
         "secret",
     )
-    # The encoding of messages that some models have is read for its texts, and never run.
-    wanted = {*asked["allow_patterns"]} - {"encoding/*.py", "*.model.v*"}
-    assert not any(pattern.endswith((".py", ".bin", ".pt", "*")) for pattern in wanted)
+    wanted = {*asked["allow_patterns"]}
+    # What two loaders of tokenizers read: DeepSeek's encodings for their texts, never run.
+    assert {"encoding/*.py", "*.model.v*"} <= wanted
+    rest = wanted - {"encoding/*.py", "*.model.v*"}
+    assert not any(pattern.endswith((".py", ".bin", ".pt", "*")) for pattern in rest)
+
+
+class Foreign(TokenizerLoader):
+    """A loader that nobody here knows."""
+
+    name, api, files = "foreign", 1, ("words/*.own",)
+
+    @classmethod
+    def claims(cls, folder):
+        return None
+
+    @classmethod
+    def open(cls, path, revision, trust_remote_code):
+        raise NotImplementedError
+
+
+def test_a_download_brings_what_loaders_of_tokenizers_read(monkeypatch, tmp_path):
+    make_tiny(tmp_path)
+    asked = []
+
+    def download(name, *, allow_patterns, **keywords):
+        asked.extend(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    plugins = PluginManager()
+    plugins.register("tokenizers", "broken", "no.such.module:Loader")
+    plugins.register("tokenizers", "foreign", Foreign)
+    open_checkpoint(config(), plugins)
+    assert "words/*.own" in asked
+    asked.clear()
+    open_checkpoint(config(), PluginManager(Selection.parse("-modulm-parser-deepseek")))
+    assert not {"words/*.own", "encoding/*.py"} & {*asked}
 
 
 def test_pickled_weights_are_downloaded_where_there_are_no_others(monkeypatch, tmp_path):
@@ -75,4 +113,4 @@ def test_pickled_weights_are_downloaded_where_there_are_no_others(monkeypatch, t
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     open_checkpoint(config(revision="v1"), current())
     assert [revision for revision, _ in asked] == ["v1", "v1"]
-    assert asked[1][1] == ["pytorch_model*.bin"]
+    assert asked[1][1] == ["pytorch_model*.bin", "adapter_model.bin"]

@@ -203,3 +203,47 @@ def test_a_catastrophic_expression_is_the_requests_error(tmp_path: Path) -> None
     for length in (40, 5000):
         with pytest.raises(RequestError, match="cannot read the text"):
             tokenizer.encode("a" * length + "b")
+
+
+def test_a_tokenizer_of_a_size_that_takes_minutes_is_not_read(folder: Path, tmp_path: Path) -> None:
+    """M06: ten million merges are more than 128 MiB."""
+    large = tmp_path / "tokenizer.json"
+    large.write_bytes((folder / "tokenizer.json").read_bytes())
+    with large.open("r+b") as file:
+        file.truncate((128 << 20) + 1)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: has 128 MiB; tokenizers of up to"):
+        load_tokenizer(tmp_path)
+
+
+def test_merges_and_added_tokens_that_repeat_are_read(folder: Path, tmp_path: Path) -> None:
+    """M06: what is said many times, or goes round in a circle, ends all the same."""
+    told = json.loads((folder / "tokenizer.json").read_text())
+    told["model"]["merges"] += 20_000 * told["model"]["merges"][:1]
+    for index in range(3, 6):
+        token = {"id": index, "content": "<|x|>", "special": False, "normalized": True}
+        flags = {"single_word": False, "lstrip": False, "rstrip": False}
+        told["added_tokens"].append({**token, **flags})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(told))
+    found = load_tokenizer(tmp_path)
+    ids = found.encode("a <|x|> b")
+    assert "<|x|>" in found.decode(ids, False)
+
+
+@pytest.mark.parametrize("left", [(), ("tokenizer_config.json",)])
+def test_a_folder_without_a_tokenizer_is_named(
+    folder: Path, tmp_path: Path, left: tuple[str, ...]
+) -> None:
+    """F38."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    for name in left:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(CheckpointError, match=r"there is no tokenizer, tokenizer\.json is missing"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_that_is_cut_is_named(folder: Path, tmp_path: Path) -> None:
+    """F38."""
+    whole = (folder / "tokenizer.json").read_bytes()
+    (tmp_path / "tokenizer.json").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a tokenizer"):
+        load_tokenizer(tmp_path)

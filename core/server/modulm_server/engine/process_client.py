@@ -16,11 +16,11 @@ import logging
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
+from queue import SimpleQueue
 from typing import Any
 
 import attrs
@@ -61,7 +61,9 @@ class ProcessCoreClient(EngineCoreClient):
         self._numbers = count()
         self._closing = False
         self._lock = threading.Lock()
-        self._unsent: deque[bytes] = deque()
+        self._unsent: SimpleQueue[bytes | None] = SimpleQueue()
+        self._behind = 0
+        self._sender: threading.Thread | None = None
         self._heard = time.monotonic()
         self._stuck: str | None = None
         self._peer = connect(address)
@@ -140,6 +142,7 @@ class ProcessCoreClient(EngineCoreClient):
 
     def close(self) -> None:
         self._closing = True
+        self._unsent.put(None)
         with suppress(OSError):
             self._peer.shutdown(socket.SHUT_RDWR)
         self._peer.close()
@@ -158,30 +161,28 @@ class ProcessCoreClient(EngineCoreClient):
         """Send without waiting: what an engine that stands still does not take, a thread sends."""
         with self._lock:
             sent = 0
-            if not self._unsent:
+            if not self._behind:
                 try:
                     sent = self._peer.send(data, socket.MSG_DONTWAIT)
                 except BlockingIOError:
                     pass
                 except OSError as error:
                     raise EngineDead("the engine's process is gone") from error
-                if sent < len(data):
-                    threading.Thread(
-                        target=self._send_rest, name="modulm-rest", daemon=True
-                    ).start()
             if sent < len(data):
-                self._unsent.append(data[sent:])
+                self._behind += 1
+                self._unsent.put(data[sent:])
+                if self._sender is None:
+                    self._sender = threading.Thread(
+                        target=self._send_rest, name="modulm-rest", daemon=True
+                    )
+                    self._sender.start()
 
     def _send_rest(self) -> None:
         with suppress(OSError):
-            while True:
-                with self._lock:
-                    data = self._unsent[0]
+            while (data := self._unsent.get()) is not None:
                 self._peer.sendall(data)
                 with self._lock:
-                    self._unsent.popleft()
-                    if not self._unsent:
-                        return
+                    self._behind -= 1
 
     def _receive(self) -> list[Any] | None:
         """The next frame; None when there will be none."""

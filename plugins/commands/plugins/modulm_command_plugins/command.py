@@ -14,6 +14,7 @@ from modulm.errors import ConfigError, PluginError, PluginNotFound
 from modulm.plugins.declaration import Declaration
 from modulm.plugins.index import is_first_party
 from modulm.plugins.kinds import find_kind, kind_names
+from modulm.plugins.records import altered_files, is_editable, record_digest
 
 __all__ = ["command"]
 
@@ -43,7 +44,9 @@ def list_plugins(kind: str | None = None, as_json: bool = False, metadata: bool 
     _note_stale()
     rows = [_row(d) for d in _of_kind(kind)]
     if as_json:
-        click.echo(json.dumps(rows, indent=2))
+        digests = [{"record_sha256": record_digest(row["distribution"])} for row in rows]
+        whole = [{**row, **digest} for row, digest in zip(rows, digests, strict=True)]
+        click.echo(json.dumps(whole, indent=2))
     elif rows:
         _table(rows, ("kind", "name", "distribution", "version", "state"))
     else:
@@ -108,6 +111,40 @@ def doctor(
     if as_json:
         click.echo(json.dumps([report.as_data() for report in reports], indent=2))
     ctx.exit(0 if all(report.ok for report in reports) else 1)
+
+
+@command.command()
+@click.argument("names", nargs=-1)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--third-party", is_flag=True, help="Leave out the packages of this project.")
+@click.pass_context
+def verify(ctx: click.Context, names: tuple[str, ...], as_json: bool, third_party: bool) -> None:
+    """Compare the files of packages with what was installed. Imports none of them.
+
+    NAMES are drivers, kind/name or distributions; without them all that is installed. Exits 1 if
+    a file was changed, added or is gone. The digest is what `--plugins NAME@sha256:...` pins.
+    """
+    found = [d for name in names for d in _matching(name)] if names else _of_kind(None)
+    packages = sorted({(d.distribution, d.version) for d in found if d.distribution})
+    rows = []
+    for name, version in packages:
+        if third_party and is_first_party(name):
+            continue
+        changed = altered_files(name)
+        state = "editable" if is_editable(name) else "as installed"
+        rows.append(
+            {
+                "distribution": name,
+                "version": version,
+                "record_sha256": record_digest(name),
+                "state": f"changed: {', '.join(changed)}" if changed else state,
+            }
+        )
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+    else:
+        _table(rows, ("distribution", "version", "record_sha256", "state"))
+    ctx.exit(any(row["state"].startswith("changed") for row in rows))
 
 
 @command.command()

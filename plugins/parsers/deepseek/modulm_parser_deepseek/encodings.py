@@ -93,6 +93,8 @@ V41 = _template(
 class _Encoding(TokenizerLoader):
     """What transformers reads, with the encoding of one generation as its chat template."""
 
+    #: Read for their texts, and never run.
+    files = ("encoding/*.py",)
     #: In config.json.
     model_type: str
     template: ChatTemplate

@@ -108,6 +108,7 @@ class ModelOpt(CodedMethod):
 
     name = "modelopt"
     Config: ClassVar[type] = ModelOptConfig
+    EXAMPLE: ClassVar[Mapping[str, object]] = {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
     config: ModelOptConfig
 
     @classmethod

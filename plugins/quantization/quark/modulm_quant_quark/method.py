@@ -117,6 +117,9 @@ class Quark(CodedMethod):
 
     name = "quark"
     Config: ClassVar[type] = QuarkConfig
+    EXAMPLE: ClassVar[Mapping[str, object]] = {
+        "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}}
+    }
     config: QuarkConfig
 
     def skips(self, name: str) -> bool:

@@ -6,6 +6,7 @@ layers, the head and stacks of experts become where `--quantization-config` says
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from attrs import field, frozen, validators
@@ -115,3 +116,4 @@ class Online(AtLoad):
     """Nothing by itself: `--quantization-config` names the schemes."""
 
     name = "online"
+    EXAMPLE: ClassVar[Mapping[str, object]] = {"global_scheme": "int8"}

@@ -109,6 +109,9 @@ class TorchAO(CodedMethod):
 
     name = "torchao"
     Config: ClassVar[type] = TorchAOConfig
+    EXAMPLE: ClassVar[Mapping[str, object]] = {
+        "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}
+    }
     config: TorchAOConfig
     HELD = ("linear", "expert")
 

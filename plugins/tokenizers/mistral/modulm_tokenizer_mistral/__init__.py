@@ -40,6 +40,7 @@ class MistralTokenizerLoader(TokenizerLoader):
 
     name = "mistral"
     api = 1
+    files = ("*.model.v*",)
 
     @classmethod
     def claims(cls, folder: Path) -> str | None:

@@ -1,0 +1,56 @@
+"""Whether an installed distribution is as it was installed, from its RECORD, without importing it.
+
+RECORD has a digest of each file (https://packaging.python.org/specifications/recording-installed-packages);
+its own digest stands for the whole. An editable installation records only what points to a folder.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from functools import cache
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+
+__all__ = ["altered_files", "is_editable", "record_digest"]
+
+
+def _found(name: str) -> Distribution | None:
+    try:
+        return distribution(name)
+    except (PackageNotFoundError, ValueError):
+        return None
+
+
+@cache
+def record_digest(name: str) -> str | None:
+    """The sha256 of the RECORD of a distribution, in hex; None where there is none."""
+    found = _found(name)
+    text = None if found is None else found.read_text("RECORD")
+    return None if text is None else hashlib.sha256(text.encode()).hexdigest()
+
+
+def is_editable(name: str) -> bool:
+    """Whether the distribution is a folder that somebody works in."""
+    found = _found(name)
+    return found is not None and '"editable": true' in (found.read_text("direct_url.json") or "")
+
+
+@cache
+def altered_files(name: str) -> tuple[str, ...]:
+    """Files that are gone, that are not as RECORD says, and modules that it does not name."""
+    found = _found(name)
+    listed = [] if found is None else found.files or []
+    wrong, there, folders = [], set(), set()
+    for file in listed:
+        path = Path(str(file.locate()))
+        there.add(path)
+        if file.suffix == ".py" and len(file.parts) > 1:
+            folders.add(path.parent)
+        if file.hash is None:  # RECORD itself, and what is compiled later
+            continue
+        digest = hashlib.new(file.hash.mode, path.read_bytes()).digest() if path.is_file() else b""
+        if base64.urlsafe_b64encode(digest).decode().rstrip("=") != file.hash.value:
+            wrong.append(str(file))
+    added = {path for folder in folders for path in folder.glob("*.py")} - there
+    return (*wrong, *sorted(map(str, added)))
