@@ -566,6 +566,40 @@ def test_every_field_reaches_the_engine(tab: Browser, page: Live) -> None:
     assert asked(page).endswith("</think>\n\n")
 
 
+FORMS = {
+    "json_object": ("", {"response_format": {"type": "json_object"}}),
+    "json_schema": (
+        '{"type": "object"}',
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "answer", "schema": {"type": "object"}},
+            }
+        },
+    ),
+    "choice": ("yes\nno", {"structured_outputs": {"choice": ["yes", "no"]}}),
+    "grammar": ('root ::= "a"', {"structured_outputs": {"grammar": 'root ::= "a"'}}),
+}
+
+
+@needs_browser
+def test_forms_of_answers(tab: Browser, page: Live) -> None:
+    for form, (constraint, expected) in FORMS.items():
+        settings = json.dumps({"format": form, "constraint": constraint})
+        made = tab.run(
+            "import('/page/js/request.js').then(({ body }) =>"
+            f" body({{ model: 'M', settings: {settings} }}, []))"
+        )
+        assert expected.items() <= made.items(), form
+    setting(tab, "format", "json_schema")
+    setting(tab, "constraint", '{"type": "object"}')
+    say(tab, "hello")
+    assert page.engine.seen[-1][1].structured_outputs.json == {"type": "object"}
+    setting(tab, "constraint", "{")
+    say(tab, "hello")
+    assert tab.text("#toasts").startswith("JSON schema: not JSON")
+
+
 @needs_browser
 def test_settings_are_of_their_conversation(tab: Browser, page: Live) -> None:
     say(tab, "hello")
