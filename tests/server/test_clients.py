@@ -32,6 +32,10 @@ ASKING: dict[str, dict[str, Any]] = {
     "/v2/embed": {"model": "M", "texts": [SAID]},
     "/pooling": {"input": SAID},
     "/classify": {"input": SAID},
+    "/api/chat": {"model": "M", "messages": [{"role": "user", "content": SAID}], "stream": False},
+    "/api/generate": {"model": "M", "prompt": SAID, "stream": False},
+    "/api/embed": {"model": "M", "input": SAID},
+    "/api/embeddings": {"model": "M", "prompt": SAID},
     "/score": {"text_1": SAID, "text_2": "b"},
     "/v1/score": {"text_1": SAID, "text_2": "b"},
     "/rerank": {"query": SAID, "documents": ["b"]},
@@ -47,6 +51,7 @@ QUIET = frozenset(
         "/v1/conversations/{conversation_id}/items",
         "/v1/files", "/v1/batches", "/v1/batches/{batch_id}/cancel",
         "/v1/completions/render", "/v1/chat/completions/render",
+        "/api/pull", "/api/show",
         "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech",
     }
 )  # fmt: skip
