@@ -112,12 +112,18 @@ def check_names(
                 _check_name(spec, name, plugins)
 
 
+#: As many names are said of those that there are.
+_LISTED = 50
+
+
 def _check_name(spec: Flag, name: str, plugins: PluginManager) -> None:
     try:
         plugins.find(str(spec.kind), name)
     except PluginError as error:
         known = [*spec.choices, *(declared.name for declared in plugins.names(str(spec.kind)))]
         hint = suggest(name, known) if "did you mean" not in str(error) else ""
+        if not hint and "did you mean" not in str(error) and len(known) <= _LISTED:
+            hint = f"; there are {', '.join(sorted(known))}"
         raise ConfigError(spec.name, f"{error}{hint}") from error
 
 

@@ -30,7 +30,7 @@ class Embedding(Module):
         super().__init__()
         self.spec, self.method = spec, method
         stored = torch.tensor(scale, dtype=getattr(torch, spec.dtype), device="cpu")
-        self.scale = 1.0 if scale == 1.0 else stored.item()
+        self.factor = 1.0 if scale == 1.0 else stored.item()
 
     def forward(self, batch: Batch) -> Tensor:
         """[tokens, hidden] for the batch's tokens."""
@@ -38,7 +38,7 @@ class Embedding(Module):
         if batch.embeds is None or batch.embeds_mask is None:
             return x
         given = batch.embeds.to(x.dtype)
-        if self.scales_given:
+        if self.factors_given:
             given = self._scaled(given)
         return torch.where(batch.embeds_mask[:, None], given, x)
 
@@ -47,9 +47,9 @@ class Embedding(Module):
         return self._scaled(self.method.embed(self, ids))
 
     def _scaled(self, x: Tensor) -> Tensor:
-        if self.scale == 1.0:
+        if self.factor == 1.0:
             return x
-        scaled: Tensor = self.method.ops.scale(x, self.scale)
+        scaled: Tensor = self.method.ops.scale(x, self.factor)
         return scaled
 
 
@@ -66,12 +66,12 @@ class Head(Linear):
         cap: float = 0.0,
     ) -> None:
         super().__init__(spec, method, None)
-        self.group, self.scale, self.cap = group, scale, cap
+        self.group, self.factor, self.cap = group, scale, cap
 
     def forward(self, x: Tensor) -> Tensor:
         logits = self.group.all_gather(super().forward(x))
-        if self.scale != 1.0:
-            logits = logits * self.scale
+        if self.factor != 1.0:
+            logits = logits * self.factor
         return softcap(logits, self.cap) if self.cap else logits
 
 

@@ -4,7 +4,7 @@ A format says which tensors a layer has and how they become `Codes`; `CodedMetho
 the platform's kernels know them, multiplies, and gives weights back.
 """
 
-from modulm_quantized.at_load import AtLoad, AtLoadConfig
+from modulm_quantized.at_load import AtLoad, AtLoadConfig, ReadOrRound, ReadOrRoundConfig
 from modulm_quantized.codes import CodedExperts, Codes
 from modulm_quantized.experts import pack_stack
 from modulm_quantized.fitting import Fitted
@@ -26,6 +26,8 @@ __all__ = [
     "CodedMethod",
     "Codes",
     "Fitted",
+    "ReadOrRound",
+    "ReadOrRoundConfig",
     "Scheme",
     "StoredAs",
     "below",

@@ -4,11 +4,13 @@ layer."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from functools import cache
+from typing import Any, ClassVar, Self
 
 from attrs import evolve, field, frozen, validators
 from torch import Tensor
 
+from modulm.contracts.ops import Ops
 from modulm.contracts.platform import Platform
 from modulm.contracts.quantization import (
     INPUTS,
@@ -16,6 +18,7 @@ from modulm.contracts.quantization import (
     CheckpointInfo,
     LinearSpec,
     ParamSpec,
+    QuantizationMethod,
 )
 from modulm.errors import ConfigError
 from modulm_quantized.codes import Codes
@@ -24,7 +27,7 @@ from modulm_quantized.names import matches
 from modulm_quantized.rounding import SCHEMES, Scheme, round_weight
 from modulm_quantized.stored import StoredAs
 
-__all__ = ["AtLoad", "AtLoadConfig"]
+__all__ = ["AtLoad", "AtLoadConfig", "ReadOrRound", "ReadOrRoundConfig"]
 
 #: What vLLM's names of formats of weights end with where they say when scales are found.
 _ENDINGS = ("_static", "_dynamic", "_sym")
@@ -195,3 +198,31 @@ class AtLoad(CodedMethod):
 
 
 _NOUNS = {"linear": "linear layers", "lm_head": "heads", "expert": "experts"}
+
+
+@frozen
+class ReadOrRoundConfig(AtLoadConfig):
+    """`quantization_config` of config.json; without `quant_method`, what is rounded."""
+
+    quant_method: str = ""
+
+
+class ReadOrRound(QuantizationMethod):
+    """A format that has checkpoints of its own, and to which plain ones are rounded: a
+    configuration without `quant_method` makes an object that rounds."""
+
+    #: What a plain checkpoint's layers are rounded to, see `AtLoad.LINEAR`.
+    ROUNDS_TO: ClassVar[str]
+
+    def __new__(cls, config: ReadOrRoundConfig, platform: Platform, ops: Ops) -> Self:
+        reads = config.quant_method or issubclass(cls, AtLoad)
+        made: Self = super().__new__(cls if reads else _rounding(cls))
+        return made
+
+
+@cache
+def _rounding(reader: type[ReadOrRound]) -> Any:
+    """The class that rounds in place of reading."""
+    usual = {"LINEAR": reader.ROUNDS_TO, "EXPERT": reader.ROUNDS_TO}
+    told = {"__doc__": "Rounds a plain checkpoint.", "__module__": reader.__module__}
+    return type(f"{reader.__name__}AtLoad", (AtLoad, reader), {**usual, **told})

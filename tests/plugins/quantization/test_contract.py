@@ -39,8 +39,12 @@ def ternary(spec, name, param):
 FILLS = {"mxfp4": mxfp4_bytes, "gptq": codes_in_order, "awq": codes_in_order}
 FILLS |= {"bitnet": ternary, "moe_wna16": codes_in_order}
 FILLS["compressed-tensors"] = codes_in_order
+FILLS |= dict.fromkeys(
+    ("auto_awq", "awq_marlin", "auto_gptq", "gptq_marlin", "inc"), codes_in_order
+)
+FILLS["gpt_oss_mxfp4"] = mxfp4_bytes
 #: mxfp4 holds nothing without the sign of a checkpoint of its own.
-SETTINGS = {"mxfp4": {"quant_method": "mxfp4"}}
+SETTINGS = {name: {"quant_method": "mxfp4"} for name in ("mxfp4", "gpt_oss_mxfp4")}
 
 
 @pytest.mark.parametrize("name", METHODS)

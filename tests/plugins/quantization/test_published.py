@@ -25,8 +25,10 @@ from transformers import AutoModelForCausalLM
 
 from modulm import LLM, SamplingParams
 from modulm.cli.main import main
+from modulm.config import EngineConfig
 from modulm.contracts.quantization import LinearSpec
 from modulm.errors import ConfigError, ModulmError
+from modulm.loading import resolve_checkpoint
 from modulm.nn.weight_layout import layout
 from modulm.ops import bind
 from modulm.plugins import manager
@@ -821,6 +823,174 @@ def test_what_is_wrong_with_a_file_is_said(own, what):
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModulmError, match=message):
         Session(folder, device="cpu", dtype="float32")
+
+
+#: What says how codes are meant, by the ends of names: of each format one is needed.
+SCALES = ("weight_scale", "scales", "scale", "weight_scale_inv", "weight.absmax", "SCB",
+          "_weight_scale", "_weight_scale_and_zero", "bitmask")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def damaged(published, tmp_path_factory):
+    """A folder like that of a case, with one tensor changed, and that tensor's name."""
+
+    def folder(name, change):
+        source, place = published(name)[0], tmp_path_factory.mktemp("damaged")
+        for file in source.iterdir():
+            (place / file.name).symlink_to(file)
+        stored = load_file(source / "model.safetensors")
+        ends = [n for end in SCALES for n in stored if "layers." in n and n.endswith(f".{end}")]
+        changed = change(stored[ends[0]])
+        stored = {n: t for n, t in stored.items() if n != ends[0]}
+        stored |= {} if changed is None else {ends[0]: changed}
+        (place / "model.safetensors").unlink()
+        save_file(stored, place / "model.safetensors", {"format": "pt"})
+        return place, ends[0]
+
+    return folder
+
+
+#: One that rounds at load has nothing beside weights.
+SCALED = [name for name in CASES if name != "bitnet-online"]
+
+
+def refused(folder):
+    with pytest.raises(ModulmError) as found:
+        Session(folder, device="cpu", dtype="float32")
+    return str(found.value)
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_a_scale_that_is_missing_is_named_in_every_format(damaged, name):
+    folder, tensor = damaged(name, lambda _: None)
+    assert re.search(
+        rf"missing weights: .*{re.escape(tensor.removesuffix('_inv'))}", refused(folder)
+    )
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_a_shape_that_does_not_fit_is_named_in_every_format(damaged, name):
+    """The file, the tensor, what it is and what is needed."""
+    folder, tensor = damaged(name, lambda held: torch.zeros(7, 5).to(held.dtype))
+    words = rf"{re.escape(tensor)} in model\.safetensors.*\[7, 5\].*(asks for|is not) \[\d*"
+    assert re.search(words, refused(folder))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_file_that_is_cut_short_is_named_in_every_format(published, tmp_path, name):
+    for file in published(name)[0].iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    cut = tmp_path / "model.safetensors"
+    content = cut.read_bytes()
+    cut.unlink()
+    cut.write_bytes(content[:-3])
+    words = (
+        r"model\.safetensors: .*: the file is cut short: \d+ bytes of data are needed, \d+ there"
+    )
+    assert re.search(words, refused(tmp_path))
+
+
+#: The case, settings that no reader knows, and what is said of them.
+UNKNOWN = {
+    "awq: version": ("awq", {"version": "tiles"}, r"version.*tiles"),
+    "awq: bits": ("awq", {"bits": 3}, r"bits.*3"),
+    "awq: group": ("awq", {"group_size": 48}, r"groups of 48"),
+    "gptq: form": ("gptq-4", {"checkpoint_format": "gptq_v9"}, r"checkpoint_format.*gptq_v9"),
+    "auto-round: form": ("auto-round", {"packing_format": "auto_round:x"}, r"packing_format: .x"),
+    "auto-round: group": ("auto-round", {"group_size": 48}, r"groups of 48"),
+    "fp8: numbers": ("fp8", {"fmt": "e3m4"}, r"fmt.*e3m4"),
+    "fp8: blocks": ("fp8-blocks", {"weight_block_size": [32]}, r"weight_block_size: two numbers"),
+    "fp8: blocks of nothing": ("fp8-blocks", {"weight_block_size": [0, 32]}, r"weight_block_size"),
+    "fbgemm: numbers": ("fbgemm", {"fmt": "e3m4"}, r"fmt.*e3m4"),
+    "ptpc: numbers": ("ptpc", {"fmt": "e3m4"}, r"fmt.*e3m4"),
+    "mxfp8: numbers": ("mxfp8", {"fmt": "e5m2"}, r"fmt.*e5m2"),
+    "mxfp8: blocks": ("mxfp8", {"weight_block_size": [1, 64]}, r"weight_block_size"),
+    "mxfp8: scales": ("mxfp8", {"scale_fmt": "float"}, r"scale_fmt.*float"),
+    "nvfp4: group": ("nvfp4", {"group_size": 32}, r"group_size.*32"),
+    "ct: form": ("ct-w4a16", {"format": "pack-more"}, r"format.*pack-more.*read are"),
+    "ct: kind": (
+        "ct-w4a16", ct_table("pack-quantized", 4, "complex", "group", group_size=GROUP), r"complex",
+    ),
+    "ct: scope": ("ct-w4a16", ct_table("pack-quantized", 4, "int", "row"), r"strategy.*row"),
+    "ct: group": (
+        "ct-w4a16", ct_table("pack-quantized", 4, "int", "group", group_size=48), r"groups of 48",
+    ),
+    "ct: no group": (
+        "ct-w4a16", ct_table("pack-quantized", 4, "int", "group", group_size=0), r"groups of 0",
+    ),
+    "ct: status": ("ct-w4a16", {"quantization_status": "calibration"}, r"not compressed"),
+    "ct: transforms": (
+        "ct-w4a16", {"transform_config": {"config_groups": {"u": {}}}}, r"transform_config",
+    ),
+    "hqq: axis": ("hqq-4", hqq_table(4, axis=2), r"axis.*2"),
+    "quark: scope": ("quark-int8", quark_table("int8", "per_head"), r"qscheme.*per_head"),
+    "a name that nobody claims": ("fp8", {"quant_method": "fp5"}, r"fp5"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", UNKNOWN)
+def test_settings_that_are_unknown_are_named(published, tmp_path, what):
+    name, changes, message = UNKNOWN[what]
+    for file in published(name)[0].iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").unlink()
+    config["quantization_config"] = {**CASES[name].table, **changes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert re.search(message, refused(tmp_path))
+
+
+#: vLLM's names -> a checkpoint that each reads, "plain" where it rounds one.
+NAMES = {
+    "awq": "awq", "auto_awq": "awq", "awq_marlin": "awq", "gptq": "gptq-4", "auto_gptq": "gptq-4",
+    "gptq_marlin": "gptq-4", "inc": "auto-round", "moe_wna16": "gptq-4", "fp8": "fp8",
+    "fbgemm_fp8": "fbgemm", "compressed-tensors": "ct-w4a16", "quark": "quark-int8",
+    "torchao": "torchao-int8", "modelopt": "modelopt-fp8", "modelopt_fp4": "modelopt-nvfp4",
+    "modelopt_mxfp8": "modelopt-mxfp8", "modelopt_mixed": "modelopt-mixed", "mxfp8": "mxfp8",
+    "bitsandbytes": "bnb-nf4", "experts_int8": "plain", "online": "plain", "mxfp4": "plain",
+    "gpt_oss_mxfp4": "plain", "fp8_per_tensor": "plain", "fp8_per_block": "plain",
+    "fp8_per_channel": "plain", "int8_per_channel_weight_only": "plain",
+    "nvfp4_per_token": "plain",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_of_vllm(published, name):
+    """As without the name where the checkpoint says it; else near the plain one's numbers."""
+    case = NAMES[name]
+    folder = published("awq")[1] if case == "plain" else published(case)[0]
+    flags = {"device": "cpu", "dtype": "float32"}
+    found = Session(folder, **flags, quantization=name).step({0: TOKENS})[0]
+    wanted = Session(folder, **flags).step({0: TOKENS})[0]
+    if case == "plain":
+        assert (found - wanted).abs().mean() < 3
+    else:
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["humming", "fp_quant", "deepseek_v4_fp8"])
+def test_names_of_vllm_that_nothing_reads_are_refused_with_what_there_is(published, name):
+    config = EngineConfig.from_keywords(
+        model=str(published("awq")[1]), device="cpu", quantization=name
+    )
+    with pytest.raises(ConfigError, match=rf"{name}.*(did you mean|there are .*torchao)"):
+        resolve_checkpoint(config, manager.current())
+
+
+def test_a_head_that_is_quantized(tmp_path):
+    """By the format whose parameters are called as a head's own settings were."""
+    table = {**ct_table("int-quantized", 8, "int", "channel"), "ignore": []}
+    folder = make_tiny(tmp_path, "LlamaForCausalLM", num_hidden_layers=1, tie_word_embeddings=False)
+    stored = load_file(folder / "model.safetensors")
+    exact = Session(folder, device="cpu", dtype="float32").step({0: TOKENS})[0]
+    for name in [n for n in stored if _LAYERS.search(n) or n == "lm_head.weight"]:
+        tensors, _ = bnb8(stored[name], None, name)
+        stored[name] = tensors["weight"]
+        stored[f"{name}_scale"] = tensors["SCB"][:, None] / 127
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    write_settings(folder, quantization_config=table)
+    found = Session(folder, device="cpu", dtype="float32").step({0: TOKENS})[0]
+    assert 0 < (found - exact).abs().mean() < 0.1
 
 
 def test_two_methods_that_claim_a_checkpoint_are_named(own):

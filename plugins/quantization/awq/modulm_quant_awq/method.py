@@ -34,7 +34,7 @@ from modulm_quantized import (
     unpack_words,
 )
 
-__all__ = ["AWQ", "AWQConfig"]
+__all__ = ["AWQ", "AWQConfig", "AWQMarlin", "AutoAWQ"]
 
 _BITS = 4
 #: What AutoRound writes in this packing too, as "packing_format" says.
@@ -138,3 +138,23 @@ def _zero_words(inputs: int, group: int) -> int:
     multiple = _ROUNDED.get(group, 1)
     words = -(-inputs // group // 8)
     return -(-words // multiple) * multiple
+
+
+class AutoAWQ(AWQ):
+    """A name that vLLM has for it."""
+
+    name = "auto_awq"
+
+    @classmethod
+    def claims(cls, checkpoint: CheckpointInfo) -> str | None:
+        return None
+
+
+class AWQMarlin(AWQ):
+    """A name that vLLM has for it."""
+
+    name = "awq_marlin"
+
+    @classmethod
+    def claims(cls, checkpoint: CheckpointInfo) -> str | None:
+        return None

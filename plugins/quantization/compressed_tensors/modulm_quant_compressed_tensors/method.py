@@ -63,6 +63,9 @@ class CompressedTensors(CodedMethod):
     name = _NAME
     Config: ClassVar[type] = CompressedTensorsConfig
     config: CompressedTensorsConfig
+    EXAMPLE: ClassVar[Mapping[str, object]] = {
+        "config_groups": {"all": {"targets": ["Linear"], "weights": {"strategy": "channel"}}}
+    }
 
     @classmethod
     def claims(cls, checkpoint: CheckpointInfo) -> str | None:

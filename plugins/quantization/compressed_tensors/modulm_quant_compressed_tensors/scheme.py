@@ -95,13 +95,15 @@ class CompressedTensorsConfig:
 
     quant_method: str = "compressed-tensors"
     format: str = "pack-quantized"
-    config_groups: dict[str, Group] = field(factory=lambda: {"all": Group(("Linear",), Weights())})
+    config_groups: dict[str, Group] = field(factory=dict)
     ignore: tuple[str, ...] | None = None
     quantization_status: str = "compressed"
     sparsity_config: Sparsity | None = None
     transform_config: dict[str, Any] | None = None
 
     def __attrs_post_init__(self) -> None:
+        if not self.config_groups and self.sparsity_config is None:
+            raise ValueError("config_groups: is needed; a plain checkpoint has none")
         if (self.transform_config or {}).get("config_groups"):
             raise ValueError("transform_config: transforms of activations are not there yet")
         if self.quantization_status not in ("compressed", "frozen"):

@@ -37,7 +37,7 @@ from modulm_quantized import (
     unpack_words,
 )
 
-__all__ = ["GPTQ", "GPTQConfig"]
+__all__ = ["AutoGPTQ", "GPTQ", "GPTQConfig", "GPTQMarlin", "INC"]
 
 _BITS = (2, 3, 4, 8)
 _METHODS = ("gptq", "auto-round", "auto_round", "intel/auto-round", "inc")
@@ -77,7 +77,10 @@ class GPTQConfig:
 
     def __attrs_post_init__(self) -> None:
         if self.form not in ("gptq", "gptq_v2"):
-            raise ValueError(f"checkpoint_format: {self.form!r} is not gptq or gptq_v2")
+            key = "packing_format" if self.packing_format else "checkpoint_format"
+            raise ValueError(
+                f"{key}: {self.form!r}; read are gptq and gptq_v2 (--quantization awq: awq)"
+            )
 
     @property
     def form(self) -> str:
@@ -98,7 +101,7 @@ class GPTQ(CodedMethod):
         table = checkpoint.quantization or {}
         method = table.get("quant_method")
         packed = str(table.get("packing_format", "gptq"))
-        if method not in _METHODS or (method != cls.name and "gptq" not in packed):
+        if method not in _METHODS or (method != cls.name and "awq" in packed):
             return None
         return f"config.json says quant_method {method}"
 
@@ -186,3 +189,33 @@ def _flat(names: tuple[Any, ...]) -> list[str]:
         for entry in names
         for name in (_flat(tuple(entry)) if isinstance(entry, list | tuple) else [entry])
     ]
+
+
+class AutoGPTQ(GPTQ):
+    """A name that vLLM has for it."""
+
+    name = "auto_gptq"
+
+    @classmethod
+    def claims(cls, checkpoint: CheckpointInfo) -> str | None:
+        return None
+
+
+class GPTQMarlin(GPTQ):
+    """A name that vLLM has for it."""
+
+    name = "gptq_marlin"
+
+    @classmethod
+    def claims(cls, checkpoint: CheckpointInfo) -> str | None:
+        return None
+
+
+class INC(GPTQ):
+    """Intel's Neural Compressor and AutoRound, by vLLM's name."""
+
+    name = "inc"
+
+    @classmethod
+    def claims(cls, checkpoint: CheckpointInfo) -> str | None:
+        return None

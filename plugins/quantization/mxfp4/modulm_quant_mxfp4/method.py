@@ -17,7 +17,6 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from modulm.contracts.ops import Ops
 from modulm.contracts.platform import Platform
 from modulm.contracts.quantization import (
     INPUTS,
@@ -25,13 +24,12 @@ from modulm.contracts.quantization import (
     CheckpointInfo,
     LinearSpec,
     ParamSpec,
-    QuantizationMethod,
     fixed,
 )
 from modulm.errors import UnsupportedError
-from modulm_quantized import AtLoad, AtLoadConfig, nibbles
+from modulm_quantized import ReadOrRound, ReadOrRoundConfig, nibbles
 
-__all__ = ["Blocks", "Mxfp4", "Mxfp4Config"]
+__all__ = ["Blocks", "GptOssMxfp4", "Mxfp4", "Mxfp4Config"]
 
 _BLOCK = 32
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -39,7 +37,7 @@ _VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 
 
 @frozen
-class Mxfp4Config(AtLoadConfig):
+class Mxfp4Config(ReadOrRoundConfig):
     """`quantization_config` of config.json; for a plain checkpoint, what is rounded.
 
     `modules_to_not_convert` are paths of modules, with what lies below them, that the checkpoint
@@ -47,7 +45,6 @@ class Mxfp4Config(AtLoadConfig):
     model's dtype while loading, in four times the memory.
     """
 
-    quant_method: str = ""
     modules_to_not_convert: tuple[str, ...] | None = None
     dequantize: bool = False
 
@@ -68,7 +65,7 @@ class Blocks:
         return torch.ldexp(pairs.flatten(-2), exponents[..., None]).flatten(1).to(self.dtype)
 
 
-class Mxfp4(QuantizationMethod):
+class Mxfp4(ReadOrRound):
     """Reads checkpoints written in MXFP4; all but experts stays as the checkpoint has it.
 
     Where the model computes in fp32 the kernels, which multiply bf16, are left aside.
@@ -79,9 +76,7 @@ class Mxfp4(QuantizationMethod):
     Config: ClassVar[type] = Mxfp4Config
     config: Mxfp4Config
 
-    def __new__(cls, config: Mxfp4Config, platform: Platform, ops: Ops) -> Mxfp4:  # noqa: PYI034
-        """One that reads the checkpoint, or, where that is plain, one that rounds it."""
-        return super().__new__(cls if config.quant_method else _AtLoad)
+    ROUNDS_TO = "mxfp4"
 
     @classmethod
     def claims(cls, checkpoint: CheckpointInfo) -> str | None:
@@ -127,13 +122,6 @@ class Mxfp4(QuantizationMethod):
         return _whole(layer.packed, spec).to(getattr(torch, spec.dtype))
 
 
-class _AtLoad(AtLoad, Mxfp4):
-    """Rounds a plain checkpoint."""
-
-    config: Mxfp4Config
-    LINEAR = EXPERT = "mxfp4"
-
-
 def _coded(stack: Blocks) -> Iterator[tuple[Tensor, Tensor, None]]:
     """Codes and scales of each expert, as kernels take them: for twice the numbers, half of their
     scales. Those below 2^-125 count as 2^-125."""
@@ -150,3 +138,13 @@ def _below(path: str) -> re.Pattern[str]:
     """Matches the name of a module at `path` or below it."""
     parts = (re.escape(part) for part in path.split("*"))
     return re.compile(r"[^.]*".join(parts) + r"(\.|$)")
+
+
+class GptOssMxfp4(Mxfp4):
+    """A name that vLLM has for it."""
+
+    name = "gpt_oss_mxfp4"
+
+    @classmethod
+    def claims(cls, checkpoint: CheckpointInfo) -> str | None:
+        return None

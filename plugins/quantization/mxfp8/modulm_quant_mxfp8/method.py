@@ -15,10 +15,9 @@ import torch
 from attrs import field, frozen, validators
 from torch import Tensor
 
-from modulm.contracts.ops import Ops
 from modulm.contracts.platform import Platform
 from modulm.contracts.quantization import INPUTS, OUTPUTS, LinearSpec, ParamSpec
-from modulm_quantized import AtLoad, AtLoadConfig, CodedMethod, Codes, StoredAs, below
+from modulm_quantized import CodedMethod, Codes, ReadOrRound, ReadOrRoundConfig, StoredAs, below
 
 __all__ = ["MXFP8", "MXFP8Config"]
 
@@ -27,10 +26,9 @@ _NEEDLESS = re.compile(r"\.(input_scale|[kv]_scale)$")
 
 
 @frozen
-class MXFP8Config(AtLoadConfig):
+class MXFP8Config(ReadOrRoundConfig):
     """`quantization_config` of config.json; for a plain checkpoint, what is rounded."""
 
-    quant_method: str = ""
     fmt: str = field(default="e4m3", validator=validators.in_(("e4m3",)))
     scale_fmt: str = field(default="ue8m0", validator=validators.in_(("ue8m0", "e8m0")))
     activation_scheme: str = "dynamic"
@@ -41,17 +39,14 @@ class MXFP8Config(AtLoadConfig):
     ignored_layers: tuple[str, ...] | None = None
 
 
-class MXFP8(CodedMethod):
+class MXFP8(ReadOrRound, CodedMethod):
     """e4m3 with a power of two for each 32 inputs."""
 
     name = "mxfp8"
     Config: ClassVar[type] = MXFP8Config
     config: MXFP8Config
 
-    def __new__(cls, config: MXFP8Config, platform: Platform, ops: Ops) -> MXFP8:  # noqa: PYI034
-        """One that reads the checkpoint, or, where that is plain, one that rounds it."""
-        return super().__new__(cls if config.quant_method else _AtLoad)
-
+    ROUNDS_TO = "mxfp8"
     HELD = ("linear", "expert")
 
     @classmethod
@@ -83,10 +78,3 @@ class MXFP8(CodedMethod):
 
     def codes(self, stored: Mapping[str, Tensor], spec: LinearSpec) -> tuple[Codes, ...]:
         return (Codes(stored["weight"], torch.exp2(stored["exponent"].float() - _BIAS)),)
-
-
-class _AtLoad(AtLoad, MXFP8):
-    """Rounds the linear layers of a plain checkpoint."""
-
-    config: MXFP8Config
-    LINEAR = EXPERT = "mxfp8"

@@ -15,54 +15,50 @@ from typing import ClassVar
 from attrs import field, frozen, validators
 from torch import Tensor
 
-from modulm.contracts.ops import Ops
 from modulm.contracts.platform import Platform
 from modulm.contracts.quantization import (
     INPUTS,
     OUTPUTS,
     PARTS,
+    CheckpointInfo,
     LinearSpec,
     ParamSpec,
 )
 from modulm.errors import CheckpointError
 from modulm_quantized import (
     E2M1,
-    AtLoad,
-    AtLoadConfig,
     CodedMethod,
     Codes,
+    ReadOrRound,
+    ReadOrRoundConfig,
     StoredAs,
     below,
     nibbles,
     per_row,
 )
 
-__all__ = ["NVFP4", "NVFP4Config"]
+__all__ = ["NVFP4", "NVFP4Config", "NVFP4PerToken"]
 
 _BLOCK = 16
 _NEEDLESS = re.compile(r"\.(input_scale|input_global_scale|[kv]_scale)$")
 
 
 @frozen
-class NVFP4Config(AtLoadConfig):
+class NVFP4Config(ReadOrRoundConfig):
     """`quantization_config` of config.json; for a plain checkpoint, what is rounded."""
 
-    quant_method: str = ""
     group_size: int = field(default=16, validator=validators.in_((16,)))
     modules_to_not_convert: tuple[str, ...] | None = None
 
 
-class NVFP4(CodedMethod):
+class NVFP4(ReadOrRound, CodedMethod):
     """e2m1 with scales of scales."""
 
     name = "nvfp4"
     Config: ClassVar[type] = NVFP4Config
     config: NVFP4Config
 
-    def __new__(cls, config: NVFP4Config, platform: Platform, ops: Ops) -> NVFP4:  # noqa: PYI034
-        """One that reads the checkpoint, or, where that is plain, one that rounds it."""
-        return super().__new__(cls if config.quant_method else _AtLoad)
-
+    ROUNDS_TO = "nvfp4"
     HELD = ("linear", "expert")
 
     @classmethod
@@ -101,8 +97,11 @@ class NVFP4(CodedMethod):
         return (Codes(nibbles(stored["weight"]), scale, levels=E2M1),)
 
 
-class _AtLoad(AtLoad, NVFP4):
-    """Rounds a plain checkpoint."""
+class NVFP4PerToken(NVFP4):
+    """vLLM's name at load; activations stay in 16 bits."""
 
-    config: NVFP4Config
-    LINEAR = EXPERT = "nvfp4"
+    name = "nvfp4_per_token"
+
+    @classmethod
+    def claims(cls, checkpoint: CheckpointInfo) -> str | None:
+        return None
