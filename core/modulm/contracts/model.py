@@ -163,8 +163,9 @@ class MtpLayer:
 
     It runs on a map of two vectors side by side: the norm of a token's embedding, and that of the
     model's hidden state before it. layer: makes it, given a `modulm.nn.Builder` that stands at
-    `at`. hidden: the width. embedding_norm, hidden_norm, project, norm: where these lie in the checkpoint; norm
-    is what comes before the head, "" for none. offset: what norms add to their weights.
+    `at`. hidden: the width. embedding_norm, hidden_norm, project, norm: where these lie in the
+    checkpoint; norm is what comes before the head, "" for none. offset: what norms add to their
+    weights.
     state_first: the state is the map's first half. normed: the next draft goes on from what `norm`
     gives, not from before it.
     """
