@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from modulm.plugins import register, unregister
     from modulm_frontend.beam_search import BeamSearchParams
     from modulm_frontend.llm import LLM
+    from modulm_frontend.lora import LoRARequest
     from modulm_server.engine.async_llm import AsyncLLM
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
     "EngineConfig",
+    "LoRARequest",
     "PoolingParams",
     "PoolingRequestOutput",
     "RequestOutput",
@@ -51,6 +53,7 @@ _HOMES = {
     "BeamSearchParams": "modulm_frontend.beam_search",
     "CompletionOutput": "modulm.engine.types.outputs",
     "EngineConfig": "modulm.config",
+    "LoRARequest": "modulm_frontend.lora",
     "PoolingParams": "modulm.contracts.sampling",
     "PoolingRequestOutput": "modulm.engine.types.outputs",
     "RequestOutput": "modulm.engine.types.outputs",

@@ -83,6 +83,7 @@ EXCEPTIONS = {
     # Public names, for type checkers; who uses them without the package is told what to install.
     ("modulm", "modulm_frontend.beam_search"),
     ("modulm", "modulm_frontend.llm"),
+    ("modulm", "modulm_frontend.lora"),
     ("modulm", "modulm_server.engine.async_llm"),
 }
 

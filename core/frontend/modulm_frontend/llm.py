@@ -34,6 +34,7 @@ from modulm_frontend.input_processor import (
     InputProcessor,
     PendingRequest,
 )
+from modulm_frontend.lora import LoRARequest, OfflineAdapters
 from modulm_frontend.output_processor import OutputProcessor, RequestState
 from modulm_frontend.thoughts import ThoughtReader
 
@@ -75,6 +76,7 @@ class LLM:
         processors = processor_classes(config.model.logits_processors, plugins)
         self._input_processor = InputProcessor(self.info, self.tokenizer, plugins, processors)
         self._output_processor = OutputProcessor()
+        self._adapters = OfflineAdapters(self._core)
         self._numbers = count()
         self._done: list[RequestState] = []
         self._open_now = True
@@ -110,17 +112,20 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | None = None,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Answer every prompt, in the order given. Prompts are text, token ids, or tables.
 
-        sampling_params: for all, or one per prompt. Raises RequestError if a prompt or a parameter
-        is wrong, before anything runs; what goes wrong later is in that output's finish_reason.
+        sampling_params, lora_request: for all, or one per prompt. Raises RequestError if a prompt
+        or a parameter is wrong, CheckpointError if an adapter is, before anything runs; what goes
+        wrong later is in that output's finish_reason.
         """
         listed = _listed(prompts)
         params = _spread(sampling_params, len(listed), self.get_default_sampling_params())
         finals = [given.with_(output_kind=OutputKind.FINAL_ONLY) for given in params]
+        adapters = _spread(lora_request, len(listed), None)
         pending = [
             self._input_processor.process(
                 prompt,
@@ -128,10 +133,13 @@ class LLM:
                 str(next(self._numbers)),
                 priority=priority[place] if priority is not None else 0,
                 cache_salt=cache_salt,
+                adapter=None if lora is None else lora.lora_name,
             )
-            for place, (prompt, given) in enumerate(zip(listed, finals, strict=True))
+            for place, (prompt, given, lora) in enumerate(
+                zip(listed, finals, adapters, strict=True)
+            )
         ]
-        return self._run(pending, use_tqdm)
+        return self._run(list(map(self._adapters.apply, pending, adapters)), use_tqdm)
 
     def chat(
         self,
@@ -139,6 +147,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -177,8 +186,9 @@ class LLM:
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         params = _spread(sampling_params, len(prompts), self.get_default_sampling_params())
         if self._thoughts is None:
-            return self.generate(prompts, params, use_tqdm=use_tqdm)
-        outputs = self.generate(prompts, list(map(self._thoughts.tuned, params)), use_tqdm=use_tqdm)
+            return self.generate(prompts, params, use_tqdm=use_tqdm, lora_request=lora_request)
+        tuned = list(map(self._thoughts.tuned, params))
+        outputs = self.generate(prompts, tuned, use_tqdm=use_tqdm, lora_request=lora_request)
         for output in outputs:
             self._thoughts.split(output, chat_template_kwargs or {})
         return outputs
@@ -215,9 +225,10 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         pooling_task: str | None = None,
     ) -> list[PoolingRequestOutput]:
-        """Pool every prompt; `outputs.data` is a numpy array.
+        """Pool every prompt; `outputs.data` is a numpy array. lora_request: as in `generate`.
 
         pooling_task: comes before the parameters' own; without either the model's first one.
         """
@@ -227,7 +238,7 @@ class LLM:
         if pooling_task is not None:
             params = [evolve(given, task=pooling_task) for given in params]
         jobs = map(self._input_processor.pooling_job, listed, params)
-        return self._pool(list(jobs), use_tqdm)
+        return self._pool(list(jobs), use_tqdm, _spread(lora_request, len(listed), None))
 
     def embed(
         self,
@@ -235,9 +246,13 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[PoolingRequestOutput]:
         """One embedding per prompt: `outputs.embedding`."""
-        found = self.encode(prompts, pooling_params, use_tqdm=use_tqdm, pooling_task="embed")
+        found = self.encode(
+            prompts, pooling_params, use_tqdm=use_tqdm, lora_request=lora_request,
+            pooling_task="embed",
+        )  # fmt: skip
         for output in found:
             output.outputs = EmbeddingOutput(output.outputs.data.tolist())
         return found
@@ -248,9 +263,13 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[PoolingRequestOutput]:
         """Probabilities of the model's classes for every prompt: `outputs.probs`."""
-        found = self.encode(prompts, pooling_params, use_tqdm=use_tqdm, pooling_task="classify")
+        found = self.encode(
+            prompts, pooling_params, use_tqdm=use_tqdm, lora_request=lora_request,
+            pooling_task="classify",
+        )  # fmt: skip
         for output in found:
             output.outputs = ClassificationOutput(output.outputs.data.tolist())
         return found
@@ -329,11 +348,18 @@ class LLM:
 
     # How it is done.
 
-    def _pool(self, jobs: Sequence[PoolingJob], use_tqdm: bool | Callable[..., Any]) -> list[Any]:
+    def _pool(
+        self,
+        jobs: Sequence[PoolingJob],
+        use_tqdm: bool | Callable[..., Any],
+        adapters: Sequence[LoRARequest | None] | None = None,
+    ) -> list[Any]:
         """Run the parts of all jobs together; the jobs' answers in their order."""
         pending = [
-            self._input_processor.process(ids, params, str(next(self._numbers)))
-            for job in jobs
+            self._adapters.apply(
+                self._input_processor.process(ids, params, str(next(self._numbers))), lora
+            )
+            for job, lora in zip(jobs, adapters or [None] * len(jobs), strict=True)
             for ids, params in job.parts
         ]
         found = iter(self._run(pending, use_tqdm))
