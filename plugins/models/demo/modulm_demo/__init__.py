@@ -10,7 +10,7 @@ from pathlib import Path
 
 from modulm.contracts.checkpoint import NamedCheckpoint
 
-__all__ = ["Demo"]
+__all__ = ["Demo", "DemoEagle"]
 
 #: Of texts: how many, and a seed that training did not use.
 _TEXTS, _TEXTS_SEED = 400, 2026
@@ -38,3 +38,14 @@ class Demo(NamedCheckpoint):
         each = [heldout(_TEXTS_SEED, name, _TEXTS // len(CATEGORIES)) for name in CATEGORIES]
         for some in zip(*each, strict=False):
             yield from (render(tokenizer, example) for example in some)
+
+
+class DemoEagle(NamedCheckpoint):
+    """An EAGLE head that drafts for `demo`: --spec-method eagle --spec-model demo-eagle."""
+
+    name = "demo-eagle"
+    api = 2
+
+    @classmethod
+    def source(cls) -> Path:
+        return Path(__file__).parent / "drafter"

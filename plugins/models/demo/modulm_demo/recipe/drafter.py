@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=MODEL, help="checkpoint to draft for")
     parser.add_argument("--out", type=Path, default=PUBLISHED, help="folder of the head")
     parser.add_argument("--seed", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=2400)
+    parser.add_argument("--steps", type=int, default=1488)
     parser.add_argument("--decay", type=int, default=800, help="last steps, with a falling rate")
     parser.add_argument("--rate", type=float, default=2.5e-3, help="peak learning rate")
     args = parser.parse_args()
