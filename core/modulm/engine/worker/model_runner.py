@@ -367,6 +367,7 @@ class ModelRunner:
         Raises EngineError if its logits are not finite, so that broken weights end the start and
         not the first request.
         """
+        self.adapters.begin(None)
         plan = null_plan(np.ones(1, dtype=np.int32), [size for _, size, *_ in self.capacity.groups])
         with self.platform.queue():
             found = self._direct(self.builder.build(plan, np.zeros(1, dtype=np.int64)))
@@ -386,6 +387,8 @@ class ModelRunner:
         self.adapters.fill(plan)
         for start in plan.admit:
             self._admit(start, plan.step)
+        if plan.encode:
+            self.adapters.begin(None)
         self._inputs.encode(plan)
         if plan.transfers is not None:
             if self._mover is None:

@@ -120,6 +120,14 @@ def test_a_slot_that_is_filled_anew_is_no_longer_the_old_adapter(runner) -> None
     assert close(step(runner, [1], {1: "a"}, fill=[(2, "a")])[1], before)
 
 
+def test_what_runs_between_steps_is_the_model_itself(runner) -> None:
+    """The check after a failed step has one token, whatever the step before had."""
+    plain = runner.check()
+    step(runner, [0, 1, 2], ADAPTERS, fill=[(1, "a"), (2, "b")])
+    assert runner.check() == plain
+    assert runner.adapters.bank.current is None
+
+
 def test_a_model_without_a_bank_says_so(folder) -> None:
     runner = new_runner(folder)
     assert runner.capacity.adapters == 0
