@@ -85,7 +85,7 @@ class Watch:
     def kernels(self) -> str:
         found: Counter[str] = Counter()
         for held in gc.get_objects():
-            if isinstance(held, kernels.PackedLinear) and id(held) not in self._seen:
+            if type(held) is kernels.PackedLinear and id(held) not in self._seen:
                 self._seen.add(id(held))
                 found[multiplies(held)] += held.bytes
         return ", ".join(f"{name}: {size / 1e6:.0f} MB" for name, size in found.most_common())
@@ -311,7 +311,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--llama", help="the interpreter of llama.cpp's environment")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--make", action="store_true", help="write the checkpoints and stop")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
