@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from modulm.config import EngineConfig
 
 __all__ = ["download", "download_part", "is_hub_id", "split_part"]
+
+log = logging.getLogger("modulm")
 
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 #: What a checkpoint is made of, its weights in a form that can hold no code.
@@ -45,6 +48,8 @@ def download(name: str, config: EngineConfig, wanted: tuple[str, ...] = ()) -> P
         folder = _files(name, config, (*_FILES, *wanted, *code))
         if not any(folder.glob("*.safetensors")):
             _files(name, config, _OLDER_WEIGHTS)
+    if config.model.revision != folder.name:
+        log.info("model %s is commit %s; --revision names one that stays", name, folder.name)
     return folder
 
 

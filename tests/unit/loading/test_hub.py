@@ -114,3 +114,15 @@ def test_pickled_weights_are_downloaded_where_there_are_no_others(monkeypatch, t
     open_checkpoint(config(revision="v1"), current())
     assert [revision for revision, _ in asked] == ["v1", "v1"]
     assert asked[1][1] == ["pytorch_model*.bin", "adapter_model.bin"]
+
+
+@pytest.mark.parametrize("revision", [None, "main", "abc123"])
+def test_the_commit_that_is_served_is_logged(monkeypatch, tmp_path, caplog, revision):
+    """M10: unless it was asked for by name."""
+    folder = make_tiny(tmp_path / "snapshots" / "abc123")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **kw: str(folder))
+    with caplog.at_level("INFO", logger="modulm"):
+        open_checkpoint(config(revision=revision), current())
+    said = [record.getMessage() for record in caplog.records if "commit" in record.getMessage()]
+    wanted = "model someone/some-model is commit abc123; --revision names one that stays"
+    assert said == ([] if revision == "abc123" else [wanted])
