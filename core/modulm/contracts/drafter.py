@@ -84,9 +84,10 @@ class DraftStep:
     that give no token yet or may have no drafts; lasts, following: [rows of ran] int64, the place
     of the last token of each that counts, and the token that comes after it (-1: unknown). own:
     makes a batch whose caches are the drafter's alone, in the blocks of the rows of the step,
-    valid until it makes the next; `sample` are the rows' last places. There are blocks for `most`
-    tokens after those that ran. tables: the block table of each of the drafter's caches, [rows of
-    ran, blocks] int32, and sizes: the tokens of a block.
+    valid until it makes the next; `sample` are the rows' last places, or all if no row has more
+    than the drafter's `most` and one. There are blocks for `most` tokens after those that ran.
+    tables: the block table of each of the drafter's caches, [rows of ran, blocks] int32, and
+    sizes: the tokens of a block.
     """
 
     rows: Sequence[int]

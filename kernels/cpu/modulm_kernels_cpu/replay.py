@@ -221,7 +221,13 @@ class Replay:
 
 
 def _is_decode(batch: Batch) -> bool:
-    """Whether every row has one token, there are few enough, and no embeddings to put in place."""
+    """Whether every token's logits are wanted (one per row, or drafts that are verified), there
+    are few enough, and no embeddings to put in place.
+    """
     tokens = batch.tokens.shape[0]
-    single = tokens == batch.query_starts.shape[0] - 1
-    return single and tokens <= MAX_ROWS and batch.embeds is None
+    if tokens > MAX_ROWS or batch.embeds is not None:
+        return False
+    if tokens == batch.query_starts.shape[0] - 1:
+        return True
+    # Of several tokens in a row nothing but tensors may change, or each step would be recorded.
+    return tokens == batch.sample.shape[0] and not any(plan.key() for plan in batch.plans)

@@ -7,6 +7,7 @@ import torch
 
 from modulm import LLM, SamplingParams
 from modulm.contracts.drafter import Needs
+from modulm.contracts.executor import Executor
 from modulm.contracts.model import CacheSpec
 from modulm.contracts.sampling import StructuredOutputs
 from modulm.errors import UnsupportedError
@@ -173,3 +174,39 @@ def test_layers_that_a_model_does_not_show_end_the_start(folder) -> None:
     drafter.needs = Needs(layers=(7,))
     with pytest.raises(UnsupportedError, match="there is no layer 7: 3 are there"):
         answers(folder, PARAMS[:1], {}, drafter, prompts=PROMPTS[:1])
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [StructuredOutputs(choice=["abcabca", "abcabab"]), StructuredOutputs(regex="[ab]{9}")],
+)
+def test_what_a_grammar_forbids_is_not_verified(folder, constraint) -> None:
+    params = [SamplingParams(temperature=0, max_tokens=12, structured_outputs=constraint)]
+    expected, _ = answers(folder, params, {}, prompts=PROMPTS[:1])
+    told = [*PROMPTS[0], *expected[0][0]]
+    seen: list[int] = []
+
+    class Watched(drafting_executor(FakeDrafter(adversarial, [told]))):
+        def run(self, plan):
+            result = super().run(plan)
+            seen.extend(len(drafts) for drafts in result.drafts.values())
+            return result
+
+        submit = Executor.submit
+
+    for propose, some in ((right, True), (forbidden, False)):
+        Watched.drafter = FakeDrafter(propose, [told])
+        seen.clear()
+        with manager.using(PluginManager()) as plugins:
+            plugins.register("executors", "drafting", Watched)
+            flags = {"distributed_executor_backend": "drafting", "num_gpu_blocks_override": 80}
+            with LLM(folder, max_model_len=128, **flags) as llm:
+                prompt = {"prompt_token_ids": PROMPTS[0]}
+                assert outcome(llm.generate([prompt], params, use_tqdm=False)[0]) == expected[0]
+        assert Watched.drafter.steps
+        assert (sum(seen) > 0) is some
+
+
+def forbidden(history, coming):
+    """Tokens that no grammar of letters allows."""
+    return [300, 301, 302]

@@ -28,6 +28,19 @@ def folder(tmp_path_factory):
     return str(make_tiny(tmp_path_factory.mktemp("draft") / "tiny"))
 
 
+def test_steps_that_verify_are_recorded(folder) -> None:
+    pytest.importorskip("modulm_kernels_cpu", reason="no compiled CPU kernels")
+    for flags in ({}, spec(folder)):
+        with LLM(folder, num_gpu_blocks_override=40, **SIZES, **flags) as llm:
+            given = [{"prompt_token_ids": prompt} for prompt in PROMPTS[:2]]
+            llm.generate(given, GREEDY, use_tqdm=False)
+            forward = llm._core.executor._made.runner._forward
+            assert forward.reason is None
+            steps = [program.inputs.step for program in forward._programs.values()]
+            sizes = {(len(s.query_starts) - 1, len(s.tokens)) for s in steps}
+            assert ((2, 10) in sizes) is bool(flags)
+
+
 def run(folder, params=GREEDY, prompts=PROMPTS, times=2, **flags):
     """Tokens of all prompts, each time they are asked; tokens drafted, accepted, preemptions."""
     counts = [0, 0, 0]
@@ -106,7 +119,8 @@ def test_a_request_may_be_without_and_how_much_is_drafted_adapts(folder) -> None
             folder, params, **FLAGS["roomy"], **spec(folder, adaptive=adaptive)
         )
         assert found == expected
-        assert drafted == accepted > 20
+        assert drafted == accepted
+        assert adaptive or drafted > 20
 
 
 def test_a_quantized_draft_and_cache(folder) -> None:

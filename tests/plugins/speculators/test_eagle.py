@@ -219,7 +219,10 @@ def test_drafts_are_those_of_plain_torch(
     if not flags:
         pytest.importorskip("modulm_kernels_cpu", reason="no compiled CPU kernels")
         assert heads[0]._forward.reason is None  # its single steps are recorded
-        assert heads[0]._forward._programs
+        programs = heads[0]._forward._programs.values()
+        sizes = [program.inputs.step.query_starts.shape[0] - 1 for program in programs]
+        tokens = [program.inputs.step.tokens.shape[0] for program in programs]
+        assert sizes != tokens  # and what follows a step of verified drafts
 
 
 def test_a_head_as_the_speculators_library_writes_it(target, tmp_path) -> None:

@@ -290,6 +290,19 @@ class Sampler:
             )  # fmt: skip
         return _runs(firsts, sizes, tokens, expected, logprobs, errors)
 
+    def legal(self, row: int, drafts: np.ndarray) -> np.ndarray:
+        """The drafts up to the first that the row's grammar does not allow now."""
+        state = self._rows.get(row)
+        if state is None or state.matcher is None:
+            return drafts
+        count = 0
+        try:
+            while count < len(drafts) and state.matcher.accept(int(drafts[count])):
+                count += 1
+        finally:
+            state.matcher.rollback(count)
+        return drafts[:count]
+
     def _mask(self, step: _Step) -> None:
         """Apply the grammars' bit masks."""
         places = step.places(_GRAMMAR)

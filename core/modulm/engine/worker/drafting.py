@@ -121,10 +121,15 @@ class Drafting:
             ran=Runs(plan.rows, plan.starts, plan.counts, plan.tokens),
             lasts=lasts,
             following=following,
-            own=lambda runs: builder.build(_plan_of(runs, plan, places), runs.lasts),
+            own=lambda runs: builder.build(_plan_of(runs, plan, places), self._sample(runs)),
             tables=tables,
             sizes=sizes,
         )
+
+    def _sample(self, runs: Runs) -> np.ndarray:
+        """The places in a drafter's batch that count: all of short runs, which are recorded."""
+        short = int(runs.counts.max(initial=0)) <= self.most + 1
+        return np.arange(len(runs.tokens)) if short else runs.lasts
 
     def _checked(self, proposed: object, most: Sequence[int]) -> list[np.ndarray]:
         """As arrays. Raises ValueError for what is none."""

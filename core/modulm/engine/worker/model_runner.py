@@ -255,7 +255,8 @@ class ModelRunner:
         drafting = self._drafting
         if drafting is None:
             return {}
-        return drafting.propose(plan, given, batch, lasts, hidden, self._layers)
+        drafts = drafting.propose(plan, given, batch, lasts, hidden, self._layers)
+        return {row: self.sampler.legal(row, tokens) for row, tokens in drafts.items()}
 
     def _result(
         self,
