@@ -38,7 +38,7 @@ class Embedding(Module):
         if batch.embeds is None or batch.embeds_mask is None:
             return x
         given = batch.embeds.to(x.dtype)
-        if self.factors_given:
+        if self.scales_given:
             given = self._scaled(given)
         return torch.where(batch.embeds_mask[:, None], given, x)
 
