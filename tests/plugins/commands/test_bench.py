@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from modulm.testing.adapters import write_lora
 from modulm.testing.checkpoints import make_tiny
 from modulm.text.tokenizer import load_tokenizer
 from modulm_command_bench.command import command
@@ -375,7 +376,7 @@ def test_a_sweep_measures_each_load(
         (["serve", "--percentile-metrics", "speed"], "--percentile-metrics"),
         (["serve", "--metric-percentiles", "101"], "--metric-percentiles"),
         (["throughput", "--backend", "mii"], "refused"),
-        (["throughput", "--lora-path", "x"], "--lora-path: not yet"),
+        (["throughput", "--lora-path", "x", "--backend", "hf"], "--lora-path: not beside"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(arguments: list[str], words: str) -> None:
@@ -416,6 +417,25 @@ def test_throughput_beside_transformers(checkpoint: Path, tmp_path: Path) -> Non
     assert set(saved) == {"modulm", "hf"}
     assert saved["modulm"]["total_num_tokens"] == saved["hf"]["total_num_tokens"]
     assert "of modulm" in result.output
+
+
+@pytest.mark.parametrize("flags", [[], ["--async-engine", "--disable-frontend-multiprocessing"]])
+def test_throughput_of_an_adapter(checkpoint: Path, tmp_path: Path, flags: list[str]) -> None:
+    table = json.loads((checkpoint / "config.json").read_text())
+    width = table["hidden_size"]
+    shape = (width, table["num_attention_heads"] * (table.get("head_dim") or 16))
+    adapter = write_lora(tmp_path / "a", {"model.layers.0.self_attn.q_proj": shape}, 4)
+    arguments = [
+        "throughput", "--model", str(checkpoint), "--num-prompts", "3", "--input-len", "6",
+        "--output-len", "4", "--kv-cache-memory-bytes", "4M", "--cpu-threads", "1", "--enable-lora",
+        "--lora-path", str(adapter), *flags,
+    ]  # fmt: skip
+    result = CliRunner().invoke(command, arguments)
+    assert result.exit_code == 0, result.output
+    assert "requests/s" in result.output
+    (adapter / "adapter_config.json").unlink()
+    broken = CliRunner().invoke(command, arguments)
+    assert "adapter_config.json" in str(broken.exception)
 
 
 def test_plots_or_says_what_is_missing(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ threads of their own, beside the steps.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ from modulm.errors import (
     RequestError,
     UnsupportedError,
 )
+from modulm_frontend.lora import active_from, invocation_tokens
 
 if TYPE_CHECKING:
     from modulm.engine.core.engine_core import EngineCore
@@ -142,7 +142,7 @@ class AdapterRegistry:
         key = ""
         try:
             key = f"{adapter.name}@{_stamp(path)}"
-            invocation = _invocation(path)
+            invocation = invocation_tokens(path)
             with self._lock:
                 found = self._versions.get(key)
                 version = found or _Version(adapter, key, invocation)
@@ -233,7 +233,7 @@ class AdapterRegistry:
         self._using[request.id] = version
         first: int | None = 0
         if version.invocation:
-            first = _last_place(request.prompt.tolist(), version.invocation)
+            first = active_from(request.prompt.tolist(), version.invocation)
         return evolve(request, adapter=None if first is None else version.key,
                       adapter_from=first or 0)  # fmt: skip
 
@@ -298,31 +298,6 @@ def _unusable(adapter: Adapter, error: Exception, param: str) -> RequestError:
     if isinstance(error, OSError) and error.strerror:
         told = f"its folder: {error.strerror}"
     return RequestError(f"adapter {adapter.name!r} cannot be loaded: {told}", param)
-
-
-def _invocation(path: Path) -> tuple[int, ...]:
-    """The tokens that activate an adapter (aLoRA); none: it is used from the first token on.
-
-    Raises CheckpointError for a file that says something else.
-    """
-    file = path / "adapter_config.json"
-    try:
-        given = json.loads(file.read_bytes()).get("alora_invocation_tokens") or ()
-        if not all(isinstance(token, int) for token in given):
-            raise TypeError("alora_invocation_tokens is not a list of token ids")
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise CheckpointError(f"{file} cannot be read: {reason}") from error
-    return tuple(given)
-
-
-def _last_place(prompt: Sequence[int], tokens: tuple[int, ...]) -> int | None:
-    """Where `tokens` stand for the last time in a prompt, which the adapter is used from; None if
-    they do not: it is not used then, as in PEFT.
-    """
-    size = len(tokens)
-    places = range(len(prompt) - size, -1, -1)
-    return next((n for n in places if tuple(prompt[n : n + size]) == tokens), None)
 
 
 def _stamp(path: Path) -> str:

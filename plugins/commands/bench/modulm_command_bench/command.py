@@ -116,7 +116,9 @@ def latency(draft: Draft, **given: Any) -> None:
     help="With --async-engine: engine and front end in one process.",
 )
 @click.option("--disable-detokenize", is_flag=True, help="Leave text out of the answers.")
-@click.option("--lora-path", help="Not yet: an adapter to use.")
+@click.option(
+    "--lora-path", metavar="DIR", help="Adapter that all prompts use, with --enable-lora."
+)
 @click.option(
     "--prefix-len",
     type=int,
@@ -149,6 +151,8 @@ def throughput(draft: Draft, **given: Any) -> None:
         given["dataset_path"] = given["dataset_path"] or given["dataset"]
         given["dataset_name"] = "sharegpt"
     config = draft.config
+    if given["lora_path"] and "hf" in given["backends"]:
+        raise click.UsageError("--lora-path: not beside transformers (--backend hf)")
     if given["disable_frontend_multiprocessing"]:
         config = config.with_(disable_frontend_multiprocessing=True)
     result = measure(
@@ -158,6 +162,7 @@ def throughput(draft: Draft, **given: Any) -> None:
         n=given["n"],
         hf_batch=given["hf_max_batch_size"],
         detokenize=not given["disable_detokenize"],
+        adapter=given["lora_path"],
     )
     if given["output_json"]:
         save(given["output_json"], result)
@@ -172,7 +177,7 @@ def _own(backends: tuple[str, ...], asynchronous: bool) -> list[str]:
 
 
 def _refuse_later(given: dict[str, Any]) -> None:
-    for name in ("lora_path", "hf_subset", "hf_split"):
+    for name in ("hf_subset", "hf_split"):
         if given.get(name) is not None:
             raise click.UsageError(f"--{name.replace('_', '-')}: not yet")
     if given["dataset_name"] == "hf":

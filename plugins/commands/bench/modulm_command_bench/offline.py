@@ -127,10 +127,15 @@ def throughput(
     n: int,
     hf_batch: int | None,
     detokenize: bool,
+    adapter: str | None = None,
 ) -> dict[str, Any]:
-    """Tokens per second of each backend over the same prompts."""
+    """Tokens per second of each backend over the same prompts. adapter: the folder of one that all
+    prompts use.
+    """
     samples = make_samples(recipe, _tokenizer(config))
-    results = {name: _run(name, config, samples, n, hf_batch, detokenize) for name in backends}
+    results = {
+        name: _run(name, config, samples, n, hf_batch, detokenize, adapter) for name in backends
+    }
     first: float | None = None
     shown: dict[str, Any] = {}
     for name, run in results.items():
@@ -171,6 +176,7 @@ def _run(
     n: int,
     hf_batch: int | None,
     detokenize: bool,
+    adapter: str | None,
 ) -> _Run:
     if name == "hf":
         return _run_transformers(config, samples, n, hf_batch or 1)
@@ -181,39 +187,51 @@ def _run(
         for s in samples
     ]
     runner = _run_async if name == "async" else _run_engine
-    return runner(config, samples, params)
+    return runner(config, samples, params, adapter)
 
 
 def _run_engine(
-    config: EngineConfig, samples: Sequence[Sample], params: list[SamplingParams]
+    config: EngineConfig,
+    samples: Sequence[Sample],
+    params: list[SamplingParams],
+    adapter: str | None,
 ) -> _Run:
     from modulm_frontend.llm import LLM
+    from modulm_frontend.lora import LoRARequest
 
+    lora = None if adapter is None else LoRARequest("bench", 1, adapter)
     with LLM.from_config(config) as engine:
         prompts = [{"prompt_token_ids": list(sample.ids)} for sample in samples]
         start = perf_counter()
-        outputs = engine.generate(prompts, params, use_tqdm=True)
+        outputs = engine.generate(prompts, params, use_tqdm=True, lora_request=lora)
         seconds = perf_counter() - start
     made = sum(len(one.token_ids) for output in outputs for one in output.outputs)
     return _Run(seconds, sum(s.input_len for s in samples), made, of_outputs(outputs))
 
 
 def _run_async(
-    config: EngineConfig, samples: Sequence[Sample], params: list[SamplingParams]
+    config: EngineConfig,
+    samples: Sequence[Sample],
+    params: list[SamplingParams],
+    adapter: str | None,
 ) -> _Run:
     """The engine behind AsyncLLM, as the server uses it."""
+    from modulm_server.engine.adapters import Adapter
     from modulm_server.engine.async_llm import AsyncLLM
 
     async def one(engine: Any, number: int) -> RequestOutput:
         prompt = {"prompt_token_ids": list(samples[number].ids)}
         last: Any = None
-        async for output in engine.generate(prompt, params[number], str(number)):
+        named = adapter and "bench"
+        async for output in engine.generate(prompt, params[number], str(number), adapter=named):
             last = output
         return last
 
     async def everything() -> _Run:
         engine = AsyncLLM.from_config(config)
         try:
+            if adapter is not None:
+                await asyncio.wrap_future(engine.load_adapter(Adapter("bench", adapter)))
             start = perf_counter()
             outputs = await asyncio.gather(*(one(engine, number) for number in range(len(samples))))
             seconds = perf_counter() - start
