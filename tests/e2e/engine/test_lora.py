@@ -147,3 +147,19 @@ def test_without_the_flag_it_says_which_one(place, adapters):
     llm = modulm.LLM(str(place / "model"), **FLAGS)
     with llm, pytest.raises(UnsupportedError, match="enable_lora"):
         answers(llm, PROMPTS[:1], lora_request=adapters[0])
+
+
+def test_steps_without_an_adapter_make_the_calls_of_the_plain_engine(place, llm):
+    """What is enabled and not used costs nothing: the recorded steps are as long."""
+    before = answers(llm, PROMPTS)
+    with modulm.LLM(str(place / "model"), **FLAGS) as plain:
+        assert answers(plain, PROMPTS) == before
+        recorded = [one._core.executor._worker.runner._forward for one in (plain, llm)]
+        programs = [getattr(forward, "_programs", None) for forward in recorded]
+        if not all(programs):
+            pytest.skip("no kernels that record steps")
+        rows = [
+            {key[1][0][0]: len(program.slots) for key, program in found.items()}
+            for found in programs
+        ]
+        assert rows[0][len(PROMPTS)] == rows[1][len(PROMPTS)]
