@@ -4,6 +4,7 @@ computed apart from the engine with transformers' layers, and no answer changes.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,13 +18,19 @@ from torch.nn import functional as F
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
 from transformers.models.ernie4_5.modeling_ernie4_5 import Ernie4_5DecoderLayer
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer
 
 from modulm import LLM, SamplingParams
+from modulm.contracts.model import MtpLayer
 from modulm.errors import ConfigError
+from modulm.nn import WeightNames
+from modulm.plugins import manager
+from modulm.plugins.manager import PluginManager
 from modulm.testing.checkpoints import make_tiny
+from modulm_qwen.qwen2 import Qwen2ForCausalLM, Qwen2Layer
 from modulm_speculation.chain import ends_of
 from modulm_speculator_mtp.speculator import Mtp
 
@@ -48,6 +55,7 @@ class Layout:
     offset: float = 0.0
     normed: bool = False
     shared: bool = False
+    state_first: bool = False
     config: Mapping[str, Any] = field(factory=dict)
 
 
@@ -66,6 +74,7 @@ def _qwen(layer: type[nn.Module]) -> Layout:
     )  # fmt: skip
 
 
+MIMO = "model.mtp_layers.0"
 LAYOUTS = {
     "DeepseekV3ForCausalLM": _nextn(DeepseekV3DecoderLayer),
     "Glm4MoeForCausalLM": _nextn(Glm4MoeDecoderLayer),
@@ -77,7 +86,32 @@ LAYOUTS = {
         "model.mtp_hidden_norm.0", "model.mtp_linear_proj.0", "model.norm", shared=True,
         config={"num_nextn_predict_layers": 1},
     ),
+    "MiMoForCausalLM": Layout(
+        Qwen2DecoderLayer, 0, MIMO, f"{MIMO}.token_layernorm", f"{MIMO}.hidden_layernorm",
+        f"{MIMO}.input_proj", f"{MIMO}.final_layernorm", normed=True, state_first=True,
+    ),
 }  # fmt: skip
+
+
+class MiMoForCausalLM(Qwen2ForCausalLM):
+    """A model of somebody's package, with a layer in the layout of MiMo's files."""
+
+    names = WeightNames(ignore=(r"^model\.mtp_layers\.",))
+
+    @classmethod
+    def mtp(cls, config: Any) -> MtpLayer:
+        return MtpLayer(
+            layer=lambda b: Qwen2Layer(config, b, 0),
+            at=MIMO,
+            hidden=config.hidden_size,
+            eps=config.rms_norm_eps,
+            embedding_norm=f"{MIMO}.token_layernorm",
+            hidden_norm=f"{MIMO}.hidden_layernorm",
+            project=f"{MIMO}.input_proj",
+            norm=f"{MIMO}.final_layernorm",
+            state_first=True,
+            normed=True,
+        )
 
 
 def published(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -147,10 +181,8 @@ class Reference:
         following, found = list(tokens[1:]), []
         for _ in range(DRAFTS):
             embedded = model.embed_tokens(torch.tensor([following]))
-            x = torch.cat(
-                [self._norm(of.embedding_norm, embedded), self._norm(of.hidden_norm, states)], -1
-            )
-            x = F.linear(x, self.maps[of.project])
+            both = self._norm(of.embedding_norm, embedded), self._norm(of.hidden_norm, states)
+            x = F.linear(torch.cat(both[:: -1 if of.state_first else 1], -1), self.maps[of.project])
             places = torch.arange(x.shape[1])[None]
             turns = model.rotary_emb(x, places)
             x = self.layer(x, attention_mask=None, position_ids=places, position_embeddings=turns)
@@ -164,11 +196,18 @@ class Reference:
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def made(request, tmp_path_factory):
-    layout = LAYOUTS[request.param]
-    folder = str(make_tiny(tmp_path_factory.mktemp("mtp") / "tiny", request.param, **layout.config))
+    layout, path = LAYOUTS[request.param], tmp_path_factory.mktemp("mtp") / "tiny"
+    own = request.param == "MiMoForCausalLM"
+    folder = str(make_tiny(path, "Qwen2ForCausalLM" if own else request.param, **layout.config))
     reference = Reference(folder, layout)
     reference.store(folder)
-    return folder, reference
+    with manager.using(PluginManager()) as plugins:
+        if own:
+            plugins.register("models", request.param, MiMoForCausalLM)
+            table = json.loads((path / "config.json").read_text())
+            table["architectures"] = [request.param]
+            (path / "config.json").write_text(json.dumps(table))
+        yield folder, reference
 
 
 def answers(folder: str, **flags: object) -> list[list[int]]:
