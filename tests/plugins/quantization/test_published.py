@@ -908,6 +908,7 @@ UNKNOWN = {
     "mxfp8: scales": ("mxfp8", {"scale_fmt": "float"}, r"scale_fmt.*float"),
     "nvfp4: group": ("nvfp4", {"group_size": 32}, r"group_size.*32"),
     "ct: form": ("ct-w4a16", {"format": "pack-more"}, r"format.*pack-more.*read are"),
+    "ct: marlin-24": ("ct-w4a16", {"format": "marlin-24"}, r"marlin-24 has 4 or 8 bits, and"),
     "ct: kind": (
         "ct-w4a16", ct_table("pack-quantized", 4, "complex", "group", group_size=GROUP), r"complex",
     ),
@@ -1088,3 +1089,33 @@ def test_what_the_library_wrote(file):
     assert all(made.rename(key) is None for key in stored), list(stored)
     made.finish(layer, spec)
     torch.testing.assert_close(made.dequantize(layer, spec), meant, rtol=8e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(("tag", "bits", "group"), [("a", 4, 0), ("b", 4, 128), ("c", 8, 0)])
+def test_sparse_layers_in_the_order_of_a_kernel(tag, bits, group):
+    """marlin-24, written by compressed-tensors 0.11.0 (later ones cannot); alone, and twice in a
+    fused layer."""
+    held = load_file(Path(__file__).with_name("marlin24.safetensors"))
+    codes, scale = held[f"{tag}.codes"], held[f"{tag}.scale"].float()
+    outputs, inputs = codes.shape
+    meant = codes * scale.repeat_interleave(inputs // scale.shape[1], 1)
+    more = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
+    weights = {"num_bits": bits, "type": "int", "symmetric": True, **more}
+    table = {"format": "marlin-24", "config_groups": {"g": {"targets": ["Linear"]}}}
+    table["config_groups"]["g"]["weights"] = weights
+    driver = manager.current().load("quantization", "compressed-tensors")
+    made = driver(
+        structure(table, driver.Config, "table"),
+        manager.current().load("platforms", "cpu")(),
+        bind(),
+    )
+    names = {"words": "weight_packed", "meta": "meta", "scale": "scale_packed"}
+    for times in (1, 2):
+        parts = tuple(f"layer{i}" for i in range(times))
+        spec = LinearSpec("layer", inputs, (outputs,) * times, False, "float32", part_names=parts)
+        stored = {key: torch.cat([held[f"{tag}.{name}"]] * times, 1) for key, name in names.items()}
+        asked = {key: param.shape(spec) for key, param in made.create(spec).items()}
+        assert asked == {key: tuple(tensor.shape) for key, tensor in stored.items()}
+        stored["scale"] = stored["scale"].float()
+        (found,) = made.codes(stored, spec)
+        torch.testing.assert_close(found.weight(torch.float32), torch.cat([meant] * times))

@@ -32,6 +32,7 @@ from modulm.contracts.quantization import (
     fixed,
 )
 from modulm.errors import ConfigError
+from modulm_quant_compressed_tensors.marlin24 import dense_codes, plain_scales
 from modulm_quant_compressed_tensors.scheme import CompressedTensorsConfig, Group, Weights
 from modulm_quant_compressed_tensors.sparse import dense
 from modulm_quantized import (
@@ -111,6 +112,15 @@ class CompressedTensors(CodedMethod):
                 "quantization_config.sparsity_config", f"{spec.name}: {form} has no 2:4 form"
             )
         scale = ParamSpec(self._scale_axes(spec, weights), "float32", "weight_scale")
+        if form == "marlin-24":
+            row = INPUTS.packed(32)
+            outputs = scale.axes[1] if weights.scope == "group" else fixed(1)
+            return {
+                "words": ParamSpec((row, OUTPUTS.packed(64, 32 * weights.num_bits)), "int32",
+                                   "weight_packed"),
+                "meta": ParamSpec((row, OUTPUTS.packed(64, 128)), "int16", "meta"),
+                "scale": ParamSpec((outputs, OUTPUTS.packed(64, 64)), "float32", "scale_packed"),
+            }  # fmt: skip
         if form == "pack-quantized":
             words, rows = (packed_axis(axis, weights.num_bits) for axis in (INPUTS, OUTPUTS))
             zeros = ParamSpec((rows, *scale.axes[1:]), "int32", "weight_zero_point")
@@ -143,6 +153,11 @@ class CompressedTensors(CodedMethod):
             ones = torch.ones(spec.outputs, 1, device=values.device)
             return (Codes(values, ones),)
         weights, scale = group.weights or Weights(), stored["scale"]
+        if "meta" in stored:
+            half, size = 2 ** (weights.num_bits - 1), weights.group_size or 0
+            scale = plain_scales(scale, spec.inputs, size if weights.scope == "group" else 0)
+            values = dense_codes(stored["words"], stored["meta"], weights.num_bits)
+            return (Codes(values.to(torch.uint8), scale, torch.full_like(scale, half)),)
         if self.config.stored_as(group).startswith("mx"):
             scale = torch.exp2(scale - 127)
         if "global_scale" in stored:

@@ -18,6 +18,7 @@ FORMATS = (
     "mxfp4-pack-quantized",
     "mxfp8-quantized",
     "nvfp4-pack-quantized",
+    "marlin-24",
 )
 _STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 #: Targets that mean every linear layer.
@@ -47,6 +48,15 @@ class Weights:
         if self.group_size is None:
             return "tensor"
         return "channel" if self.group_size == -1 else "group"
+
+    def check_marlin(self, name: str) -> None:
+        """Raises ValueError for what marlin-24 has no form for."""
+        grouped = self.scope == "group" and self.group_size == 128
+        if self.num_bits not in (4, 8) or not (grouped or self.scope == "channel"):
+            raise ValueError(
+                f"config_groups.{name}.weights: marlin-24 has 4 or 8 bits, and a scale per output "
+                "or per 128 inputs"
+            )
 
 
 @frozen
@@ -114,6 +124,8 @@ class CompressedTensorsConfig:
                     f"config_groups.{name}.format: {self.stored_as(group)!r}; "
                     f"read are {', '.join(FORMATS)}"
                 )
+            if group.weights is not None and self.stored_as(group) == "marlin-24":
+                group.weights.check_marlin(name)
 
     def stored_as(self, group: Group) -> str:
         """The format of a group's files."""
