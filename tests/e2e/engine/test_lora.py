@@ -163,3 +163,15 @@ def test_steps_without_an_adapter_make_the_calls_of_the_plain_engine(place, llm)
             for found in programs
         ]
         assert rows[0][len(PROMPTS)] == rows[1][len(PROMPTS)]
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_drafts_change_nothing_that_adapters_say(place, llm, adapters, method):
+    """A draft knows no adapters; what it says is verified by the target with its own."""
+    chosen = [adapters[0], None, adapters[1], adapters[0]]
+    expected = answers(llm, PROMPTS, lora_request=chosen)
+    table = {"method": method, "adaptive": False, "num_speculative_tokens": 3}
+    table |= {"model": str(place / "model")} if method == "draft_model" else {}
+    flags = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "speculative_config": table}
+    with modulm.LLM(str(place / "model"), **FLAGS, **flags) as drafting:
+        assert answers(drafting, PROMPTS, lora_request=chosen) == expected
