@@ -1,0 +1,63 @@
+"""A page at `/`: a chat, or for models that pool a comparison of texts. Files as they are written,
+no build step, nothing loaded from elsewhere.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from modulm_route_chat_page.flags import ChatPageConfig
+from modulm_server.json_body import json_response
+from modulm_server.page_files import PageFiles, content_policy
+from modulm_server.route import RouteFamily
+
+__all__ = ["ChatPage"]
+
+
+class ChatPage(RouteFamily):
+    """The page. It talks to the same API as everybody else, and asks for a key if it must."""
+
+    name = "chat_page"
+    api = 2
+
+    def router(self) -> APIRouter:
+        self._origins = self.context.config.group(ChatPageConfig).chat_page_tool_origins
+        policy = content_policy(
+            script_src="'self'",
+            style_src="'self'",
+            img_src="'self' data:",
+            font_src="'self'",
+            connect_src=" ".join(["'self'", *self._origins]),
+            require_trusted_types_for="'script'",
+            trusted_types="dompurify",
+        )
+        self._files = PageFiles(files(__package__).joinpath("files"), policy)
+        router = APIRouter()
+        for method in ("GET", "HEAD"):
+            router.add_api_route("/", self.page, methods=[method], include_in_schema=False)
+        router.add_api_route(
+            "/page/{file:path}", self.file, methods=["GET"], include_in_schema=False
+        )
+        return router
+
+    async def page(self, request: Request) -> Response:
+        """The page for what the model does."""
+        chats = "generate" in self.context.engine.info.tasks
+        return self._files.response(request, "chat.html" if chats else "pooling.html")
+
+    async def file(self, request: Request, file: str) -> Response:
+        """What the page loads."""
+        if file == "about.json":
+            return json_response(self._about())
+        return self._files.response(request, file)
+
+    def _about(self) -> dict[str, object]:
+        """What the page must know and no other route says. Anybody may read it."""
+        return {
+            "tasks": list(self.context.engine.info.tasks),
+            "attachments": ["text"],
+            "tool_origins": list(self._origins),
+        }
