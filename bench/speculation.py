@@ -1,6 +1,6 @@
 """What speculation brings one stream, and what verifying costs: paired rounds against plain.
 
-    python bench/speculation.py [--folder FOLDER] [--rounds 7] [--tokens 64] [--json FILE]
+    python bench/speculation.py [--folder FOLDER] [--rounds 7] [--tokens 96] [--json FILE]
 
 FOLDER keeps two checkpoints of random weights, made on the first run: one of Qwen3-0.6B's shape
 and a draft of an eighth of its parameters. Each engine is a process of its own; in each round all
@@ -150,7 +150,7 @@ def main() -> None:
     words = argparse.ArgumentParser(description=__doc__)
     words.add_argument("--folder", type=Path, default=Path("/tmp/modulm-speculation"))
     words.add_argument("--rounds", type=int, default=7)
-    words.add_argument("--tokens", type=int, default=64)
+    words.add_argument("--tokens", type=int, default=96)
     words.add_argument("--json", type=Path)
     words.add_argument("--engine", help=argparse.SUPPRESS)
     given = words.parse_args()
@@ -193,7 +193,8 @@ def rounds(folder: Path, count: int, tokens: int) -> dict[str, list[float]]:
                 told = running[name].ask(known=known, tokens=tokens, **request)
                 if answers.setdefault(case, told["tokens"]) != told["tokens"]:
                     print(f"{name}: another answer than plain ({case})")
-                took[name, case], steps[name] = told["seconds"], told["steps"]
+                took[name, case] = told["seconds"]
+                steps[f"{name}, {case}"] = told["steps"]
         for line, (name, case) in lines.items() if turn else ():
             ratio = took["plain", case] / took[name, case]
             found[line].append(1 / ratio if name == "wrong" else ratio)
