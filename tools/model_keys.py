@@ -31,6 +31,7 @@ _KEPT = {
     "full_attn_idxs",
     "is_causal",
     "max_position_embeddings",
+    "mtp_layer_types",
     "num_nextn_predict_layers",
     "original_max_position_embeddings",
     "position_embedding_type",
@@ -39,6 +40,8 @@ _KEPT = {
     "rope_scaling",
     "rotary_dim",
     "scoring_func",
+    "sliding_windows",
+    "swiglu_limits",
     "topk_method",
     "vocab_size",
 }

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from modulm.plugins import manager
-from modulm.testing.checkpoints import make_tiny
+from modulm.testing.models import tiny_folder
+from modulm.testing.oracles import oracle_of
 from modulm.testing.session import Session
 
 kernels = pytest.importorskip(
@@ -42,16 +43,11 @@ def decoders():
     ]
 
 
-def architecture(name):
-    """What transformers calls the tiny checkpoint; some drivers read others inside their own."""
-    return manager.current().load("models", name).tiny()["architectures"][0]
-
-
 @pytest.mark.parametrize("name", decoders())
 def test_recorded_steps_give_the_bits_of_the_step(tmp_path, name):
-    session = Session(
-        make_tiny(tmp_path, architecture(name)), device="cpu", dtype="bfloat16", max_model_len=64
-    )
+    driver = manager.current().load("models", name)
+    folder = tiny_folder(driver, tmp_path, oracle=oracle_of(driver))
+    session = Session(folder, device="cpu", dtype="bfloat16", max_model_len=64)
     forward = session.model.forward
     recorded = replay.Replay(kernels.load(), forward)
 

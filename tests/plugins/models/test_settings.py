@@ -42,6 +42,12 @@ WRONG = {
         {"sliding_window_pattern": "LXG"},
         "sliding_window_pattern",
     ),
+    "k-exaone-windows": (
+        "ExaoneMoeForCausalLM",
+        {"sliding_windows": [12, 0, 8]},
+        "sliding_windows",
+    ),
+    "k-exaone-gates": ("ExaoneMoeForCausalLM", {"swiglu_limits": [0, 7.0, 7.0]}, "swiglu_limits"),
     "glm-groups": ("Glm4MoeForCausalLM", {"topk_group": 5}, "topk_group"),
     "gptj-rotation": ("GPTJForCausalLM", {"rotary_dim": 18}, "rotary_dim"),
     "gpt-neo-layers": (

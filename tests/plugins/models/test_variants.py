@@ -59,6 +59,18 @@ VARIANTS = {
         "Exaone4ForCausalLM",
         {"sliding_window": None, "layer_types": ["full_attention"] * 3},
     ),
+    "k-exaone-as-published": (
+        "ExaoneMoeForCausalLM",
+        {
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "sliding_windows": [12, 12, 0],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "mtp_layer_types": ["full_attention"],
+            "swiglu_limits": [0.0, 0.0, 0.0],
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
     "smollm3-windows": (
         "SmolLM3ForCausalLM",
         {"use_sliding_window": True, "sliding_window": 12, "no_rope_layers": [0, 1, 1]},

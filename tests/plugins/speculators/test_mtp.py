@@ -4,8 +4,9 @@ computed apart from the engine with transformers' layers, and no answer changes.
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
 from transformers.models.ernie4_5.modeling_ernie4_5 import Ernie4_5DecoderLayer
+from transformers.models.exaone_moe.modeling_exaone_moe import ExaoneMoeDecoderLayer
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
@@ -24,13 +26,8 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecod
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer
 
 from modulm import LLM, SamplingParams
-from modulm.contracts.model import MtpLayer
 from modulm.errors import ConfigError
-from modulm.nn import WeightNames
-from modulm.plugins import manager
-from modulm.plugins.manager import PluginManager
 from modulm.testing.checkpoints import make_tiny
-from modulm_qwen.qwen2 import Qwen2ForCausalLM, Qwen2Layer
 from modulm_speculation.chain import ends_of
 from modulm_speculator_mtp.speculator import Mtp
 
@@ -43,9 +40,10 @@ DRAFTS = 3
 class Layout:
     """Where a family's files have the layer, and what the layer is. like: the index of the model's
     layer that it is like; {n}: how many layers there are. shared: the norm is the model's own.
+    written: the architecture that transformers makes the model of, if not the file's.
     """
 
-    layer: type[nn.Module]
+    layer: Callable[[Any, int], nn.Module]
     like: int
     at: str
     embedding_norm: str
@@ -56,6 +54,7 @@ class Layout:
     normed: bool = False
     shared: bool = False
     state_first: bool = False
+    written: str = ""
     config: Mapping[str, Any] = field(factory=dict)
 
 
@@ -67,20 +66,28 @@ def _nextn(layer: type[nn.Module], **more: Any) -> Layout:
     )  # fmt: skip
 
 
-def _qwen(layer: type[nn.Module]) -> Layout:
+def _mtp(layer: Callable[[Any, int], nn.Module], offset: float = 1.0) -> Layout:
     return Layout(
         layer, 1, "mtp.layers.0", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc",
-        "mtp.norm", offset=1.0, normed=True,
+        "mtp.norm", offset=offset, normed=True,
     )  # fmt: skip
+
+
+def _dense_and_full(config: Any, index: int) -> nn.Module:
+    """K-EXAONE's layer, which none of the tiny model's own is like."""
+    told = copy.deepcopy(config)
+    told.layer_types = ["full_attention"] * config.num_hidden_layers
+    told.mlp_layer_types = ["dense"] * config.num_hidden_layers
+    return ExaoneMoeDecoderLayer(told, index)
 
 
 MIMO = "model.mtp_layers.0"
 LAYOUTS = {
     "DeepseekV3ForCausalLM": _nextn(DeepseekV3DecoderLayer),
     "Glm4MoeForCausalLM": _nextn(Glm4MoeDecoderLayer),
-    "Qwen3NextForCausalLM": _qwen(Qwen3NextDecoderLayer),
-    "Qwen3_5ForCausalLM": _qwen(Qwen3_5DecoderLayer),
-    "Qwen3_5MoeForCausalLM": _qwen(Qwen3_5MoeDecoderLayer),
+    "Qwen3NextForCausalLM": _mtp(Qwen3NextDecoderLayer),
+    "Qwen3_5ForCausalLM": _mtp(Qwen3_5DecoderLayer),
+    "Qwen3_5MoeForCausalLM": _mtp(Qwen3_5MoeDecoderLayer),
     "Ernie4_5_MoeForCausalLM": Layout(
         Ernie4_5DecoderLayer, 0, "model.mtp_block.0", "model.mtp_emb_norm.0",
         "model.mtp_hidden_norm.0", "model.mtp_linear_proj.0", "model.norm", shared=True,
@@ -89,29 +96,10 @@ LAYOUTS = {
     "MiMoForCausalLM": Layout(
         Qwen2DecoderLayer, 0, MIMO, f"{MIMO}.token_layernorm", f"{MIMO}.hidden_layernorm",
         f"{MIMO}.input_proj", f"{MIMO}.final_layernorm", normed=True, state_first=True,
+        written="Qwen2ForCausalLM",
     ),
+    "ExaoneMoeForCausalLM": _mtp(_dense_and_full, offset=0.0),
 }  # fmt: skip
-
-
-class MiMoForCausalLM(Qwen2ForCausalLM):
-    """A model of somebody's package, with a layer in the layout of MiMo's files."""
-
-    names = WeightNames(ignore=(r"^model\.mtp_layers\.",))
-
-    @classmethod
-    def mtp(cls, config: Any) -> MtpLayer:
-        return MtpLayer(
-            layer=lambda b: Qwen2Layer(config, b, 0),
-            at=MIMO,
-            hidden=config.hidden_size,
-            eps=config.rms_norm_eps,
-            embedding_norm=f"{MIMO}.token_layernorm",
-            hidden_norm=f"{MIMO}.hidden_layernorm",
-            project=f"{MIMO}.input_proj",
-            norm=f"{MIMO}.final_layernorm",
-            state_first=True,
-            normed=True,
-        )
 
 
 def published(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -197,17 +185,15 @@ class Reference:
 @pytest.fixture(scope="module", params=LAYOUTS)
 def made(request, tmp_path_factory):
     layout, path = LAYOUTS[request.param], tmp_path_factory.mktemp("mtp") / "tiny"
-    own = request.param == "MiMoForCausalLM"
-    folder = str(make_tiny(path, "Qwen2ForCausalLM" if own else request.param, **layout.config))
+    folder = str(make_tiny(path, layout.written or request.param, **layout.config))
     reference = Reference(folder, layout)
     reference.store(folder)
-    with manager.using(PluginManager()) as plugins:
-        if own:
-            plugins.register("models", request.param, MiMoForCausalLM)
-            table = json.loads((path / "config.json").read_text())
-            table["architectures"] = [request.param]
-            (path / "config.json").write_text(json.dumps(table))
-        yield folder, reference
+    if layout.written:
+        file = path / "config.json"
+        named = {"architectures": [request.param], "model_type": "mimo"}
+        table = {**json.loads(file.read_text()), **named, "num_nextn_predict_layers": 1}
+        file.write_text(json.dumps(table))
+    return folder, reference
 
 
 def answers(folder: str, **flags: object) -> list[list[int]]:
@@ -242,11 +228,29 @@ def test_what_is_drafted_is_what_the_layer_says(made, monkeypatch) -> None:
         assert drafts
 
 
+@pytest.mark.parametrize(
+    ("name", "made"),
+    [("mimo_mtp", "MiMoForCausalLM"), ("exaone_moe_mtp", "ExaoneMoeForCausalLM")],
+    indirect=["made"],
+)
+def test_vllm_s_names_of_it(made, name) -> None:
+    folder, _ = made
+    assert answers(folder, spec_method=name, spec_tokens=2) == answers(folder)
+
+
 @pytest.mark.parametrize("name", ["deepseek_mtp", "qwen3_next_mtp", "mimo_mtp"])
 def test_names_that_scripts_have(tmp_path, name) -> None:
     folder = str(make_tiny(tmp_path / "tiny"))
     with pytest.raises(ConfigError, match="LlamaForCausalLM has no layer that drafts tokens"):
         LLM(folder, spec_method=name)
+
+
+def test_a_layer_of_another_kind_is_refused_where_it_would_draft(tmp_path) -> None:
+    kinds = {"mtp_layer_types": ["sliding_attention"], "num_nextn_predict_layers": 1}
+    folder = str(make_tiny(tmp_path / "tiny", "ExaoneMoeForCausalLM", **kinds))
+    assert len(answers(folder)) == len(PROMPTS)
+    with pytest.raises(ConfigError, match="mtp_layer_types: a layer that drafts with a window"):
+        answers(folder, spec_method="mtp")
 
 
 def test_a_checkpoint_without_the_layer(tmp_path) -> None:

@@ -1,1 +1,1 @@
-"""EXAONE 4 for modulm."""
+"""EXAONE 4 and K-EXAONE for modulm."""

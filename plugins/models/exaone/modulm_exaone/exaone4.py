@@ -24,7 +24,14 @@ from modulm_layers import (
     tiny_config,
 )
 
-__all__ = ["Exaone4Config", "Exaone4ForCausalLM", "Exaone4Layer"]
+__all__ = [
+    "Exaone4Config",
+    "Exaone4ForCausalLM",
+    "Exaone4Layer",
+    "check_pattern",
+    "exaone_attention",
+    "layer_kind",
+]
 
 
 @frozen(kw_only=True)
@@ -38,31 +45,40 @@ class Exaone4Config(DecoderConfig):
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
-        pattern = self.sliding_window_pattern
-        if type(pattern) is not int and (type(pattern) is not str or set(pattern) - {"L", "G"}):
-            raise ValueError(f"sliding_window_pattern: {pattern!r} is neither a count nor L and G")
+        check_pattern(self.sliding_window_pattern)
 
     def layer_type(self, index: int) -> str:
-        if self.layer_types is not None:
-            return self.layer_types[index]
-        pattern = self.sliding_window_pattern
-        if self.sliding_window is None or not pattern:
-            return "full_attention"
-        if isinstance(pattern, str):
-            last = index == self.num_hidden_layers - 1
-            full = last or pattern[index % len(pattern)] == "G"
-        else:
-            full = (index + 1) % pattern == 0
-        return "full_attention" if full else "sliding_attention"
+        return layer_kind(self, self.sliding_window_pattern, index)
 
 
-def _attention(c: Exaone4Config, b: Builder, index: int) -> Attention:
-    """Queries and keys are normed head by head."""
-    at, kind = b.at("self_attn"), c.layer_type(index)
+def check_pattern(pattern: Any) -> None:
+    """Raises ValueError for what is no `sliding_window_pattern`."""
+    if type(pattern) is not int and (type(pattern) is not str or set(pattern) - {"L", "G"}):
+        raise ValueError(f"sliding_window_pattern: {pattern!r} is neither a count nor L and G")
+
+
+def layer_kind(c: DecoderConfig, pattern: int | str, index: int) -> str:
+    """The file's word for layer `index`, or what the pattern makes of it."""
+    if c.layer_types is not None:
+        return c.layer_types[index]
+    if c.sliding_window is None or not pattern:
+        return "full_attention"
+    if isinstance(pattern, str):
+        last = index == c.num_hidden_layers - 1
+        full = last or pattern[index % len(pattern)] == "G"
+    else:
+        full = (index + 1) % pattern == 0
+    return "full_attention" if full else "sliding_attention"
+
+
+def exaone_attention(c: DecoderConfig, b: Builder, kind: str) -> Attention:
+    """Attention of a layer of a kind; queries and keys are normed head by head."""
+    at = b.at("self_attn")
     norms = tuple(at.rms_norm(name, c.head_size, c.rms_norm_eps) for name in ("q_norm", "k_norm"))
     hybrid = c.sliding_window is not None
     rope = None if hybrid and kind == "full_attention" else c.rope(kind)
-    return standard_attention(c, b, index, rope=rope, qk_norm=norms)
+    window = c.sliding_window if kind == "sliding_attention" else None
+    return standard_attention(c, b, 0, rope=rope, qk_norm=norms, window=window)
 
 
 class Exaone4Layer(Module):
@@ -70,7 +86,7 @@ class Exaone4Layer(Module):
 
     def __init__(self, c: Exaone4Config, b: Builder, index: int) -> None:
         super().__init__()
-        self.ops, self.attn = b.ops, _attention(c, b, index)
+        self.ops, self.attn = b.ops, exaone_attention(c, b, c.layer_type(index))
         self.attn_norm = b.rms_norm("post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
         self.mlp = standard_mlp(c, b)
         self.mlp_norm = b.rms_norm("post_feedforward_layernorm", c.hidden_size, c.rms_norm_eps)
