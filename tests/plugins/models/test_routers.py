@@ -17,6 +17,7 @@ WIDE = {
     "DeepseekV3ForCausalLM",
     "Dots1ForCausalLM",
     "Ernie4_5_MoeForCausalLM",
+    "ExaoneMoeForCausalLM",
     "Glm4MoeForCausalLM",
     "Glm4MoeLiteForCausalLM",
     "HunYuanMoEV1ForCausalLM",
