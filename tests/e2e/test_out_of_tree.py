@@ -47,7 +47,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (packages / "borrowed.pth").write_text(f"{borrowed}\n")
     run(sys.executable, "-m", "modulm.cli.main", "plugins", "new", "models", "stranger",
         "--into", str(place))  # fmt: skip
-    libraries = ("chat", "cli", "layers", "parsing", "quantized", "server")
+    libraries = ("adapters", "chat", "cli", "frontend", "layers", "parsing", "quantized", "server",
+                 "tensor-files")  # fmt: skip
     own = [str(ROOT), *(str(ROOT / "core" / name) for name in libraries)]
     own += [str(ROOT / "plugins" / name) for name in NEEDED]
     run(UV, "pip", "install", "--quiet", "--no-deps", "--offline", "--python", str(python),

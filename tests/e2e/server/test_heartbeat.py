@@ -75,6 +75,11 @@ async def until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
         await asyncio.sleep(0.02)
 
 
+def _tell(folder: Path) -> bool:
+    """Whether stacks of a step that hangs lie there."""
+    return any("in apply_row" in file.read_text() for file in folder.glob("*"))
+
+
 @pytest.mark.parametrize("inside", [False, True], ids=["process", "thread"])
 def test_a_step_that_does_not_end(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: bool
@@ -100,6 +105,9 @@ def test_a_step_that_does_not_end(
             with pytest.raises(EngineStalled, match="a step has done nothing for"):
                 await ask(llm, "refused")
             assert await llm.reports() == []
+            # Stacks are asked for beside, and may come later than the errors.
+            stacks = tmp_path / "stacks"
+            await until(lambda: asyncio.to_thread(_tell, stacks))
             file.touch()
 
             async def answers() -> bool:

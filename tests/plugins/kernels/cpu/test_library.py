@@ -93,6 +93,7 @@ def test_ops_have_the_names_of_twins():
         "plan_attention",
         "pack_quantized_experts",
         "qkv_prepare",
+        "round_groups",
         "write_kv",
     }
 
