@@ -35,6 +35,7 @@ __all__ = [
     "rms_norm",
     "rotary",
     "scale",
+    "take_columns",
     "unpack_linear",
 ]
 
@@ -86,6 +87,11 @@ def scale(x: Tensor, factor: float) -> Tensor:
 def clamp(x: Tensor, limit: float) -> Tensor:
     """x within [-limit, limit], a new tensor of x's shape."""
     return x.clamp(-limit, limit)
+
+
+def take_columns(x: Tensor, order: Tensor) -> Tensor:
+    """x: [T, K]; order: [N] int64 -> [T, N], a new tensor whose column j is x's column order[j]."""
+    return x.index_select(-1, order)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:

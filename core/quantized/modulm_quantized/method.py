@@ -150,7 +150,7 @@ class CodedMethod(QuantizationMethod):
     def _product(self, held: _Held, x: Tensor, bias: Tensor | None) -> Tensor:
         if isinstance(held.weight, Codes):
             return F.linear(x, held.weight.weight(x.dtype), bias)
-        seen = x if held.order is None else x.index_select(-1, held.order)
+        seen = x if held.order is None else self.ops.take_columns(x, held.order)
         out: Tensor = self.ops.linear(seen, held.weight, bias)
         return out
 

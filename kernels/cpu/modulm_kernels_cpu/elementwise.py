@@ -49,6 +49,7 @@ def elementwise_ops(library: Library) -> dict[str, Callable[..., Any]]:
         "clamp": _clamp(library),
         "multiply": _multiply(library),
         "scale": _scale(library),
+        "take_columns": _take_columns(library),
         "rotary": _rotary(library),
         "embedding": _embedding(library),
         "embedding_packed": _embedding_packed(library),
@@ -258,6 +259,23 @@ def _clamp(library: Library) -> Callable[..., Tensor]:
         return out
 
     return clamp
+
+
+def _take_columns(library: Library) -> Callable[..., Tensor]:
+    call = library.call("take_columns", "pnppnni")
+
+    def take_columns(x: Tensor, order: Tensor) -> Tensor:
+        contiguous("order", order)
+        need(order.dtype == torch.int64, f"order must be int64, not {order.dtype}")
+        rows, stride = _rows("x", x)
+        out = x.new_empty(*x.shape[:-1], len(order))
+        call(
+            rows.data_ptr(), stride, order.data_ptr(), out.data_ptr(), len(rows), len(order),
+            dtype_code("x", x),
+        )  # fmt: skip
+        return out
+
+    return take_columns
 
 
 def _cast(library: Library) -> Callable[..., Tensor]:

@@ -74,6 +74,23 @@ MODULM_API void modulm_clamp(const void* x, int64_t ldx, float limit, void* out,
 
 MODULM_REPLAYABLE(clamp)
 
+// out[r, j] = x[r, order[j]]; order: [size], places in a row of x
+MODULM_API void modulm_take_columns(const void* x, int64_t ldx, const int64_t* order, void* out,
+                                    int64_t rows, int64_t size, int dtype) {
+  with_float(dtype, [&](auto t) {
+    using T = decltype(t);
+    parallel_runs(rows, kElementsPerTask / size + 1, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; r++) {
+        const T* from = static_cast<const T*>(x) + r * ldx;
+        T* to = static_cast<T*>(out) + r * size;
+        for (int64_t j = 0; j < size; j++) to[j] = from[order[j]];
+      }
+    });
+  });
+}
+
+MODULM_REPLAYABLE(take_columns)
+
 // out = x in another dtype
 MODULM_API void modulm_cast(const void* x, int64_t ldx, void* out, int64_t rows, int64_t size,
                             int dtype, int out_dtype) {

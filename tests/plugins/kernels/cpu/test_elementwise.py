@@ -227,6 +227,15 @@ def test_casts(ops, dtype, other):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_columns_in_another_order(ops, dtype):
+    x = strided(5, 130, dtype)
+    order = torch.randperm(130)[:77]
+    assert torch.equal(ops["take_columns"](x, order), twins.take_columns(x, order))
+    with pytest.raises(ValueError, match="order must be int64"):
+        ops["take_columns"](x, order.int())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_an_activation_with_constants(ops, shape, dtype):
     x = strided(*shape, dtype) * 4
