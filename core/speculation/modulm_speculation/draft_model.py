@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,7 @@ from attrs import evolve, field, frozen
 
 from modulm.contracts.attention import AttentionBackend, AttentionSpec
 from modulm.contracts.model import CacheSpec
-from modulm.errors import ConfigError, ModulmError, UnsupportedError
+from modulm.errors import ConfigError, ModulmError, PluginNotFound, UnsupportedError
 from modulm.loading import Loaded, load_model, open_checkpoint
 from modulm.loading.checkpoint import open_loader
 from modulm.plugins import manager
@@ -97,7 +98,13 @@ def load_draft(target: Target, weights: DraftWeights) -> DraftModel:
         if weights.max_model_len is None and isinstance(longest, int):
             length = min(longest, target.loaded.max_model_len)
             config = config.with_parts({"max_model_len": length})
-        loaded = load_model(config, checkpoint, target.platform, plugins)
+        try:
+            loaded = load_model(config, checkpoint, target.platform, plugins)
+        finally:
+            # A class made for this draft is nobody else's, and no other process could import it.
+            for name in config.model.model_class_overrides:
+                with suppress(PluginNotFound):
+                    plugins.unregister("models", name)
         return DraftModel(config, loaded)
     except ModulmError as error:
         words = f"model {weights.model}: {error}"

@@ -218,6 +218,8 @@ def test_what_is_drafted_is_what_the_layer_says(made, monkeypatch) -> None:
     monkeypatch.setattr(Mtp, "propose", propose)
     table = {"method": "mtp", "num_speculative_tokens": DRAFTS, "adaptive": False}
     assert answers(folder, speculative_config=table) == expected
+    # Its class is nobody else's: another engine's process could not import it.
+    assert not any(d.name.startswith("draft ") for d in manager.current().names("models"))
     assert len(seen) >= 12
     texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, expected, strict=True)]
     rows = {row: None for row, _, _ in seen}
