@@ -27,6 +27,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderL
 
 from modulm import LLM, SamplingParams
 from modulm.errors import ConfigError
+from modulm.plugins import manager
 from modulm.testing.checkpoints import make_tiny
 from modulm_speculation.chain import ends_of
 from modulm_speculator_mtp.speculator import Mtp
