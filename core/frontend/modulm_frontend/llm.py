@@ -280,9 +280,13 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[PoolingRequestOutput]:
         """A reward model's rating of every token, or of every step: `outputs.data`."""
-        return self.encode(prompts, pooling_params, use_tqdm=use_tqdm, pooling_task="reward")
+        return self.encode(
+            prompts, pooling_params, use_tqdm=use_tqdm, lora_request=lora_request,
+            pooling_task="reward",
+        )  # fmt: skip
 
     def score(
         self,
@@ -291,6 +295,7 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: PoolingParams | None = None,
+        lora_request: LoRARequest | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput]:
@@ -298,7 +303,8 @@ class LLM:
 
         One text in `data_1` goes with each of `data_2`. A model with one class is given each
         pair, made into a prompt by `chat_template` if there is one; of an embedding model it is
-        the similarity of two embeddings, the cosine if its files say nothing else.
+        the similarity of two embeddings, the cosine if its files say nothing else. lora_request:
+        for all pairs.
         """
         left, right = paired(data_1, data_2)
         job = self._input_processor.texts.pairs(
@@ -308,7 +314,7 @@ class LLM:
             template=chat_template,
             variables=chat_template_kwargs,
         )
-        return self._pool([job], use_tqdm)
+        return self._pool([job], use_tqdm, [lora_request])
 
     def count_by(self, statistics: Statistics) -> None:
         """Tell `statistics` of every step and request; `modulm_server` has one for Prometheus."""
@@ -352,14 +358,14 @@ class LLM:
         self,
         jobs: Sequence[PoolingJob],
         use_tqdm: bool | Callable[..., Any],
-        adapters: Sequence[LoRARequest | None] | None = None,
+        adapters: Sequence[LoRARequest | None],
     ) -> list[Any]:
         """Run the parts of all jobs together; the jobs' answers in their order."""
         pending = [
             self._adapters.apply(
                 self._input_processor.process(ids, params, str(next(self._numbers))), lora
             )
-            for job, lora in zip(jobs, adapters or [None] * len(jobs), strict=True)
+            for job, lora in zip(jobs, adapters, strict=True)
             for ids, params in job.parts
         ]
         found = iter(self._run(pending, use_tqdm))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from attrs import evolve, field, frozen
@@ -15,6 +15,7 @@ from modulm.errors import ConfigError, ModulmError, PluginNotFound, UnsupportedE
 from modulm.loading import Loaded, load_model, open_checkpoint
 from modulm.loading.checkpoint import open_loader
 from modulm.plugins import manager
+from modulm_speculation.speculator import Options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from modulm.contracts.model import Batch, Model
     from modulm_speculation.target import Target
 
-__all__ = ["DraftModel", "DraftWeights", "load_draft", "stored"]
+__all__ = ["DraftModel", "DraftOptions", "DraftWeights", "load_draft", "stored"]
 
 #: In front of the names of a draft's layers, which may be those of the target's.
 _PREFIX = "draft"
@@ -46,6 +47,44 @@ class DraftWeights:
     enforce_eager: bool | None = None
     driver: Any = None
     overrides: Mapping[str, Any] = field(factory=dict)
+
+
+@frozen
+class DraftOptions(Options):
+    """Options of what drafts with a model of its own.
+
+    model: its folder, hub id or the name of an installed checkpoint; quantization, dtype,
+    kv_cache_dtype, revision, enforce_eager: of it, by the meaning of the flags of these names.
+    draft_tensor_parallel_size: 1. needs_model: what is said where none is named.
+    """
+
+    model: str = ""
+    quantization: str | None = None
+    dtype: str | None = None
+    kv_cache_dtype: str | None = None
+    revision: str | None = None
+    enforce_eager: bool | None = None
+    draft_tensor_parallel_size: int = 1
+    needs_model: ClassVar[str] = "the path or hub id of a model is needed"
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        if not self.model:
+            raise ConfigError("model", self.needs_model)
+        if self.draft_tensor_parallel_size != 1:
+            raise ConfigError("draft_tensor_parallel_size", "only 1: what drafts is not cut")
+
+    def weights(self, **more: Any) -> DraftWeights:
+        """Where the weights are; `more`: further fields."""
+        return DraftWeights(
+            model=self.model,
+            quantization=self.quantization,
+            revision=self.revision,
+            dtype=self.dtype,
+            kv_cache_dtype=self.kv_cache_dtype,
+            enforce_eager=self.enforce_eager,
+            **more,
+        )
 
 
 class DraftModel:

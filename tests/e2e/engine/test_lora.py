@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 import modulm
@@ -151,13 +152,13 @@ def test_without_the_flag_it_says_which_one(place, adapters):
 
 def test_steps_without_an_adapter_make_the_calls_of_the_plain_engine(place, llm):
     """What is enabled and not used costs nothing: the recorded steps are as long."""
+    pytest.importorskip("modulm_kernels_cpu", reason="no compiled CPU kernels")
     before = answers(llm, PROMPTS)
     with modulm.LLM(str(place / "model"), **FLAGS) as plain:
         assert answers(plain, PROMPTS) == before
         recorded = [one._core.executor._worker.runner._forward for one in (plain, llm)]
-        programs = [getattr(forward, "_programs", None) for forward in recorded]
-        if not all(programs):
-            pytest.skip("no kernels that record steps")
+        programs = [forward._programs for forward in recorded]
+        assert all(programs)
         rows = [
             {key[1][0][0]: len(program.slots) for key, program in found.items()}
             for found in programs
@@ -175,3 +176,19 @@ def test_drafts_change_nothing_that_adapters_say(place, llm, adapters, method):
     flags = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "speculative_config": table}
     with modulm.LLM(str(place / "model"), **FLAGS, **flags) as drafting:
         assert answers(drafting, PROMPTS, lora_request=chosen) == expected
+
+
+def test_pooled_answers_have_their_adapter_also_those_of_pairs(place, adapters):
+    flags = {"enable_lora": True, "max_lora_rank": 8, "runner": "pooling"}
+    texts, lora = ["one two", "three four five"], adapters[0]
+    with modulm.LLM(str(place / "model"), **FLAGS, **flags) as llm:
+        plain = llm.embed(texts, use_tqdm=False)
+        left, right = (
+            np.array(o.outputs.embedding)
+            for o in llm.embed(texts, use_tqdm=False, lora_request=lora)
+        )
+        assert not np.allclose(left, plain[0].outputs.embedding)
+        (scored,) = llm.score(*texts, use_tqdm=False, lora_request=lora)
+        (other,) = llm.score(*texts, use_tqdm=False)
+    assert scored.outputs.score == pytest.approx(left @ right, abs=1e-5)
+    assert other.outputs.score != pytest.approx(scored.outputs.score, abs=1e-4)

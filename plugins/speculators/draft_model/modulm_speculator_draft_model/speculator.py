@@ -19,34 +19,18 @@ from modulm.errors import ConfigError
 from modulm_speculation import Options, Target
 from modulm_speculation.chain import ModelSpeculator, ends_of
 from modulm_speculation.computed import Computed
-from modulm_speculation.draft_model import DraftModel, DraftWeights, load_draft
+from modulm_speculation.draft_model import DraftModel, DraftOptions, load_draft
 from modulm_speculation.vocabulary import check_vocabulary
 
 __all__ = ["DraftModelOptions", "DraftModelSpeculator"]
 
 
 @frozen
-class DraftModelOptions(Options):
-    """model: folder, hub id or installed checkpoint of the draft. quantization, kv_cache_dtype,
-    dtype, revision, max_model_len, enforce_eager: of the draft, by the meaning of the flags of
-    these names. draft_tensor_parallel_size: 1.
-    """
+class DraftModelOptions(DraftOptions):
+    """max_model_len: of the draft, by the meaning of the flag; the others as of every draft."""
 
-    model: str = ""
-    quantization: str | None = None
-    kv_cache_dtype: str | None = None
-    dtype: str | None = None
-    revision: str | None = None
     max_model_len: int | None = None
-    enforce_eager: bool | None = None
-    draft_tensor_parallel_size: int = 1
-
-    def __attrs_post_init__(self) -> None:
-        super().__attrs_post_init__()
-        if not self.model:
-            raise ConfigError("model", "draft_model needs the path or hub id of a model")
-        if self.draft_tensor_parallel_size != 1:
-            raise ConfigError("draft_tensor_parallel_size", "only 1: a draft is not cut")
+    needs_model: ClassVar[str] = "draft_model needs the path or hub id of a model"
 
 
 class DraftModelSpeculator(ModelSpeculator):
@@ -65,15 +49,7 @@ class DraftModelSpeculator(ModelSpeculator):
     def open(cls, config: Options, target: Target) -> Self:
         if not isinstance(config, DraftModelOptions):
             raise ConfigError("method", "draft_model has options of its own")
-        weights = DraftWeights(
-            model=config.model,
-            quantization=config.quantization,
-            revision=config.revision,
-            dtype=config.dtype,
-            kv_cache_dtype=config.kv_cache_dtype,
-            max_model_len=config.max_model_len,
-            enforce_eager=config.enforce_eager,
-        )
+        weights = config.weights(max_model_len=config.max_model_len)
         draft = load_draft(target, weights)
         check_vocabulary(target, draft)
         return cls(config, draft, target.config.scheduler.max_num_batched_tokens or 1)

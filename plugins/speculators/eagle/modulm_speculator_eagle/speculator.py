@@ -13,7 +13,7 @@ from modulm.loading import open_checkpoint
 from modulm.plugins import manager
 from modulm_speculation import Options, Target
 from modulm_speculation.chain import HiddenChain
-from modulm_speculation.draft_model import DraftModel, DraftWeights, load_draft, stored
+from modulm_speculation.draft_model import DraftModel, DraftOptions, load_draft, stored
 from modulm_speculator_eagle.heads import Eagle3Head, EagleHead, Head
 
 if TYPE_CHECKING:
@@ -26,25 +26,10 @@ _FAMILIES = ("llama", "qwen", "eagle3", "eaglemodel")
 
 
 @frozen
-class EagleOptions(Options):
-    """model: folder or hub id of the head. quantization, dtype, kv_cache_dtype, revision,
-    enforce_eager: of the head, by the meaning of the flags of these names.
-    """
+class EagleOptions(DraftOptions):
+    """As of every draft; `model` is the head."""
 
-    model: str = ""
-    quantization: str | None = None
-    dtype: str | None = None
-    kv_cache_dtype: str | None = None
-    revision: str | None = None
-    enforce_eager: bool | None = None
-    draft_tensor_parallel_size: int = 1
-
-    def __attrs_post_init__(self) -> None:
-        super().__attrs_post_init__()
-        if not self.model:
-            raise ConfigError("model", "EAGLE needs the path or hub id of a head")
-        if self.draft_tensor_parallel_size != 1:
-            raise ConfigError("draft_tensor_parallel_size", "only 1: a head is not cut")
+    needs_model: ClassVar[str] = "EAGLE needs the path or hub id of a head"
 
 
 class Eagle(HiddenChain):
@@ -62,15 +47,7 @@ class Eagle(HiddenChain):
     def open(cls, config: Options, target: Target) -> Self:
         if not isinstance(config, EagleOptions):
             raise ConfigError("method", f"{cls.name} has options of its own")
-        weights = DraftWeights(
-            model=config.model,
-            quantization=config.quantization,
-            revision=config.revision,
-            dtype=config.dtype,
-            kv_cache_dtype=config.kv_cache_dtype,
-            enforce_eager=config.enforce_eager,
-            driver=cls.head,
-        )
+        weights = config.weights(driver=cls.head)
         table, names = stored(target, weights)
         table = _flat(table)
         _check(config.model, table, target)
