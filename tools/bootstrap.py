@@ -1,8 +1,10 @@
 """Set up .venv with everything a clone needs. Needs only Python; does nothing when up to date.
 
 torch comes first and through pip, which takes a CPU build where pip is configured to find one;
-all packages of this repository then come in one call of uv. The kernels compile meanwhile, for this
-processor only; SKBUILD_CMAKE_DEFINE=MODULM_LEVELS=all builds all. Settings: UV and pip's variables.
+all packages of this repository then come in one call of uv. A torch for GPUs brings a Triton of its
+own; beside others the index's is installed on Linux, to interpret kernels in tests. The compiled
+kernels are built meanwhile, for this processor only; SKBUILD_CMAKE_DEFINE=MODULM_LEVELS=all builds
+all. Settings: UV and pip's variables.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def packages() -> list[Path]:
     """Folders of the distributions that are pure Python, the core first."""
     plugins = sorted(path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml"))
     libraries = sorted(path.parent for path in ROOT.glob("core/*/pyproject.toml"))
-    return [ROOT, *libraries, *plugins]
+    return [ROOT, *libraries, *plugins, ROOT / "kernels/triton"]
 
 
 def kernels() -> list[Path]:
@@ -166,7 +168,9 @@ class Kernels:
 def get_packages() -> bool:
     """Install everything that is not compiled, editable, in one call."""
     say(f"installing {len(packages())} packages of this repository")
-    return run(*install("--group", "dev", *editable(packages())))
+    groups = ["dev"] if ask("import triton; print(1)") else ["dev", "triton"]
+    named = [part for group in groups for part in ("--group", group)]
+    return run(*install(*named, *editable(packages())))
 
 
 def main() -> int:

@@ -1,0 +1,28 @@
+"""Kernels of modulm in Triton: one source for GPUs of NVIDIA, AMD and Intel.
+
+One op per file, each with `OPS`, a table of what it brings. `ops()` imports them all, and Triton
+with them; importing this package imports neither. Whether a kernel is compiled or interpreted
+(`TRITON_INTERPRET=1`, on processors, for tests) is decided when its file is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+__all__ = ["FILES", "ops"]
+
+#: The files that bring ops.
+FILES = ("rms_norm",)
+
+
+@cache
+def ops() -> Mapping[str, Callable[..., Any]]:
+    """Op name -> callable on tensors; names as in the core's twins."""
+    found: dict[str, Callable[..., Any]] = {}
+    for name in FILES:
+        found |= import_module(f"{__name__}.{name}").OPS
+    return MappingProxyType(found)

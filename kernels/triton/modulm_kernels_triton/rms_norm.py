@@ -1,0 +1,86 @@
+"""RMS norm, alone and after adding to a residual: one program per row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from modulm_kernels_triton.launch import launch, power_of_two
+from modulm_kernels_triton.rows import grouped
+from modulm_kernels_triton.tuning import tuned
+
+__all__ = ["OPS", "add_rms_norm", "rms_norm"]
+
+
+@triton.jit
+def _rms_norm(
+    x, residual, weight, out,
+    rows_in_group, x_group, x_row, residual_row, out_row,
+    size, eps, offset,
+    ADD: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < size
+    start = row // rows_in_group * x_group + row % rows_in_group * x_row
+    wide = tl.load(x + start + at, inside, other=0.0).to(tl.float32)
+    if ADD:
+        place = residual + row * residual_row + at
+        before = tl.load(place, inside, other=0.0)
+        total = (before.to(tl.float32) + wide).to(before.dtype)
+        tl.store(place, total, inside)
+        wide = total.to(tl.float32)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
+    if WEIGHT:
+        wide = wide * (tl.load(weight + at, inside, other=0.0).to(tl.float32) + offset)
+    tl.store(out + row * out_row + at, wide.to(out.dtype.element_ty), inside)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, out: Tensor | None = None, offset: float = 0.0
+) -> Tensor:
+    """The op `rms_norm`; x: [T, H] or [T, n, H] with dense rows."""
+    made = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    _start(x, None, weight, made, eps, offset)
+    return made
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor | None = None,
+    offset: float = 0.0,
+) -> Tensor:
+    """The op `add_rms_norm`; x, residual: [T, H] with dense rows."""
+    made = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    _start(x, residual, weight, made, eps, offset)
+    return made
+
+
+def _start(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    out: Tensor,
+    eps: float,
+    offset: float,
+) -> None:
+    size = x.shape[-1]
+    x, rows_in_group, group, row = grouped(x)
+    flat = out.view(-1, size)
+    block = power_of_two(size)
+    launch(
+        _rms_norm, (flat.shape[0],),
+        x, x if residual is None else residual, x if weight is None else weight, flat,
+        rows_in_group, group, row, 0 if residual is None else residual.stride(0), flat.stride(0),
+        size, eps, offset,
+        ADD=residual is not None, WEIGHT=weight is not None, BLOCK=block,
+        **tuned("rms_norm", BLOCK=block),
+    )  # fmt: skip
+
+
+OPS = {"add_rms_norm": add_rms_norm, "rms_norm": rms_norm}

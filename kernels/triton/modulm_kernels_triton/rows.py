@@ -1,0 +1,22 @@
+"""Rows of tensors that are not contiguous."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+__all__ = ["grouped"]
+
+
+def grouped(x: Tensor) -> tuple[Tensor, int, int, int]:
+    """x: [rows, size] or [groups, rows, size] -> (x with dense rows, rows of a group, the stride
+    of groups, that of rows).
+
+    Row i lies at i // (rows of a group) * stride of groups + i % (rows of a group) * stride of
+    rows. x is copied only if its last dimension is not dense.
+    """
+    if x.dim() > 3 or (x.stride(-1) != 1 and x.shape[-1] > 1):
+        x = x.reshape(-1, x.shape[-1]).contiguous()
+    if x.dim() == 3:
+        return x, max(x.shape[1], 1), x.stride(0), x.stride(1)
+    rows = x.view(-1, x.shape[-1])
+    return rows, 1, rows.stride(0), 0

@@ -1,0 +1,41 @@
+"""Every test here runs on the GPU if there is one, else in Triton's interpreter.
+
+That is decided when a kernel's file is imported, so the variable is set before any is.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+GPU = torch.cuda.is_available() or torch.xpu.is_available()
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def triton() -> None:
+    if find_spec("triton") is None:
+        pytest.skip("Triton is not installed; it is there on Linux after make setup")
+
+
+@pytest.fixture
+def device() -> torch.device:
+    if not GPU:
+        return torch.device("cpu")
+    return torch.device("cuda" if torch.cuda.is_available() else "xpu")
+
+
+@pytest.fixture
+def ops():
+    import modulm_kernels_triton
+
+    return modulm_kernels_triton.ops()
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
