@@ -32,13 +32,13 @@ ALL_KINDS = {**KINDS, **{kind.name: kind for kind in (ROUTES, CHAT_TEMPLATES, AD
 #: What else is under core/: package -> the folders of plugins that may import it.
 LIBRARIES: dict[str, set[str]] = {
     "modulm_adapters": {"adapter_resolvers", "routes"},
-    "modulm_chat": {"chat_templates", "commands", "parsers", "poolers"},
-    "modulm_cli": {"commands"},
-    "modulm_frontend": {"commands", "routes"},
+    "modulm_chat": {"chat_templates", "commands", "compat", "parsers", "poolers"},
+    "modulm_cli": {"commands", "compat"},
+    "modulm_frontend": {"commands", "compat", "routes"},
     "modulm_layers": {"models", "poolers", "speculators"},
     "modulm_parsing": {"parsers", "routes", "commands", "models", "logits_processors"},
     "modulm_quantized": {"quantization", "commands"},
-    "modulm_server": {"routes", "commands"},
+    "modulm_server": {"routes", "commands", "compat"},
     "modulm_speculation": {"speculators"},
     "modulm_tensor_files": {"loaders", "quantization", "commands"},
 }
@@ -48,6 +48,7 @@ FOLDERS: dict[str, tuple[str, set[str]]] = {
     "models": ("", {"models", "checkpoints"}),
     "parsers": ("parser-", {"tool_parsers", "reasoning_parsers"}),
     "hooks": ("hooks-", set()),
+    "compat": ("", set()),
     **{
         kind.name: (f"{kind.short}-", {kind.name})
         for kind in ALL_KINDS.values()
@@ -66,6 +67,9 @@ PROJECT = {
     "optional-dependencies",
     "entry-points",
 }
+#: The folder of packages that answer to another program's names: a command, and files that are
+#: installed beside the package.
+COMPAT = "compat"
 BUILD = {"requires": ["uv_build>=0.9,<1"], "build-backend": "uv_build"}
 _BYPRODUCTS = ("__pycache__", "build", "dist")
 
@@ -145,18 +149,20 @@ def check_folder(folder: Path, package: str) -> Iterator[str]:
     if "pyproject.toml" not in entries:
         return
     table = tomllib.loads((folder / "pyproject.toml").read_text())
-    yield from check_tables(where, table)
+    yield from check_tables(where, table, folder.parent.name == COMPAT)
     yield from check_shared(folder, table.get("project", {}))
     yield from check_points(folder, table.get("project", {}), FOLDERS[folder.parent.name][1])
 
 
-def check_tables(where: str, table: dict[str, Any]) -> Iterator[str]:
+def check_tables(where: str, table: dict[str, Any], compat: bool = False) -> Iterator[str]:
     """No unknown keys; the build backend that all pure packages have."""
     for key in sorted(set(table) - TABLES):
         yield f"{where}/pyproject.toml: unknown table [{key}]"
-    for key in sorted(set(table.get("project", {})) - PROJECT):
+    for key in sorted(set(table.get("project", {})) - PROJECT - ({"scripts"} if compat else set())):
         yield f"{where}/pyproject.toml: unknown key project.{key}"
-    if table.get("tool") != {"uv": {"build-backend": {"module-root": ""}}}:
+    build = table.get("tool", {}).get("uv", {}).get("build-backend", {})
+    data = {"data": build["data"]} if compat and "data" in build else {}
+    if table.get("tool") != {"uv": {"build-backend": {"module-root": "", **data}}}:
         yield f'{where}/pyproject.toml: the only tool table is [tool.uv.build-backend], "" as root'
     if table.get("build-system") != BUILD:
         yield f"{where}/pyproject.toml: build-system differs; run tools/workspace.py sync"
@@ -186,7 +192,7 @@ def check_points(folder: Path, project: dict[str, Any], kinds: set[str]) -> Iter
     known = {kind.group for kind in ALL_KINDS.values()} | {HOOKS_GROUP, KINDS_GROUP}
     own = {ALL_KINDS[kind].group for kind in kinds}
     groups = project.get("entry-points", {})
-    if not groups:
+    if not groups and not project.get("scripts"):
         yield f"{where}: offers nothing"
     if own and not own & set(groups):
         yield f"{where}: offers nothing in {' or '.join(sorted(own))}"

@@ -123,7 +123,7 @@ class LLM:
         wrong later is in that output's finish_reason.
         """
         listed = _listed(prompts)
-        params = _spread(sampling_params, len(listed), self.get_default_sampling_params())
+        params = _spread(sampling_params, len(listed), self.info.default_params())
         finals = [given.with_(output_kind=OutputKind.FINAL_ONLY) for given in params]
         adapters = _spread(lora_request, len(listed), None)
         pending = [
@@ -171,7 +171,7 @@ class LLM:
             chat_template = public_name("modulm_chat", "load_template", __name__)(chat_template)
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if several else [messages]
-        tokenizer = self.get_tokenizer()
+        tokenizer = LLM.get_tokenizer(self)
         prompts: list[PromptLike] = []
         for conversation in conversations:
             ids, text = encode_chat(
@@ -184,7 +184,7 @@ class LLM:
                 kwargs=chat_template_kwargs,
             )
             prompts.append({"prompt": text, "prompt_token_ids": ids})
-        params = _spread(sampling_params, len(prompts), self.get_default_sampling_params())
+        params = _spread(sampling_params, len(prompts), self.info.default_params())
         if self._thoughts is None:
             return self.generate(prompts, params, use_tqdm=use_tqdm, lora_request=lora_request)
         tuned = list(map(self._thoughts.tuned, params))

@@ -92,17 +92,17 @@ def cli() -> None:
     """modulm: LLM inference and serving in which every replaceable part is a plugin."""
 
 
-def main(arguments: Sequence[str] | None = None) -> NoReturn:
+def main(arguments: Sequence[str] | None = None, name: str = "modulm") -> NoReturn:
     """Run the command line and exit: 2 for what the user can put right, 130 for Ctrl-C."""
     try:
-        result = cli.main(arguments, prog_name="modulm", standalone_mode=False)
+        result = cli.main(arguments, prog_name=name, standalone_mode=False)
     except (click.Abort, KeyboardInterrupt):
         sys.exit(_INTERRUPTED)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
     except ModulmError as error:
-        click.echo(f"modulm: {error}", err=True)
+        click.echo(f"{name}: {error}", err=True)
         sys.exit(_USAGE)
     except BrokenPipeError:
         sys.stderr.close()
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except Exception as error:
         if (found := blame(error, _others())) is None:
             raise
-        click.echo(f"modulm: {found}", err=True)
+        click.echo(f"{name}: {found}", err=True)
         sys.exit(1)
     sys.exit(result if isinstance(result, int) else 0)
 

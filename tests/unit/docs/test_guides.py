@@ -16,6 +16,7 @@ GUIDES = (
     "quantization",
     "sampling",
     "security",
+    "vllm-scripts",
 )
 
 

@@ -1,0 +1,49 @@
+"""The command `vllm`: modulm's commands under the name that scripts use."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint, distribution
+from typing import Any, NoReturn
+
+__all__ = ["main", "run_batch", "serve"]
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line; vLLM's own, where vLLM is installed."""
+    from modulm_vllm.modules import vllm_is_installed
+
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if vllm_is_installed():
+        sys.argv[1:] = words
+        sys.exit(_theirs().load()())
+    if words[:1] in (["-v"], ["--version"]):
+        from modulm_vllm.version import __version__
+
+        sys.stdout.write(f"{__version__}\n")
+        sys.exit()
+    from modulm.cli.main import main as run
+    from modulm.config.environ import variables_for_library
+    from modulm_vllm.environment import rewritten
+
+    with variables_for_library(rewritten()):
+        run(words, name="vllm")
+
+
+def serve(arguments: Sequence[str] | None = None) -> NoReturn:
+    """`python -m vllm.entrypoints.openai.api_server`."""
+    main(["serve", *(sys.argv[1:] if arguments is None else arguments)])
+
+
+def run_batch(arguments: Sequence[str] | None = None) -> NoReturn:
+    """`python -m vllm.entrypoints.openai.run_batch`."""
+    main(["run-batch", *(sys.argv[1:] if arguments is None else arguments)])
+
+
+def _theirs() -> EntryPoint | Any:
+    """The command of the distribution vllm."""
+    found = distribution("vllm").entry_points.select(group="console_scripts", name="vllm")
+    for point in found:
+        return point
+    raise SystemExit("vllm: vLLM is installed but brings no command; `modulm` is modulm's")

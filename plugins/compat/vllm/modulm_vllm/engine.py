@@ -1,0 +1,208 @@
+"""LLMEngine: requests are added and the engine is stepped by its caller."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Self
+
+from attrs import frozen
+
+from modulm.engine.core.engine_core import EngineCore
+from modulm.engine.sampling.logits_processors import processor_classes
+from modulm.plugins import manager
+from modulm_frontend.input_processor import InputProcessor
+from modulm_frontend.lora import OfflineAdapters
+from modulm_frontend.output_processor import OutputProcessor, RequestState
+from modulm_vllm.failures import as_vllm
+from modulm_vllm.params import native, native_adapter
+
+if TYPE_CHECKING:
+    from modulm.config import EngineConfig
+    from modulm.contracts.requests import StepEvents
+    from modulm.engine.types.engine_info import EngineInfo
+    from modulm.errors import EngineDead
+    from modulm.text.tokenizer import Tokenizer
+
+__all__ = ["EngineFacts", "LLMEngine", "ModelFacts"]
+
+
+@frozen
+class ModelFacts:
+    """What scripts ask of vLLM's `model_config`. served_model_name: the first one."""
+
+    model: str
+    tokenizer: str
+    max_model_len: int
+    dtype: Any
+    seed: int
+    served_model_name: str
+    architecture: str
+    trust_remote_code: bool
+    vocabulary: int
+
+    @classmethod
+    def of(cls, info: EngineInfo) -> Self:
+        """The facts of an engine."""
+        import torch
+
+        model = info.config.model
+        return cls(
+            model=model.model,
+            tokenizer=model.tokenizer or model.model,
+            max_model_len=info.max_model_len,
+            dtype=getattr(torch, str(info.dtype).removeprefix("torch."), info.dtype),
+            seed=model.seed,
+            served_model_name=info.models[0],
+            architecture=info.architecture,
+            trust_remote_code=model.trust_remote_code,
+            vocabulary=info.vocabulary,
+        )
+
+    def get_vocab_size(self) -> int:
+        """The width of the logits."""
+        return self.vocabulary
+
+
+@frozen
+class EngineFacts:
+    """What scripts ask of `LLM.llm_engine`."""
+
+    info: EngineInfo
+    _tokenizer: Tokenizer | None
+
+    @property
+    def model_config(self) -> ModelFacts:
+        return ModelFacts.of(self.info)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer, as transformers has it; None without one."""
+        return None if self._tokenizer is None else self._tokenizer.backend
+
+    def get_tokenizer(self) -> Any:
+        """The same."""
+        return self.tokenizer
+
+    def get_model_config(self) -> ModelFacts:
+        """What is known of the model."""
+        return self.model_config
+
+
+class LLMEngine:
+    """An engine in the caller's thread, which steps it."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        plugins = manager.current()
+        with as_vllm():
+            self._core = EngineCore(config, plugins, self, "offline")
+        self.info = self._core.info
+        self._tokenizer = self._core.tokenizer
+        processors = processor_classes(config.model.logits_processors, plugins)
+        self._inputs = InputProcessor(self.info, self._tokenizer, plugins, processors)
+        self._outputs = OutputProcessor()
+        self._adapters = OfflineAdapters(self._core)
+        self._requests: dict[str, RequestState] = {}
+        self._news: list[RequestState] = []
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any, *_: Any, **__: Any) -> LLMEngine:
+        """The engine that arguments describe."""
+        return cls(engine_args.create_engine_config())
+
+    # What the engine tells.
+
+    def events(self, events: StepEvents) -> None:
+        """A step is done."""
+        news, stopped = self._outputs.process(events)
+        for identity in stopped:
+            self._core.loop.abort(identity)
+        self._news += news
+
+    def died(self, error: EngineDead) -> None:
+        """The engine cannot go on."""
+        self._news += self._outputs.fail_all(error)
+
+    # What callers ask.
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: Any,
+        arrival_time: float | None = None,
+        lora_request: Any = None,
+        tokenization_kwargs: Any = None,
+        trace_headers: Any = None,
+        priority: int = 0,
+    ) -> None:
+        """Ask for an answer; `step` gives it. Raises ValueError for what is wrong."""
+        lora = native_adapter(lora_request)
+        with as_vllm():
+            pending = self._inputs.process(
+                prompt,
+                native(params),
+                request_id,
+                priority=priority,
+                adapter=None if lora is None else lora.lora_name,
+            )
+            pending = self._adapters.apply(pending, lora)
+            self._outputs.add(pending.state)
+            self._core.submit(*pending.requests)
+        self._requests[request_id] = pending.state
+
+    def step(self) -> list[Any]:
+        """One step of the model; the outputs of requests that have something new."""
+        self._news.clear()
+        with as_vllm():
+            self._core.loop.check()
+            if not self._core.loop.tick() and not self._news and self._requests:
+                self._core.loop.wait()  # for constraints that are being compiled
+        found = []
+        for state in dict.fromkeys(map(id, self._news)):
+            current = next(news for news in self._news if id(news) == state)
+            if current.finished:
+                self._requests.pop(current.id, None)
+            with as_vllm():
+                output = current.take()
+            if output is not None:
+                found.append(output)
+        return found
+
+    def abort_request(self, request_id: str | Iterable[str]) -> None:
+        """End requests; they give nothing more."""
+        for name in [request_id] if isinstance(request_id, str) else request_id:
+            state = self._requests.pop(name, None)
+            for identity in [] if state is None else self._outputs.abort(state):
+                self._core.loop.abort(identity)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether there is anything to step for."""
+        return bool(self._requests)
+
+    def get_num_unfinished_requests(self) -> int:
+        """How many there are."""
+        return len(self._requests)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes."""
+        self._core.reset_prefix_cache()
+        return True
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer, as transformers has it."""
+        return EngineFacts(self.info, self._tokenizer).tokenizer
+
+    tokenizer = property(get_tokenizer)
+
+    @property
+    def model_config(self) -> ModelFacts:
+        """What is known of the model."""
+        return ModelFacts.of(self.info)
+
+    def get_model_config(self) -> ModelFacts:
+        """The same."""
+        return self.model_config
+
+    def shutdown(self) -> None:
+        """Release the model."""
+        self._core.stop()

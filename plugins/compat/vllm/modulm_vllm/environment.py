@@ -1,0 +1,45 @@
+"""Those of vLLM's environment variables that mean a flag of modulm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from modulm.config.environ import variables
+
+__all__ = ["VARIABLES", "from_environment", "rewritten"]
+
+
+def _gibibytes(text: str) -> int:
+    return int(float(text) * (1 << 30))
+
+
+#: Variable -> flag, how its value is read, whether only a server has it.
+VARIABLES: dict[str, tuple[str, Callable[[str], Any], bool]] = {
+    "VLLM_API_KEY": ("api_key", str, True),
+    "VLLM_CPU_KVCACHE_SPACE": ("kv_cache_memory_bytes", _gibibytes, False),
+    "VLLM_LOGGING_LEVEL": ("log_level", str.lower, False),
+    "VLLM_LOGGING_CONFIG_PATH": ("log_config_file", str, False),
+}
+
+
+def from_environment() -> dict[str, Any]:
+    """The flags that variables set, for an engine of one's own. MODULM_* variables come before."""
+    return {
+        flag: read(variables()[name])
+        for name, (flag, read, server) in VARIABLES.items()
+        if not server and variables().get(name) and not _own(flag)
+    }
+
+
+def rewritten() -> dict[str, str]:
+    """The variables that modulm's commands read, of those of vLLM that are set."""
+    return {
+        f"MODULM_{flag.upper()}": str(read(variables()[name]))
+        for name, (flag, read, _) in VARIABLES.items()
+        if variables().get(name) and not _own(flag)
+    }
+
+
+def _own(flag: str) -> bool:
+    return bool(variables().get(f"MODULM_{flag.upper()}"))

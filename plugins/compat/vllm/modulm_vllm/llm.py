@@ -1,0 +1,217 @@
+"""LLM as scripts for vLLM call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from modulm.config.sources import keywords
+from modulm.engine.types.outputs import (
+    BeamSearchOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+)
+from modulm_frontend import llm as frontend
+from modulm_server.engine.metrics import Metrics
+from modulm_vllm.arguments import flags_for
+from modulm_vllm.engine import EngineFacts
+from modulm_vllm.failures import as_vllm
+from modulm_vllm.metrics import Metric, read
+from modulm_vllm.params import (
+    SamplingParams,
+    native,
+    native_adapter,
+    native_beams,
+    of_native,
+)
+
+__all__ = ["LLM"]
+
+
+class LLM(frontend.LLM):
+    """A model for offline use, with vLLM's arguments and vLLM's answers.
+
+    What differs from modulm's own: parameters can be changed, an error that the caller can put
+    right is a ValueError, pooled data are tensors, the tokenizer is transformers', and the text of
+    an answer holds the thoughts as the model wrote them.
+    """
+
+    def __init__(self, model: str = "demo", **flags: Any) -> None:
+        with as_vllm():
+            self._open(keywords(model=model, **flags_for(flags)).config)
+        self._metrics = Metrics(self.info.models[0], adapters=self.info.adapters)
+        if not self.info.config.observability.disable_log_stats:
+            self.count_by(self._metrics)
+
+    def generate(
+        self,
+        prompts: Any = None,
+        sampling_params: Any = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: Any = None,
+        priority: Sequence[int] | None = None,
+        prompt_token_ids: Any = None,
+        cache_salt: str | None = None,
+    ) -> list[RequestOutput]:
+        """Answer every prompt, in the order given. prompt_token_ids: of older scripts."""
+        given = prompts if prompts is not None else prompt_token_ids
+        if given is None:
+            raise ValueError("prompts: at least one is needed")
+        with as_vllm():
+            return super().generate(
+                given,
+                native(sampling_params),
+                use_tqdm=use_tqdm,
+                lora_request=native_adapter(lora_request),
+                priority=priority,
+                cache_salt=cache_salt,
+            )
+
+    def chat(  # type: ignore[override]
+        self,
+        messages: Any,
+        sampling_params: Any = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: Any = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several.
+
+        The template says in which form it reads content, whatever chat_template_content_format.
+        """
+        if mm_processor_kwargs:
+            raise ValueError("mm_processor_kwargs: not yet supported")
+        if chat_template_content_format not in ("auto", "string", "openai"):
+            raise ValueError("chat_template_content_format must be auto, string or openai")
+        with as_vllm():
+            return super().chat(
+                messages,
+                native(sampling_params),
+                use_tqdm=use_tqdm,
+                lora_request=native_adapter(lora_request),
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+
+    @cached_property
+    def _thoughts(self) -> None:
+        """vLLM leaves them in the text of `chat`."""
+        return None
+
+    def beam_search(
+        self, prompts: Any, params: Any, lora_request: Any = None, use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:  # fmt: skip
+        """The best answers to each prompt; a sequence's text is that of the prompt too."""
+        if lora_request is not None:
+            raise ValueError("lora_request: beam search runs the base model")
+        with as_vllm():
+            found = super().beam_search(prompts, native_beams(params), use_tqdm=use_tqdm)
+        if self.tokenizer is not None:
+            for sequence in (s for output in found for s in output.sequences):
+                sequence.text = self.tokenizer.decode(sequence.tokens)
+        return found
+
+    def encode(
+        self,
+        prompts: Any,
+        pooling_params: Any = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: Any = None,
+        pooling_task: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """Pool every prompt; `outputs.data` is a tensor."""
+        found = self._encode(prompts, pooling_params, use_tqdm, lora_request, pooling_task)
+        for output in found:
+            output.outputs = PoolingOutput(torch.from_numpy(output.outputs.data.copy()))
+        return found
+
+    def _encode(
+        self, prompts: Any, params: Any, use_tqdm: Any, lora: Any, task: str | None
+    ) -> list[PoolingRequestOutput]:
+        with as_vllm():
+            return super().encode(
+                prompts, native(params), use_tqdm=use_tqdm, lora_request=native_adapter(lora),
+                pooling_task=task,
+            )  # fmt: skip
+
+    def reward(  # type: ignore[override]
+        self, prompts: Any, *, pooling_params: Any = None, **more: Any
+    ) -> list[PoolingRequestOutput]:
+        """A reward model's ratings: `outputs.data`, a tensor."""
+        return self.encode(prompts, pooling_params, pooling_task="reward", **more)
+
+    def score(self, *texts: Any, **more: Any) -> list[PoolingRequestOutput]:
+        """How well texts go together: `outputs.score`, one per pair."""
+        if "pooling_params" in more:
+            more["pooling_params"] = native(more["pooling_params"])
+        more.pop("lora_request", None)
+        with as_vllm():
+            return super().score(*texts, **more)
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer, as transformers has it."""
+        with as_vllm():
+            return super().get_tokenizer().backend
+
+    def get_default_sampling_params(self) -> SamplingParams:  # type: ignore[override]
+        """What the checkpoint recommends; to be changed and given to `generate`."""
+        return of_native(self.info.default_params())
+
+    def get_metrics(self) -> list[Metric]:
+        """The engine's statistics. Raises ValueError with disable_log_stats=True."""
+        if self.info.config.observability.disable_log_stats:
+            raise ValueError("get_metrics needs disable_log_stats=False")
+        return read(self._metrics)
+
+    @property
+    def llm_engine(self) -> EngineFacts:
+        """What is known of the engine."""
+        return EngineFacts(self.info, self.tokenizer)
+
+    @property
+    def model_config(self) -> Any:
+        """What is known of the model."""
+        return self.llm_engine.model_config
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Give back memory: of the caches, with level 2 of the weights as well."""
+        with as_vllm():
+            super().sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory again, all of it."""
+        if tags is not None and set(tags) != {"weights", "kv_cache"}:
+            raise ValueError("tags: weights and cache are taken together")
+        super().wake_up()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _ABSENT:
+            raise AttributeError(f"LLM.{name} is not in modulm-vllm: {_ABSENT[name]}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+_ONE_PROCESS = "the model runs in this process, without workers that could be called"
+_ABSENT = {
+    "apply_model": _ONE_PROCESS,
+    "collective_rpc": _ONE_PROCESS,
+    "preprocess_chat": "modulm_chat.encode_chat gives a conversation's token ids",
+    "set_tokenizer": "LLM(tokenizer=...) says which one is used",
+}

@@ -1,0 +1,313 @@
+"""What scripts for vLLM say of a request: values that can be changed, checked when they are made.
+
+`native` makes of one what modulm's engine takes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from typing import Any, Self
+
+import attrs
+from attrs import define, field
+
+from modulm.contracts import sampling as native_types
+from modulm.contracts.sampling import OutputKind
+from modulm.engine.sampling.validation import problem
+from modulm_frontend import beam_search, lora
+from modulm_vllm.failures import as_vllm
+
+__all__ = [
+    "BeamSearchParams",
+    "GuidedDecodingParams",
+    "LoRARequest",
+    "PoolingParams",
+    "RequestOutputKind",
+    "SamplingParams",
+    "SamplingType",
+    "StructuredOutputsParams",
+    "native",
+    "native_adapter",
+    "native_beams",
+    "of_native",
+]
+
+#: What a stream of outputs carries each time.
+RequestOutputKind = OutputKind
+
+
+class SamplingType(IntEnum):
+    """How a token is chosen."""
+
+    GREEDY = 0
+    RANDOM = 1
+    RANDOM_SEED = 2
+
+
+@define
+class StructuredOutputsParams:
+    """A constraint on the text; exactly one of the first six is set."""
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    disable_fallback: bool = field(default=False, kw_only=True)
+    disable_any_whitespace: bool = field(default=False, kw_only=True)
+    disable_additional_properties: bool = field(default=False, kw_only=True)
+    whitespace_pattern: str | None = field(default=None, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        given = [name for name in _CONSTRAINTS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise ValueError(
+                f"exactly one kind of constraint is needed, of {', '.join(_CONSTRAINTS)}; "
+                f"given: {', '.join(given) or 'none'}"
+            )
+
+    def native(self) -> native_types.StructuredOutputs:
+        """As modulm has it. A constraint falls back to nothing, so `disable_fallback` says so."""
+        table = attrs.asdict(self, recurse=False)
+        del table["disable_fallback"]
+        return native_types.StructuredOutputs(**table)
+
+
+_CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+@define
+class GuidedDecodingParams(StructuredOutputsParams):
+    """The older name of StructuredOutputsParams. backend: of one request; the engine's counts."""
+
+    backend: str | None = field(default=None, kw_only=True)
+
+    def native(self) -> native_types.StructuredOutputs:
+        table = attrs.asdict(self, recurse=False)
+        del table["disable_fallback"], table["backend"]
+        return native_types.StructuredOutputs(**table)
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> GuidedDecodingParams | None:
+        """A constraint, or None where no kind of one is given."""
+        named = {key: value for key, value in given.items() if value is not None}
+        return cls(**named) if any(key in _CONSTRAINTS for key in named) else None
+
+
+def _strings(value: str | Sequence[str] | None) -> list[str]:
+    return [value] if isinstance(value, str) else list(value or ())
+
+
+def _ids(value: Sequence[int] | None) -> list[int]:
+    return list(value or ())
+
+
+@define
+class SamplingParams:
+    """How the tokens of one request are chosen and when it ends. Raises ValueError that names the
+    field.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: list[str] = field(default=None, converter=_strings)
+    stop_token_ids: list[int] = field(default=None, converter=_ids)
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = None
+    output_kind: OutputKind = OutputKind.CUMULATIVE
+    structured_outputs: StructuredOutputsParams | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    extra_args: dict[str, Any] | None = None
+    bad_words: list[str] = field(default=None, converter=_strings)
+    best_of: int | None = field(default=None, kw_only=True)
+    thinking_token_budget: int | None = field(default=None, kw_only=True)
+    guided_decoding: StructuredOutputsParams | None = field(default=None, kw_only=True)
+    logits_processors: Sequence[Any] | None = field(default=None, kw_only=True)
+    flat_logprobs: bool = field(default=False, kw_only=True)
+    skip_reading_prefix_cache: bool | None = field(default=None, kw_only=True)
+    skip_clone: bool = field(default=False, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        if self.logits_processors:
+            raise ValueError(
+                "logits_processors of one request are not there, as in vLLM's V1: give "
+                "LLM(logits_processors=[...]) a class (docs/plugins-logits-processor.md)"
+            )
+        if self.flat_logprobs:
+            raise ValueError("flat_logprobs is not there: logprobs are a table per position")
+        self._check()
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> Self:
+        """The parameters; None stands for the default."""
+        return cls(**{key: value for key, value in given.items() if value is not None})
+
+    def _check(self) -> None:
+        for name, value in self._table().items():
+            words = problem(name, value)
+            if words is not None:
+                raise ValueError(f"{name} {words}, got {value!r}")
+
+    def _table(self) -> dict[str, Any]:
+        table = {key: getattr(self, key) for key in _NATIVE}
+        held = self.structured_outputs or self.guided_decoding
+        return {**table, "structured_outputs": held.native() if held is not None else None}
+
+    @property
+    def sampling_type(self) -> SamplingType:
+        """How a token is chosen."""
+        if self.temperature < 1e-5:
+            return SamplingType.GREEDY
+        return SamplingType.RANDOM if self.seed is None else SamplingType.RANDOM_SEED
+
+    def clone(self) -> Self:
+        """A copy that can be changed."""
+        return copy.deepcopy(self)
+
+    def native(self) -> native_types.SamplingParams:
+        """As modulm has it, with what was changed since it was made."""
+        self._check()
+        return native_types.SamplingParams(**self._table())
+
+
+#: Fields that modulm's parameters have too.
+_NATIVE = [
+    attribute.name
+    for attribute in attrs.fields(SamplingParams)
+    if attribute.name in attrs.fields_dict(native_types.SamplingParams)
+]
+
+
+@define
+class PoolingParams:
+    """What is wanted of a pooling model. activation, softmax: older names of use_activation."""
+
+    truncate_prompt_tokens: int | None = None
+    dimensions: int | None = None
+    use_activation: bool | None = None
+    normalize: bool | None = None
+    task: str | None = None
+    activation: bool | None = field(default=None, kw_only=True)
+    softmax: bool | None = field(default=None, kw_only=True)
+    extra_kwargs: dict[str, Any] | None = field(default=None, kw_only=True)
+
+    def clone(self) -> Self:
+        """A copy that can be changed."""
+        return copy.deepcopy(self)
+
+    def native(self) -> native_types.PoolingParams:
+        """As modulm has it."""
+        asked = next((v for v in (self.use_activation, self.activation, self.softmax)
+                      if v is not None), None)  # fmt: skip
+        made = native_types.PoolingParams(
+            dimensions=self.dimensions,
+            normalize=self.normalize,
+            use_activation=asked,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            extra_args=self.extra_kwargs,
+        )
+        return made if self.task is None else attrs.evolve(made, task=self.task)
+
+
+@define
+class BeamSearchParams:
+    """What is wanted of a beam search."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+
+@define(frozen=True)
+class LoRARequest:
+    """An adapter for a prompt: a name, a number of its own from 1, and the folder of its files."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str = ""
+    base_model_name: str | None = field(default=None, eq=False)
+    tensorizer_config_dict: dict[str, Any] | None = field(default=None, eq=False)
+    load_inplace: bool = field(default=False, eq=False)
+
+    def __attrs_post_init__(self) -> None:
+        if self.lora_int_id < 1:
+            raise ValueError(f"lora_int_id must be at least 1, got {self.lora_int_id}")
+        if not self.lora_path:
+            raise ValueError("lora_path must name the adapter's folder")
+        if self.tensorizer_config_dict is not None:
+            raise ValueError("tensorizer_config_dict: adapters are read as safetensors")
+
+    @property
+    def adapter_id(self) -> int:
+        return self.lora_int_id
+
+    @property
+    def name(self) -> str:
+        return self.lora_name
+
+    @property
+    def path(self) -> str:
+        return self.lora_path
+
+
+def native(given: Any) -> Any:
+    """Parameters as modulm has them: of vLLM's kind or modulm's, one, several or None."""
+    if isinstance(given, SamplingParams | PoolingParams):
+        with as_vllm():
+            return given.native()
+    if isinstance(given, Sequence):
+        return [native(one) for one in given]
+    return given
+
+
+def native_adapter(given: Any) -> Any:
+    """Adapters as modulm has them: one, one per prompt, or None."""
+    if isinstance(given, LoRARequest):
+        return lora.LoRARequest(given.lora_name, given.lora_int_id, given.lora_path)
+    if isinstance(given, Sequence):
+        return [native_adapter(one) for one in given]
+    return given
+
+
+def native_beams(given: Any) -> beam_search.BeamSearchParams:
+    """Parameters of a beam search as modulm has them."""
+    if isinstance(given, BeamSearchParams):
+        return beam_search.BeamSearchParams(**attrs.asdict(given))
+    params: beam_search.BeamSearchParams = given
+    return params
+
+
+def of_native(params: native_types.SamplingParams) -> SamplingParams:
+    """modulm's parameters as a script for vLLM may change them."""
+    table = {name: getattr(params, name) for name in _NATIVE}
+    held = table.pop("structured_outputs")
+    made = SamplingParams(**{key: _mutable(value) for key, value in table.items()})
+    if held is not None:
+        made.structured_outputs = StructuredOutputsParams(**attrs.asdict(held, recurse=False))
+    return made
+
+
+def _mutable(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
