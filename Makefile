@@ -7,7 +7,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 BIN := .venv/bin
 ARGS ?=
 
-.PHONY: help setup serve test fuzz lint types check clean
+.PHONY: help setup serve test fuzz lint types check wheels clean
 
 help:
 	@echo "make serve   serve the embedded model on http://127.0.0.1:8000"
@@ -15,6 +15,7 @@ help:
 	@echo "make fuzz    property tests with new examples, for SECONDS=300, or the one round of SEED="
 	@echo "make lint    ruff and its formatter"
 	@echo "make types   mypy --strict on the core"
+	@echo "make wheels  a wheel of every package in dist/, the kernels for all processors in one"
 	@echo "make check   lint, types, workspace and size rules: what CI runs before the tests"
 
 setup:
@@ -42,5 +43,8 @@ check: lint types
 	$(BIN)/python tools/workspace.py check
 	$(BIN)/python tools/size.py
 
+wheels: setup
+	@$(BIN)/python tools/wheels.py $(ARGS)
+
 clean:
-	rm -rf .venv build kernels/*/build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site kernels/*/build .pytest_cache .mypy_cache .ruff_cache .hypothesis

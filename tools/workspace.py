@@ -1,8 +1,9 @@
-"""Keep the many packages of this repository alike: new KIND NAME, sync, check.
+"""Keep the many packages of this repository alike: new KIND NAME, sync, bump VERSION, check.
 
 A plugin folder plugins/<kind>/<name> holds its pyproject.toml and its package, nothing else.
 `check` says what is not so, without importing anything; `sync` rewrites the keys that all
-packages share from the root; `new` makes a folder from the template of `modulm plugins new`.
+packages share from the root, and the root's extras from extras.toml; `bump` makes another version
+the one of them all; `new` makes a folder from the template of `modulm plugins new`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import ast
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,18 @@ PROJECT = {
 #: installed beside the package.
 COMPAT = "compat"
 BUILD = {"requires": ["uv_build>=0.9,<1"], "build-backend": "uv_build"}
+_REQUIREMENT = re.compile(r"^([\w-]+)(?:\[(.*?)\])?")
 _BYPRODUCTS = ("__pycache__", "build", "dist")
+
+
+def init_file() -> Path:
+    """Where the code has the version."""
+    return ROOT / "core/modulm/__init__.py"
+
+
+def extras_file() -> Path:
+    """What the extras of the root bring."""
+    return ROOT / "tools/extras.toml"
 
 
 @cache
@@ -123,6 +135,7 @@ def check() -> Iterator[str]:
         yield from check_shared(folder, project)
         if "entry-points" in project:
             yield from check_points(folder, project, set())
+    yield from check_root()
     everyone = set(packages.values())
     for folder, package in packages.items():
         yield from check_imports(folder, everyone - {package})
@@ -249,11 +262,141 @@ def check_imports(folder: Path, others: set[str]) -> Iterator[str]:
                     yield f"{where}: needs the dependency {library!r}"
 
 
+def check_root() -> Iterator[str]:
+    """The version in the code, and the extras, which bring every package."""
+    if (
+        init_file().exists()
+        and f'__version__ = "{root()["version"]}"' not in init_file().read_text()
+    ):
+        yield f"{shown(init_file())}: not version {root()['version']}; run sync"
+    if not extras_file().exists():
+        return
+    named = tomllib.loads(extras_file().read_text())
+    models = {name for group in named["models"].values() for name in group}
+    devices = {folder for group in named["devices"].values() for folder in group}
+    for folder in plugins() + kernels():
+        where, kind = shown(folder), folder.parent.name
+        if kind == "models" and folder.name not in models:
+            yield f"{where}: in no group of [models] in tools/extras.toml"
+        if kind in ("platforms", "kernels", "attention") and where not in devices:
+            yield f"{where}: in no group of [devices] in tools/extras.toml"
+    if root().get("optional-dependencies") != extras():
+        yield "pyproject.toml: the extras differ from tools/extras.toml; run sync"
+    for name in sorted(everything() - brought("all")):
+        yield f"{name}: no extra brings it; name it under [all] in tools/extras.toml"
+
+
+def extras() -> dict[str, list[str]]:
+    """Extra -> requirements, as tools/extras.toml has them."""
+    named = tomllib.loads(extras_file().read_text())
+    models: dict[str, list[str]] = {
+        group: [distribution(ROOT / "plugins/models" / name) for name in names]
+        for group, names in named["models"].items()
+    }
+    devices: dict[str, list[str]] = {
+        device: [_name_of(ROOT / folder) for folder in folders]
+        for device, folders in named["devices"].items()
+    }
+    chosen = {name for group in (*models.values(), *devices.values()) for name in group}
+    chosen |= set(named["all"]["packages"])
+    rest = {distribution(path) for path in plugins() if path.parent.name != "models"} - chosen
+    serve = ["modulm-server", *rest, *models.pop("serve", ()), *devices.pop("any", ())]
+    found = {"serve": _bounded(serve), **{name: _bounded(group) for name, group in models.items()}}
+    found["models"] = [f"modulm[{','.join(sorted(models))}]"]
+    for device, names in devices.items():
+        found[f"{device}-base"] = ["modulm[serve]", *_bounded(names)]
+        found[device] = [f"modulm[{device}-base,models]"]
+    found["all"] = [f"modulm[{','.join(sorted(devices))}]", *_bounded(named["all"]["packages"])]
+    found["all"] += named["all"]["libraries"]
+    return found
+
+
+def _name_of(folder: Path) -> str:
+    """What a folder's distribution is called."""
+    if folder.is_relative_to(ROOT / "plugins"):
+        return distribution(folder)
+    return f"modulm-kernels-{folder.name}".replace("_", "-")
+
+
+def _bounded(names: Iterable[str]) -> list[str]:
+    """Requirements of this version of our packages."""
+    return [bound(name) for name in sorted(set(names))]
+
+
+def everything() -> set[str]:
+    """All distributions of this repository but the core's."""
+    return {project(folder)["name"] for folder in plugins() + kernels() + libraries()}
+
+
+def project(folder: Path) -> dict[str, Any]:
+    """A folder's project table."""
+    table: dict[str, Any] = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    return table
+
+
+def brought(extra: str) -> set[str]:
+    """The distributions of this repository that an extra of the root brings, directly or not."""
+    tables = {project(f)["name"]: project(f) for f in plugins() + kernels() + libraries()}
+    offered, found, wanted = extras(), set(), [f"modulm[{extra}]"]
+    while wanted:
+        name, chosen = _REQUIREMENT.findall(wanted.pop())[0]
+        if name == "modulm":
+            wanted += [line for key in chosen.split(",") for line in offered.get(key, ())]
+        elif name in tables and name not in found:
+            found.add(name)
+            wanted += tables[name].get("dependencies", [])
+    return found
+
+
+def sync_root() -> None:
+    """Write the version into the code, and the extras into the root's pyproject.toml."""
+    version = f'__version__ = "{root()["version"]}"'
+    if init_file().exists():
+        rewrite(init_file(), re.sub(r'(?m)^__version__ = ".*"$', version, init_file().read_text()))
+    if not extras_file().exists():
+        return
+    lines = ["# written by tools/workspace.py sync, from tools/extras.toml"]
+    for name, requirements in extras().items():
+        if len(requirements) == 1:
+            lines.append(f'{name} = ["{requirements[0]}"]')
+        else:
+            lines += [f"{name} = [", *(f'  "{each}",' for each in requirements), "]"]
+    table = "[project.optional-dependencies]\n" + "\n".join(lines) + "\n\n"
+    path = ROOT / "pyproject.toml"
+    head, found, rest = path.read_text().partition("[project.optional-dependencies]\n")
+    if found:
+        rest = rest[rest.index("\n[") + 1 :]
+    else:
+        head, found, rest = path.read_text().partition("[project.scripts]\n")
+        rest = found + rest
+    rewrite(path, head + table + rest)
+    root.cache_clear()
+
+
+def rewrite(path: Path, text: str) -> None:
+    """Write a file that changes, and say so."""
+    if text != path.read_text():
+        path.write_text(text)
+        print(f"changed {shown(path)}")
+
+
+def bump(version: str) -> None:
+    """Make a version the one of all packages. Raises SystemExit for what is no version."""
+    if not re.fullmatch(r"\d+\.\d+\.\d+", version):
+        raise SystemExit(f"workspace: {version!r} is no version such as 1.2.3")
+    path = ROOT / "pyproject.toml"
+    rewrite(
+        path, re.sub(r"(?m)^version = .*$", f'version = "{version}"', path.read_text(), count=1)
+    )
+    root.cache_clear()
+    sync()
+
+
 def sync() -> None:
-    """Rewrite the shared keys of every package."""
+    """Rewrite the shared keys of every package, and the root's extras."""
     for folder in plugins() + kernels() + libraries():
         path = folder / "pyproject.toml"
-        before = text = path.read_text()
+        text = path.read_text()
         for key in ("version", "license", "requires-python"):
             line = f'{key} = "{root()[key]}"'
             text, found = re.subn(rf"(?m)^{key} = .*$", line, text, count=1)
@@ -263,9 +406,8 @@ def sync() -> None:
             text = re.sub(rf'"{name}\s*[<>=][^"]*"', f'"{bound(name)}"', text)
         if folder.is_relative_to(ROOT / "plugins"):
             text = re.sub(r"(?m)^requires = .*$", f'requires = ["{BUILD["requires"][0]}"]', text)
-        if text != before:
-            path.write_text(text)
-            print(f"changed {shown(path)}")
+        rewrite(path, text)
+    sync_root()
 
 
 def new(kind: str, name: str) -> None:
@@ -295,6 +437,9 @@ def main(arguments: list[str]) -> int:
         case ["sync"]:
             sync()
             return 0
+        case ["bump", version]:
+            bump(version)
+            return 0
         case ["new", kind, name]:
             try:
                 new(kind, name)
@@ -302,7 +447,7 @@ def main(arguments: list[str]) -> int:
                 print(f"workspace: {error}", file=sys.stderr)
                 return 2
             return 0
-    print("usage: tools/workspace.py check | sync | new KIND NAME")
+    print("usage: tools/workspace.py check | sync | bump VERSION | new KIND NAME")
     return 2
 
 

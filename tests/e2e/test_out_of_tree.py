@@ -4,15 +4,11 @@ fresh environment beside modulm, and served over HTTP. No file of the core knows
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import site
-import socket
 import subprocess
 import sys
-import time
-import venv
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import httpx
@@ -30,21 +26,13 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def environment(
+    tmp_path_factory: pytest.TempPathFactory, fresh_environment: Callable[[Path, bool], Path]
+) -> Path:
     """A fresh venv: third-party packages are borrowed from this one, everything of this
     repository that it needs is built into wheels and installed, the plugin too."""
-    place = tmp_path_factory.mktemp("fresh")
-    venv.create(place / "venv", symlinks=True)
+    place = fresh_environment(tmp_path_factory.mktemp("fresh"), False)
     python = place / "venv/bin/python"
-    borrowed = place / "borrowed"
-    borrowed.mkdir()
-    for path in map(Path, site.getsitepackages()):
-        for entry in path.iterdir():
-            ours = entry.name.startswith(("modulm", "_modulm", "__editable__"))
-            if not ours and entry.suffix != ".pth" and not (borrowed / entry.name).exists():
-                (borrowed / entry.name).symlink_to(entry)
-    (packages,) = (place / "venv/lib").glob("python*/site-packages")
-    (packages / "borrowed.pth").write_text(f"{borrowed}\n")
     run(sys.executable, "-m", "modulm.cli.main", "plugins", "new", "models", "stranger",
         "--into", str(place))  # fmt: skip
     libraries = ("adapters", "chat", "cli", "frontend", "layers", "parsing", "quantized", "server",
@@ -78,39 +66,14 @@ def test_modulm_comes_from_the_fresh_environment(environment: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(environment: Path) -> Iterator[str]:
+def server(environment: Path, serve: Callable[..., AbstractContextManager[str]]) -> Iterator[str]:
     folder = make_tiny(environment / "checkpoint", "LlamaForCausalLM")
     config = json.loads((folder / "config.json").read_text())
     config["architectures"] = ["StrangerForCausalLM"]
     (folder / "config.json").write_text(json.dumps(config))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    log = environment / "server.log"
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            [environment / "venv/bin/modulm", "serve", folder, "--port", str(port),
-             "--served-model-name", "stranger"],
-            stdout=sink, stderr=sink, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-    try:
-        deadline = time.monotonic() + 120
-        while not healthy(url):
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
+    words = [folder, "--served-model-name", "stranger"]
+    with serve(environment / "venv/bin/modulm", environment / "server.log", words) as url:
         yield url
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-def healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health").status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def test_it_answers(server: str) -> None:

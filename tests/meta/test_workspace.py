@@ -51,8 +51,8 @@ def test_new_makes_a_legal_folder(workspace: ModuleType, tmp_path: Path) -> None
     ("change", "complaint"),
     [
         (("modulm-parser-foo", "modulm-foo-parser"), "name is 'modulm-foo-parser'"),
-        (('version = "0.1.0"', 'version = "9.0"'), "version is '9.0'"),
-        (("modulm>=0.1,<0.2", "modulm"), "does not depend on"),
+        (("version = ", "# version = "), "version is None"),
+        (('"modulm>=', '"modulm!='), "does not depend on"),
         (("modulm.tool_parsers", "modulm.parsers"), "unknown entry-point group"),
         (("FooToolParser", "Elsewhere"), "is not in the package"),
         (("[tool.uv", "[tool.ruff]\nx = 1\n\n[tool.uv"), "the only tool table"),
@@ -80,10 +80,66 @@ def test_stray_files_and_imports_are_found(workspace: ModuleType, tmp_path: Path
 def test_sync_puts_shared_keys_right(workspace: ModuleType, tmp_path: Path) -> None:
     path = tmp_path / "plugins/parsers/foo/pyproject.toml"
     right = path.read_text()
-    wrong = right.replace('"0.1.0"', '"0.0.1"').replace("modulm>=0.1,<0.2", "modulm>=0.0,<0.1")
+    wrong = right.replace('version = "', 'version = "9').replace("modulm>=", "modulm>=0.0,<0.1,>=")
     path.write_text(wrong.replace("license", "# license"))
     workspace.sync()
     assert list(workspace.check()) == []
+
+
+@pytest.fixture
+def released(workspace: ModuleType, tmp_path: Path) -> ModuleType:
+    """The same with the code that has the version, a model, and what the extras bring."""
+    (tmp_path / "core/modulm").mkdir(parents=True)
+    (tmp_path / "core/modulm/__init__.py").write_text('__version__ = "0.0.1"\n')
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools/extras.toml").write_text(
+        '[models]\nbig = ["bar"]\n[devices]\nchip = []\n[all]\npackages = []\nlibraries = []\n'
+    )
+    workspace.new("models", "bar")
+    workspace.sync()
+    return workspace
+
+
+def test_one_version_for_all(released: ModuleType, tmp_path: Path) -> None:
+    released.bump("7.3.1")
+    assert list(released.check()) == []
+    assert '__version__ = "7.3.1"' in (tmp_path / "core/modulm/__init__.py").read_text()
+    plugin = (tmp_path / "plugins/models/bar/pyproject.toml").read_text()
+    assert 'version = "7.3.1"' in plugin
+    assert '"modulm>=7.3,<7.4"' in plugin
+    assert released.extras()["big"] == ["modulm-bar>=7.3,<7.4"]
+    assert '"modulm-bar>=7.3,<7.4"' in (tmp_path / "pyproject.toml").read_text()
+    (tmp_path / "core/modulm/__init__.py").write_text('__version__ = "7.3.0"\n')
+    assert "core/modulm/__init__.py: not version 7.3.1" in "\n".join(released.check())
+
+
+@pytest.mark.parametrize("version", ["7", "7.3", "v7.3.1", "7.3.1rc1"])
+def test_what_is_no_version(released: ModuleType, version: str) -> None:
+    with pytest.raises(SystemExit, match="is no version"):
+        released.bump(version)
+    assert list(released.check()) == []
+
+
+def test_no_package_without_an_extra(released: ModuleType, tmp_path: Path) -> None:
+    released.new("models", "baz")
+    released.new("platforms", "chip")
+    (tmp_path / "core/side").mkdir()
+    (tmp_path / "core/side/pyproject.toml").write_text('[project]\nname = "modulm-side"\n')
+    found = "\n".join(released.check())
+    assert "plugins/models/baz: in no group of [models]" in found
+    assert "plugins/platforms/chip: in no group of [devices]" in found
+    assert "modulm-baz: no extra brings it" in found
+    assert "modulm-side: no extra brings it" in found
+    assert "modulm-parser-foo: no extra" not in found
+
+
+def test_extras_bring_what_they_say() -> None:
+    workspace = tool("workspace")
+    cpu, cuda = workspace.brought("cpu"), workspace.brought("cuda")
+    assert {"modulm-qwen", "modulm-bert", "modulm-server", "modulm-kernels-cpu"} <= cpu
+    assert "modulm-platform-cuda" in cuda - cpu
+    assert "modulm-kernels-cpu" not in cuda
+    assert not workspace.brought("encoders") & {"modulm-qwen", "modulm-server"}
 
 
 def test_lines_that_count() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+import modulm
 from modulm.cli import main
 from modulm.testing.checkpoints import make_tiny
 
@@ -293,7 +294,7 @@ def run_foreign(foreign: Path) -> Run:
 def test_list_shows_who_takes_over_and_what_is_misspelt(run_foreign: Run) -> None:
     done = run_foreign("plugins", "list", "--json")
     state = {(r["name"], r["distribution"]): r["state"] for r in json.loads(done.stdout)}
-    assert state["cpu", "modulm-over"] == "in place of modulm-platform-cpu 0.1.0"
+    assert state["cpu", "modulm-over"] == f"in place of modulm-platform-cpu {modulm.__version__}"
     assert state["cpu", "modulm-platform-cpu"] == "replaced by modulm-over 1.0"
     assert state["typo", "modulm-typo"].startswith("there is no kind 'scheduler' (did you mean sch")
     assert "(did you mean schedulers?)" in state["dash", "modulm-dash"]

@@ -17,6 +17,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
+import modulm
 from modulm.config import EngineConfig
 from modulm.contracts.attention import AttentionSpec
 from modulm.contracts.quantization import CheckpointInfo
@@ -223,9 +224,11 @@ def test_a_declaration_that_overrides_is_seen(install):
     )
     decision = defaults.choose_platform(PluginManager()).decision
     assert decision.winner == "cpu"
-    assert decision.reason.endswith("; modulm-over 1.0, in place of modulm-platform-cpu 0.1.0")
+    assert decision.reason.endswith(
+        f"; modulm-over 1.0, in place of modulm-platform-cpu {modulm.__version__}"
+    )
     assert defaults.choose_platform(PluginManager(), "cpu").decision.reason == (
-        "asked for by name; modulm-over 1.0, in place of modulm-platform-cpu 0.1.0"
+        f"asked for by name; modulm-over 1.0, in place of modulm-platform-cpu {modulm.__version__}"
     )
 
 

@@ -10,6 +10,7 @@ from string import Template
 
 from attrs import frozen
 
+import modulm
 from modulm.errors import ConfigError, UnsupportedError
 from modulm.plugins.kinds import HOOKS_GROUP, KINDS, Kind, find_kind
 
@@ -82,6 +83,12 @@ def names_of(kind: str, name: str) -> Names:
     return Names(kind, group, driver, stem, distribution, distribution.replace("-", "_"))
 
 
+def _range() -> str:
+    """The versions of this project that a package made by this one works with."""
+    major, minor = modulm.__version__.split(".")[:2]
+    return f">={major}.{minor},<{major}.{int(minor) + 1}"
+
+
 def rendered(names: Names) -> dict[str, str]:
     """Path inside the package's folder -> content."""
     attribute = _ATTRIBUTE.get(names.kind, f":{names.stem}{_CLASS.get(names.kind, '')}")
@@ -94,7 +101,7 @@ def rendered(names: Names) -> dict[str, str]:
         "distribution": names.distribution,
         "package": names.package,
         "target": names.package + attribute,
-        "dependencies": ", ".join(f'"{name}>=0.1,<0.2"' for name in needed),
+        "dependencies": ", ".join(f'"{name}{_range()}"' for name in needed),
     }
     folder = files(__name__)
     found = {

@@ -1,0 +1,92 @@
+"""What `make wheels` builds, installed by plain pip into an environment that has nothing of this
+repository, as a person does who has no checkout. (Third-party packages are borrowed, so that the
+suite downloads none; the kernels are those that set-up compiled. `make wheels` compiles them.)"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from importlib.util import find_spec
+from pathlib import Path
+from zipfile import ZipFile
+
+import httpx
+import pytest
+
+import modulm
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("modulm_kernels_cpu") is None, reason="no kernels are built"),
+]
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheels")
+    run(sys.executable, ROOT / "tools/wheels.py", folder, "--kernels", "built", cwd=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def environment(
+    wheels: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    fresh_environment: Callable[[Path, bool], Path],
+) -> Path:
+    place = fresh_environment(tmp_path_factory.mktemp("fresh"), True)
+    run(place / "venv/bin/python", "-m", "pip", "install", "--quiet", "--no-index",
+        "--find-links", wheels, "modulm[cpu]", cwd=place)  # fmt: skip
+    return place
+
+
+def test_a_wheel_of_each_distribution(wheels: Path) -> None:
+    projects = [ROOT / "pyproject.toml"]
+    for pattern in ("core/*", "kernels/*", "plugins/*/*"):
+        projects += ROOT.glob(f"{pattern}/pyproject.toml")
+    names = [path.name.split("-") for path in wheels.glob("*.whl")]
+    assert len(names) == len(projects)
+    assert {version for _, version, *_ in names} == {modulm.__version__}
+
+
+def test_wheels_hold_what_is_no_python(wheels: Path) -> None:
+    def names(start: str) -> set[str]:
+        (wheel,) = wheels.glob(f"{start}-*.whl")
+        return {Path(name).name for name in ZipFile(wheel).namelist()}
+
+    assert {"index.txt", "known_flags.toml", "py.typed", "LICENSE"} <= names("modulm")
+    assert "chat.html" in names("modulm_route_chat_page")
+    assert "fits.toml" in names("modulm_parser_qwen")
+    assert "libmodulm_cpu_scalar.so" in names("modulm_kernels_cpu")
+
+
+def test_nothing_comes_from_this_repository(environment: Path) -> None:
+    told = "import json, modulm_server, modulm, modulm_kernels_cpu as k, modulm_qwen as q; print("
+    told += "json.dumps([m.__file__ for m in (modulm_server, modulm, k, q)]))"
+    homes = json.loads(run(environment / "venv/bin/python", "-c", told, cwd=environment))
+    assert all(home.startswith(str(environment)) for home in homes), homes
+
+
+def test_it_serves(environment: Path, serve: Callable[..., AbstractContextManager[str]]) -> None:
+    log = environment / "server.log"
+    with serve(environment / "venv/bin/modulm", log) as url:
+        question = {"role": "user", "content": "What is the capital of France?"}
+        body = {"model": "demo", "messages": [question], "temperature": 0}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+        page = httpx.get(url, headers={"accept": "text/html"})
+        version = httpx.get(f"{url}/version").json()
+    assert answer.status_code == 200, answer.text
+    assert "Paris" in answer.json()["choices"][0]["message"]["content"]
+    assert "<html" in page.text
+    assert version["version"] == modulm.__version__
