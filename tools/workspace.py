@@ -283,7 +283,7 @@ def check_root() -> Iterator[str]:
     if root().get("optional-dependencies") != extras():
         yield "pyproject.toml: the extras differ from tools/extras.toml; run sync"
     for name in sorted(everything() - brought("all")):
-        yield f"{name}: no extra brings it; name it under [all] in tools/extras.toml"
+        yield f"{name}: no extra brings it; name it under [apart] in tools/extras.toml"
 
 
 def extras() -> dict[str, list[str]]:
@@ -298,7 +298,7 @@ def extras() -> dict[str, list[str]]:
         for device, folders in named["devices"].items()
     }
     chosen = {name for group in (*models.values(), *devices.values()) for name in group}
-    chosen |= set(named["all"]["packages"])
+    chosen |= {name for group in named["apart"].values() for name in group}
     rest = {distribution(path) for path in plugins() if path.parent.name != "models"} - chosen
     serve = ["modulm-server", *rest, *models.pop("serve", ()), *devices.pop("any", ())]
     found = {"serve": _bounded(serve), **{name: _bounded(group) for name, group in models.items()}}
@@ -306,8 +306,9 @@ def extras() -> dict[str, list[str]]:
     for device, names in devices.items():
         found[f"{device}-base"] = ["modulm[serve]", *_bounded(names)]
         found[device] = [f"modulm[{device}-base,models]"]
-    found["all"] = [f"modulm[{','.join(sorted(devices))}]", *_bounded(named["all"]["packages"])]
-    found["all"] += named["all"]["libraries"]
+    found |= {extra: _bounded(names) for extra, names in named["apart"].items()}
+    whole = sorted([*devices, *named["apart"]])
+    found["all"] = [f"modulm[{','.join(whole)}]", *named["libraries"]["all"]]
     return found
 
 

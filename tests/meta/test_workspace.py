@@ -93,7 +93,7 @@ def released(workspace: ModuleType, tmp_path: Path) -> ModuleType:
     (tmp_path / "core/modulm/__init__.py").write_text('__version__ = "0.0.1"\n')
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools/extras.toml").write_text(
-        '[models]\nbig = ["bar"]\n[devices]\nchip = []\n[all]\npackages = []\nlibraries = []\n'
+        '[models]\nbig = ["bar"]\n[devices]\nchip = []\n[apart]\n[libraries]\nall = []\n'
     )
     workspace.new("models", "bar")
     workspace.sync()
