@@ -37,6 +37,7 @@ def test_signs_of_life(http: httpx.Client) -> None:
         assert http.get(path).status_code == 200
         assert http.head(path).status_code == 200
     assert http.post("/ping").status_code == 200
+    assert http.get("/health").json() == {"status": "ok"}
     assert http.get("/version").json() == {"version": modulm.__version__}
     assert http.get("/load").json() == {"server_load": 0}
 
@@ -111,7 +112,7 @@ def test_tokens(http: httpx.Client, live: Live) -> None:
     made = http.post("/tokenize", json={"prompt": "Hello", "return_token_strs": True}).json()
     assert made["count"] == len(made["tokens"]) == len(made["token_strs"])
     back = http.post("/detokenize", json={"tokens": made["tokens"]}).json()
-    assert back == {"prompt": "Hello"}
+    assert back == {"prompt": "Hello", "content": "Hello"}
     chat = http.post("/tokenize", json={"messages": ask()["messages"]}).json()["tokens"]
     http.post(CHAT, json=ask())
     assert live.engine.seen[-1][0]["prompt_token_ids"] == chat

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from modulm.text.tokenizer import Tokenizer
 
-__all__ = ["Detokenizer"]
+__all__ = ["Detokenizer", "piece_bytes"]
 
 #: Prompt tokens that a window starts with: enough for a decoder that looks at its left neighbour.
 _CONTEXT = 6
@@ -75,7 +75,7 @@ class _Pieces:
     def __getitem__(self, index: int) -> bytes:
         known = self._known.get(index)
         if known is None:
-            known = self._known[index] = _piece(self._tokenizer.id_to_token(index) or "")
+            known = self._known[index] = piece_bytes(self._tokenizer.id_to_token(index) or "")
         return known
 
 
@@ -109,7 +109,7 @@ def _letters() -> dict[str, int]:
 _LETTERS = _letters()
 
 
-def _piece(token: str) -> bytes:
+def piece_bytes(token: str) -> bytes:
     """A token with a letter that is not in the alphabet was added as text and stands for it."""
     try:
         return bytes([_LETTERS[letter] for letter in token])

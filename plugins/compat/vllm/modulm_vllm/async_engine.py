@@ -14,7 +14,7 @@ from modulm.engine.types.outputs import PoolingOutput, PoolingRequestOutput, Req
 from modulm_server.engine.adapters import Adapter
 from modulm_server.engine.async_llm import AsyncLLM
 from modulm_vllm.engine import ModelFacts
-from modulm_vllm.failures import EngineDeadError, as_vllm
+from modulm_vllm.failures import EngineDeadError, as_vllm, refuse
 from modulm_vllm.params import LoRARequest, native
 from modulm_vllm.tokenizers import that_can_be_awaited
 
@@ -63,9 +63,10 @@ class AsyncLLMEngine:
         lora_request: LoRARequest | None = None,
         trace_headers: Any = None,
         priority: int = 0,
-        **_: Any,
+        **more: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs as they come; leaving early aborts the request."""
+        refuse(**more)
         adapter = await self._adapter(lora_request)
         with as_vllm():
             outputs = self._engine.generate(
@@ -83,9 +84,10 @@ class AsyncLLMEngine:
         lora_request: LoRARequest | None = None,
         trace_headers: Any = None,
         priority: int = 0,
-        **_: Any,
+        **more: Any,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """One output, with a tensor as `outputs.data`."""
+        refuse(**more)
         adapter = await self._adapter(lora_request)
         with as_vllm():
             outputs = self._engine.encode(
@@ -199,6 +201,7 @@ class AsyncLLMEngine:
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """Take the memory again, all of it."""
+        refuse(tags=tags)
         await self._engine.wake_up()
 
     async def is_sleeping(self) -> bool:

@@ -13,7 +13,7 @@ from modulm.plugins import manager
 from modulm_frontend.input_processor import InputProcessor
 from modulm_frontend.lora import OfflineAdapters
 from modulm_frontend.output_processor import OutputProcessor, RequestState
-from modulm_vllm.failures import as_vllm
+from modulm_vllm.failures import as_vllm, refuse
 from modulm_vllm.params import native, native_adapter
 
 if TYPE_CHECKING:
@@ -136,6 +136,7 @@ class LLMEngine:
         priority: int = 0,
     ) -> None:
         """Ask for an answer; `step` gives it. Raises ValueError for what is wrong."""
+        refuse(tokenization_kwargs=tokenization_kwargs)
         lora = native_adapter(lora_request)
         with as_vllm():
             pending = self._inputs.process(

@@ -14,7 +14,7 @@ from modulm.errors import (
     UnsupportedError,
 )
 
-__all__ = ["EngineDeadError", "as_vllm"]
+__all__ = ["EngineDeadError", "as_vllm", "refuse"]
 
 
 class EngineDeadError(Exception):
@@ -30,3 +30,10 @@ def as_vllm() -> Iterator[None]:
         raise ValueError(str(error)) from error
     except EngineDead as error:
         raise EngineDeadError(str(error)) from error
+
+
+def refuse(**given: object) -> None:
+    """Raise ValueError for an argument that asks for what is not here; None asks for nothing."""
+    for name, value in given.items():
+        if value is not None and value != {}:
+            raise ValueError(f"{name}: not supported by modulm; leave it out")

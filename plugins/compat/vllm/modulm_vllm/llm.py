@@ -7,8 +7,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from attrs import evolve
 
 from modulm.config.sources import keywords
+from modulm.contracts.sampling import PoolingParams as NativePoolingParams
 from modulm.engine.types.outputs import (
     BeamSearchOutput,
     PoolingOutput,
@@ -19,7 +21,7 @@ from modulm_frontend import llm as frontend
 from modulm_server.engine.metrics import Metrics
 from modulm_vllm.arguments import flags_for
 from modulm_vllm.engine import EngineFacts
-from modulm_vllm.failures import as_vllm
+from modulm_vllm.failures import as_vllm, refuse
 from modulm_vllm.metrics import Metric, read
 from modulm_vllm.params import (
     SamplingParams,
@@ -90,8 +92,7 @@ class LLM(frontend.LLM):
 
         The template says in which form it reads content, whatever chat_template_content_format.
         """
-        if mm_processor_kwargs:
-            raise ValueError("mm_processor_kwargs: not yet supported")
+        refuse(mm_processor_kwargs=mm_processor_kwargs)
         if chat_template_content_format not in ("auto", "string", "openai"):
             raise ValueError("chat_template_content_format must be auto, string or openai")
         with as_vllm():
@@ -138,6 +139,10 @@ class LLM(frontend.LLM):
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput]:
         """Pool every prompt; `outputs.data` is a tensor."""
+        refuse(tokenization_kwargs=tokenization_kwargs)
+        if truncate_prompt_tokens is not None:
+            wanted = {"truncate_prompt_tokens": truncate_prompt_tokens}
+            pooling_params = evolve(native(pooling_params) or NativePoolingParams(), **wanted)
         found = self._encode(prompts, pooling_params, use_tqdm, lora_request, pooling_task)
         for output in found:
             output.outputs = PoolingOutput(torch.from_numpy(output.outputs.data.copy()))
@@ -162,7 +167,8 @@ class LLM(frontend.LLM):
         """How well texts go together: `outputs.score`, one per pair."""
         if "pooling_params" in more:
             more["pooling_params"] = native(more["pooling_params"])
-        more.pop("lora_request", None)
+        if "lora_request" in more:
+            more["lora_request"] = native_adapter(more["lora_request"])
         with as_vllm():
             return super().score(*texts, **more)
 

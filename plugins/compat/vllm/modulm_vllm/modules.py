@@ -177,7 +177,7 @@ class _Loader(InspectLoader):
 
     def get_code(self, fullname: str) -> CodeType:
         """What runpy runs."""
-        return compile(self.get_source(fullname) or "", f"<{fullname}>", "exec")
+        return self.source_to_code(self.get_source(fullname) or "", f"<{fullname}>")
 
 
 def _value(home: str, name: str) -> Any:

@@ -24,6 +24,12 @@ class Load(TypedDict):
     server_load: int
 
 
+class Health(TypedDict):
+    """What llama.cpp's clients look for; the status of the answer says it all."""
+
+    status: str
+
+
 class Version(TypedDict):
     """The version of modulm."""
 
@@ -47,12 +53,14 @@ class Ops(RouteFamily):
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["Operations"])
-        for path, sign in (
-            ("/health", self.health),
-            ("/ping", self.health),
-            ("/ready", self.ready),
+        for path, sign, shown in (
+            ("/health", self.health, Health),
+            ("/ping", self.health, Health),
+            ("/ready", self.ready, None),
         ):
-            router.add_api_route(path, sign, methods=["GET"], response_class=Response)
+            router.add_api_route(
+                path, sign, methods=["GET"], response_class=Response, responses=gives(shown)
+            )
             router.add_api_route(path, sign, methods=["HEAD"], include_in_schema=False)
         router.add_api_route("/ping", self.health, methods=["POST"], include_in_schema=False)
         for path, endpoint, answer in (
@@ -73,7 +81,8 @@ class Ops(RouteFamily):
     async def health(self) -> Response:
         """200 while the engine lives, 503 when it is dead."""
         await self.context.engine.check_health()
-        return Response(status_code=200)
+        told: Health = {"status": "ok"}
+        return json_response(told)
 
     async def ready(self) -> Response:
         """200 while new requests are welcome: alive, and neither going down nor full."""

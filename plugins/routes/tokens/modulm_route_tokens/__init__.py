@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Annotated, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from fastapi import APIRouter, Request
 from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.responses import Response
 
+from modulm.text.detokenizer import piece_bytes
 from modulm_server.constraints import check_tools
 from modulm_server.flags import ServerConfig
 from modulm_server.json_body import bad_field, json_response, read, takes
@@ -17,18 +19,30 @@ from modulm_server.prompts import ChatOptions
 from modulm_server.route import RouteFamily
 from modulm_server.sampling import LIMITS
 
+if TYPE_CHECKING:
+    from modulm.text.tokenizer import Tokenizer
+
 __all__ = ["Tokens"]
 
+#: How vocabularies that fall back to bytes write one.
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 #: Ids that are detokenized at once, where the model's context is not longer.
 _MOST_TOKENS = 1 << 18
 Id = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
 class TokenizeRequest(Struct, kw_only=True):
-    """`POST /tokenize`: a prompt, or messages."""
+    """`POST /tokenize`: a prompt, or messages.
+
+    In llama.cpp's words it is `content`, with the three fields after that.
+    """
 
     model: str | UnsetType = UNSET
     prompt: str | None = None
+    content: str | None = None
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
     messages: Annotated[list[dict[str, Any]], Meta(max_length=LIMITS.messages)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
@@ -56,10 +70,24 @@ class Tokenized(TypedDict):
     token_strs: list[str | None] | None
 
 
+class Piece(TypedDict):
+    """A token and its text; its bytes where these are none."""
+
+    id: int
+    piece: str | list[int]
+
+
+class Pieces(TypedDict):
+    """The ids of a text, as llama.cpp's clients read them."""
+
+    tokens: list[int] | list[Piece]
+
+
 class Detokenized(TypedDict):
-    """The text of token ids."""
+    """The text of token ids, by vLLM's name and by llama.cpp's."""
 
     prompt: str
+    content: str
 
 
 class TokenizerInfo(TypedDict):
@@ -88,7 +116,7 @@ class Tokens(RouteFamily):
             self.tokenize,
             methods=["POST"],
             openapi_extra=takes(TokenizeRequest),
-            responses=gives(Tokenized),
+            responses=gives(Tokenized | Pieces),
         )
         router.add_api_route(
             "/detokenize",
@@ -108,6 +136,8 @@ class Tokens(RouteFamily):
         body = await read(request, TokenizeRequest)
         generation = self.context.generation
         await generation.find_model(body.model)
+        if body.content is not None:
+            return await self._pieces(body)
         if (body.prompt is None) == (body.messages is None):
             raise bad_field("prompt", "either prompt or messages is needed")
         if body.prompt is not None:
@@ -130,6 +160,29 @@ class Tokens(RouteFamily):
             else None,
         }
         return json_response(told)
+
+    async def _pieces(self, body: TokenizeRequest) -> Response:
+        """The answer to a request in llama.cpp's words."""
+        if not body.parse_special:
+            raise bad_field("parse_special", "parse_special: tokens that are written out are read")
+        if body.prompt is not None or body.messages is not None:
+            raise bad_field("content", "content: not together with prompt or messages")
+        generation = self.context.generation
+        (prompt,) = await generation.tokenize(
+            body.content or "", add_special_tokens=body.add_special
+        )
+        ids = list(prompt.ids)
+        if not body.with_pieces:
+            told: Pieces = {"tokens": ids}
+            return json_response(told)
+
+        def pieces() -> Pieces:
+            found: list[Piece] = [
+                {"id": one, "piece": _piece(generation.tokenizer, one)} for one in ids
+            ]
+            return {"tokens": found}
+
+        return json_response(await generation.work.run(len(ids), pieces))
 
     def _options(self, body: TokenizeRequest) -> ChatOptions:
         trusted = self.context.config.group(ServerConfig).trust_request_chat_template
@@ -165,7 +218,7 @@ class Tokens(RouteFamily):
             raise bad_field("tokens", f"tokens: {wrong} is out of vocabulary (0 to {size - 1})")
         decode = generation.tokenizer.decode
         text = await generation.work.run(len(body.tokens), decode, body.tokens, False)
-        told: Detokenized = {"prompt": text}
+        told: Detokenized = {"prompt": text, "content": text}
         return json_response(told)
 
     async def info(self) -> Response:
@@ -179,3 +232,14 @@ class Tokens(RouteFamily):
             "chat_template": tokenizer.chat_template,
         }
         return json_response(told)
+
+
+def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
+    """The text of a token, or its bytes where it is a part of a character."""
+    text: str = tokenizer.decode([token], False)
+    if "\ufffd" not in text:
+        return text
+    spelt = tokenizer.id_to_token(token) or ""
+    if single := _BYTE.fullmatch(spelt):
+        return [int(single[1], 16)]
+    return list(piece_bytes(spelt)) if tokenizer.spelling == "byte_level" else text

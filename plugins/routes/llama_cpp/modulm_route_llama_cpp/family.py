@@ -1,0 +1,443 @@
+"""The route family: `/completion`, `/infill`, `/props`, `/slots` and what goes with them.
+
+An answer of which `response_fields` names parts has no type of its own, only these.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any, cast
+from uuid import uuid4
+
+import msgspec
+from attrs import frozen
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+import modulm
+from modulm_route_llama_cpp.answers import Answer, chosen_fields, failure
+from modulm_route_llama_cpp.objects import (
+    Adapter,
+    Chunk,
+    Completion,
+    Embedding,
+    Failure,
+    Piece,
+    Properties,
+    Slot,
+    Tokens,
+)
+from modulm_route_llama_cpp.prompts import biases, infill_prompt, prompts_of
+from modulm_route_llama_cpp.schema import (
+    CompletionRequest,
+    EmbeddingRequest,
+    InfillRequest,
+    Settings,
+    TemplateRequest,
+    constraint_of,
+    params_of,
+)
+from modulm_server.auth import current_owner
+from modulm_server.constraints import check_tools
+from modulm_server.errors import ApiError, ClientGone, error_body, report
+from modulm_server.flags import ServerConfig
+from modulm_server.generation import Running, merged
+from modulm_server.json_body import bad_field, json_response, read, takes
+from modulm_server.openapi import gives
+from modulm_server.prompts import ChatOptions, Prompt
+from modulm_server.request_cost import check_cost
+from modulm_server.route import RouteFamily
+from modulm_server.sse import EventStream, frame
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from modulm.contracts.sampling import SamplingParams
+
+__all__ = ["LlamaCpp"]
+
+
+@frozen(kw_only=True)
+class _Job:
+    """One request, ready to run. fields: what it calls a field of the engine's."""
+
+    body: CompletionRequest
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    settings: Mapping[str, Any]
+    model: str
+    adapter: str | None
+    fields: Mapping[str, str]
+
+    def answers(self) -> list[Answer]:
+        """An answer per prompt and completion."""
+        return [
+            Answer(
+                index,
+                self.model,
+                self.settings,
+                nothing=self.body.n_predict == 0,
+                best=self.body.n_probs,
+                keep_tokens=self.body.return_tokens or self.body.stream,
+            )
+            for index in range(len(self.prompts) * self.params.n)
+        ]
+
+
+class LlamaCpp(RouteFamily):
+    """`/completion`, `/infill`, `/props`, `/slots`, `/apply-template`, `/embedding` ..."""
+
+    name = "llama_cpp"
+    api = 2
+
+    def router(self) -> APIRouter:
+        router = APIRouter(tags=["llama.cpp"])
+        whole = Completion | list[Completion] | dict[str, Any] | list[dict[str, Any]]
+        part = Chunk | Completion | Failure | dict[str, Any]
+        posted = (
+            ("/completion", self.completion, CompletionRequest, whole, part),
+            ("/infill", self.infill, InfillRequest, whole, part),
+            ("/apply-template", self.apply_template, TemplateRequest, Tokens, None),
+            ("/embedding", self.embedding, EmbeddingRequest, list[Embedding], None),
+        )
+        for path, function, schema, answer, events in posted:
+            router.add_api_route(
+                path,
+                self._told(function),
+                methods=["POST"],
+                openapi_extra=takes(schema),
+                responses=gives(answer, events=events, failure=Failure),
+                description=function.__doc__,
+                name=f"llama.cpp {path}",
+            )
+        for path, shown, shape in (
+            ("/props", self.props, Properties),
+            ("/slots", self.slots, list[Slot]),
+            ("/lora-adapters", self.adapters, list[Adapter]),
+        ):
+            router.add_api_route(
+                path,
+                self._told(shown),
+                methods=["GET"],
+                responses=gives(shape, failure=Failure),
+                description=shown.__doc__,
+                name=f"llama.cpp {path}",
+            )
+        for path in ("/props", "/slots/{id_slot}", "/lora-adapters"):
+            router.add_api_route(
+                path, self._told(self._fixed), methods=["POST"], include_in_schema=False
+            )
+        return router
+
+    def _told(
+        self, function: Callable[[Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """The route with errors in llama.cpp's form."""
+
+        async def answered(request: Request) -> Response:
+            try:
+                return await function(request)
+            except ClientGone:
+                raise
+            except Exception as error:
+                stacks = self.context.config.group(ServerConfig).log_error_stack
+                told = report(error, request.scope, stacks)
+                return json_response(_failure(told), told.status, told.headers)
+
+        return answered
+
+    # What tells of the server.
+
+    async def props(self, request: Request) -> Response:
+        """What the server is, and the settings that a request has if it says nothing."""
+        info, config = self.context.engine.info, self.context.config
+        tokenizer = self.context.engine.tokenizer
+        settings = Settings.of(CompletionRequest(), info.defaults).shown()
+        template = self.context.generation.template
+        if template is None and tokenizer is not None:
+            given = tokenizer.chat_template
+            template = given if isinstance(given, str) else (given or {}).get("default")
+        special = {} if tokenizer is None else tokenizer.special
+        told: Properties = {
+            "default_generation_settings": {
+                "id": 0,
+                "n_ctx": info.max_model_len,
+                "speculative": info.drafts > 0,
+                "is_processing": False,
+                "params": {"n_predict": -1, "seed": 2**32 - 1, "stop": [], **settings},
+            },
+            "total_slots": config.scheduler.max_num_seqs or 1,
+            "model_alias": self.context.models[0],
+            "model_path": self.context.models[0],
+            "chat_template": template or "",
+            "chat_template_caps": {},
+            "modalities": {"vision": False, "audio": False},
+            "bos_token": special.get("bos_token", ""),
+            "eos_token": special.get("eos_token", ""),
+            "build_info": f"modulm {modulm.__version__}",
+            "is_sleeping": await self.context.engine.is_sleeping(),
+        }
+        return json_response(told)
+
+    async def slots(self, request: Request) -> Response:
+        """The sequences that may run at once. fail_on_no_slot=1: 503 if all of them do."""
+        info, stats = self.context.engine.info, self.context.engine.stats
+        count = self.context.config.scheduler.max_num_seqs or 1
+        running = 0 if stats is None else int(stats.running)
+        if request.query_params.get("fail_on_no_slot") == "1" and running >= count:
+            raise ApiError(503, "no slot available", code="overloaded")
+        told: list[Slot] = [
+            {
+                "id": index,
+                "id_task": -1,
+                "n_ctx": info.max_model_len,
+                "speculative": info.drafts > 0,
+                "is_processing": index < running,
+            }
+            for index in range(count)
+        ]
+        return json_response(told)
+
+    async def adapters(self, request: Request) -> Response:
+        """The adapters that `lora` of a request may name by their number."""
+        told: list[Adapter] = [
+            {"id": index, "path": adapter.root or adapter.name, "scale": 0.0}
+            for index, adapter in enumerate(self.context.engine.adapters.values())
+        ]
+        return json_response(told)
+
+    async def _fixed(self, request: Request) -> Response:
+        """What can be changed in llama.cpp's server while it runs, and not here."""
+        words = {
+            "/props": "the server's settings are its flags (modulm serve --help)",
+            "/lora-adapters": "a request names its adapter with `lora`, or as its `model`",
+        }
+        path = request.url.path
+        said = words.get(
+            path, "the cache of prompts is shared; it is not saved, nor is it a slot's"
+        )
+        raise ApiError(501, f"this server does not support POST {path[:40]}: {said}")
+
+    async def apply_template(self, request: Request) -> Response:
+        """A conversation in the model's chat template, as text."""
+        body = await read(request, TemplateRequest)
+        prompt = await self.context.generation.from_messages(
+            body.messages,
+            ChatOptions(
+                tools=check_tools(body.tools),
+                variables=body.chat_template_kwargs or {},
+                add_generation_prompt=body.add_generation_prompt,
+            ),
+        )
+        told: Tokens = {"prompt": self._text(prompt.text, prompt.ids)}
+        return json_response(told)
+
+    async def embedding(self, request: Request) -> Response:
+        """One vector per text, by the server's own route for embeddings."""
+        body = await read(request, EmbeddingRequest)
+        if body.embd_normalize not in (None, 2, -1):
+            raise bad_field("embd_normalize", "embd_normalize: 2 (Euclidean) or -1 (none)")
+        wanted: dict[str, Any] = {"input": body.content}
+        if body.embd_normalize == -1:
+            wanted["normalize"] = False
+        encoded = msgspec.json.encode(wanted)
+        status, answer = await self.context.loopback.post(
+            "/v1/embeddings", encoded, current_owner()
+        )
+        told = json.loads(answer)
+        if status >= 300:
+            error = told.get("error", {})
+            raise ApiError(status, str(error.get("message", "error")), param=error.get("param"))
+        found: list[Embedding] = [
+            {"index": one["index"], "embedding": [one["embedding"]]} for one in told["data"]
+        ]
+        return json_response(found)
+
+    # Answers.
+
+    async def completion(self, request: Request) -> Response:
+        """Continue a prompt, or each of several."""
+        body = await read(request, CompletionRequest)
+        if body.prompt is None:
+            raise bad_field("prompt", "prompt: is needed")
+        self.context.generation.check_open()
+        return await self._answer(body, await prompts_of(body.prompt, self.context.generation))
+
+    async def infill(self, request: Request) -> Response:
+        """Fill the gap between a prefix and a suffix."""
+        body = await read(request, InfillRequest)
+        self.context.generation.check_open()
+        prompt = await infill_prompt(body, self.context.generation)
+        return await self._answer(body, (prompt,))
+
+    async def _answer(self, body: CompletionRequest, prompts: Sequence[Prompt]) -> Response:
+        job = await self._job(body, prompts)
+        runs = await self._start(job)
+        if body.stream:
+            quiet = self.context.config.group(ServerConfig).sse_keep_alive_interval
+            if body.sse_ping_interval is not None:
+                quiet = max(body.sse_ping_interval, 0.0)
+            return EventStream(self._frames(job, runs), quiet=quiet, failed=_failed)
+        return json_response(await self._whole(job, runs))
+
+    async def _job(self, body: CompletionRequest, prompts: Sequence[Prompt]) -> _Job:
+        info = self.context.engine.info
+        slots = self.context.config.scheduler.max_num_seqs or 1
+        if not -1 <= body.id_slot < slots:
+            raise bad_field("id_slot", f"id_slot: -1, or one of {slots} slots from 0")
+        settings = Settings.of(body, info.defaults)
+        held = constraint_of(body)
+        bias = biases(body.logit_bias, self.context.generation.tokenizer)
+        params = params_of(body, settings, None if held is None else held[0], bias)
+        server = self.context.config.group(ServerConfig)
+        check_cost(params, [len(prompt.ids) for prompt in prompts], info, server)
+        adapter = await self._adapter(body)
+        shown = {
+            **settings.shown(),
+            "n_ctx": info.max_model_len,
+            "n_predict": -1 if params.max_tokens is None else params.max_tokens,
+            "max_tokens": -1 if params.max_tokens is None else params.max_tokens,
+            "seed": 2**32 - 1 if params.seed is None else params.seed,
+            "stop": list(params.stop),
+            "ignore_eos": body.ignore_eos,
+            "stream": body.stream,
+            "n_probs": body.n_probs,
+            "grammar": body.grammar or "",
+            "n_keep": body.n_keep or 0,
+            "logit_bias": [{"token": key, "bias": value} for key, value in (bias or {}).items()],
+        }
+        if held is not None and held[1] == "json_schema":
+            shown["json_schema"] = body.json_schema
+        return _Job(
+            body=body,
+            prompts=prompts,
+            params=params,
+            settings=shown,
+            model=adapter or self.context.models[0],
+            adapter=adapter,
+            fields={
+                "logprobs": "n_probs",
+                "max_tokens": "n_predict",
+                **({} if held is None else {"structured_outputs": held[1]}),
+            },
+        )
+
+    async def _adapter(self, body: CompletionRequest) -> str | None:
+        """The adapter of a request: the one of `lora`, or that which `model` names."""
+        if body.lora is None:
+            named = body.model
+            known = named is None or named in self.context.models
+            adapters = self.context.engine.adapters
+            return named if not known and named in adapters else None
+        asked = [one for one in body.lora if one.get("scale", 0) != 0]
+        if len(asked) > 1 or any(one.get("scale") != 1 for one in asked):
+            raise bad_field("lora", "lora: one adapter, with scale 1; others are off")
+        if not asked:
+            return None
+        names = list(self.context.engine.adapters)
+        index = asked[0].get("id")
+        if not isinstance(index, int) or not 0 <= index < len(names):
+            raise bad_field("lora", f"lora: {index!r:.20} is no adapter of GET /lora-adapters")
+        return names[index]
+
+    async def _start(self, job: _Job) -> list[Running]:
+        """All prompts handed to the engine, or none."""
+        salt = None if job.body.cache_prompt else uuid4().hex
+        tasks = [
+            asyncio.ensure_future(
+                self.context.generation.generate(
+                    prompt, job.params, cache_salt=salt, adapter=job.adapter, fields=job.fields
+                )
+            )
+            for prompt in job.prompts
+        ]
+        try:
+            await asyncio.wait(tasks)
+            return [task.result() for task in tasks]
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            for run in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(run, Running):
+                    await run.aclose()
+            raise
+
+    def _text(self, text: str | None, ids: Sequence[int]) -> str:
+        if text is not None:
+            return text
+        return str(self.context.generation.tokenizer.decode(list(ids), False))
+
+    async def _whole(self, job: _Job, runs: Sequence[Running]) -> Any:
+        answers = job.answers()
+        async with AsyncExitStack() as stack:
+            for run in runs:
+                stack.push_async_callback(run.aclose)
+            outputs = await asyncio.gather(*(run.last() for run in runs))
+        made = []
+        for place, output in enumerate(outputs):
+            for choice in output.outputs:
+                answer = answers[place * job.params.n + choice.index]
+                if output.metrics is not None and output.metrics.first_token_time is not None:
+                    answer.first = output.metrics.first_token_time
+                prompt = self._text(output.prompt, output.prompt_token_ids)
+                told = answer.end(answer.piece(output, choice), output, choice, prompt)
+                made.append(chosen_fields(told, job.body.response_fields))
+        return made[0] if len(made) == 1 else made
+
+    async def _frames(self, job: _Job, runs: Sequence[Running]) -> AsyncGenerator[bytes, None]:
+        answers = job.answers()
+        async with AsyncExitStack() as stack:
+            for run in runs:
+                stack.push_async_callback(run.aclose)
+            async for place, output in merged(runs):
+                for choice in output.outputs:
+                    answer = answers[place * job.params.n + choice.index]
+                    for told in self._pieces(job, answer, output, choice):
+                        yield frame(told)
+
+    def _pieces(
+        self, job: _Job, answer: Answer, output: Any, choice: Any
+    ) -> list[Mapping[str, Any]]:
+        """What a step said of an answer: what came, and then that it has ended."""
+        first = answer.first is None
+        piece = cast("Chunk", answer.piece(output, choice))
+        if job.body.timings_per_token:
+            piece["timings"] = answer.timings(output)
+        told: list[Mapping[str, Any]] = []
+        if first and job.body.return_progress:
+            total, cached = len(output.prompt_token_ids), output.num_cached_tokens or 0
+            took = answer.timings(output)["prompt_ms"]
+            progress = {"total": total, "cache": cached, "processed": total, "time_ms": took}
+            told.append({**piece, "content": "", "tokens": [], "prompt_progress": progress})
+        if piece["content"] or piece["tokens"]:
+            told.append(piece)
+        if choice.finish_reason is not None:
+            prompt = self._text(output.prompt, output.prompt_token_ids)
+            last: Piece = {**_plain(piece), "content": "", "tokens": []}
+            ended = answer.end(last, output, choice, prompt)
+            told.append(chosen_fields(ended, job.body.response_fields))
+        return told
+
+
+def _plain(piece: Chunk) -> Piece:
+    """What an end has of a part."""
+    return {
+        "index": piece["index"],
+        "content": piece["content"],
+        "tokens": piece["tokens"],
+        "stop": False,
+        "id_slot": piece["id_slot"],
+        "tokens_predicted": piece["tokens_predicted"],
+        "tokens_evaluated": piece["tokens_evaluated"],
+    }
+
+
+def _failure(told: ApiError) -> dict[str, Any]:
+    return failure(told, error_body(told)["error"]["message"])
+
+
+def _failed(told: ApiError) -> bytes:
+    return frame(_failure(told))

@@ -1,0 +1,188 @@
+"""Prompts in llama.cpp's forms, biases of tokens, and prompts with a gap to fill."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+
+from modulm_server.errors import ApiError
+from modulm_server.json_body import bad_field
+from modulm_server.prompts import Prompt
+from modulm_server.sampling import LIMITS
+
+if TYPE_CHECKING:
+    from modulm.text.tokenizer import Tokenizer
+    from modulm_route_llama_cpp.schema import InfillRequest
+    from modulm_server.generation import GenerationService
+
+__all__ = ["Gap", "biases", "infill_prompt", "prompts_of"]
+
+#: How models call the tokens around a gap.
+_PREFIX = ("<|fim_prefix|>", "<fim_prefix>", "<fim-prefix>", "<｜fim▁begin｜>", "▁<PRE>", "<PRE>",
+           "<|code_prefix|>", "[PREFIX]")  # fmt: skip
+_SUFFIX = ("<|fim_suffix|>", "<fim_suffix>", "<fim-suffix>", "<｜fim▁hole｜>", "▁<SUF>", "<SUF>",
+           "<|code_suffix|>", "[SUFFIX]")  # fmt: skip
+_MIDDLE = ("<|fim_middle|>", "<fim_middle>", "<fim-middle>", "<｜fim▁end｜>", "▁<MID>", "<MID>",
+           "<|code_middle|>", "[MIDDLE]")  # fmt: skip
+_REPOSITORY = ("<|repo_name|>", "<|fim_repo|>", "<fim-repo>", "<reponame>", "<repo_name>")
+_FILE = ("<|file_sep|>", "<file_sep>", "<filename>")
+
+
+@frozen
+class Gap:
+    """The tokens with which a model fills in the middle; the last two may be missing."""
+
+    prefix: int
+    suffix: int
+    middle: int | None
+    repository: int | None
+    file: int | None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Gap:
+        """Raises ApiError(501) for a model that has none."""
+        known = tokenizer.added_tokens
+
+        def find(names: Sequence[str]) -> int | None:
+            return next((known[name] for name in names if name in known), None)
+
+        prefix, suffix, middle = find(_PREFIX), find(_SUFFIX), find(_MIDDLE)
+        # Mistral's tokenizers have no token for the middle: it follows the prefix.
+        if prefix is None or suffix is None or (middle is None and "[PREFIX]" not in known):
+            raise ApiError(
+                501,
+                "this model cannot fill in the middle: its vocabulary has no tokens for prefix, "
+                "suffix and middle; /completion continues a text",
+                code="not_supported",
+            )
+        return cls(prefix, suffix, middle, find(_REPOSITORY), find(_FILE))
+
+
+async def prompts_of(given: Any, generation: GenerationService) -> tuple[Prompt, ...]:
+    """Texts, lists of token ids, lists of both mixed, or several of these. Raises ApiError(400)."""
+    several = isinstance(given, list) and _holds_prompts(given)
+    many = given if several else [given]
+    if not 0 < len(many) <= LIMITS.prompts:
+        raise bad_field("prompt", f"prompt: 1 to {LIMITS.prompts} prompts")
+    return tuple([await _prompt(one, generation) for one in many])
+
+
+def _holds_prompts(given: Sequence[Any]) -> bool:
+    """Whether a list is of prompts, not of the tokens and texts of one."""
+    nested = any(isinstance(item, list | dict) for item in given)
+    return nested or (len(given) != 1 and all(isinstance(item, str) for item in given))
+
+
+async def _prompt(given: Any, generation: GenerationService) -> Prompt:
+    if isinstance(given, Mapping):
+        if given.get("multimodal_data"):
+            raise bad_field("prompt", "prompt.multimodal_data: this route takes texts only")
+        given = given.get("prompt_string")
+    if isinstance(given, str):
+        (prompt,) = await generation.tokenize(given, whole=True)
+        return prompt
+    if not isinstance(given, list) or not given:
+        raise bad_field("prompt", "prompt: a text, a list of token ids and texts, or several")
+    if all(_is_id(item) for item in given):
+        return Prompt(given)
+    ids: list[int] = []
+    for place, item in enumerate(given):
+        if _is_id(item):
+            ids.append(item)
+        elif isinstance(item, str):
+            (part,) = await generation.tokenize(item, add_special_tokens=not place, whole=True)
+            ids += part.ids
+        else:
+            raise bad_field("prompt", f"prompt[{place}]: a token id or a text is expected")
+    return Prompt(ids)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+async def infill_prompt(body: InfillRequest, generation: GenerationService) -> Prompt:
+    """A prompt with a gap between prefix and suffix. Raises ApiError(501), ApiError(400)."""
+    tokenizer = generation.tokenizer
+    gap = Gap.of(tokenizer)
+    if body.prompt is not None and not isinstance(body.prompt, str):
+        raise bad_field("prompt", "prompt: a text is expected")
+
+    async def ids(text: str) -> list[int]:
+        if not text:
+            return []
+        (part,) = await generation.tokenize(text, add_special_tokens=False, whole=True)
+        return list(part.ids)
+
+    extra = _extra(body)
+    known: list[int] = []
+    if extra and gap.repository is not None and gap.file is not None:
+        known += [gap.repository, *await ids("myproject\n")]
+        for name, text in extra:
+            known += [gap.file, *await ids(f"{name}\n{text}\n")]
+        known += [gap.file, *await ids("filename\n")]
+    else:
+        for _, text in extra:
+            known += await ids(text)
+    before = [gap.prefix, *await ids(body.input_prefix)]
+    after = [gap.suffix, *await ids(body.input_suffix)]
+    last = await ids(body.prompt or "")
+    begin = _begin(tokenizer)
+    if gap.middle is None:
+        return Prompt([*begin, *known, *after, *before, *last])
+    return Prompt([*begin, *known, *before, *after, gap.middle, *last])
+
+
+def _extra(body: InfillRequest) -> list[tuple[str, str]]:
+    found = []
+    for place, part in enumerate(body.input_extra or ()):
+        text, name = part.get("text"), part.get("filename", "tmp")
+        if not isinstance(text, str) or not isinstance(name, str):
+            raise bad_field(
+                "input_extra", f"input_extra[{place}]: an object of filename and text is expected"
+            )
+        found.append((name, text))
+    return found
+
+
+def _begin(tokenizer: Tokenizer) -> list[int]:
+    """What every prompt of the model begins with."""
+    return list(tokenizer.encode("", add_special_tokens=True))[:1]
+
+
+def biases(given: Any, tokenizer: Tokenizer) -> dict[int, float] | None:
+    """`logit_bias`: pairs of a token (id or text) and a number or false, or an object of them.
+
+    false: never. A text stands for each of its tokens. Raises ApiError(400).
+    """
+    if not given:
+        return None
+    pairs = list(given.items()) if isinstance(given, Mapping) else given
+    if not isinstance(pairs, list) or not all(_is_pair(pair) for pair in pairs):
+        raise bad_field(
+            "logit_bias", "logit_bias: pairs of a token and a number or false are expected"
+        )
+    found: dict[int, float] = {}
+    for token, value in pairs:
+        for index in _tokens(token, tokenizer, isinstance(given, Mapping)):
+            found[index] = -100.0 if value is False else float(value)
+    return found
+
+
+def _is_pair(pair: Any) -> bool:
+    return (
+        isinstance(pair, list | tuple)
+        and len(pair) == 2
+        and (isinstance(pair[0], str) or _is_id(pair[0]))
+        and (pair[1] is False or (isinstance(pair[1], int | float) and pair[1] is not True))
+    )
+
+
+def _tokens(token: int | str, tokenizer: Tokenizer, keyed: bool) -> list[int]:
+    if isinstance(token, int):
+        return [token]
+    if keyed and token.isascii() and token.isdigit() and len(token) < 20:
+        return [int(token)]
+    return list(tokenizer.encode(token, add_special_tokens=False))

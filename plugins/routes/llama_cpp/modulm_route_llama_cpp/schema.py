@@ -1,0 +1,239 @@
+"""What requests carry, and what it means here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from attrs import frozen
+from msgspec import Meta, Struct
+
+from modulm.contracts.sampling import OutputKind, SamplingParams, StructuredOutputs
+from modulm_server.constraints import from_structured
+from modulm_server.json_body import bad_field
+from modulm_server.sampling import LIMITS, StructuredFields, check_schema
+
+__all__ = [
+    "SAMPLERS",
+    "CompletionRequest",
+    "EmbeddingRequest",
+    "InfillRequest",
+    "Settings",
+    "TemplateRequest",
+    "constraint_of",
+    "params_of",
+]
+
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Few = Annotated[int, Meta(ge=1, le=LIMITS.n)]
+#: Samplers that there are, in the order in which this engine has them.
+SAMPLERS = ("penalties", "temperature", "min_p", "top_k", "top_p")
+
+
+class CompletionRequest(Struct, kw_only=True):
+    """`/completion`. What chooses tokens in a way that is not here is refused by its name."""
+
+    prompt: Any = None
+    model: str | None = None
+    n_predict: Annotated[int, Meta(ge=-2, le=2**31 - 1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=-2, le=2**31 - 1)] | None = None
+    n_cmpl: Few | None = None
+    stream: bool = False
+    temperature: Annotated[float, Meta(le=100)] | None = None
+    dynatemp_range: float | None = None
+    dynatemp_exponent: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    top_n_sigma: float | None = None
+    typical_p: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: list[str] | None = None
+    mirostat: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    repeat_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    repeat_last_n: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-100, le=100)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-100, le=100)] | None = None
+    samplers: list[str] | None = None
+    min_keep: Count | None = None
+    seed: int | None = None
+    ignore_eos: bool = False
+    stop: str | list[str] | None = None
+    logit_bias: Any = None
+    n_probs: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    post_sampling_probs: bool = False
+    grammar: str | None = None
+    grammar_lazy: bool | None = None
+    json_schema: Any = None
+    cache_prompt: bool = True
+    id_slot: int = -1
+    return_tokens: bool = False
+    return_progress: bool = False
+    timings_per_token: bool = False
+    t_max_predict_ms: float | None = None
+    t_max_prompt_ms: float | None = None
+    n_indent: int | None = None
+    n_keep: int | None = None
+    n_discard: int | None = None
+    n_cache_reuse: int | None = None
+    response_fields: list[str] | None = None
+    sse_ping_interval: float | None = None
+    lora: list[dict[str, Any]] | None = None
+
+
+class InfillRequest(CompletionRequest, kw_only=True):
+    """`/infill`. prompt: goes after the token that begins the middle."""
+
+    input_prefix: str = ""
+    input_suffix: str = ""
+    input_extra: list[dict[str, Any]] | None = None
+
+
+class TemplateRequest(Struct, kw_only=True):
+    """`/apply-template`."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+
+
+class EmbeddingRequest(Struct, kw_only=True):
+    """`/embedding`. embd_normalize: 2 for Euclidean length 1, the only one, or -1 for none."""
+
+    content: str | list[str]
+    embd_normalize: int | None = None
+
+
+#: Fields that do what is not here -> values that change nothing, and what to say of others.
+_NEUTRAL: Mapping[str, tuple[tuple[float, ...], str]] = {
+    "dynatemp_range": ((0,), "temperature is the same for all tokens"),
+    "typical_p": ((1,), "there is no such sampler"),
+    "top_n_sigma": ((-1, 0), "there is no such sampler"),
+    "xtc_probability": ((0,), "there is no such sampler"),
+    "dry_multiplier": ((0,), "there is no such sampler; repeat_penalty is there"),
+    "mirostat": ((0,), "there is no such sampler"),
+    "min_keep": ((0, 1), "one token is always kept, no more"),
+    "n_indent": ((0,), "lines are not indented"),
+    "t_max_predict_ms": ((0, -1), "time is not bounded; n_predict bounds tokens"),
+    "t_max_prompt_ms": ((0, -1), "time is not bounded"),
+    "post_sampling_probs": ((0,), "n_probs gives the model's own probabilities"),
+    "grammar_lazy": ((0,), "a grammar holds from the first token"),
+}
+#: Settings of `Settings`: those that a checkpoint may recommend by the same name, and others.
+_RECOMMENDED = ("temperature", "top_k", "top_p", "min_p")
+_PENALTIES = ("repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty")
+#: Samplers that change nothing with their neutral settings.
+_NEUTRAL_SAMPLERS = ("dry", "typ_p", "typical_p", "xtc", "top_n_sigma", "infill")
+
+
+@frozen(kw_only=True)
+class Settings:
+    """How a request's tokens are chosen, in llama.cpp's words."""
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repeat_penalty: float = 1.0
+    repeat_last_n: int = 64
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    samplers: Sequence[str] = SAMPLERS
+
+    @classmethod
+    def of(cls, body: CompletionRequest, defaults: Mapping[str, Any]) -> Settings:
+        """What a request says, else what the checkpoint recommends, else llama.cpp's defaults.
+
+        Raises ApiError(400) for a sampler that is not there.
+        """
+        for name, (neutral, words) in _NEUTRAL.items():
+            if getattr(body, name) not in (None, *neutral):
+                raise bad_field(name, f"{name}: {words}; leave it out", "unsupported")
+        given = defaults.get
+        found = {name: defaults[name] for name in _RECOMMENDED if given(name) is not None}
+        if given("repetition_penalty"):
+            found["repeat_penalty"] = defaults["repetition_penalty"]
+        said = {name: getattr(body, name) for name in (*_RECOMMENDED, *_PENALTIES)}
+        found |= {name: value for name, value in said.items() if value is not None}
+        return cls(**found, samplers=_samplers(body.samplers))
+
+    def shown(self) -> dict[str, Any]:
+        """The settings as answers tell them."""
+        neutral = {name: values[0] for name, (values, _) in _NEUTRAL.items()}
+        del neutral["grammar_lazy"], neutral["t_max_prompt_ms"]
+        own = {name: getattr(self, name) for name in (*_RECOMMENDED, *_PENALTIES)}
+        return {**neutral, "post_sampling_probs": False, **own, "samplers": list(self.samplers)}
+
+
+def _samplers(given: Sequence[str] | None) -> Sequence[str]:
+    """Those that are on. What is not named is off; the order is this engine's."""
+    if given is None:
+        return SAMPLERS
+    for name in given:
+        if name not in SAMPLERS + _NEUTRAL_SAMPLERS:
+            raise bad_field("samplers", f"samplers: {name[:40]!r} is none of {', '.join(SAMPLERS)}")
+    return tuple(name for name in SAMPLERS if name in given)
+
+
+def params_of(
+    body: CompletionRequest,
+    settings: Settings,
+    constraint: StructuredOutputs | None,
+    bias: Mapping[int, float] | None,
+) -> SamplingParams:
+    """The engine's parameters; what depends on the model is checked by the engine."""
+    limit = body.n_predict if body.n_predict is not None else body.max_tokens
+    on = settings.samplers
+    seed = None if body.seed is None or body.seed in (-1, 2**32 - 1) else body.seed
+    return SamplingParams(
+        n=body.n_cmpl or 1,
+        temperature=max(settings.temperature, 0.0) if "temperature" in on else 1.0,
+        top_k=max(settings.top_k, 0) if "top_k" in on else 0,
+        top_p=settings.top_p if "top_p" in on and 0 < settings.top_p < 1 else 1.0,
+        min_p=min(max(settings.min_p, 0.0), 1.0) if "min_p" in on else 0.0,
+        seed=seed,
+        stop=body.stop,
+        ignore_eos=body.ignore_eos,
+        max_tokens=None if limit is None or limit < 0 else max(limit, 1),
+        logprobs=body.n_probs or None,
+        logit_bias=bias,
+        structured_outputs=constraint,
+        output_kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
+        extra_args=_penalties(settings),
+    )
+
+
+def _penalties(settings: Settings) -> dict[str, Any] | None:
+    """Penalties for what is among the last tokens, of the processor `recent_penalties`."""
+    asked = {
+        "repeat": settings.repeat_penalty,
+        "presence": settings.presence_penalty,
+        "frequency": settings.frequency_penalty,
+    }
+    neutral = {"repeat": 1.0, "presence": 0.0, "frequency": 0.0}
+    if asked == neutral or not settings.repeat_last_n or "penalties" not in settings.samplers:
+        return None
+    return {"recent_penalties": {"last_n": settings.repeat_last_n, **asked}}
+
+
+def constraint_of(body: CompletionRequest) -> tuple[StructuredOutputs, str] | None:
+    """What the text is held to, and by which field. Raises ApiError(400)."""
+    if body.grammar and body.json_schema is not None:
+        raise bad_field("grammar", "grammar: not together with json_schema")
+    if body.grammar:
+        held = from_structured(StructuredFields(grammar=body.grammar), "grammar")
+        return None if held is None else (held, "grammar")
+    if body.json_schema is None:
+        return None
+    check_schema(body.json_schema, "json_schema")
+    if not body.json_schema:
+        return StructuredOutputs(json_object=True), "json_schema"
+    return StructuredOutputs(json=body.json_schema), "json_schema"
