@@ -15,6 +15,7 @@ from modulm.contracts.pooling import PoolingRecipe
 from modulm.contracts.quantization import CheckpointInfo
 from modulm.errors import CheckpointError, PluginError, PluginNotFound
 from modulm.loading.hub import download, download_part, is_hub_id, split_part
+from modulm.loading.strangers import folder_kind, weights_hint
 from modulm.plugins import defaults
 
 if TYPE_CHECKING:
@@ -90,7 +91,10 @@ def open_loader(
     Raises CheckpointError if no installed loader does.
     """
     wanted = config.load.load_format
-    chosen = defaults.choose_loader(plugins, path, None if wanted == "auto" else wanted)
+    try:
+        chosen = defaults.choose_loader(plugins, path, None if wanted == "auto" else wanted)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{weights_hint(path)}") from error
     given = config.device.options("loaders", str(chosen.decision.winner))
     made = chosen.driver(path, {**config.load.model_loader_extra_config, **given})
     return defaults.Chosen(made, chosen.decision)
@@ -187,7 +191,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         table = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{file}: there is no such file, so this is no checkpoint") from None
+        raise CheckpointError(f"{file}: {folder_kind(file.parent)}") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: {error}") from error
     if not isinstance(table, dict):

@@ -13,9 +13,10 @@ from attrs import evolve, field, frozen
 
 from modulm.contracts.attention import AttentionBackend, AttentionSpec
 from modulm.contracts.quantization import LinearSpec, QuantizationMethod
-from modulm.errors import ConfigError, UnsupportedError
+from modulm.errors import ArchitectureNotFound, ConfigError, UnsupportedError
 from modulm.loading.checkpoint import open_loader, pooling_recipe
 from modulm.loading.pooling import may_convert, open_pooler, pooling_settings
+from modulm.loading.strangers import model_kind
 from modulm.ops import OpTable, bind
 from modulm.plugins import defaults
 from modulm.plugins.explain import Decision, Verdict
@@ -96,7 +97,12 @@ class Choices:
         return self._trusted(self._keep(self._chosen(names)))
 
     def _chosen(self, names: Sequence[str]) -> defaults.Chosen[type[Model]]:
-        return defaults.choose_model(self.plugins, names, self.checkpoint.config)
+        try:
+            return defaults.choose_model(self.plugins, names, self.checkpoint.config)
+        except ArchitectureNotFound as error:
+            if (kind := model_kind(self.checkpoint.config)) is None:
+                raise
+            raise UnsupportedError(f"{names[0]} is {kind}") from error
 
     def _trusted(self, driver: type[Model]) -> type[Model]:
         """The driver, if what it runs may run. Raises ConfigError."""

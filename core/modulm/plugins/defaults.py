@@ -171,7 +171,11 @@ def choose_quantization(
     verdicts = [Verdict(name, None if claim else unclaimed) for name, claim in claims.items()]
     if choice is None and checkpoint.quantization:
         stored = checkpoint.quantization.get("quant_method", "an unnamed method")
-        failed = (*failed, _absent("quantization", str(stored)))
+        why = "; ".join(map(str, (*failed, _absent("quantization", str(stored)))))
+        raise UnsupportedError(
+            f"quantization: the checkpoint is stored as {stored!r}, which nothing installed reads; "
+            f"one that is not quantized would run ({why})"
+        )
     return _settle(plugins, subject, "quantization", drivers, (*failed, *verdicts), choice)
 
 

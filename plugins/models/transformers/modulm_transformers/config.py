@@ -9,6 +9,7 @@ from typing import Any, Self
 from attrs import frozen
 
 from modulm.errors import CheckpointError, UnsupportedError
+from modulm.loading.strangers import model_kind
 
 __all__ = ["RemoteConfig", "TransformersConfig"]
 
@@ -57,10 +58,10 @@ class TransformersConfig:
         except Exception as error:
             raise CheckpointError(f"{file}: {error}") from error
         generates = name.endswith(_GENERATING) or not name.endswith(_POOLING)
+        if (kind := model_kind(settings.to_dict())) is not None:
+            raise UnsupportedError(f"{name} is {kind}")
         if generates:
             _check(name, model, text)
-        elif getattr(settings, "is_encoder_decoder", False):
-            raise UnsupportedError(f"{name}: an encoder and a decoder: not yet")
         values = text.to_dict()
         lengths = [values[key] for key in _LENGTH_KEYS if isinstance(values.get(key), int)]
         window = values.get("sliding_window")
