@@ -16,7 +16,15 @@ from typing import Any
 __all__ = ["FILES", "ops"]
 
 #: The files that bring ops.
-FILES = ("rms_norm",)
+FILES = (
+    "causal_conv",
+    "delta_rule",
+    "fused_experts",
+    "linear",
+    "moe_route",
+    "rms_norm",
+    "selective_scan",
+)
 
 
 @cache

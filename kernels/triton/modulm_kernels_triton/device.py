@@ -9,10 +9,12 @@ from importlib.util import find_spec
 
 import torch
 
-__all__ = ["interpreting", "target", "unusable", "version"]
+__all__ = ["fp8_products", "interpreting", "target", "unusable", "version"]
 
 #: The oldest NVIDIA GPUs that Triton compiles for.
 _CUDA_SINCE = 80
+#: Those that multiply fp8 as it is stored in files: chips with another fp8 (fnuz) do not count.
+_CUDA_FP8_SINCE, _OTHERS_WITH_FP8 = 89, (("hip", "gfx950"), ("hip", "gfx1200"), ("hip", "gfx1201"))
 #: What brings the module, depending on the torch that it belongs to.
 _DISTRIBUTIONS = (
     "triton",
@@ -76,3 +78,12 @@ def unusable(device: torch.device) -> str | None:
         found, since = int(architecture) / 10, _CUDA_SINCE / 10
         return f"Triton needs a GPU of capability {since}, this one has {found}"
     return None
+
+
+@cache
+def fp8_products() -> bool:
+    """Whether the device multiplies floats of eight bits (e4m3fn) itself."""
+    backend, architecture = target()
+    if backend == "cuda":
+        return int(architecture) >= _CUDA_FP8_SINCE
+    return backend == "interpreter" or (backend, architecture) in _OTHERS_WITH_FP8

@@ -66,7 +66,8 @@ def test_importing_the_provider_imports_no_triton():
 
 
 def test_ops_are_those_of_the_twins(ops):
-    assert set(ops) <= set(twin_ops())
+    without = {"pack_quantized", "pack_quantized_experts"}
+    assert set(ops) - set(twin_ops()) <= without
     assert list(modulm_kernels_triton.FILES) == sorted(modulm_kernels_triton.FILES)
 
 

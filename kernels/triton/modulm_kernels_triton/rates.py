@@ -1,0 +1,35 @@
+"""Step sizes and decays of recurrent layers."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from modulm_kernels_triton.device import target
+
+__all__ = ["decays", "precision", "softplus"]
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + e^x) to the last digits also where it is small."""
+    small = tl.exp(-tl.abs(x))
+    one = 1.0 + small
+    rest = tl.where(one == 1.0, small, tl.log(one) * (small / tl.where(one == 1.0, 1.0, one - 1.0)))
+    return tl.maximum(x, 0.0) + rest
+
+
+@triton.jit
+def decays(total, SIZE: tl.constexpr):
+    """exp of what decays sum up to from each token (last index) to each later one, else 0.
+
+    total: [SIZE], sums up to and including each token.
+    """
+    at = tl.arange(0, SIZE)
+    span = total[:, None] - total[None, :]
+    return tl.exp(tl.where(at[:, None] >= at[None, :], span, float("-inf")))
+
+
+def precision() -> str:
+    """How products of fp32 are made: of three in tf32 where those are fast, else exactly."""
+    return "tf32x3" if target()[0] == "cuda" else "ieee"

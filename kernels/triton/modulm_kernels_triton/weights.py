@@ -1,0 +1,184 @@
+"""Weights as the kernels keep them: codes with scales, rows of one matrix or of many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+
+from modulm_kernels_triton.device import fp8_products
+
+__all__ = ["FORMS", "GROUPS", "PackedCodes", "lay", "need", "stacked"]
+
+#: Inputs that may share a scale; 0 stands for all.
+GROUPS = (0, 16, 32, 64, 128, 256)
+#: What activations may be rounded to: not at all, or to bytes with a scale for each row and ...
+ACTIVATIONS = {"bf16": 0, "int8": 256, "fp8": 128}
+FORMS = {
+    "int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8, "e2m1": torch.uint8,
+    "iq4": torch.uint8,
+}  # fmt: skip
+#: What sixteen codes stand for: twice the floats of four bits (OCP Microscaling Formats, version
+#: 1.0), and the numbers of ggml's IQ4 types.
+_TABLES = {
+    "int4": tuple(range(-8, 8)),
+    "e2m1": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
+    "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+}
+_SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
+_LARGEST_EXPONENT = 251
+#: The least inputs that share a scale where activations are rounded: products take so many.
+_LEAST_ROUNDED = {"int8": 32, "fp8": 128}
+
+
+def need(holds: bool, words: str) -> None:
+    """Raise ValueError with `words` unless `holds`."""
+    if not holds:
+        raise ValueError(words)
+
+
+@frozen(eq=False)
+class PackedCodes:
+    """Rows [rows, K] of codes: scale * (number - zero), K numbers with a scale for `group` each.
+
+    data: [rows, K] bytes, or [rows, ceil(K / 2)] for codes of four bits. scales: [rows, groups] of
+    a float dtype, or uint8, exponents of two plus 127; zeros: the same, or None. rounded: what
+    activations are rounded to, "" for nothing. outputs: rows of one matrix.
+    """
+
+    data: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    table: Tensor
+    form: str
+    group: int
+    inputs: int
+    outputs: int
+    rounded: str
+
+    @property
+    def groups(self) -> int:
+        """Scales of a row."""
+        return self.scales.shape[1]
+
+    @property
+    def bytes(self) -> int:
+        """Memory that a product with all of it reads."""
+        return sum(x.nbytes for x in (self.data, self.scales, self.zeros) if x is not None)
+
+    def rows(self, first: int, count: int) -> PackedCodes:
+        """Some of the rows."""
+        some = slice(first, first + count)
+        zeros = None if self.zeros is None else self.zeros[some]
+        return evolve(
+            self, data=self.data[some], scales=self.scales[some], zeros=zeros, outputs=count
+        )
+
+    def weight(self) -> Tensor:
+        """[rows, K] bf16, what the codes stand for."""
+        if self.form in _TABLES:
+            codes = torch.stack([self.data & 15, self.data >> 4], -1).flatten(1)
+            wide = self.table.float()[codes[:, : self.inputs].int()]
+        else:
+            wide = self.data.float()
+        grouped = wide.unflatten(1, (self.groups, -1))
+        if self.zeros is not None:
+            grouped = grouped - self.zeros.float()[..., None]
+        scales = self.scales.float()
+        if self.scales.dtype == torch.uint8:
+            scales = torch.exp2(scales - 127)
+        return (grouped * scales[..., None]).flatten(1).bfloat16()
+
+    def meta(self) -> dict[str, Any]:
+        """The constants of a kernel that reads it."""
+        return {
+            "FORM": self.form,
+            "ROUNDED": self.rounded,
+            "GROUP": self.group,
+            "EXPONENTS": self.scales.dtype == torch.uint8,
+            "ZEROS": self.zeros is not None,
+            "BK": self.block,
+        }
+
+    @property
+    def block(self) -> int:
+        """Inputs that are multiplied at a time."""
+        if self.rounded and self.group:
+            return min(self.group, 128)
+        return 128 if self.group in (0, 128, 256) else 64
+
+
+def lay(
+    codes: Tensor,
+    form: str,
+    group: int,
+    scales: Tensor | None,
+    zeros: Tensor | None,
+    activations: str,
+) -> PackedCodes:
+    """One matrix [N, K] of codes; arguments as those of the op `pack_quantized`."""
+    need(form in FORMS, f"format must be one of {', '.join(FORMS)}, not {form!r}")
+    need(codes.dim() == 2, f"weight must be [N, K], not {list(codes.shape)}")
+    need(group in GROUPS, f"group must be one of {GROUPS}, not {group}")
+    need(
+        activations in ACTIVATIONS,
+        f"activations must be one of {', '.join(ACTIVATIONS)}, not {activations!r}",
+    )
+    outputs, inputs = codes.shape
+    need(codes.dtype == FORMS[form], f"weight must be {FORMS[form]} for {form}, not {codes.dtype}")
+    need(group == 0 or inputs % group == 0, f"group {group} must divide weight's K {inputs}")
+    need(zeros is None or form in ("int8", "int4"), f"zeros must be None for {form}")
+    if scales is None:
+        raise ValueError(f"scales must be given for {form}")
+    scales = scales[:, None] if scales.dim() == 1 else scales
+    wanted = [outputs, inputs // group if group else 1]
+    need(list(scales.shape) == wanted, f"scales must be {wanted}, not {list(scales.shape)}")
+    need(scales.dtype in _SCALES, f"scales must be of {_SCALES}, not {scales.dtype}")
+    if scales.dtype == torch.uint8:
+        most = int(scales.max())
+        need(most <= _LARGEST_EXPONENT, f"scales must lie below 2^125, not at 2^{most - 127}")
+    if zeros is not None:
+        zeros = zeros.view(scales.shape).float() - (8 if form == "int4" else 0)
+    table = torch.tensor(_TABLES.get(form, (0,)), dtype=torch.int8, device=codes.device)
+    return PackedCodes(
+        _stored(codes, form), scales.contiguous(), zeros, table, form, group, inputs, outputs,
+        _rounded(form, group, activations),
+    )  # fmt: skip
+
+
+def _stored(codes: Tensor, form: str) -> Tensor:
+    if form not in _TABLES:
+        return codes.detach().contiguous()
+    if codes.shape[1] % 2:
+        codes = torch.nn.functional.pad(codes, (0, 1))
+    return (codes[:, ::2] | (codes[:, 1::2] << 4)).contiguous()
+
+
+def _rounded(form: str, group: int, activations: str) -> str:
+    """What activations are rounded to: never more than asked for, less where that is no gain."""
+    if activations == "fp8":
+        fits = form == "fp8" and fp8_products()
+    else:
+        fits = activations == "int8" and form != "fp8"
+    if not fits or 0 < group < _LEAST_ROUNDED[activations]:
+        return ""
+    return activations
+
+
+def stacked(parts: Iterable[PackedCodes]) -> PackedCodes:
+    """Matrices that are stored alike, one below the other."""
+    held = list(parts)
+    first = held[0]
+    zeros = None
+    if any(part.zeros is not None for part in held):
+        zeros = torch.cat([
+            torch.zeros_like(part.scales, dtype=torch.float32) if part.zeros is None else part.zeros
+            for part in held
+        ])  # fmt: skip
+    data, scales = (
+        torch.cat([getattr(part, name) for part in held]) for name in ("data", "scales")
+    )
+    return evolve(first, data=data, scales=scales, zeros=zeros)
