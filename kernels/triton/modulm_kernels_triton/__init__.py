@@ -23,6 +23,7 @@ FILES = (
     "linear",
     "moe_route",
     "rms_norm",
+    "sampling",
     "selective_scan",
 )
 
