@@ -27,9 +27,11 @@ from modulm.errors import ModulmError  # noqa: E402
 from modulm.plugins.kinds import HOOKS_GROUP, KINDS, KINDS_GROUP  # noqa: E402
 from modulm_adapters.kinds import ADAPTER_RESOLVERS  # noqa: E402
 from modulm_chat.kinds import CHAT_TEMPLATES  # noqa: E402
+from modulm_media.kinds import MEDIA_FAMILIES  # noqa: E402
 from modulm_server.kinds import ROUTES  # noqa: E402
 
-ALL_KINDS = {**KINDS, **{kind.name: kind for kind in (ROUTES, CHAT_TEMPLATES, ADAPTER_RESOLVERS)}}
+_BROUGHT = (ROUTES, CHAT_TEMPLATES, ADAPTER_RESOLVERS, MEDIA_FAMILIES)
+ALL_KINDS = {**KINDS, **{kind.name: kind for kind in _BROUGHT}}
 #: What else is under core/: package -> the folders of plugins that may import it.
 LIBRARIES: dict[str, set[str]] = {
     "modulm_adapters": {"adapter_resolvers", "routes"},
@@ -37,16 +39,18 @@ LIBRARIES: dict[str, set[str]] = {
     "modulm_cli": {"commands", "compat"},
     "modulm_frontend": {"commands", "compat", "routes"},
     "modulm_layers": {"models", "poolers", "speculators"},
+    "modulm_media": {"models", "routes"},
     "modulm_parsing": {"parsers", "routes", "commands", "models", "logits_processors"},
     "modulm_quantized": {"quantization", "commands"},
     "modulm_server": {"routes", "commands", "compat"},
     "modulm_speculation": {"speculators"},
     "modulm_tensor_files": {"loaders", "quantization", "commands"},
+    "modulm_towers": {"models"},
 }
 
 #: Folder under plugins/ -> (what its distributions are called after "modulm-", its groups).
 FOLDERS: dict[str, tuple[str, set[str]]] = {
-    "models": ("", {"models", "checkpoints"}),
+    "models": ("", {"models", "checkpoints", "media_families"}),
     "parsers": ("parser-", {"tool_parsers", "reasoning_parsers"}),
     "hooks": ("hooks-", set()),
     "compat": ("", set()),

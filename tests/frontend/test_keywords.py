@@ -19,7 +19,7 @@ from modulm_frontend.keywords import LLMFlags
 
 FILE = Path(__file__).resolve().parents[2] / "core/frontend/modulm_frontend/keywords.py"
 #: Whose flags are written down: the core's, and those of libraries beside it.
-OWN = ("", "modulm-adapters", "modulm-speculation")
+OWN = ("", "modulm-adapters", "modulm-media", "modulm-speculation")
 HEAD = '''"""The keywords of `LLM(...)`, for editors and type checkers.
 
 Written by `python tests/frontend/test_keywords.py` from the flags of the core and of the libraries

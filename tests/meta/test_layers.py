@@ -18,11 +18,13 @@ PACKAGES = {
     "modulm_cli": ROOT / "core/cli/modulm_cli",
     "modulm_frontend": ROOT / "core/frontend/modulm_frontend",
     "modulm_layers": ROOT / "core/layers/modulm_layers",
+    "modulm_media": ROOT / "core/media/modulm_media",
     "modulm_parsing": ROOT / "core/parsing/modulm_parsing",
     "modulm_quantized": ROOT / "core/quantized/modulm_quantized",
     "modulm_server": ROOT / "core/server/modulm_server",
     "modulm_speculation": ROOT / "core/speculation/modulm_speculation",
     "modulm_tensor_files": ROOT / "core/tensor-files/modulm_tensor_files",
+    "modulm_towers": ROOT / "core/towers/modulm_towers",
 }
 CORE = PACKAGES["modulm"]
 
@@ -53,13 +55,15 @@ NEEDS: dict[str, set[str]] = {
     "modulm_adapters": {"modulm"},
     "modulm_chat": {"modulm"},
     "modulm_cli": {"modulm"},
-    "modulm_frontend": {"modulm"},
+    "modulm_frontend": {"modulm", "modulm_media"},
     "modulm_layers": {"modulm"},
+    "modulm_media": {"modulm"},
     "modulm_parsing": {"modulm", "modulm_chat"},
     "modulm_quantized": {"modulm"},
     "modulm_server": {"modulm", "modulm_chat", "modulm_cli", "modulm_frontend", "modulm_parsing"},
     "modulm_speculation": {"modulm"},
     "modulm_tensor_files": {"modulm"},
+    "modulm_towers": {"modulm", "modulm_layers", "modulm_media"},
 }
 #: The server: what route packages import, then the application, then the process.
 SERVER = (

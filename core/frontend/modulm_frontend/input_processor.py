@@ -28,9 +28,10 @@ from modulm.loading.pooling import open_pooler
 from modulm_frontend.beam_search import BeamSearch, BeamSearchParams
 from modulm_frontend.output_processor import RequestState
 from modulm_frontend.prompt_embeds import check_embeds, embedded_prompt
+from modulm_frontend.prompt_media import MEDIA_KEYS, NO_MEDIA, PromptMedia, placed_media
+from modulm_media import MediaReader
 
 if TYPE_CHECKING:
-    from modulm.contracts.media import MediaItem
     from modulm.plugins.manager import PluginManager
     from modulm.text.tokenizer import Tokenizer
 
@@ -39,13 +40,11 @@ __all__ = ["BeamSearchRequest", "InputProcessor", "PendingRequest"]
 log = logging.getLogger("modulm")
 
 _EMPTY = np.empty(0, dtype=np.int64)
-_KEYS = frozenset(
-    {"prompt", "prompt_token_ids", "prompt_embeds", "prompt_is_token_ids", "cache_salt"}
+_KEYS = (
+    frozenset({"prompt", "prompt_token_ids", "prompt_embeds", "prompt_is_token_ids", "cache_salt"})
+    | MEDIA_KEYS
 )
-_LATER = {
-    "multi_modal_data": "images, audio and video",
-    "encoder_prompt": "encoder-decoder prompts",
-}
+_LATER = {"encoder_prompt": "encoder-decoder prompts"}
 
 
 @frozen(eq=False)
@@ -167,11 +166,11 @@ class InputProcessor:
         """Check everything that can be checked before the engine sees it. Raises RequestError."""
         room = 0 if isinstance(params, PoolingParams) else 1
         text, ids, salt, media = self.read(prompt, params.truncate_prompt_tokens, room)
-        if media:
-            check_embeds(media, params)
+        if media.items:
+            check_embeds(media.items, params)
         salt = cache_salt if cache_salt is not None else salt
         common = {"eos": self.eos, "priority": priority, "salt": salt, "adapter": adapter,
-                  "media": media}  # fmt: skip
+                  **media.fields}  # fmt: skip
         if isinstance(params, PoolingParams):
             return self._pooling(text, ids, params, request_id, common)
         return self._sampling(text, ids, params, request_id, common)
@@ -213,18 +212,21 @@ class InputProcessor:
         state = self._state(text, ids, shown, request_id, params.beam_width, adapter)
         state.keep = params.beam_width
         salt = cache_salt if cache_salt is not None else salt
-        common = {"priority": priority, "salt": salt, "media": media, "adapter": adapter}
+        common = {"priority": priority, "salt": salt, "adapter": adapter, **media.fields}
         return BeamSearchRequest(state, beams, asking, common)
 
     def read(
         self, prompt: PromptLike, truncate: int | None = None, room: int = 1
-    ) -> tuple[str | None, np.ndarray, str | None, tuple[MediaItem, ...]]:
+    ) -> tuple[str | None, np.ndarray, str | None, PromptMedia]:
         """(text, token ids as int64, cache salt, media) of a prompt in any of its forms."""
         text, ids, salt = self._given(prompt)
-        media: tuple[MediaItem, ...] = ()
+        media = NO_MEDIA
         if isinstance(prompt, Mapping) and "prompt_embeds" in prompt:
-            ids, media = embedded_prompt(prompt, self.info)
+            ids, items = embedded_prompt(prompt, self.info)
+            media = PromptMedia(items)
         ids = self._encode(text) if ids is None else ids
+        if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
+            ids, media = placed_media(prompt, ids, self.media, truncate)
         most, vocabulary = self.info.max_model_len, self.info.vocabulary
         kept = _array(cut) if len(cut := truncated(ids, truncate, most, room)) <= most else cut
         check_prompt(kept, vocabulary=vocabulary, max_model_len=most, room=room)
@@ -245,6 +247,11 @@ class InputProcessor:
     def texts(self) -> PoolingInputs:
         """How texts to pool become prompts. Raises PluginNotFound without a pooler."""
         return open_pooler(self.info.config, self._plugins).inputs(self.info, self.tokenizer)
+
+    @cached_property
+    def media(self) -> MediaReader | None:
+        """What reads media in prompts, None for a model that takes none."""
+        return MediaReader.open(self.info, self.tokenizer, self._plugins)
 
     @staticmethod
     def _given(prompt: PromptLike) -> tuple[Any, Any, str | None]:

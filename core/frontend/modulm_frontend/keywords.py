@@ -62,6 +62,8 @@ class LLMFlags(TypedDict, total=False):
     ]
     kv_cache_dtype_skip_layers: Sequence[str] | str
     kv_cache_memory_bytes: int | None
+    language_model_only: bool
+    limit_mm_per_prompt: Mapping[str, Any] | str
     load_format: str
     log_config_file: str | None
     log_format: Literal["text", "json"]
@@ -86,6 +88,8 @@ class LLMFlags(TypedDict, total=False):
     max_num_queued_tokens: int | None
     max_num_scheduled_tokens: int | None
     max_num_seqs: int | None
+    mm_processor_cache_gb: float
+    mm_processor_kwargs: Mapping[str, Any] | str
     model_class_overrides: Mapping[str, Any] | str
     model_impl: Literal["auto", "modulm", "vllm", "transformers", "terratorch"]
     model_loader_extra_config: Mapping[str, Any] | str

@@ -68,7 +68,10 @@ def embeds_item(given: Any, start: int, info: EngineInfo) -> MediaItem:
 
 
 def check_embeds(media: Sequence[MediaItem], params: SamplingParams | PoolingParams) -> None:
-    """Raise RequestError for what cannot be asked of embeddings."""
+    """Raise RequestError for what cannot be asked of embeddings; items of encoders are no such."""
+    media = [item for item in media if not item.encoded]
+    if not media:
+        return
     if not isinstance(params, SamplingParams):
         raise _wrong("prompts of embeddings are not pooled")
     if params.prompt_logprobs is not None:

@@ -133,11 +133,15 @@ class Attention(Module):
         out = qkv.new_empty(x.shape[0], self.heads, self.head_dim)
         cache, plan, positions = batch.caches[self.cache], batch.plan(self.cache), batch.positions
         inputs, prepare = self._constant or self._bind(qkv, positions)
+        turn: tuple[Tensor, ...] = (positions,)
+        if batch.axis_positions is not None and self.rotation is not None:
+            table, positions = self.rotation.of_step(batch)
+            turn, prepare = (positions, table), evolve(prepare, cos_sin=table)
         if not (
             self.fusable
             and self.backend.forward_qkv(qkv, positions, prepare, cache, plan, out, inputs)
         ):
-            q, k, v = self._project(qkv, positions)
+            q, k, v = self._project(qkv, *turn)
             self.backend.forward(q, k, v, cache, plan, out, inputs)
         seen = out.flatten(1)
         if self.gate is not None:
@@ -168,8 +172,12 @@ class Attention(Module):
         self._constant = inputs, prepare
         return self._constant
 
-    def _project(self, qkv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [tokens, heads, head_dim], normed and rotated."""
+    def _project(
+        self, qkv: Tensor, positions: Tensor, table: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [tokens, heads, head_dim], normed and rotated; table: of the
+        rotation, the layer's own if it is None.
+        """
         if self.clip is not None:
             qkv = self.ops.clamp(qkv, self.clip)
         sizes = [self.heads * self.head_dim] + 2 * [self.kv_heads * self.head_dim]
@@ -181,7 +189,8 @@ class Attention(Module):
         if not (self.norm_whole or self.norm_last):
             q, k = self._normed(q, k)
         if self.rotation is not None:
-            self.ops.rotary(q, k, positions, self.rotation.cos_sin, self.neox)
+            table = self.rotation.cos_sin if table is None else table
+            self.ops.rotary(q, k, positions, table, self.neox)
         return (*self._normed(q, k), v) if self.norm_last else (q, k, v)
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

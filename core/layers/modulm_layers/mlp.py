@@ -55,13 +55,14 @@ class PlainMLP(Module):
         bias: bool = True,
         up: str = "up_proj",
         down: str = "down_proj",
+        outputs: int | None = None,
     ) -> None:
         super().__init__()
         self.up = b.linear(up, hidden, inner, bias=bias)
         self.act = activation(act, b.ops)
-        self.down = b.row_linear(down, inner, hidden, bias=bias)
+        self.down = b.row_linear(down, inner, outputs or hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [tokens, hidden] -> [tokens, hidden]."""
+        """x: [tokens, hidden] -> [tokens, outputs], as many as hidden if nothing is said."""
         out: Tensor = self.down(self.act(self.up(x)))
         return out

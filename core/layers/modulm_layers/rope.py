@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import frozen
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from modulm.contracts.model import Batch
 
 __all__ = ["Rope", "RopeTable", "cos_sin", "parse_rope"]
 
@@ -25,6 +28,8 @@ class Rope:
     `original` is the length the model was trained for before it was stretched by `factor`.
     `score_factor` is for layers that turn only a part of each head: cosines and sines cannot
     carry the attention factor of the rest, so the softmax scale is multiplied by this.
+    `axes`: [R / 2], the axis of positions that each angle counts along; empty where there is one
+    (M-RoPE, Qwen2-VL, arXiv 2409.12191).
     """
 
     size: int
@@ -42,6 +47,7 @@ class Rope:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     neox: bool = True
+    axes: tuple[int, ...] = ()
 
     def table(self) -> RopeTable:
         """A table of it, to be filled: `Builder.rope` makes one for all layers."""
@@ -60,10 +66,29 @@ class RopeTable:
     def __init__(self, rope: Rope) -> None:
         self.rope = rope
         self.cos_sin = torch.empty(0, rope.size, device="meta")
+        #: The positions on several axes that were seen last, and what they gave.
+        self._last: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
 
     def fill(self, rows: int, length: int, device: torch.device) -> None:
         """Make the table for `rows` positions; `length` is the longest sequence admitted."""
         self.cos_sin = cos_sin(self.rope, rows, length, device)
+
+    def of_step(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(table, [tokens] rows of it) of a step's tokens.
+
+        Where they have positions on several axes the table has a row for each token.
+        """
+        on_axes = batch.axis_positions
+        if on_axes is None or not self.rope.axes:
+            return self.cos_sin, batch.positions
+        if self._last is None or self._last[0] is not on_axes:
+            axes = torch.tensor(self.rope.axes * 2, device=on_axes.device)
+            columns = torch.arange(self.rope.size, device=on_axes.device)
+            rows = on_axes[axes].clamp(max=len(self.cos_sin) - 1)
+            table = self.cos_sin[rows, columns[:, None]].T.contiguous()
+            found = table, torch.arange(len(table), device=on_axes.device)
+            self._last = on_axes, found
+        return self._last[1]
 
 
 def parse_rope(
@@ -103,7 +128,27 @@ def parse_rope(
         short_factors=factors[0],
         long_factors=factors[1],
         neox=neox,
+        axes=_axes(table, size // 2),
     )
+
+
+def _axes(table: Mapping[str, Any], angles: int) -> tuple[int, ...]:
+    """The axis of each angle: in sections, or by turns (`mrope_interleaved`, Qwen3-VL) until an
+    axis has all of its section, the first axis the rest.
+    """
+    sections = table.get("mrope_section")
+    if not sections:
+        return ()
+    if not isinstance(sections, list | tuple) or not all(type(n) is int for n in sections):
+        raise ValueError(f"mrope_section: numbers of angles are needed, got {sections!r}")
+    count = len(sections)
+    if table.get("mrope_interleaved"):
+        turns = [i % count for i in range(angles)]
+        return tuple(a if i // count < sections[a] else 0 for i, a in enumerate(turns))
+    found = [axis % 3 for axis, size in enumerate(sections) for _ in range(size)]
+    if len(found) != angles:
+        raise ValueError(f"mrope_section: {len(found)} angles of {angles}")
+    return tuple(found)
 
 
 def cos_sin(rope: Rope, rows: int, length: int, device: torch.device) -> Tensor:

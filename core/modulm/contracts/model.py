@@ -95,10 +95,10 @@ class Batch(Recordable):
     backend of layers that follow another's block table; `groups[i]` is the entry of cache i.
     sample: [n] int64, the token positions whose logits are wanted. embeds: [tokens, hidden] or
     None, replaces the embedding where `embeds_mask` [tokens] is true. axis_positions: [axes,
-    tokens] int64 for models that count along several axes, else None. extras: named tensors that
-    only some models read ("token_types", ...). adapters: [tokens] int32, the slot of each token's
-    adapter, or None if none is used. carried: what the pipeline stage before this one gave, empty
-    in the first.
+    tokens] int64 in steps with tokens whose positions differ from axis to axis, else None.
+    extras: named tensors that only some models read ("token_types", ...). adapters: [tokens] int32,
+    the slot of each token's adapter, or None if none is used. carried: what the pipeline stage
+    before this one gave, empty in the first.
     """
 
     tokens: torch.Tensor
@@ -121,7 +121,8 @@ class Batch(Recordable):
 
     def key(self) -> Hashable | None:
         keys = tuple([plan.key() for plan in self.plans])
-        return None if None in keys or self.carried else (keys, tuple(self._own()))
+        apart = self.carried or self.embeds is not None or self.axis_positions is not None
+        return None if None in keys or apart else (keys, tuple(self._own()))
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return (*self._own().values(), *(t for plan in self.plans for t in plan.tensors()))
@@ -249,7 +250,8 @@ class Model(ABC):
         return "LAST"
 
     def encode(self, items: Sequence[MediaItem]) -> Sequence[torch.Tensor]:
-        """Run the encoder over media: per item [item.length, hidden], in the order given.
+        """Run the encoder over media: per item [item.length, hidden], in the order given, or more
+        columns than that, which the model finds in `Batch.embeds` again.
 
         Items of several kinds may be mixed; what is given together may be computed together.
         """

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from modulm.contracts.model import Batch
 
 __all__ = ["RotaryKind", "RotaryTable"]
 
@@ -16,6 +19,9 @@ class RotaryTable(Protocol):
     """
 
     cos_sin: torch.Tensor
+
+    def of_step(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(table, [tokens] rows of it) of a step, whose positions may be on several axes."""
 
     def fill(self, rows: int, length: int, device: torch.device) -> None:
         """Make `rows` positions; `length` is the longest sequence admitted."""

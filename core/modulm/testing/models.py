@@ -14,6 +14,7 @@ up in different orders. The bound here is 1e-4; a wrong mask, position or norm i
 
 from __future__ import annotations
 
+import json
 import random
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -165,11 +166,11 @@ def _references(
     """The reference's log probabilities [tokens, vocabulary] of each text, in one pass in fp32."""
     if not isinstance(reference, str):
         return [logprobs_of(reference, folder, tokens) for tokens in texts]
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation=reference
-    ).eval()
+    (name, *_) = json.loads((folder / "config.json").read_text())["architectures"]
+    kind = getattr(transformers, name, transformers.AutoModelForCausalLM)
+    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation=reference).eval()
     with torch.inference_mode():
         logits = [model(torch.tensor([list(tokens)])).logits[0] for tokens in texts]
     return [each.float().log_softmax(-1) for each in logits]

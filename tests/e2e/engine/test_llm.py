@@ -174,8 +174,10 @@ def test_what_is_wrong_is_raised_before_anything_runs(llm: LLM) -> None:
         llm.generate([[5] * 400], GREEDY)
     with pytest.raises(RequestError, match="temperature"):
         llm.generate("x", SamplingParams(temperature=-1))
+    with pytest.raises(RequestError, match="the model takes no images, audio or video"):
+        llm.generate({"prompt": "x", "multi_modal_data": {"image": None}}, GREEDY)
     with pytest.raises(RequestError, match="not yet"):
-        llm.generate({"prompt": "x", "multi_modal_data": {}}, GREEDY)
+        llm.generate({"encoder_prompt": "x"}, GREEDY)
     with pytest.raises(RequestError, match="2 prompts"):
         llm.generate(["a", "b"], [GREEDY])
     check_empty(llm._core.loop)

@@ -8,11 +8,9 @@ from modulm.plugins import manager
 from modulm.testing.models import check_model
 
 #: What runs a checkpoint's own code has no code to test here: test_remote_code.py brings some.
-ARCHITECTURES = [
-    declared.name
-    for declared in manager.current().names("models")
-    if declared.name != "transformers_remote"
-]
+#: Models around other models have a kit of their own: test_images.py.
+APART = {"transformers_remote", *(d.name for d in manager.current().names("media_families"))}
+ARCHITECTURES = [d.name for d in manager.current().names("models") if d.name not in APART]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

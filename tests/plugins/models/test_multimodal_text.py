@@ -9,8 +9,7 @@ from modulm.errors import UnsupportedError
 from modulm.plugins import explain
 from modulm.testing.checkpoints import make_tiny
 from modulm.testing.session import Session
-from modulm_multimodal_text.kinds import text_architecture
-from modulm_multimodal_text.nested import NestedConfig
+from modulm_towers import TextConfig, text_architecture
 
 TEXT = {
     "vocab_size": 512,
@@ -65,25 +64,10 @@ WHOLE = {
         {**VISION, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
         "Llama4ForCausalLM",
     ),
-    "LlavaForConditionalGeneration": (
-        {"model_type": "llama"},
-        {**VISION, "model_type": "clip_vision_model"},
-        "LlamaForCausalLM",
-    ),
     "Mistral3ForConditionalGeneration": (
         {"model_type": "mistral"},
         {**VISION, "model_type": "pixtral", "head_dim": 16},
         "MistralForCausalLM",
-    ),
-    "Qwen2_5_VLForConditionalGeneration": (
-        {"rope_parameters": SECTIONS},
-        {**QWEN_VISION, "fullatt_block_indexes": [0]},
-        "Qwen2ForCausalLM",
-    ),
-    "Qwen3VLForConditionalGeneration": (
-        {"rope_parameters": SECTIONS},
-        {**QWEN_VISION, "deepstack_visual_indexes": [0]},
-        "Qwen3ForCausalLM",
     ),
     "Qwen3_5ForConditionalGeneration": (DELTA, QWEN_VISION, "Qwen3_5ForCausalLM"),
     "SmolVLMForConditionalGeneration": (
@@ -132,7 +116,7 @@ def test_text_models_that_compute_otherwise_are_left_alone(kind):
     table = {"architectures": ["Whole"], "text_config": {"model_type": kind}}
     assert text_architecture(table) is None
     with pytest.raises(UnsupportedError, match="Whole: no plugin provides its text model"):
-        NestedConfig.from_table(table, "config.json")
+        TextConfig.from_table(table, "config.json")
 
 
 def test_files_without_a_table_for_text_are_known():

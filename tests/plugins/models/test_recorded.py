@@ -36,10 +36,13 @@ _OTHERS = {"transformers"}
 def decoders():
     plugins = manager.current()
     names = [declared.name for declared in plugins.names("models")]
+    # Models around other models do without media what those do.
+    apart = {*_OTHERS, *(declared.name for declared in plugins.names("media_families"))}
+    apart.remove("Qwen3VLForConditionalGeneration")
     return [
         name
         for name in names
-        if name not in _OTHERS and "generate" in plugins.load("models", name).tasks
+        if name not in apart and "generate" in plugins.load("models", name).tasks
     ]
 
 

@@ -194,7 +194,12 @@ def test_phi_moe_multiplies_by_what_the_length_asks_for():
     assert config.rope_for(257).attention_factor == 1.4
 
 
-NAMES = [d.name for d in manager.current().names("models") if hasattr(transformers, d.name)]
+APART = {d.name for d in manager.current().names("media_families")}
+NAMES = [
+    d.name
+    for d in manager.current().names("models")
+    if hasattr(transformers, d.name) and d.name not in APART
+]
 #: Numbers that may be as large as one likes: nothing is made of that size.
 BOUNDS = ("window", "chunk", "length", "positions", "position_embeddings", "scale", "rank", "id")
 

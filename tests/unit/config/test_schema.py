@@ -19,6 +19,7 @@ from modulm.errors import ConfigError, PluginConflict
 from modulm.plugins.manager import PluginManager, using
 from modulm.structure import parse_int
 from modulm_adapters.flags import LoRAConfig
+from modulm_media.flags import MediaConfig
 from modulm_route_adapters.flags import ServedAdaptersConfig
 from modulm_server.flags import ServerConfig
 from modulm_speculation.flags import SpeculationConfig
@@ -143,6 +144,7 @@ def test_every_line_of_the_file_of_known_flags_is_used_or_checked_against_its_pa
     """Flags of packages are in the file for those who have not installed them."""
     packages = {
         "modulm-adapters": LoRAConfig,
+        "modulm-media": MediaConfig,
         "modulm-route-adapters": ServedAdaptersConfig,
         "modulm-server": ServerConfig,
         "modulm-speculation": SpeculationConfig,

@@ -13,6 +13,7 @@ GUIDES = (
     "drivers",
     "embeddings",
     "examples",
+    "media",
     "quantization",
     "sampling",
     "security",

@@ -94,13 +94,19 @@ class PromptInputs:
 
     def put(self, batch: Batch, plan: Plan) -> Batch:
         """The batch with what stands in the plan's prompts instead of tokens."""
-        if not self._rows and self._model.axes == 1:
+        if not self._rows:
             return batch
         found = self.embeds(plan)
         if found is not None:
             batch = evolve(batch, embeds=found[0], embeds_mask=found[1])
         positions = self.axis_positions(plan)
-        return batch if positions is None else evolve(batch, axis_positions=positions)
+        if positions is None:
+            return batch
+        on_axes = torch.from_numpy(positions).to(self._device)
+        if (positions == positions[0]).all():
+            # Behind its media a row counts on alike on all axes: a step like any other.
+            return evolve(batch, positions=on_axes[0])
+        return evolve(batch, axis_positions=on_axes)
 
     def embeds(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(embeddings [tokens, hidden], mask [tokens] bool) of the plan's tokens, or None.
@@ -110,11 +116,12 @@ class PromptInputs:
         pieces = list(self._pieces(plan))
         if not pieces:
             return None
-        width, dtype = pieces[0][1].shape[1], pieces[0][1].dtype
+        # Encoders may give more than the embedding itself, for layers behind it.
+        width, dtype = max(piece.shape[1] for _, piece in pieces), pieces[0][1].dtype
         found = torch.zeros(len(plan.tokens), width, dtype=dtype, device=self._device)
         mask = np.zeros(len(plan.tokens), dtype=bool)
         for place, piece in pieces:
-            found[place : place + len(piece)] = piece
+            found[place : place + len(piece), : piece.shape[1]] = piece
             mask[place : place + len(piece)] = True
         return found, torch.from_numpy(mask).to(self._device)
 
@@ -141,13 +148,13 @@ class PromptInputs:
             raise EngineError(f"an item of kind {item.kind!r} was needed before it was encoded")
         return output
 
-    def axis_positions(self, plan: Plan) -> torch.Tensor | None:
+    def axis_positions(self, plan: Plan) -> np.ndarray | None:
         """[axes, tokens] int64 for a model that has several axes, else None.
 
         Past its prompt a row goes on alike on all axes, `position_offset` further.
         """
         axes = self._model.axes
-        if axes == 1:
+        if axes == 1 or not self._rows:
             return None
         firsts = np.cumsum(plan.counts) - plan.counts
         positions = np.arange(len(plan.tokens)) + np.repeat(plan.starts - firsts, plan.counts)
@@ -161,4 +168,4 @@ class PromptInputs:
             known = int(np.count_nonzero(own < brought.positions.shape[1]))
             found[:, first : first + known] = brought.positions[:, own[:known]]
             found[:, first + known : first + count] += brought.offset
-        return torch.from_numpy(found).to(self._device)
+        return found

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from modulm.plugins import Choice, current, hookimpl
-from modulm_multimodal_text.kinds import text_architecture
+from modulm_towers import text_architecture
 
 __all__ = ["modulm_choose_model"]
 

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 
 from modulm.config import EngineConfig
 from modulm.contracts.executor import Plan, RowStart
 from modulm.contracts.media import EMBEDS, MediaItem
+from modulm.contracts.model import Batch
 from modulm.contracts.sampling import SamplingParams
 from modulm.engine.structured_output.compiler import RequestGrammars
 from modulm.engine.worker.media import PromptInputs
@@ -132,6 +134,46 @@ def test_positions_on_several_axes_go_on_alike_after_the_prompt() -> None:
     found = inputs.axis_positions(step)
     assert found.tolist() == [[7, 8, 1, 4, 4, 5], [7, 8, 2, 4, 4, 5], [7, 8, 1, 4, 4, 5]]
     assert PromptInputs(SimpleNamespace(axes=1), torch.device("cpu")).axis_positions(step) is None
+
+
+def test_steps_behind_media_are_like_any_others() -> None:
+    """So that they are recorded: positions that are alike on all axes are the step's positions."""
+    inputs = PromptInputs(SimpleNamespace(axes=3, media=()), torch.device("cpu"))
+    own = np.array([[0, 1, 1, 1, 4], [0, 1, 1, 2, 4], [0, 1, 2, 1, 4]])
+    inputs.admit(RowStart(0, "a", PARAMS, np.zeros(5), np.zeros(0), 0, positions=own,
+                          position_offset=-2))  # fmt: skip
+    steps = ((0, 5), (5, 1))
+    found = [inputs.put(_batch(count), _row_plan(start, count)) for start, count in steps]
+    assert found[0].axis_positions.tolist() == own.tolist()
+    assert found[0].key() is None
+    assert found[1].axis_positions is None
+    assert found[1].positions.tolist() == [3]
+    assert found[1].key() is not None
+
+
+def test_encoders_may_give_more_columns_than_the_embedding() -> None:
+    wide = MediaItem("image", b"a", 1, 2)
+    plain = MediaItem(EMBEDS, b"", 4, 1, {"embeds": np.ones((1, 2), np.float32)})
+    made = SimpleNamespace(axes=1, encode=lambda items: [torch.full((2, 4), 7.0)])
+    inputs = PromptInputs(made, torch.device("cpu"))
+    inputs.admit(RowStart(0, "a", PARAMS, np.zeros(5), np.zeros(0), 0, media=(wide, plain)))
+    plan = evolve(_row_plan(0, 5), encode=((0, 0),))
+    inputs.encode(plan)
+    embeds, mask = inputs.embeds(plan)
+    assert embeds.tolist() == [[0] * 4, [7] * 4, [7] * 4, [0] * 4, [1, 1, 0, 0]]
+    assert mask.tolist() == [False, True, True, False, True]
+
+
+def _row_plan(start: int, count: int) -> Plan:
+    return Plan(
+        0, np.array([0]), np.array([start]), np.array([count]), np.zeros(count, np.int64), (),
+        np.ones(1, bool),
+    )  # fmt: skip
+
+
+def _batch(count: int) -> Batch:
+    tokens = torch.zeros(count, dtype=torch.int64)
+    return Batch(tokens, tokens, tokens[:2], (), (), (), tokens[:1])
 
 
 def test_spans_of_items_that_lie_in_a_step() -> None:

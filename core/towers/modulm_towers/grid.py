@@ -1,0 +1,100 @@
+"""Encoders of images of any size, as grids of patches: Qwen2-VL, 2.5 and 3 (arXiv 2409.12191,
+2502.13923), and those like them.
+
+Patches come from the processor in the order of the squares that are merged into one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["axial_turns", "grid_places", "grid_positions", "interpolated", "lengths_of", "windows"]
+
+#: (frames, rows, columns) of patches.
+Grid = Sequence[int]
+
+
+def grid_places(grid: Grid, merge: int) -> Tensor:
+    """[patches, 2] int64: row and column of each patch, in the processor's order."""
+    frames, rows, columns = grid
+    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    shape = (rows // merge, merge, columns // merge, merge)
+    pair = [t.reshape(shape).transpose(1, 2).flatten() for t in (row, column)]
+    return torch.stack(pair, dim=-1).repeat(frames, 1)
+
+
+def axial_turns(places: Tensor, head_dim: int, theta: float = 10000.0) -> Tensor:
+    """places: [patches, 2] -> [patches, head_dim], cosines and sines of a rotation: the first half
+    of its angles count rows, the other columns.
+    """
+    half = head_dim // 2
+    waves = 1.0 / theta ** (torch.arange(0, half, 2, dtype=torch.float32) / half)
+    angles = (places[:, :, None].float() * waves).flatten(1)
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+def lengths_of(grids: Sequence[Grid]) -> list[int]:
+    """How many patches see each other: those of one frame."""
+    return [rows * columns for frames, rows, columns in grids for _ in range(frames)]
+
+
+def windows(grid: Grid, merge: int, size: int) -> tuple[Tensor, list[int]]:
+    """([tokens] int64 order of the merged tokens, tokens of each window) of one image.
+
+    size: tokens along the side of a window.
+    """
+    frames, rows, columns = grid[0], grid[1] // merge, grid[2] // merge
+    tokens = torch.arange(frames * rows * columns).view(frames, rows, columns)
+    parts = [
+        frame[top : top + size, left : left + size].flatten()
+        for frame in tokens
+        for top in range(0, rows, size)
+        for left in range(0, columns, size)
+    ]
+    return torch.cat(parts), [len(part) for part in parts]
+
+
+def interpolated(table: Tensor, grid: Grid, places: Tensor) -> Tensor:
+    """table: [side * side, hidden], learned positions of a square -> [patches, hidden] for a grid
+    of any size, by bilinear interpolation between corners.
+    """
+    side = round(len(table) ** 0.5)
+    sizes = torch.tensor(grid[1:], dtype=torch.float32)
+    spread = places.float() * ((side - 1) / (sizes - 1).clamp(min=1))
+    low = spread.floor().long()
+    high = (low + 1).clamp(max=side - 1)
+    part = (spread - low).to(table.device)
+    found = torch.zeros(len(places), table.shape[1], dtype=torch.float32, device=table.device)
+    for rows, down in ((low[:, 0], 1 - part[:, 0]), (high[:, 0], part[:, 0])):
+        for columns, across in ((low[:, 1], 1 - part[:, 1]), (high[:, 1], part[:, 1])):
+            found += table[(rows * side + columns).to(table.device)] * (down * across)[:, None]
+    return found
+
+
+def grid_positions(
+    length: int, items: Sequence[tuple[int, int, Sequence[Grid]]], merge: int
+) -> np.ndarray:
+    """[3, length] int64, the positions of a prompt's tokens in time, height and width.
+
+    items: (first token, end, grids of patches) of the placeholder tokens of images; those of one
+    item follow each other. Text goes on behind the largest position of an image's sides.
+    """
+    found = np.zeros((3, length), dtype=np.int64)
+    at = position = 0
+    for first, end, grids in items:
+        found[:, at:first] = position + np.arange(first - at)
+        position += first - at
+        at = first
+        for frames, rows, columns in grids:
+            shape = (frames, rows // merge, columns // merge)
+            count = int(np.prod(shape))
+            found[:, at : at + count] = np.indices(shape).reshape(3, -1) + position
+            position += max(shape[1:])
+            at += count
+        at = end
+    found[:, at:] = position + np.arange(length - at)
+    return found

@@ -1,0 +1,120 @@
+"""The text model of a checkpoint that has others around it, by the plugin for that text model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import frozen
+
+from modulm.errors import CheckpointError, UnsupportedError
+from modulm.nn import read_config
+from modulm.plugins import current
+
+__all__ = ["TEXT_NAMES", "TextConfig", "completed", "text_architecture"]
+
+#: Where text models lie in files, and where their own plugins look.
+TEXT_NAMES = (
+    (r"^language_model\.(model|lm_head)\.", r"\1."),
+    (r"^model\.(language_model|text_model)\.", "model."),
+)
+#: `model_type` of a text model that other models are built around, and what runs it.
+_TEXT: Mapping[str, str] = {
+    "cohere2": "Cohere2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3n_text": "Gemma3nForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2_5_vl_text": "Qwen2ForCausalLM",
+    "qwen2_vl_text": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
+    "qwen3_vl_text": "Qwen3ForCausalLM",
+}
+#: Files from before text models had a table of their own: all keys lie at the top.
+_FLAT: Mapping[str, str] = {"qwen2_5_vl": "qwen2_5_vl_text", "qwen2_vl": "qwen2_vl_text"}
+
+
+def text_architecture(config: Mapping[str, Any]) -> str | None:
+    """The architecture of the text model inside config.json, None where no known one is."""
+    nested = config.get("text_config")
+    if isinstance(nested, Mapping):
+        return _TEXT.get(str(nested.get("model_type", "llama")))
+    return _TEXT.get(_FLAT.get(str(config.get("model_type")), ""))
+
+
+@frozen(eq=False)
+class TextConfig:
+    """The text model's driver and its configuration, with what transformers adds to the file.
+
+    Files of such checkpoints leave out what is a default of the text model's class there.
+    """
+
+    driver: Any
+    text: Any
+    name: str
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any], file: str) -> TextConfig:
+        """Raises UnsupportedError for a text model that no plugin provides, CheckpointError for
+        values that transformers or that plugin refuses."""
+        name, text = str(table["architectures"][0]), text_architecture(table)
+        if text is None:
+            raise UnsupportedError(f"{name}: no plugin provides its text model")
+        driver = current().load("models", text)
+        return cls(
+            driver, read_config(_text_table(name, table, file), driver.config_type, file), name
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of the vocabulary."""
+        return int(self.text.vocab_size)
+
+    @property
+    def max_length(self) -> int:
+        """The longest sequence the text model is meant for, in tokens."""
+        return int(self.text.max_length)
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The text model's window, in tokens."""
+        window: int | None = self.text.sliding_window
+        return window
+
+
+def completed(name: str, table: Mapping[str, Any], file: str) -> Any:
+    """config.json as transformers' configuration of the architecture; None if it has none.
+
+    Raises CheckpointError for values that it refuses.
+    """
+    import transformers
+
+    model = getattr(transformers, name, None)
+    if model is None:
+        return None
+    try:
+        return model.config_class.from_dict(table)
+    except Exception as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def _text_table(name: str, table: Mapping[str, Any], file: str) -> Mapping[str, Any]:
+    """The text model's keys, completed."""
+    whole = completed(name, table, file)
+    if whole is None:
+        nested: Mapping[str, Any] = table.get("text_config", table)
+        return nested
+    values: dict[str, Any] = whole.get_text_config().to_dict()
+    if "tie_word_embeddings" in table:
+        values["tie_word_embeddings"] = table["tie_word_embeddings"]
+    return values

@@ -1,0 +1,130 @@
+"""LLaVA 1.5 (arXiv 2310.03744): CLIP's patches through two linear maps into the text model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch.nn import Module
+
+from modulm.contracts.media import MediaItem
+from modulm.errors import CheckpointError
+from modulm.nn import Builder, WeightNames
+from modulm_layers import PlainMLP, only
+from modulm_towers import (
+    ClipTower,
+    MultimodalConfig,
+    MultimodalModel,
+    TowerConfig,
+    flat_patches,
+    stacked,
+    tiny_text,
+)
+
+__all__ = [
+    "TINY_TOWER",
+    "LlavaConfig",
+    "LlavaForConditionalGeneration",
+    "LlavaKeys",
+    "feature_layers",
+]
+
+TINY_TOWER: Mapping[str, Any] = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 7,
+    "projection_dim": 32,
+}
+
+
+@frozen(kw_only=True)
+class LlavaKeys:
+    """The keys beside those of the two models."""
+
+    projector_hidden_act: str = "gelu"
+    multimodal_projector_bias: bool = True
+    vision_feature_select_strategy: str = "default"
+
+    def __attrs_post_init__(self) -> None:
+        only(self, vision_feature_select_strategy=("default", "full"))
+
+
+@frozen(eq=False, kw_only=True)
+class LlavaConfig(MultimodalConfig):
+    """config.json of LLaVA. layers: those of the tower whose states are read, side by side."""
+
+    vision_type: ClassVar[type] = TowerConfig
+    whole_type: ClassVar[type | None] = LlavaKeys
+
+    layers: tuple[int, ...] = (-2,)
+
+    @classmethod
+    def more(cls, keys: Mapping[str, Any], file: str) -> dict[str, Any]:
+        return {"layers": feature_layers(keys, file)}
+
+
+def feature_layers(keys: Mapping[str, Any], file: str) -> tuple[int, ...]:
+    """`vision_feature_layer`, one layer or several. Raises CheckpointError."""
+    given = keys.get("vision_feature_layer")
+    found = tuple(given) if isinstance(given, list | tuple) else (given,)
+    count = keys["vision_config"].get("num_hidden_layers", 0)
+    if not found or not all(type(i) is int and -count <= i + 1 <= count + 1 for i in found):
+        raise CheckpointError(f"{file}: vision_feature_layer: {given!r} of {count} layers")
+    return found
+
+
+class LlavaForConditionalGeneration(MultimodalModel):
+    """LLaVA 1.5 and those like it: one square image is one row of patches."""
+
+    api = 1
+    config_type: ClassVar[type] = LlavaConfig
+    names = WeightNames(
+        rename=((r"^vision_tower\.vision_model\.", "vision_tower."),),
+        ignore=(r"^vision_tower\.(head\.|embeddings\.position_ids)",),
+        rewrite=(flat_patches(r"\.patch_embedding\.weight$"),),
+    )
+    tower: ClipTower
+    projector: Module
+
+    def make_encoders(self, config: LlavaConfig, b: Builder) -> None:
+        vision, keys, hidden = config.vision, config.whole, config.hidden_size
+        self.tower = ClipTower(vision, b.at("vision_tower"))
+        self.projector = PlainMLP(
+            b.at("multi_modal_projector"),
+            vision.hidden_size * len(config.layers),
+            hidden,
+            keys.projector_hidden_act,
+            bias=keys.multimodal_projector_bias,
+            up="linear_1",
+            down="linear_2",
+            outputs=hidden,
+        )
+
+    def project(self, pixels: Tensor) -> Tensor:
+        """[n, channels, height, width] -> [n, patches, hidden]."""
+        found = torch.cat(self.tower.states(pixels, self.config.layers), dim=-1)
+        if self.config.whole.vision_feature_select_strategy == "default":
+            found = found[:, 1:]
+        projected: Tensor = self.projector(found.flatten(0, 1))
+        return projected.view(*found.shape[:2], -1)
+
+    def features(self, items: Sequence[MediaItem]) -> Sequence[Tensor]:
+        pixels, counts = stacked(self, items, "pixel_values")
+        return [part.flatten(0, 1) for part in self.project(pixels).split(counts)]
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        return {
+            "architectures": ["LlavaForConditionalGeneration"],
+            "model_type": "llava",
+            "image_token_index": 480,
+            "text_config": tiny_text(),
+            "vision_config": dict(TINY_TOWER),
+        }

@@ -1,0 +1,90 @@
+"""LLaVA-NeXT (2024): the image whole and in tiles, whose rows end with a learned vector."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+from transformers.image_processing_utils import select_best_resolution
+
+from modulm.contracts.media import MediaItem
+from modulm.nn import Builder
+from modulm_llava.llava import (
+    TINY_TOWER,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaKeys,
+)
+from modulm_towers import tiny_text
+
+__all__ = ["LlavaNextConfig", "LlavaNextForConditionalGeneration", "LlavaNextKeys", "unpadded"]
+
+
+@frozen(kw_only=True)
+class LlavaNextKeys(LlavaKeys):
+    """image_grid_pinpoints: (height, width) of what images may be cut into tiles from."""
+
+    image_grid_pinpoints: list[list[int]] = field(factory=list)
+
+
+@frozen(eq=False, kw_only=True)
+class LlavaNextConfig(LlavaConfig):
+    """config.json of LLaVA-NeXT."""
+
+    whole_type: ClassVar[type | None] = LlavaNextKeys
+
+
+class LlavaNextForConditionalGeneration(LlavaForConditionalGeneration):
+    """LLaVA-NeXT (1.6)."""
+
+    config_type = LlavaNextConfig
+
+    def make_encoders(self, config: Any, b: Builder) -> None:
+        super().make_encoders(config, b)
+        b.parameter("image_newline", self, "newline", (config.hidden_size,))
+
+    def features(self, items: Sequence[MediaItem]) -> Sequence[Tensor]:
+        pixels = [self.tensor(item, "pixel_values")[0] for item in items]
+        sizes = [self.tensor(item, "image_sizes")[0].tolist() for item in items]
+        found = self.project(torch.cat(pixels)).split([len(tiles) for tiles in pixels])
+        return [self._packed(*pair) for pair in zip(found, sizes, strict=True)]
+
+    def _packed(self, tiles: Tensor, image: list[int]) -> Tensor:
+        """tiles: [1 + tiles, patches, hidden]; image: (height, width) of the original."""
+        whole = tiles[0]
+        if len(tiles) == 1:
+            return torch.cat([whole, self.newline[None]])
+        vision, points = self.config.vision, self.config.whole.image_grid_pinpoints
+        side = vision.image_size // vision.patch_size
+        height, width = select_best_resolution(image, points)
+        grid = tiles[1:].view(
+            height // vision.image_size, width // vision.image_size, side, side, -1
+        )
+        flat = grid.transpose(1, 2).flatten(0, 1).flatten(1, 2)
+        kept = unpadded(flat, image)
+        ends = self.newline.expand(len(kept), 1, -1)
+        return torch.cat([whole, torch.cat([kept, ends], dim=1).flatten(0, 1)])
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        return {
+            "architectures": ["LlavaNextForConditionalGeneration"],
+            "model_type": "llava_next",
+            "image_token_index": 480,
+            "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
+            "text_config": tiny_text(),
+            "vision_config": dict(TINY_TOWER),
+        }
+
+
+def unpadded(grid: Tensor, image: Sequence[int]) -> Tensor:
+    """grid: [rows, columns, hidden] of an image (height, width) that was padded to its shape."""
+    (height, width), (rows, columns) = image, grid.shape[:2]
+    if width / height > columns / rows:
+        cut = (rows - int(round(height * (columns / width), 7))) // 2
+        return grid[cut : rows - cut]
+    cut = (columns - int(round(width * (rows / height), 7))) // 2
+    return grid[:, cut : columns - cut]

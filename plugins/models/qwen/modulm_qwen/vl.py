@@ -1,0 +1,214 @@
+"""Qwen2-VL, 2.5 and 3, dense and with experts: Qwen's text models, and images of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, Self
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+from torch.nn import Module
+
+from modulm.contracts.media import MediaItem
+from modulm.contracts.model import Batch
+from modulm.nn import Builder, Rewrite, WeightNames
+from modulm_qwen.vision import QwenTower, QwenTowerConfig
+from modulm_towers import MultimodalConfig, MultimodalModel, flat_patches, tiny_text
+
+__all__ = [
+    "Qwen2VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeConfig",
+    "Qwen3VLMoeForConditionalGeneration",
+    "Qwen25VLForConditionalGeneration",
+    "QwenVLConfig",
+]
+
+_TOWER: Mapping[str, Any] = {
+    "depth": 2,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+
+
+@frozen(eq=False, kw_only=True)
+class QwenVLConfig(MultimodalConfig):
+    """config.json of Qwen-VL."""
+
+    vision_type: ClassVar[type] = QwenTowerConfig
+
+
+class Qwen2VLForConditionalGeneration(MultimodalModel):
+    """Qwen2-VL."""
+
+    api = 1
+    config_type: ClassVar[type] = QwenVLConfig
+    axes = 3
+    kind: ClassVar[str] = "2"
+    names = WeightNames(rewrite=(flat_patches(r"patch_embed\.proj\.weight$"),))
+    tower: Module
+
+    def make_encoders(self, config: QwenVLConfig, b: Builder) -> None:
+        self.tower = QwenTower(config.vision, b.at("visual"), self.kind)
+
+    def features(self, items: Sequence[MediaItem]) -> Sequence[Tensor]:
+        pixels, grids = [], []
+        for item in items:
+            video = item.kind == "video"
+            pixels.append(self.tensor(item, "pixel_values_videos" if video else "pixel_values"))
+            grids.append(item.tensors[f"{item.kind}_grid_thw"].reshape(-1, 3).tolist())
+        found: Tensor = self.tower(torch.cat(pixels), [grid for some in grids for grid in some])
+        merged = self.config.vision.spatial_merge_size**2
+        return found.split([sum(t * h * w for t, h, w in some) // merged for some in grids])
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        return _tiny(
+            "Qwen2VLForConditionalGeneration", "qwen2_vl", "qwen2_vl_text",
+            vision={"embed_dim": 32, "hidden_size": 64},
+        )  # fmt: skip
+
+
+class Qwen25VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
+    """Qwen2.5-VL: most layers of the encoder see windows."""
+
+    kind = "2.5"
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        vision = {
+            "hidden_size": 32,
+            "out_hidden_size": 64,
+            "intermediate_size": 48,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+        }
+        return _tiny(
+            "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", "qwen2_5_vl_text", vision=vision
+        )
+
+
+class _Deep(Module):
+    """A layer of the text model, and what an inner layer of the encoder adds behind it."""
+
+    def __init__(self, layer: Module, level: int, hidden: int) -> None:
+        super().__init__()
+        self.layer, self.part = layer, slice(level * hidden, (level + 1) * hidden)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, batch: Batch
+    ) -> tuple[Tensor, Tensor | None]:
+        x, residual = self.layer(x, residual, batch)
+        given = batch.extras.get("deepstack")
+        return (x if given is None else x + given[:, self.part].to(x.dtype)), residual
+
+
+class Qwen3VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
+    """Qwen3-VL: inner layers of the encoder speak to the first layers of the text model
+    (DeepStack, arXiv 2406.04334).
+    """
+
+    kind = "3"
+
+    def make_encoders(self, config: QwenVLConfig, b: Builder) -> None:
+        super().make_encoders(config, b)
+        for level in range(len(config.vision.deepstack_visual_indexes)):
+            layer = self.text.layers[level]
+            self.text.layers[level] = _Deep(layer, level, config.hidden_size)
+
+    def forward(self, batch: Batch) -> Tensor:
+        return super().forward(self._spread(batch))
+
+    def states(self, batch: Batch, layers: Sequence[int]) -> tuple[Tensor, ...]:
+        return super().states(self._spread(batch), layers)
+
+    def _spread(self, batch: Batch) -> Batch:
+        """The batch with the embeddings themselves, and what is beside them for later layers."""
+        hidden, embeds = self.config.hidden_size, batch.embeds
+        if embeds is None or embeds.shape[1] == hidden:
+            return batch
+        deep = {**batch.extras, "deepstack": embeds[:, hidden:]}
+        return evolve(batch, embeds=embeds[:, :hidden], extras=deep)
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        return _tiny("Qwen3VLForConditionalGeneration", "qwen3_vl", "qwen3_vl_text", **_THIRD)
+
+
+@frozen(eq=False, kw_only=True)
+class Qwen3VLMoeConfig(QwenVLConfig):
+    """config.json of Qwen3-VL with experts; their shares add up to 1 whatever the file says."""
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any], file: str) -> Self:
+        found = super().from_table(table, file)
+        text = evolve(found.text.text, norm_topk_prob=True)
+        return evolve(found, text=evolve(found.text, text=text))
+
+
+class Qwen3VLMoeForConditionalGeneration(Qwen3VLForConditionalGeneration):
+    """Qwen3-VL with experts, which are stored inputs first."""
+
+    config_type = Qwen3VLMoeConfig
+
+    @classmethod
+    def weights(cls, config: Any) -> WeightNames:
+        names = super().weights(config)
+        inner = config.text.text.moe_intermediate_size
+        turn = Rewrite(r"\.experts\.(gate_up|down)_proj$", partial(_outputs_first, inner))
+        return evolve(names, rewrite=(turn, *names.rewrite))
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        return _tiny(
+            "Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", "qwen3_vl_moe_text",
+            vision=_THIRD["vision"], text={**_THIRD["text"], **experts},
+        )  # fmt: skip
+
+
+_THIRD: Mapping[str, Any] = {
+    "vision": {
+        "hidden_size": 32,
+        "out_hidden_size": 64,
+        "intermediate_size": 48,
+        "hidden_act": "gelu_pytorch_tanh",
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0, 1],
+    },
+    "text": {"head_dim": 16, "rope_parameters": {**_ROPE, "mrope_interleaved": True}},
+}
+
+
+def _outputs_first(inner: int, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """A stack of experts of width `inner` as [experts, outputs, inputs]."""
+    stored = (
+        tensor.shape[1] == inner if name.endswith("down_proj") else tensor.shape[2] == 2 * inner
+    )
+    return [(name, tensor.transpose(1, 2).contiguous() if stored else tensor)]
+
+
+def _tiny(
+    architecture: str,
+    model_type: str,
+    text_type: str,
+    *,
+    vision: Mapping[str, Any],
+    text: Mapping[str, Any] | None = None,
+) -> Mapping[str, Any]:
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "image_token_id": 480,
+        "video_token_id": 481,
+        "vision_start_token_id": 482,
+        "vision_end_token_id": 483,
+        "tie_word_embeddings": False,
+        "text_config": tiny_text(text_type, **{"rope_parameters": dict(_ROPE), **(text or {})}),
+        "vision_config": {**_TOWER, **vision},
+    }

@@ -1,0 +1,114 @@
+"""What callers of `LLM` may give as an image, a sound, a video."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from modulm.errors import RequestError
+from modulm_media import Media, Sound, Video
+from modulm_media.offline import as_image, as_media, as_sound, as_video, given_media
+
+RED = np.zeros((4, 6, 3), np.uint8)
+RED[..., 0] = 200
+
+
+def pixel(image):
+    assert (image.mode, image.size) == ("RGB", (6, 4))
+    return image.getpixel((1, 1))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Image.fromarray(RED),
+        RED,
+        np.moveaxis(RED, -1, 0),
+        (RED / 255).astype(np.float32),
+        torch.from_numpy(RED),
+        torch.from_numpy(RED).permute(2, 0, 1) / 255,
+        Image.fromarray(RED).convert("P", palette=Image.Palette.ADAPTIVE),
+    ],
+    ids=["pil", "array", "channels first", "floats", "tensor", "float tensor", "palette"],
+)
+def test_images_of_all_kinds_become_rgb(value):
+    assert pixel(as_image(value)) == (200, 0, 0)
+
+
+def test_paths_are_opened(tmp_path):
+    Image.fromarray(RED).save(tmp_path / "red.png")
+    assert pixel(as_image(tmp_path / "red.png")) == (200, 0, 0)
+    assert pixel(as_image(str(tmp_path / "red.png"))) == (200, 0, 0)
+    (tmp_path / "none.png").write_bytes(b"nothing")
+    for name in ("none.png", "missing.png"):
+        with pytest.raises(RequestError, match="image"):
+            as_image(tmp_path / name)
+
+
+def test_images_are_turned_as_exif_says_and_transparency_is_white(tmp_path):
+    image = Image.fromarray(np.moveaxis(RED, 0, 1))
+    exif = Image.Exif()
+    exif[274] = 6
+    image.save(tmp_path / "turned.jpg", exif=exif, quality=95)
+    assert as_image(tmp_path / "turned.jpg").size == (6, 4)[::-1][::-1]
+    clear = Image.fromarray(np.dstack([RED, np.zeros((4, 6), np.uint8)]), "RGBA")
+    assert pixel(as_image(clear)) == (255, 255, 255)
+    grey = as_image(np.full((4, 6), 90, np.uint8))
+    assert pixel(grey) == (90, 90, 90)
+
+
+@pytest.mark.parametrize(
+    "value", [np.zeros((2, 2, 7), np.uint8), np.full((2, 2, 3), np.nan), np.full((2, 2, 3), 9.0),
+              np.zeros((2, 2, 3), np.int64), 7, object()],
+)  # fmt: skip
+def test_what_is_no_image_is_refused(value):
+    with pytest.raises(RequestError, match="image"):
+        as_image(value)
+
+
+def test_sounds():
+    assert as_sound(np.ones(8)).rate == 16000
+    found = as_sound((np.ones((2, 8), np.float64), 8000))
+    assert (found.rate, found.samples.shape, found.samples.dtype) == (8000, (8,), np.float32)
+    for wrong in (np.array([np.nan]), np.zeros(0), np.zeros((2, 2, 2)), "x"):
+        with pytest.raises(RequestError, match="audio"):
+            as_sound(wrong)
+
+
+def test_videos():
+    frames = np.stack([RED, RED])
+    for value in (frames, np.moveaxis(frames, -1, 1), [Image.fromarray(RED)] * 2, [RED, RED]):
+        assert as_video(value).frames.tolist() == frames.tolist()
+    assert as_video((frames, {"fps": 2.0})).fps == 2.0
+    with pytest.raises(RequestError, match="frames of one size"):
+        as_video([RED, RED[:2]])
+
+
+def test_one_value_or_several_by_kind_and_their_names():
+    picture = Image.fromarray(RED)
+    one, two = given_media({"image": [picture, RED]})
+    assert one.hash == two.hash == as_media("image", picture).hash
+    (video,) = given_media({"video": [picture, picture]})
+    assert isinstance(video.value, Video)
+    (sound,) = given_media({"audio": (np.ones(4), 8000)})
+    assert isinstance(sound.value, Sound)
+    named = given_media({"image": [picture, None]}, {"image": ["a", "b"]})
+    assert [one.uuid for one in named] == ["a", "b"]
+    assert named[0].hash == Media("image", None, "a").hash != one.hash
+    for data, uuids in (
+        ({"pictures": picture}, None),
+        ([picture], None),
+        ({"image": [picture]}, {"image": ["a", "b"]}),
+        ({"image": [None]}, None),
+    ):
+        with pytest.raises(RequestError, match="multi_modal|None needs"):
+            given_media(data, uuids)
+
+
+def test_names_of_contents_tell_them_apart():
+    values = [RED, RED[:, :3], np.moveaxis(RED, 0, 1), RED + 1]
+    hashes = {as_media("image", value).hash for value in values}
+    hashes |= {as_media("audio", (np.ones(4), rate)).hash for rate in (8000, 16000)}
+    assert len(hashes) == 6
