@@ -14,7 +14,7 @@ Without a machine that the backend runs on nothing is checked.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,7 @@ _STEPS: Sequence[Sequence[int]] = (
     (1, 1, 1, 1, 1),
 )
 _ROWS = 5
+_QUICK = 3
 _LENGTH = 128
 
 #: Features of layers that do not ask for `forward_qkv`.
@@ -90,11 +91,16 @@ _UNFUSED = {"latent", "value_dim", "scales", "selection", "spans", "cross", "pic
 
 
 def check_attention(
-    backend: type[AttentionBackend], platform: Platform | None = None, **options: Any
+    backend: type[AttentionBackend],
+    platform: Platform | None = None,
+    only: Collection[str] = SPECS,
+    quick: bool = False,
+    **options: Any,
 ) -> None:
     """Run the whole kit on `platform`, or on the one here that names the backend.
 
-    Raises AssertionError with what was expected.
+    `only`: the kinds of layers to try, of SPECS. `quick` takes fewer steps of each, for kernels
+    that are interpreted. Raises AssertionError with what was expected.
     """
     assert backend.name, "the backend has no name"
     platform = platform or _find_platform(backend)
@@ -110,14 +116,14 @@ def check_attention(
     formats += [(platform.dtypes[0], narrow) for narrow in _NARROW]
     accepted = 0
     for dtype, kept in formats:
-        for what, base in SPECS.items():
-            spec = evolve(base, dtype=dtype, kv_dtype=kept)
+        for what in only:
+            spec = evolve(SPECS[what], dtype=dtype, kv_dtype=kept)
             reason = backend.refuses(spec, platform, ops)
             assert reason is None or reason, f"rejects() gives an empty reason for {what}"
             if reason is None:
                 accepted += 1
                 name = f"{what} in {dtype}, kept in {kept}"
-                _check_spec(_Case(backend, platform, ops, spec, name, options))
+                _check_spec(_Case(backend, platform, ops, spec, name, options, quick))
     assert accepted, f"{backend.name} rejects every kind of layer on {platform.name}"
 
 
@@ -131,6 +137,14 @@ class _Case:
     spec: AttentionSpec
     what: str
     options: Mapping[str, Any]
+    quick: bool = False
+
+    def layouts(
+        self, backend: AttentionBackend, blocks: int, steps: Sequence[Sequence[int]] = _STEPS
+    ) -> Iterator[StepLayout]:
+        """The steps to take."""
+        most = _QUICK if self.quick else len(steps)
+        return _layouts(backend.block_size, blocks, self.spec, steps[:most])
 
     def make(self) -> AttentionBackend:
         sizes = self.driver.block_sizes(self.spec)
@@ -230,7 +244,7 @@ def _check_spec(case: _Case) -> None:
         dtype=getattr(torch, spec.dtype),
         device=case.platform.device,
     )
-    for number, step in enumerate(_layouts(backend.block_size, blocks, spec)):
+    for number, step in enumerate(case.layouts(backend, blocks)):
         _compare_step(case, backend, (cache, mirror), step, number, f"step {number}")
     if not spec.cross:
         _check_copy(case, backend, cache, mirror)
@@ -381,7 +395,7 @@ def _check_recorded(case: _Case) -> None:
     blocks = case.blocks(case.make())
     backend, (direct, repeated) = case.caches(2, blocks)
     programs: dict[Any, FixedInputs[AttentionPlan]] = {}
-    for number, step in enumerate(_layouts(backend.block_size, blocks, case.spec, steps)):
+    for number, step in enumerate(case.layouts(backend, blocks, steps)):
         plan = backend.plan(step)
         key = signature(plan)
         if key is None:
@@ -404,13 +418,14 @@ def _check_fused(case: _Case) -> None:
     """`forward_qkv`, if the backend has it, is split, norm, rotation and `forward`."""
     spec, device = case.spec, case.platform.device
     size = spec.head_dim
-    for name, norm, rotated, neox in (
-        ("rotation", False, size, True),
+    kinds = (
         ("norm and rotation", True, size, True),
+        ("rotation", False, size, True),
         ("part of each head", False, size // 2, True),
         ("neighbours as pairs", False, size, False),
         ("no rotation", True, 0, True),
-    ):
+    )
+    for name, norm, rotated, neox in kinds[:1] if case.quick else kinds:
         blocks = case.blocks(case.make())
         backend, (fused, apart) = case.caches(2, blocks)
         angles = torch.rand(_LENGTH, rotated // 2, device=device)
@@ -421,7 +436,7 @@ def _check_fused(case: _Case) -> None:
             cos_sin=torch.cat([angles.cos(), angles.sin()], -1) if rotated else None,
             neox=neox,
         )
-        for number, step in enumerate(_layouts(backend.block_size, blocks, spec)):
+        for number, step in enumerate(case.layouts(backend, blocks)):
             count = int(step.query_starts[-1])
             qkv = case.tensor(count, (spec.heads + 2 * spec.kv_heads) * size, seed=number)
             positions, inputs = _positions(step).to(device), case.inputs(step)

@@ -17,12 +17,19 @@ __all__ = ["FILES", "ops"]
 
 #: The files that bring ops.
 FILES = (
+    "act_and_mul",
+    "activate",
     "causal_conv",
     "delta_rule",
+    "embedding",
     "fused_experts",
+    "gated_rms_norm",
+    "latent_prepare",
+    "layer_norm",
     "linear",
     "moe_route",
     "rms_norm",
+    "rotary",
     "sampling",
     "selective_scan",
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["grouped"]
+__all__ = ["dense_rows", "grouped"]
 
 
 def grouped(x: Tensor) -> tuple[Tensor, int, int, int]:
@@ -20,3 +20,10 @@ def grouped(x: Tensor) -> tuple[Tensor, int, int, int]:
         return x, max(x.shape[1], 1), x.stride(0), x.stride(1)
     rows = x.view(-1, x.shape[-1])
     return rows, 1, rows.stride(0), 0
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """x as [rows, size] with dense rows; copied only if it has to be."""
+    if x.dim() != 2 or (x.stride(1) != 1 and x.shape[1] > 1):
+        return x.reshape(-1, x.shape[-1]).contiguous()
+    return x

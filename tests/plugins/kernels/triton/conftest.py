@@ -10,16 +10,19 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from tests.plugins.kernels.triton.quick import quicken
 
 GPU = torch.cuda.is_available() or torch.xpu.is_available()
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="session")
 def triton() -> None:
     if find_spec("triton") is None:
         pytest.skip("Triton is not installed; it is there on Linux after make setup")
+    if not GPU:
+        quicken()
 
 
 @pytest.fixture

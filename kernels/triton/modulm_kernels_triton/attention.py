@@ -1,0 +1,144 @@
+"""Attention over the paged cache: what both kinds of its programs share.
+
+A tile is BLOCK_M rows: some tokens of one row of the step, each with GROUP_TILE of the heads that
+share a key head. It walks over keys in tiles of TILE, relative to the largest score so far, with
+scores in units of log 2. A head is read in two parts, A and B, each padded to a power of two: 80 is
+64 and 16, a latent of 512 and a rotated part of 64 are these two. With LATENT values are the part
+A of the keys, which is not read again.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["reach", "stored", "walk"]
+
+LOG2E = tl.constexpr(1.4426950408889634)
+INT8 = tl.constexpr(3)
+
+
+@triton.jit
+def _tanh(x):
+    return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
+
+
+@triton.jit
+def reach(first, last, length, firsts, ends, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+          SPANS: tl.constexpr):  # fmt: skip
+    """[low, high): the keys that queries at positions `first` to `last` may see of `length`."""
+    low = 0
+    high = length
+    if WINDOW > 0:
+        low = tl.maximum(first - (WINDOW - 1), 0)
+        if not CAUSAL:
+            high = tl.minimum(length, last + WINDOW)
+    if CAUSAL:
+        high = tl.minimum(length, last + 1)
+    if SPANS:
+        low = tl.minimum(low, tl.min(tl.where(ends > 0, firsts, low), 0))
+        high = tl.maximum(high, tl.max(ends, 0))
+    return low, high
+
+
+@triton.jit
+def _visible(at, inside, places, firsts, ends, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+             SPANS: tl.constexpr):  # fmt: skip
+    """[M, TILE]: whether the query at places[m] sees the key at at[n]."""
+    distance = places[:, None] - at[None, :]
+    seen = inside[None, :] & (places[:, None] >= 0)
+    if CAUSAL:
+        seen = seen & (distance >= 0)
+    if WINDOW > 0:
+        seen = seen & (distance < WINDOW)
+        if not CAUSAL:
+            seen = seen & (distance > -WINDOW)
+    if SPANS:
+        within = (at[None, :] >= firsts[:, None]) & (at[None, :] < ends[:, None])
+        seen = seen | (within & inside[None, :])
+    return seen
+
+
+@triton.jit
+def _part(base, rows, inside, dtype: tl.constexpr, FROM: tl.constexpr, SIZE: tl.constexpr,
+          PAD: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """[TILE, PAD]: numbers FROM on of the cached rows, 0 where there are none."""
+    d = tl.arange(0, PAD)
+    where = base + rows[:, None] + (FROM + d)[None, :]
+    if MASKED and SIZE < PAD:
+        found = tl.load(where, inside[:, None] & (d < SIZE)[None, :], other=0.0)
+    elif MASKED:
+        found = tl.load(where, inside[:, None], other=0.0)
+    elif SIZE < PAD:
+        found = tl.load(where, (d < SIZE)[None, :], other=0.0)
+    else:
+        found = tl.load(where)
+    return found.to(dtype)
+
+
+@triton.jit
+def walk(
+    acc, total, most, qa, qb, places, firsts, ends, slopes,
+    cache, scales, table, begin, stop, low, high, block_stride, scale, softcap,
+    MASKED: tl.constexpr, SHAPE: tl.constexpr, FORM: tl.constexpr, LOOK: tl.constexpr,
+):  # fmt: skip
+    """Take in the keys [begin, stop), of which those in [low, high) exist.
+
+    cache, scales: of the key head, in its first block; block_stride: of the cache. `scale` turns
+    products into scores, in units of log 2 unless LOOK bends them further.
+
+    SHAPE: (TILE, sizes and paddings of A, B and values, where values begin, whether LATENT).
+    FORM: (BLOCK_SIZE, numbers of a token, KEPT, precision). LOOK: (CAUSAL, WINDOW, SOFTCAP, ALIBI,
+    SPANS).
+    """
+    TILE: tl.constexpr = SHAPE[0]
+    BLOCK_SIZE: tl.constexpr = FORM[0]
+    dtype: tl.constexpr = qa.dtype
+    for start in range(begin, stop, TILE):
+        at = start + tl.arange(0, TILE)
+        inside = (at >= low) & (at < high)
+        block = tl.load(table + at // BLOCK_SIZE, inside, other=0).to(tl.int64) * block_stride
+        rows = block + at % BLOCK_SIZE * FORM[1]
+        ka = _part(cache, rows, inside, dtype, 0, SHAPE[1], SHAPE[2], MASKED)
+        scores = tl.dot(qa, tl.trans(ka), input_precision=FORM[3])
+        if SHAPE[3] > 0:
+            kb = _part(cache, rows, inside, dtype, SHAPE[1], SHAPE[3], SHAPE[4], MASKED)
+            scores = tl.dot(qb, tl.trans(kb), scores, input_precision=FORM[3])
+        scores = scores * scale
+        if FORM[2] == INT8:
+            places_of_scales = block // 4 + at % BLOCK_SIZE * 2
+            scores = scores * tl.load(scales + places_of_scales, inside, other=0.0)[None, :]
+        if LOOK[2]:
+            scores = softcap * _tanh(scores / softcap)
+        if LOOK[3]:
+            scores = scores - slopes[:, None] * (places[:, None] - at[None, :])
+        if LOOK[2] or LOOK[3]:
+            scores = scores * LOG2E
+        if MASKED:
+            seen = _visible(at, inside, places, firsts, ends, LOOK[0], LOOK[1], LOOK[4])
+            scores = tl.where(seen, scores, float("-inf"))
+        top = tl.maximum(most, tl.max(scores, 1))
+        base = tl.where(top == float("-inf"), 0.0, top)
+        weights = tl.exp2(scores - base[:, None])
+        fade = tl.exp2(most - base)
+        most = top
+        total = total * fade + tl.sum(weights, 1)
+        acc = acc * fade[:, None]
+        if FORM[2] == INT8:
+            factor = tl.load(scales + places_of_scales + 1, inside, other=0.0)
+            weights = weights * factor[None, :]
+        if SHAPE[8]:
+            v = ka
+        else:
+            v = _part(cache, rows, inside, dtype, SHAPE[7], SHAPE[5], SHAPE[6], MASKED)
+        acc = tl.dot(weights.to(dtype), v, acc, input_precision=FORM[3])
+    return acc, total, most
+
+
+@triton.jit
+def stored(acc, total, out, where, real, SIZE: tl.constexpr, PAD: tl.constexpr):
+    """Write acc over total to out + where[m] for the rows that are `real`."""
+    d = tl.arange(0, PAD)
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    mask = real[:, None] & (d < SIZE)[None, :]
+    tl.store(out + where[:, None] + d[None, :], result.to(out.dtype.element_ty), mask)

@@ -1,0 +1,240 @@
+"""Attention by the Triton kernels: tiles over queries for prompts, over keys for decodes.
+
+The kernels own the layout of the cache, so this backend calls them directly and not through the op
+table. It stands aside where the model does not run on these kernels otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+
+from modulm.contracts.attention import (
+    PLAIN,
+    AttentionBackend,
+    AttentionInputs,
+    AttentionPlan,
+    AttentionSpec,
+    KVLayout,
+    QKVPrepare,
+    StepLayout,
+)
+from modulm.contracts.ops import Ops
+from modulm.contracts.platform import Platform
+from modulm.errors import ConfigError
+from modulm_attention_triton.work import prompt_tiles, span_of_each, split_tiles
+
+if TYPE_CHECKING:
+    from modulm_kernels_triton.paged_attention import Work
+
+__all__ = ["TritonAttention"]
+
+#: The provider in the op table whose package this backend calls.
+_PROVIDER = "triton"
+_FLOATS = ("bfloat16", "float16", "float32")
+_NARROW = ("float8_e4m3fn", "float8_e5m2", "int8")
+#: The widest head: a latent of 512 and a rotated part of 64.
+_WIDEST = 576
+
+
+@cache
+def _kernels() -> ModuleType | str:
+    """The kernels' driver side, or why it cannot be used here."""
+    try:
+        from modulm_kernels_triton import paged
+    except ImportError as error:
+        return str(error)
+    return paged
+
+
+@frozen(eq=False)
+class _StepPlan(AttentionPlan):
+    """`work` and the slots of the step's keys, on the device."""
+
+    work: Work
+    slots: Tensor
+
+    def key(self) -> Hashable:
+        return ()
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*(getattr(self.work, name) for name in self._names()), self.slots)
+
+    def tables(self) -> tuple[Tensor, ...]:
+        return (self.work.block_tables,)
+
+    def over(self, tensors: Sequence[Tensor], tables: Sequence[Tensor]) -> _StepPlan:
+        *others, slots = tensors
+        changed = dict(zip(self._names(), others, strict=True))
+        return _StepPlan(evolve(self.work, block_tables=tables[0], **changed), slots)
+
+    def _names(self) -> tuple[str, ...]:
+        names = ("query_starts", "context_lens", "key_lens", "prompts", "splits", "few")
+        return names if self.work.spans is None else (*names, "spans")
+
+
+class TritonAttention(AttentionBackend):
+    """Cache [blocks, kv heads, numbers], a token's key beside its value.
+
+    Keys and values may be kept in 8-bit floats, with a scale of the layer or without, or in int8
+    with a scale for each token and head. A row's result depends on no other row.
+    """
+
+    name = "triton"
+    api = 3
+    features = frozenset(
+        [
+            "value_dim",
+            "window",
+            "softcap",
+            "sinks",
+            "alibi",
+            "causal",
+            "latent",
+            "scales",
+            "spans",
+            "cross",
+        ]
+    )
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        platform: Platform,
+        ops: Ops,
+        block_size: int,
+        options: Mapping[str, object] | None = None,
+    ) -> None:
+        super().__init__(spec, platform, ops, block_size, options)
+        if options:
+            raise ConfigError("attention.triton", f"takes no options, got {sorted(options)}")
+        kernels = _kernels()
+        if isinstance(kernels, str):
+            raise ConfigError("attention_backend", f"triton cannot run: {kernels}")
+        self.staging = platform.staging()
+        self.kernels = kernels
+        values = spec.latent or spec.value_dim or spec.head_dim
+        kept, dtype = getattr(torch, spec.kv_dtype), getattr(torch, spec.dtype)
+        self.form = kernels.CacheForm(
+            1 if spec.latent else spec.kv_heads, block_size, spec.head_dim, values, kept,
+            bool(spec.latent),
+        )  # fmt: skip
+        self.look = kernels.Look(
+            spec.causal and not spec.cross, 0 if spec.cross else spec.window or 0, spec.softcap,
+            spec.spans,
+        )  # fmt: skip
+        group = spec.heads // self.form.kv_heads
+        self.prompt_tokens = kernels.queries_of_a_tile("prompt", group, self.form, dtype)[0]
+        self.split_tokens = kernels.queries_of_a_tile("split", group, self.form, dtype)[0]
+
+    @classmethod
+    def rejects(cls, spec: AttentionSpec, platform: Platform, ops: Ops) -> str | None:
+        if _PROVIDER not in ops.providers.values():
+            return f"needs the kernels of provider {_PROVIDER}, which are not in use"
+        kernels = _kernels()
+        if isinstance(kernels, str):
+            return kernels
+        if spec.dtype not in _FLOATS:
+            return f"computes in {', '.join(_FLOATS)}, not in {spec.dtype}"
+        if spec.kv_dtype != spec.dtype and spec.kv_dtype not in _NARROW:
+            return f"keeps keys and values as they are or in {', '.join(_NARROW)}, not in " + (
+                spec.kv_dtype
+            )
+        if spec.kv_dtype == "int8" and (spec.latent or spec.scales):
+            return "keeps no latent and nothing with a scale of the layer in int8"
+        if spec.kv_dtype == "int8" and (spec.head_dim + (spec.value_dim or spec.head_dim)) % 4:
+            return f"keeps heads of multiples of 2 in int8, not of {spec.head_dim}"
+        if max(spec.head_dim, spec.value_dim or 0) > _WIDEST:
+            return f"takes heads of up to {_WIDEST}, not {spec.head_dim}"
+        reason: str | None = kernels.unreadable(spec.kv_dtype)
+        return reason
+
+    @classmethod
+    def block_sizes(cls, spec: AttentionSpec) -> tuple[int, ...]:
+        return (16, 32, 64, 128, 256)
+
+    def layout(self, blocks: int) -> KVLayout:
+        shape = self.form.shape(blocks)
+        each = math.prod(shape[1:]) * self.form.dtype.itemsize
+        return KVLayout(shape, self.spec.kv_dtype, each)
+
+    def plan(self, step: StepLayout) -> _StepPlan:
+        starts = step.query_starts
+        counts = np.diff(starts)
+        few = counts <= self.kernels.FEW
+        spans = None
+        if step.spans is not None and self.spec.spans:
+            few[step.spans[:, 0]] = False
+            spans = span_of_each(step.spans, starts, step.context_lens)
+        splits, places = split_tiles(starts, np.flatnonzero(few & (counts > 0)), self.split_tokens)
+        prompts = prompt_tiles(starts, np.flatnonzero(~few), self.prompt_tokens)
+        key_lens = step.context_lens if step.encoder_lens is None else step.encoder_lens
+        arrays = [starts, step.context_lens, key_lens, prompts, splits, places, step.block_tables]
+        sent = self.staging.send([*arrays, step.slots, *([] if spans is None else [spans])])
+        *others, table, slots = sent[: len(arrays) + 1]
+        around = sent[-1] if spans is not None else None
+        return _StepPlan(self.kernels.Work(table, *others, around), slots)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Tensor,
+        plan: _StepPlan,
+        out: Tensor,
+        inputs: AttentionInputs = PLAIN,
+    ) -> None:
+        scales = inputs.k_scale, inputs.v_scale
+        self.kernels.write_kv(k, v, cache, self.form, plan.slots, *scales)
+        self._attend(q, cache, plan, out, inputs)
+
+    def forward_qkv(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        prepare: QKVPrepare,
+        cache: Tensor,
+        plan: _StepPlan,
+        out: Tensor,
+        inputs: AttentionInputs = PLAIN,
+    ) -> bool:
+        spec = self.spec
+        if spec.latent or spec.cross or spec.value_dim not in (None, spec.head_dim):
+            return False
+        if (prepare.q_norm is None) != (prepare.k_norm is None):
+            return False
+        q = self.kernels.qkv_prepare(
+            qkv,
+            prepare.q_norm,
+            prepare.k_norm,
+            prepare.eps,
+            prepare.cos_sin,
+            positions,
+            plan.slots,
+            cache,
+            self.form,
+            spec.heads,
+            prepare.neox,
+            prepare.norm_offset,
+            inputs.k_scale,
+            inputs.v_scale,
+        )
+        self._attend(q, cache, plan, out, inputs)
+        return True
+
+    def _attend(
+        self, q: Tensor, cache: Tensor, plan: _StepPlan, out: Tensor, inputs: AttentionInputs
+    ) -> None:
+        self.kernels.paged_attention(
+            q, cache, self.form, plan.work, self.spec.scale, out, self.look, inputs.sinks,
+            inputs.alibi, inputs.k_scale, inputs.v_scale,
+        )  # fmt: skip
