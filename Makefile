@@ -7,7 +7,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 BIN := .venv/bin
 ARGS ?=
 
-.PHONY: help setup serve test fuzz lint types check wheels clean
+.PHONY: help setup serve test fuzz lint types check wheels site clean
 
 help:
 	@echo "make serve   serve the embedded model on http://127.0.0.1:8000"
@@ -16,6 +16,7 @@ help:
 	@echo "make lint    ruff and its formatter"
 	@echo "make types   mypy --strict on the core"
 	@echo "make wheels  a wheel of every package in dist/, the kernels for all processors in one"
+	@echo "make site    the pages of docs/ as a site, in site/"
 	@echo "make check   lint, types, workspace and size rules: what CI runs before the tests"
 
 setup:
@@ -45,6 +46,9 @@ check: lint types
 
 wheels: setup
 	@$(BIN)/python tools/wheels.py $(ARGS)
+
+site: setup
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 clean:
 	rm -rf .venv build dist site kernels/*/build .pytest_cache .mypy_cache .ruff_cache .hypothesis

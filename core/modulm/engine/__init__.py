@@ -1,0 +1,1 @@
+"""The engine, in rooms of its own (docs/architecture.md)."""
