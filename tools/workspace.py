@@ -18,10 +18,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [
-    str(ROOT / folder)
-    for folder in ("core", "core/adapters", "core/chat", "core/parsing", "core/server")
-]
+_FOLDERS = [ROOT / "core", *(path.parent for path in sorted(ROOT.glob("core/*/pyproject.toml")))]
+sys.path[:0] = map(str, _FOLDERS)
 
 from modulm.errors import ModulmError  # noqa: E402
 from modulm.plugins.kinds import HOOKS_GROUP, KINDS, KINDS_GROUP  # noqa: E402
