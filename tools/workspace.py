@@ -36,6 +36,7 @@ LIBRARIES: dict[str, set[str]] = {
     "modulm_chat": {"chat_templates", "commands", "compat", "parsers", "poolers"},
     "modulm_cli": {"commands", "compat"},
     "modulm_frontend": {"commands", "compat", "routes"},
+    "modulm_gpu": {"platforms"},
     "modulm_layers": {"models", "poolers", "speculators"},
     "modulm_media": {"models", "routes"},
     "modulm_parsing": {"parsers", "routes", "commands", "models", "logits_processors"},

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from modulm.contracts.ops import Op, Ops
 from modulm.contracts.platform import Probe
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from modulm.contracts.model import Batch
     from modulm.contracts.platform import Platform
 
-__all__ = ["API", "Forward", "KernelProvider", "Op", "Ops"]
+__all__ = ["API", "Forward", "KernelProvider", "Op", "Ops", "RecordedForward"]
 
 API = 1
 
@@ -54,3 +55,44 @@ class KernelProvider(ABC):
         The result may be overwritten by the next call.
         """
         return forward
+
+
+class RecordedForward(ABC):
+    """A forward pass whose steps of certain shapes are recorded ahead (CUDA graphs).
+
+    A step of another shape is padded to one of them by rows that see the null block only, or runs
+    call by call. A recorder that records whatever comes, when it comes, needs none of this: it is
+    any `Forward`.
+    """
+
+    @property
+    @abstractmethod
+    def steps(self) -> Sequence[np.ndarray]:
+        """What to record, in this order: the tokens of each row, [rows] int32. Those that take the
+        most memory come first.
+        """
+
+    @abstractmethod
+    def padded(self, counts: np.ndarray) -> np.ndarray:
+        """[rows] int32, the tokens of each row of a recorded step that has room for one of these
+        `counts`: its own rows, then rows of padding. `counts` itself where there is none.
+        """
+
+    @abstractmethod
+    def record(self, batch: Batch) -> None:
+        """Record the step of this batch: one of `steps` in the null blocks, with block tables as
+        wide as any will be. What cannot be recorded is left out.
+        """
+
+    @property
+    @abstractmethod
+    def held(self) -> int:
+        """Bytes of the device that all recordings take."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Drop the recordings and give their memory back."""
+
+    @abstractmethod
+    def __call__(self, batch: Batch) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """As the forward pass does; the result may be overwritten by the next call."""

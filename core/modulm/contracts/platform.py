@@ -4,22 +4,35 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 from attrs import frozen
 
 from modulm.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import numpy as np
     import torch
 
-__all__ = ["API", "Binding", "Memory", "Platform", "Probe", "Staging", "Transfer"]
+    from modulm.config.schema.flags import FlagGroup
+
+__all__ = ["API", "Binding", "Flags", "Memory", "Platform", "Probe", "Staging", "Transfer"]
 
 API = 1
+
+
+G = TypeVar("G", bound="FlagGroup")
+Step = TypeVar("Step", bound="Callable[..., object]")
+Layers = TypeVar("Layers")
+
+
+class Flags(Protocol):
+    """What a platform is told of the configuration: its flags, by the classes of their groups."""
+
+    def group(self, cls: type[G]) -> G: ...
 
 
 @frozen
@@ -156,6 +169,16 @@ class Platform(ABC):
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Transfer:
         """Begin to bring tensors to the host, after all work launched so far."""
         return Transfer(tensors)
+
+    def recorded(self, forward: Step, config: Flags) -> Step:
+        """A model's `Forward`, or a `RecordedForward` of it where the device repeats steps."""
+        return forward
+
+    def attending(self, backend: Layers) -> Layers:
+        """What layers get as their `AttentionBackend`: where steps are recorded in pieces, one that
+        stands between the pieces.
+        """
+        return backend
 
     def reset_peak_memory(self) -> int | None:
         """Bytes that tensors take now; from here on `peak_memory` counts. None: nothing counts."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -125,7 +125,8 @@ class Choices:
         for verdict in chosen.decision.candidates:
             if names is None and verdict.reason and verdict.name in self.platform.kernels[:1]:
                 log.warning("slow: no %s kernels (%s)", verdict.name, verdict.reason)
-        table = bind([self._provider(driver.name, driver) for driver in chosen.driver], dtype=dtype)
+        providers = [self._provider(driver.name, driver) for driver in chosen.driver]
+        table = bind(providers, partial(self.platform.recorded, config=self.config), dtype=dtype)
         bound = sum(provider != "torch" for provider in table.providers.values())
         reason = f"{bound} of {len(table.providers)} ops; {chosen.decision.reason}"
         given = self.config.device.plugin_config.get("kernels")
@@ -209,7 +210,7 @@ class Choices:
         size = self._block_size(driver.block_sizes(spec))
         given = self.config.device.options("attention", str(chosen.decision.winner))
         options = {**self.config.attention.attention_options, **given}
-        return driver(spec, self.platform, ops, size, options)
+        return self.platform.attending(driver(spec, self.platform, ops, size, options))
 
     def _block_size(self, sizes: Sequence[int]) -> int:
         """--block-size where the backend can do it, else the backend's own best."""

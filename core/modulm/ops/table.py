@@ -42,7 +42,7 @@ class OpTable:
         self.refusals = MappingProxyType(dict(refusals))
 
     def recorded(self, forward: Forward) -> Forward:
-        """`forward` as the best provider records and repeats it (`KernelProvider.recorded`)."""
+        """`forward` as the best provider, or else the platform, records and repeats it."""
         for recorder in self._recorders:
             made = recorder(forward)
             if made is not forward:
@@ -62,13 +62,18 @@ def twin_ops() -> Mapping[str, Op]:
     return {**found, "add_lora": lora.add_lora}
 
 
-def bind(providers: Sequence[KernelProvider] = (), **facts: Any) -> OpTable:
+def bind(
+    providers: Sequence[KernelProvider] = (),
+    recorder: Callable[[Forward], Forward] | None = None,
+    **facts: Any,
+) -> OpTable:
     """Bind every op to the first provider that has it and does not reject `facts`.
 
     `providers` are ordered best first and already known to run on the platform. `facts` are what
     holds for the whole model (dtype="bfloat16"). An op that only a provider knows, without a
     twin, is bound too: attention and quantization drivers may ask for it by name. The ops of a
-    bundle share a private format and come from one provider.
+    bundle share a private format and come from one provider. recorder: the platform's, asked after
+    those of the providers.
     """
     ops = dict(twin_ops())
     chosen = dict.fromkeys(ops, TWIN)
@@ -86,4 +91,5 @@ def bind(providers: Sequence[KernelProvider] = (), **facts: Any) -> OpTable:
                 ops[name], chosen[name] = op, provider.name
             else:
                 refusals[name] = f"{provider.name}: {reason}"
-    return OpTable(ops, chosen, refusals, [provider.recorded for provider in providers])
+    found = (*(provider.recorded for provider in providers), recorder)
+    return OpTable(ops, chosen, refusals, [each for each in found if each is not None])

@@ -20,7 +20,17 @@ from torch.utils._pytree import tree_map_only
 from modulm.contracts.platform import Memory, Platform, Probe, Staging, Transfer
 from modulm.errors import EngineError
 
-__all__ = ["HostRead", "QueuedPlatform"]
+__all__ = [
+    "HostRead",
+    "Queue",
+    "QueuedPlatform",
+    "holds_tensor",
+    "listed",
+    "nonsense",
+    "on_meta",
+    "really",
+    "written",
+]
 
 _READS = frozenset(
     {"numpy", "tolist", "item", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__"}
@@ -31,37 +41,49 @@ class HostRead(EngineError):
     """The host looked at a value that the device has not computed yet."""
 
 
-class _Queue:
+class Queue:
     """Work in order. unread: results that nobody has waited for; `ahead` counts the launches that
-    found some.
+    found some. closed: why no work may come now, nor be waited for.
     """
 
     def __init__(self) -> None:
         self._work: list[Callable[[], object]] = []
         self._done = 0
         self.unread = self.ahead = 0
+        self.closed = ""
 
     def put(self, work: Callable[[], object]) -> int:
         """How much has to be done until this is."""
+        self._open()
         self._work.append(work)
+        return self._done + len(self._work)
+
+    @property
+    def ordered(self) -> int:
+        """How much has ever been put."""
         return self._done + len(self._work)
 
     def drain(self, until: int) -> None:
         """Do the work up to there."""
-        with _really(), torch.inference_mode():
+        self._open()
+        with really(), torch.inference_mode():
             while self._done < until:
                 self._work.pop(0)()
                 self._done += 1
 
+    def _open(self) -> None:
+        if self.closed:
+            raise HostRead(self.closed)
+
 
 @contextmanager
-def _really() -> Iterator[None]:
+def really() -> Iterator[None]:
     """Operations are done at once, as if nobody posed."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
 
 
-def _nonsense(like: torch.Tensor) -> torch.Tensor:
+def nonsense(like: torch.Tensor) -> torch.Tensor:
     """A tensor of the same shape on the processor, of values that nobody can have meant."""
     made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
     return made.fill_(
@@ -72,7 +94,7 @@ def _nonsense(like: torch.Tensor) -> torch.Tensor:
 class _Later(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Operations on tensors go to the queue; views and new tensors are made at once."""
 
-    def __init__(self, queue: _Queue) -> None:
+    def __init__(self, queue: Queue) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._queue = queue
 
@@ -86,38 +108,38 @@ class _Later(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return parts
         schema = func._schema
         views = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
-        tensors = [each for each in (*args, *kwargs.values()) if _holds_tensor(each)]
+        tensors = [each for each in (*args, *kwargs.values()) if holds_tensor(each)]
         if views or not tensors:
             return func(*args, **kwargs)
         if schema.is_mutable:
             self._queue.put(lambda: func(*args, **kwargs))
-            return _written(schema, args, kwargs)
+            return written(schema, args, kwargs)
         return self._filled_later(func, args, kwargs)
 
     def _filled_later(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         placed = {**kwargs, "device": "meta"} if kwargs.get("device") is not None else kwargs
         try:
-            shapes = func(*_meta(args), **_meta(placed))
+            shapes = func(*on_meta(args), **on_meta(placed))
         except (RuntimeError, NotImplementedError) as error:
             raise HostRead(f"{func}: what it gives depends on values: {error}"[:300]) from error
-        given = tree_map_only(torch.Tensor, _nonsense, shapes)
+        given = tree_map_only(torch.Tensor, nonsense, shapes)
 
         def fill() -> None:
             made = func(*args, **kwargs)
-            for target, value in zip(_listed(given), _listed(made), strict=True):
+            for target, value in zip(listed(given), listed(made), strict=True):
                 target.copy_(value)
 
         self._queue.put(fill)
         return given
 
 
-def _holds_tensor(value: Any) -> bool:
+def holds_tensor(value: Any) -> bool:
     if isinstance(value, list | tuple):
-        return any(map(_holds_tensor, value))
+        return any(map(holds_tensor, value))
     return isinstance(value, torch.Tensor)
 
 
-def _meta(values: Any) -> Any:
+def on_meta(values: Any) -> Any:
     return tree_map_only(
         torch.Tensor,
         lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"),
@@ -125,11 +147,11 @@ def _meta(values: Any) -> Any:
     )
 
 
-def _listed(value: Any) -> list[torch.Tensor]:
+def listed(value: Any) -> list[torch.Tensor]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The arguments that the operation writes to, as it returns them."""
     found = [
         args[place] if place < len(args) else kwargs[argument.name]
@@ -156,23 +178,23 @@ class _NoReads(TorchFunctionMode):
 
 
 class _QueuedStaging(Staging):
-    def __init__(self, queue: _Queue) -> None:
+    def __init__(self, queue: Queue) -> None:
         super().__init__(torch.device("cpu"))
         self._queue = queue
 
     def send(self, arrays: Sequence[np.ndarray]) -> tuple[torch.Tensor, ...]:
-        with _really():
+        with really():
             return tuple(self._send(torch.from_numpy(array.copy())) for array in arrays)
 
     def _send(self, source: torch.Tensor) -> torch.Tensor:
-        target = _nonsense(source)
+        target = nonsense(source)
         self._queue.put(lambda: target.copy_(source))
         return target
 
 
 class _QueuedTransfer(Transfer):
-    def __init__(self, queue: _Queue, tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__([_nonsense(tensor) for tensor in tensors])
+    def __init__(self, queue: Queue, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__([nonsense(tensor) for tensor in tensors])
         self._queue = queue
         self._read = False
         queue.unread += 1
@@ -184,7 +206,7 @@ class _QueuedTransfer(Transfer):
         self._queue.drain(self._until)
         self._queue.unread -= not self._read
         self._read = True
-        with _really():
+        with really():
             return super().wait()
 
 
@@ -196,10 +218,10 @@ class QueuedPlatform(Platform):
     attention: ClassVar[tuple[str, ...]] = ("sdpa",)
     queued: ClassVar[bool] = True
     #: The queue of the platform that was made last.
-    work: ClassVar[_Queue] = _Queue()
+    work: ClassVar[Queue] = Queue()
 
     def __init__(self) -> None:
-        QueuedPlatform.work = self._work = _Queue()
+        QueuedPlatform.work = self._work = Queue()
 
     @classmethod
     def probe(cls) -> Probe:
@@ -225,9 +247,12 @@ class QueuedPlatform(Platform):
         with _NoReads(), _Later(self._work):
             yield
 
+    def synchronize(self) -> None:
+        self._work.drain(self._work.ordered)
+
     def staging(self) -> Staging:
         return _QueuedStaging(self._work)
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Transfer:
-        with _really():
+        with really():
             return _QueuedTransfer(self._work, tensors)

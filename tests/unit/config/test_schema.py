@@ -19,6 +19,7 @@ from modulm.errors import ConfigError, PluginConflict
 from modulm.plugins.manager import PluginManager, using
 from modulm.structure import parse_int
 from modulm_adapters.flags import LoRAConfig
+from modulm_gpu.flags import CompilationConfig
 from modulm_media.flags import MediaConfig
 from modulm_route_adapters.flags import ServedAdaptersConfig
 from modulm_server.flags import ServerConfig
@@ -144,6 +145,7 @@ def test_every_line_of_the_file_of_known_flags_is_used_or_checked_against_its_pa
     """Flags of packages are in the file for those who have not installed them."""
     packages = {
         "modulm-adapters": LoRAConfig,
+        "modulm-gpu": CompilationConfig,
         "modulm-media": MediaConfig,
         "modulm-route-adapters": ServedAdaptersConfig,
         "modulm-server": ServerConfig,
@@ -152,8 +154,12 @@ def test_every_line_of_the_file_of_known_flags_is_used_or_checked_against_its_pa
     brought = {spec.name: spec for spec in known_flags().values() if spec.package in packages}
     for package, group in packages.items():
         known = {name for name, spec in brought.items() if spec.package == package}
-        assert known == {field.name for field in attrs.fields(group)}
+        own = {flag.name for flag in flags_of(group) if flag.own}
+        assert known == own | ({group.table} if group.table else set())
     for name, spec in brought.items():
+        if name in catalog().tables:
+            assert spec.aliases == catalog().tables[name].cls.table_aliases
+            continue
         here = catalog().specs[name]
         assert (spec.default or None, spec.aliases) == (here.default or None, here.aliases)
         assert (spec.is_switch, spec.is_list, spec.is_table) == (
@@ -231,10 +237,10 @@ def test_flags_that_cannot_be_loaded_are_left_out_and_named(target: str) -> None
 
 
 def test_no_effect_and_deprecated_flags_give_a_notice() -> None:
-    config = EngineConfig.from_keywords(optimization_level=3, swap_space=8, max_num_seqs=4)
+    config = EngineConfig.from_keywords(jit_monitor_verbose=True, swap_space=8, max_num_seqs=4)
     shown = {notice.flag: notice.message for notice in config.notices()}
-    assert set(shown) == {"--optimization-level", "--swap-space"}
-    assert shown["--optimization-level"].startswith("no effect: ")
+    assert set(shown) == {"--jit-monitor-verbose", "--swap-space"}
+    assert shown["--jit-monitor-verbose"].startswith("no effect: ")
     assert shown["--swap-space"].startswith("no effect: ")
 
 

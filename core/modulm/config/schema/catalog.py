@@ -104,11 +104,14 @@ class Catalog:
     def known(self, name: str) -> KnownFlag | None:
         """The flag of this flat or short name that no group here has, if it is one of vLLM's."""
         spec = find_known(name)
-        return None if spec is None or spec.name in self.specs else spec
+        return None if spec is None or self._has(spec.name) else spec
 
     def elsewhere(self) -> list[KnownFlag]:
         """vLLM's flags that no group here has, those of one reason together."""
-        return [spec for name, spec in known_flags().items() if name not in self.specs]
+        return [spec for name, spec in known_flags().items() if not self._has(name)]
+
+    def _has(self, name: str) -> bool:
+        return name in self.specs or name in self.tables
 
     def spec(self, name: str) -> Flag | None:
         """The flag of this flat name, whether it is here or only known."""

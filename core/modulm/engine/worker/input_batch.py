@@ -121,6 +121,32 @@ class BatchBuilder:
             platform=self._platform,
         )
 
+    def padded(self, plan: Plan, sample: np.ndarray, counts: np.ndarray) -> tuple[Plan, np.ndarray]:
+        """The plan with rows of padding in the null blocks behind its own, and `sample` with an
+        entry for each row. counts: [rows] int32 of all.
+        """
+        more = len(counts) - len(plan.counts)
+        if not more:
+            return plan, sample
+        rows, tokens = (0, more), (0, int(counts[-more:].sum()))
+        least = -(-int(counts[-more:].max()) // min((g.block_size for g in self.groups), default=1))
+        wider = evolve(
+            plan,
+            rows=np.pad(plan.rows, rows, constant_values=-1),
+            starts=np.pad(plan.starts, rows),
+            counts=counts,
+            tokens=np.pad(plan.tokens, tokens),
+            tables=tuple(
+                np.pad(table, (rows, (0, max(least - table.shape[1], 0)))) for table in plan.tables
+            ),
+            samples=np.pad(plan.samples, rows),
+            state_slots=tuple(
+                None if slots is None else np.pad(slots, (rows, (0, 0)))
+                for slots in plan.state_slots
+            ),
+        )
+        return wider, np.pad(sample, (0, max(len(counts) - len(sample), 0)))
+
     def build(self, plan: Plan, sample: np.ndarray, spans: np.ndarray | None = None) -> Batch:
         """The tensors of `plan`. sample: [n] int64, the step's tokens whose logits are wanted;
         spans: as in `StepLayout`.

@@ -17,6 +17,7 @@ from attrs import evolve
 
 from modulm.contracts.attention import AttentionSpec
 from modulm.contracts.executor import Capacity, Plan, RowStart, StepResult
+from modulm.contracts.kernels import RecordedForward
 from modulm.contracts.sampling import PoolingParams
 from modulm.engine.kv_cache.sizing import Sizing, allocate, cache_budget, share_out
 from modulm.engine.sampling.logits_processors import Processors, processor_classes
@@ -25,7 +26,7 @@ from modulm.engine.worker.adapters import RowAdapters
 from modulm.engine.worker.drafting import Drafting
 from modulm.engine.worker.input_batch import BatchBuilder, GroupPlanner, alone
 from modulm.engine.worker.media import PromptInputs
-from modulm.engine.worker.profiling import null_plan, step_memory
+from modulm.engine.worker.profiling import null_plan, record, step_memory
 from modulm.errors import ConfigError, EngineError, ModulmError, RequestError
 from modulm.loading.cache_groups import CacheGroup, extended
 
@@ -104,7 +105,7 @@ class ModelRunner:
         self._staging = platform.staging()
         specs, groups = _kept(loaded, drafter)
         drafts = 0 if drafter is None else drafter.most
-        measure = partial(step_memory, loaded, specs, groups, platform, rows, tokens)
+        measure = partial(step_memory, loaded, specs, groups, platform, self._forward, rows, tokens)
         self.sizing = sizing = sizing or share_out(
             groups,
             cache_budget(config, platform, measure),
@@ -131,8 +132,9 @@ class ModelRunner:
             encoder_cache=tokens if self.model.media else 0,
         )
         planners = GroupPlanner.all(groups)
+        # A recorded step may be filled up with rows of padding.
         self.builder = BatchBuilder(
-            planners, caches, owners, rows=rows, tokens=tokens, platform=platform
+            planners, caches, owners, rows=rows + tokens, tokens=tokens, platform=platform
         )
         self._grammars = grammars
         self.sampler = Sampler(
@@ -310,28 +312,33 @@ class ModelRunner:
             return self._alone(plan), None
         return self._together(plan, sample)
 
-    def _together(self, plan: Plan, sample: np.ndarray) -> tuple[torch.Tensor, Batch]:
-        """In one forward pass; sample: as `BatchBuilder.build` has it."""
+    def _together(self, plan: Plan, sample: np.ndarray) -> tuple[torch.Tensor, Batch | None]:
+        """In one forward pass; sample: as `BatchBuilder.build` has it. Drafters see no padding."""
         slots = self.adapters.of_tokens(plan)
+        # The pooler keeps what it is fed, and recorded steps give their result in one place. Steps
+        # with adapters are recorded apart: what bars them from it bars no others.
+        forward = self._forward if slots is None else self._adapted
+        if self._pooling or (slots is not None and not self.adapters.recordable):
+            forward = self._direct
+        whole, places = plan, sample
+        if isinstance(forward, RecordedForward):
+            whole, places = self.builder.padded(plan, sample, forward.padded(plan.counts))
+            slots = slots if slots is None else self.adapters.of_tokens(whole)
         adapters = self.adapters.begin(slots)
-        batch = self.builder.build(plan, sample, self._inputs.spans(plan))
+        batch = self.builder.build(whole, places, self._inputs.spans(whole))
         if adapters is not None:
             batch = evolve(batch, adapters=adapters)
         if any(self._pooling.values()):
             types = self._token_types(plan, np.cumsum(plan.counts))
             batch = evolve(batch, extras={"token_types": types})
-        batch = self._inputs.put(batch, plan)
-        # The pooler keeps what it is fed, and recorded steps give their result in one place. Steps
-        # with adapters are recorded apart: what bars them from it bars no others.
-        forward = self._forward if adapters is None else self._adapted
-        if self._pooling or (adapters is not None and not self.adapters.recordable):
-            forward = self._direct
+        batch = self._inputs.put(batch, whole)
         found = forward(batch)
-        if isinstance(found, torch.Tensor):
-            return found, batch
-        hidden, *layers = found
+        hidden, *layers = (found,) if isinstance(found, torch.Tensor) else found
+        if whole is not plan:
+            hidden, *layers = (states[: len(plan.tokens)] for states in (hidden, *layers))
+            batch = evolve(batch, sample=batch.sample[: len(sample)])
         self._layers = tuple(layers)
-        return hidden, batch
+        return hidden, None if whole is not plan and self._drafting is not None else batch
 
     def _alone(self, plan: Plan) -> torch.Tensor:
         """The same, in forward passes whose shapes depend on nothing but one row."""
@@ -360,6 +367,14 @@ class ModelRunner:
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return self._staging.send((array,))[0]
+
+    @torch.inference_mode()
+    def record(self) -> None:
+        """Record the steps that are recorded ahead, if any; called once, before the first step."""
+        if isinstance(self._forward, RecordedForward):
+            sizes = [size for _, size, *_ in self.capacity.groups]
+            reach = self.capacity.max_model_len + self.capacity.ahead
+            record(self._forward, self.builder, sizes, reach, self.platform)
 
     @torch.inference_mode()
     def check(self) -> int:

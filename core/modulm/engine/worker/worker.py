@@ -105,6 +105,7 @@ class Worker:
             sizing=self._sizing,
         )
         width = runner.check()
+        runner.record()
         self._loaded, self._runner, self._sizing = loaded, runner, runner.sizing
         return ModelDescription(
             dtype=loaded.dtype,

@@ -222,4 +222,4 @@ class LoraBank(AdapterBank):
 
     @property
     def recordable(self) -> bool:
-        return self.platform.device.type == "cpu" and not self._step.special
+        return not self.platform.queued and not self._step.special

@@ -62,9 +62,8 @@ class LoraLayer(AdaptedLayer):
     def put(self, slot: int, change: LayerChange | None, device: torch.device) -> None:
         """Another adapter takes the slot."""
         self.changes.pop(slot, None)
-        pieces = [] if change is None else change.pieces
-        if device.type != "cpu":
-            pieces = [LoraPiece(p.down.to(device), p.up.to(device), p.start) for p in pieces]
+        given = [] if change is None else change.pieces
+        pieces = [LoraPiece(p.down.to(device), p.up.to(device), p.start) for p in given]
         self.table.put(slot, pieces)
         if change is not None and change.special:
             self.changes[slot] = change

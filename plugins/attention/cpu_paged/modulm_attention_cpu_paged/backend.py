@@ -110,8 +110,6 @@ class CpuPagedAttention(AttentionBackend):
         kernels = _kernels()
         if isinstance(kernels, str):
             return kernels
-        if platform.device.type != "cpu":
-            return f"runs on CPUs, not on {platform.device.type}"
         if _PROVIDER not in ops.providers.values():
             return f"needs the kernels of provider {_PROVIDER}, which are not in use"
         if max(spec.head_dim, spec.value_dim or 0) > kernels.MAX_HEAD_SIZE:

@@ -38,6 +38,17 @@ class CpuPlatform(Platform):
     batched_tokens = (4096, 2048)
     sequences = (256, 128)
     block_size = 32
+    no_effect = dict.fromkeys(
+        (
+            "optimization_level",
+            "cudagraph_mode",
+            "cudagraph_capture_sizes",
+            "max_cudagraph_capture_size",
+            "compile_mode",
+            "compile_backend",
+        ),
+        "graphs are for GPUs; kernels repeat recorded steps without them, see --enforce-eager",
+    )
 
     @classmethod
     def probe(cls) -> Probe:

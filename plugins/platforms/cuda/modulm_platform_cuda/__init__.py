@@ -1,1 +1,1 @@
-"""NVIDIA GPUs as a platform for modulm, on torch operations."""
+"""NVIDIA GPUs as a platform for modulm."""

@@ -1,0 +1,158 @@
+"""Recordings in pieces: attention runs as usual between graphs of what lies around it.
+
+Layers reach attention through their backend, so that is where a recording is broken off and taken
+up again. Nothing is traced and no model says where its attention is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+
+from modulm.contracts.attention import PLAIN, AttentionBackend, AttentionInputs, QKVPrepare
+from modulm.contracts.model import Batch
+from modulm.contracts.recording import Recordable
+
+if TYPE_CHECKING:
+    from modulm.contracts.attention import AttentionPlan, KVLayout, StepLayout
+
+__all__ = ["Breaks", "BrokenOff", "Place", "TokensOnly"]
+
+
+@frozen(eq=False)
+class Place:
+    """Stands for the plan of a group while pieces are recorded: each step has its own."""
+
+    index: int
+
+
+@frozen(eq=False)
+class TokensOnly(Recordable):
+    """A batch as the layers between attention see it: one entry per token, and no rows.
+
+    Who looks at the rows while pieces are recorded meets tensors without memory, and places
+    instead of plans: then nothing is recorded.
+    """
+
+    batch: Batch
+
+    def key(self) -> Hashable | None:
+        """None for what comes with embeddings, adapters or values of few models."""
+        batch = self.batch
+        rare = (batch.embeds, batch.embeds_mask, batch.adapters)
+        if any(tensor is not None for tensor in rare) or batch.extras or batch.carried:
+            return None
+        return batch.axis_positions is not None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        batch = self.batch
+        own = (batch.tokens, batch.positions)
+        return own if batch.axis_positions is None else (*own, batch.axis_positions)
+
+    def over(self, tensors: Sequence[Tensor], tables: Sequence[Tensor] = ()) -> TokensOnly:
+        tokens, positions, *axes = tensors
+        batch = self.batch
+        moved = evolve(
+            batch,
+            tokens=tokens,
+            positions=positions,
+            axis_positions=axes[0] if axes else None,
+            query_starts=_without_memory(batch.query_starts),
+            sample=_without_memory(batch.sample),
+            plans=cast("Any", tuple(map(Place, range(len(batch.plans))))),
+        )
+        return TokensOnly(moved)
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+class Breaks:
+    """Where recordings in pieces are broken off.
+
+    between: what does a call of attention in between while pieces are recorded, else None:
+    (the call, its arguments).
+    """
+
+    def __init__(self) -> None:
+        self.between: Callable[[Callable[..., Any], tuple[Any, ...]], Any] | None = None
+        self.backends: list[BrokenOff] = []
+
+    @contextmanager
+    def set(self, between: Callable[[Callable[..., Any], tuple[Any, ...]], Any]) -> Iterator[None]:
+        """Calls of attention are made by `between` meanwhile."""
+        self.between = between
+        try:
+            yield
+        finally:
+            self.between = None
+
+    def around(self, backend: AttentionBackend) -> AttentionBackend:
+        """The backend for layers."""
+        self.backends.append(BrokenOff(backend, self))
+        return self.backends[-1]
+
+
+class BrokenOff(AttentionBackend):
+    """A backend whose calls are no part of a recording in pieces."""
+
+    def __init__(self, inner: AttentionBackend, breaks: Breaks) -> None:
+        super().__init__(inner.spec, inner.platform, inner.ops, inner.block_size)
+        self.inner, self._breaks = inner, breaks
+        self.name = inner.name  # type: ignore[misc]
+        # Whether the backend fuses for a layer that prepares so, as it has shown before.
+        self._fuses: dict[int, tuple[QKVPrepare, bool]] = {}
+
+    @classmethod
+    def rejects(cls, spec: Any, platform: Any, ops: Any) -> str | None:
+        return "stands around another backend"
+
+    def layout(self, blocks: int) -> KVLayout:
+        return self.inner.layout(blocks)
+
+    def plan(self, step: StepLayout) -> AttentionPlan:
+        return self.inner.plan(step)
+
+    def copy_blocks(self, cache: Tensor, source: Tensor, target: Tensor) -> None:
+        self.inner.copy_blocks(cache, source, target)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Tensor,
+        plan: Any,
+        out: Tensor,
+        inputs: AttentionInputs = PLAIN,
+    ) -> None:
+        if self._breaks.between is None:
+            self.inner.forward(q, k, v, cache, plan, out, inputs)
+            return
+        self._breaks.between(self.inner.forward, (q, k, v, cache, plan, out, inputs))
+
+    def forward_qkv(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        prepare: QKVPrepare,
+        cache: Tensor,
+        plan: Any,
+        out: Tensor,
+        inputs: AttentionInputs = PLAIN,
+    ) -> bool:
+        given = (qkv, positions, prepare, cache, plan, out, inputs)
+        if self._breaks.between is None:
+            fused = self.inner.forward_qkv(*given)
+            if id(prepare) not in self._fuses:
+                self._fuses[id(prepare)] = prepare, fused
+            return fused
+        if not self._fuses.get(id(prepare), (prepare, True))[1]:
+            return False
+        return bool(self._breaks.between(self.inner.forward_qkv, given))

@@ -1,0 +1,328 @@
+"""Graphs on the test device that poses as one with a queue (`modulm.testing.queued`).
+
+What is captured is not done but written down, and done again when it is repeated. What a real
+capture fails on, or what a real graph would do wrong, is an error here: the host looks at a value
+or waits, memory comes from elsewhere than the pool, a shape depends on values, a graph reads what
+was freed since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from modulm.contracts.attention import (
+    PLAIN,
+    AttentionBackend,
+    AttentionInputs,
+    AttentionPlan,
+    AttentionSpec,
+    KVLayout,
+    StepLayout,
+)
+from modulm.contracts.ops import Ops
+from modulm.contracts.platform import Flags, Platform
+from modulm.errors import EngineError
+from modulm.testing.queued import (
+    HostRead,
+    Queue,
+    QueuedPlatform,
+    holds_tensor,
+    listed,
+    nonsense,
+    on_meta,
+    really,
+    written,
+)
+from modulm_gpu.flags import CompilationConfig
+from modulm_gpu.graphs import GraphRecorder, Graphs, Result
+from modulm_gpu.pieces import Breaks
+from modulm_gpu.shapes import RecordedShapes, compiler
+
+__all__ = ["GatherAttention", "GraphError", "GraphPlatform", "TapeGraphs"]
+
+_FROM_HOST = frozenset({"tensor", "as_tensor", "from_numpy", "frombuffer", "asarray"})
+
+
+class GraphError(EngineError):
+    """What a device would not capture, or a graph that would compute nonsense."""
+
+
+class _Outside:
+    """Memory that a graph uses and does not own: it has to be there when the graph runs."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self._dtype, self._offset = tensor.dtype, tensor.storage_offset()
+        self._size, self._stride = tensor.size(), tensor.stride()
+
+    def tensor(self) -> Tensor:
+        """Raises GraphError if the memory was freed."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        if storage is None:
+            raise GraphError(f"the graph reads memory that was freed: {list(self._size)}")
+        made = torch.empty(0, dtype=self._dtype)
+        return made.set_(storage, self._offset, self._size, self._stride)
+
+
+class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes operations down. Views are made at once; new tensors lie in the pool."""
+
+    def __init__(self, pool: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._pool = pool
+        self.steps: list[Callable[[], object]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("pin_memory"):
+            raise GraphError("memory of the host is taken while a graph is captured")
+        with self:
+            parts = func.decompose(*args, **kwargs)
+        if parts is not NotImplemented:
+            return parts
+        with really():
+            return self._write(func, args, kwargs)
+
+    def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        schema = func._schema
+        given = [each for each in (*args, *kwargs.values()) if holds_tensor(each)]
+        views = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
+        if views and given:
+            return func(*args, **kwargs)
+        held = self._held((args, kwargs))
+        if schema.is_mutable:
+            self.steps.append(lambda: _done(func, held))
+            return written(schema, args, kwargs)
+        placed = {**kwargs, "device": "meta"} if given and kwargs.get("device") else kwargs
+        try:
+            shapes = func(*on_meta(args), **on_meta(placed)) if given else func(*args, **kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            raise HostRead(f"{func}: what it gives depends on values: {error}"[:300]) from error
+        made = tree_map_only(Tensor, nonsense, shapes)
+        self._pool.update(each.untyped_storage()._cdata for each in listed(made))
+        targets = listed(made)
+
+        def fill() -> None:
+            for target, value in zip(targets, listed(_done(func, held)), strict=True):
+                target.copy_(value)
+
+        self.steps.append(fill)
+        return made
+
+    def _held(self, values: Any) -> Any:
+        """With what does not lie in the pool held weakly: a graph keeps no such memory."""
+
+        def held(tensor: Tensor) -> Any:
+            inside = tensor.untyped_storage()._cdata in self._pool
+            return tensor if inside else _Outside(tensor)
+
+        return tree_map_only(Tensor, held, values)
+
+
+def _done(func: Any, held: Any) -> Any:
+    args, kwargs = tree_map_only(_Outside, _Outside.tensor, held)
+    return func(*args, **kwargs)
+
+
+class _NoHostMemory(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _FROM_HOST and not (args and isinstance(args[0], Tensor)):
+            raise GraphError(f"torch.{name} brings memory of the host while a graph is captured")
+        return func(*args, **(kwargs or {}))
+
+
+class TapeGraphs(Graphs):
+    """Graphs of the test device. captured, replayed: how many, pieces by themselves.
+
+    each: bytes that a graph takes.
+    """
+
+    each = 0
+
+    def __init__(self, work: Queue) -> None:
+        self._work = work
+        self._pool: set[int] = set()
+        self._tape: _Tape | None = None
+        self._modes = ExitStack()
+        self._kept: list[list[Callable[[], object]]] = []
+        self.captured = self.replayed = 0
+
+    def begin(self) -> None:
+        self._tape = _Tape(self._pool)
+        self._work.closed = "the host waits or sends something while a graph is captured"
+        self._modes.enter_context(_NoHostMemory())
+        self._modes.enter_context(self._tape)
+
+    def end(self, failed: bool = False) -> Callable[[], None]:
+        self._modes.close()
+        self._work.closed = ""
+        steps = [] if self._tape is None else self._tape.steps
+        self._tape = None
+        self.captured += not failed
+        self.held += 0 if failed else self.each
+
+        def replay() -> None:
+            self.replayed += 1
+            for step in steps:
+                self._work.put(step)
+
+        return replay
+
+    def unowned(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def clear(self) -> None:
+        self.held = 0
+
+
+class _Overwriting(GraphRecorder):
+    """What a recording gave is gone once another step runs."""
+
+    last: Result | None = None
+    work: Queue
+
+    def __call__(self, batch: Any) -> Result:
+        if self.last is not None:
+            for tensor in self.last if isinstance(self.last, tuple) else (self.last,):
+                self.work.put(lambda gone=tensor: gone.copy_(nonsense(gone)))  # type: ignore[misc]
+        before = self.repeated
+        found = super().__call__(batch)
+        self.last = found if self.repeated > before else None
+        return found
+
+
+class GraphPlatform(QueuedPlatform):
+    """Register it as platform "graphs" and run with `device="graphs"`.
+
+    `recorder` and `graphs` are of the model that was loaded last.
+    """
+
+    name = "graphs"
+    attention = ("gather", "sdpa")
+    capabilities = frozenset({"graphs"})
+    recorder: GraphRecorder | None = None
+    graphs: TapeGraphs | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.breaks = Breaks()
+
+    def recorded(self, forward: Any, config: Flags) -> Any:
+        shapes = RecordedShapes.of(config)
+        if not shapes.sizes:
+            return forward
+        graphs, backend = TapeGraphs(self._work), compiler(config.group(CompilationConfig))
+        made = _Overwriting(forward, shapes, graphs, self.breaks, backend)
+        made.work = self._work
+        GraphPlatform.recorder, GraphPlatform.graphs = made, graphs
+        return made
+
+    def attending(self, backend: Any) -> Any:
+        return self.breaks.around(backend)
+
+
+@frozen(eq=False)
+class _GatherPlan(AttentionPlan):
+    """rows: [tokens] int64, whose each token is; positions: [tokens] int64."""
+
+    block_tables: Tensor
+    rows: Tensor
+    positions: Tensor
+    slots: Tensor
+
+    def key(self) -> Hashable:
+        return ()
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.rows, self.positions, self.slots
+
+    def tables(self) -> tuple[Tensor, ...]:
+        return (self.block_tables,)
+
+    def over(self, tensors: Sequence[Tensor], tables: Sequence[Tensor]) -> _GatherPlan:
+        return _GatherPlan(*tables, *tensors)
+
+
+class GatherAttention(AttentionBackend):
+    """Looks at whole block tables, of every token: nothing depends on lengths, so that any step
+    can be recorded. Cache [blocks, block size, 2, kv heads, head dim].
+    """
+
+    name = "gather"
+    api = 3
+    features = frozenset({"window"})
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        platform: Platform,
+        ops: Ops,
+        block_size: int,
+        options: Mapping[str, object] | None = None,
+    ) -> None:
+        super().__init__(spec, platform, ops, block_size, options)
+        self._staging = platform.staging()
+
+    @classmethod
+    def rejects(cls, spec: AttentionSpec, platform: Platform, ops: Ops) -> str | None:
+        return None if spec.kv_dtype == spec.dtype else "keeps what it is given"
+
+    def layout(self, blocks: int) -> KVLayout:
+        spec = self.spec
+        shape = (blocks, self.block_size, 2, spec.kv_heads, spec.head_dim)
+        one = self.block_size * 2 * spec.kv_heads * spec.head_dim
+        return KVLayout(shape, spec.kv_dtype, one * getattr(torch, spec.kv_dtype).itemsize)
+
+    def plan(self, step: StepLayout) -> _GatherPlan:
+        counts = np.diff(step.query_starts)
+        rows = np.repeat(np.arange(len(counts)), counts)
+        starts = (step.context_lens - counts - step.query_starts[:-1]).astype(np.int64)
+        positions = np.arange(len(rows)) + starts[rows]
+        sent = self._staging.send((step.block_tables, rows, positions, step.slots))
+        return _GatherPlan(*sent)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Tensor,
+        plan: AttentionPlan,
+        out: Tensor,
+        inputs: AttentionInputs = PLAIN,
+    ) -> None:
+        step: Any = plan
+        held = cache.view(-1, *cache.shape[2:])
+        held[step.slots] = torch.stack([k, v], 1)
+        table = step.block_tables.long()
+        inner = torch.arange(self.block_size)
+        slots = (table[:, :, None] * self.block_size + inner).flatten(1)
+        found = held[slots[step.rows]]  # [tokens, keys, 2, kv heads, head dim]
+        keys, values = found[:, :, 0], found[:, :, 1]
+        at = torch.arange(slots.shape[1])
+        seen = at <= step.positions[:, None]
+        if self.spec.window is not None:
+            seen = seen & (at > step.positions[:, None] - self.spec.window)
+        group = self.spec.heads // self.spec.kv_heads
+        keys = keys.repeat_interleave(group, 2)
+        values = values.repeat_interleave(group, 2)
+        scores = (q[:, None] * keys).sum(-1) * self.spec.scale
+        weights = scores.masked_fill(~seen[:, :, None], -torch.inf).softmax(1)
+        values = values.masked_fill(~seen[:, :, None, None], 0)
+        out.copy_((weights[..., None] * values).sum(1))

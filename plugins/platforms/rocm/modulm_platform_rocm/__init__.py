@@ -1,0 +1,1 @@
+"""AMD's GPUs as a platform for modulm."""

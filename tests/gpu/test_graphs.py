@@ -1,0 +1,296 @@
+"""Steps that are repeated as graphs, on the test device: the same tokens, and what it refuses."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from modulm import LLM, SamplingParams
+from modulm.config import EngineConfig
+from modulm.contracts.platform import Memory
+from modulm.engine.worker.worker import Worker
+from modulm.plugins import manager
+from modulm.plugins.manager import PluginManager
+from modulm.testing.checkpoints import make_tiny
+from modulm.testing.queued import HostRead
+from modulm_gpu.testing import GatherAttention, GraphError, GraphPlatform, TapeGraphs
+
+PROMPTS = [[5, 99, 7, 300], [17], [8] * 40, [7, 9, 11], list(range(100, 130))]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=9, logprobs=3, ignore_eos=True),
+    SamplingParams(temperature=1.1, seed=5, max_tokens=12, logprobs=0, top_p=0.8),
+    SamplingParams(temperature=0, max_tokens=8, repetition_penalty=1.2),
+    SamplingParams(temperature=0, max_tokens=5, logprobs=1, prompt_logprobs=2),
+]
+FLAGS = {
+    "num_gpu_blocks_override": 60, "max_num_batched_tokens": 32, "block_size": 16,
+    "max_num_seqs": 4, "max_model_len": 80, "dtype": "float32", "device": "graphs",
+    "attention_backend": "gather", "kernels": "none", "cudagraph_capture_sizes": (2, 4, 16, 32),
+}  # fmt: skip
+#: Mode -> recordings of sizes 2, 4, 16 and 32: in pieces or whole, and of decode steps.
+RECORDED = {"PIECEWISE": 4, "FULL": 6, "FULL_DECODE_ONLY": 2, "FULL_AND_PIECEWISE": 6}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Full attention; windows beside it; states beside it."""
+    home = tmp_path_factory.mktemp("graphs")
+    names = ("Qwen3ForCausalLM", "Gemma3ForCausalLM", "BambaForCausalLM")
+    return {name: str(make_tiny(home / name, name)) for name in names}
+
+
+def engine(folder, **flags):
+    return LLM(folder, **{**FLAGS, **flags})
+
+
+def answers(folder, **flags):
+    with using(), engine(folder, **flags) as llm:
+        given = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        outputs = llm.generate(given, PARAMS, use_tqdm=False)
+        outputs += llm.generate(given[:1], PARAMS[:1], use_tqdm=False)
+    return [
+        (o.outputs[0].token_ids, o.outputs[0].finish_reason, o.outputs[0].logprobs is None)
+        for o in outputs
+    ]
+
+
+def using(platform=GraphPlatform):
+    plugins = PluginManager()
+    plugins.register("platforms", "graphs", platform)
+    plugins.register("attention", "gather", GatherAttention)
+    return manager.using(plugins)
+
+
+@pytest.fixture(scope="module")
+def expected(folders):
+    return {name: answers(folder, enforce_eager=True) for name, folder in folders.items()}
+
+
+@pytest.mark.parametrize("mode", RECORDED)
+def test_the_same_tokens_as_without_graphs(folders, expected, mode) -> None:
+    name = "Qwen3ForCausalLM"
+    assert answers(folders[name], cudagraph_mode=mode, async_scheduling=True) == expected[name]
+    recorder, graphs = GraphPlatform.recorder, GraphPlatform.graphs
+    assert recorder.recordings == RECORDED[mode]
+    assert recorder.reasons == {}
+    assert recorder.repeated > 20
+    assert graphs.replayed > recorder.repeated or mode.startswith("FULL")
+    assert (recorder.passed > 0) == (mode == "FULL_DECODE_ONLY")
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_windows_and_states(folders, expected, ahead) -> None:
+    for name in ("Gemma3ForCausalLM", "BambaForCausalLM"):
+        assert answers(folders[name], async_scheduling=ahead) == expected[name]
+        recorder = GraphPlatform.recorder
+        assert recorder.repeated > 10, recorder.reasons
+        # Layers that keep states ask for the rows: their steps are recorded whole, or not at all.
+        states = name.startswith("Bamba")
+        assert ("pieces" in recorder.reasons) == states
+        assert recorder.recordings == (2 if states else 6)
+
+
+def test_eager_steps_record_nothing(folders) -> None:
+    GraphPlatform.recorder = None
+    with using(), engine(folders["Qwen3ForCausalLM"], cudagraph_mode="NONE"):
+        pass
+    assert GraphPlatform.recorder is None
+    with using(), engine(folders["Qwen3ForCausalLM"], optimization_level=0):
+        pass
+    assert GraphPlatform.recorder is None
+
+
+def test_attention_that_cannot_be_recorded_is_left_out(folders, expected) -> None:
+    name = "Qwen3ForCausalLM"
+    found = answers(folders[name], attention_backend="sdpa")
+    assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in expected[name]]
+    recorder = GraphPlatform.recorder
+    assert "cannot be recorded" in recorder.reasons["whole"]
+    assert recorder.recordings == 4  # in pieces, decode steps as well
+    assert recorder.repeated > 20
+
+
+def worker(folder, **flags):
+    config = EngineConfig.from_keywords(model=folder, **{**FLAGS, **flags})
+    return Worker(config, manager.current())
+
+
+def test_what_lies_in_the_null_block_changes_no_other_row(folders) -> None:
+    """Three rows in a recorded step of four, bit for bit, whatever the fourth one sees."""
+    found = []
+    for value in (0.0, 1e30, torch.nan):
+        with using():
+            made = worker(folders["Qwen3ForCausalLM"])
+            runner = made.runner
+            for cache in runner.builder.caches:
+                cache[0] = value
+            found.append(decoded(runner))
+            assert runner._forward.repeated == 1
+            made.close()
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def decoded(runner):
+    """Logits of a step of three rows, after prompts of two tokens."""
+    import numpy as np
+    from attrs import evolve
+
+    from modulm.engine.worker.profiling import null_plan
+
+    def step(start, count):
+        plan = null_plan(np.full(3, count, np.int32), [16])
+        tokens = np.arange(3 * count, dtype=np.int64) + 40
+        tables = (np.array([[1], [2], [3]], np.int32),)
+        return evolve(plan, starts=np.full(3, start, np.int32), tokens=tokens, tables=tables)
+
+    with torch.inference_mode(), runner.platform.queue():
+        runner._direct(runner.builder.build(step(0, 2), np.array([1, 3, 5])))
+        hidden, _ = runner._together(step(2, 1), np.arange(3))
+        got = runner.platform.fetch((runner.model.logits(hidden),))
+    return torch.from_numpy(got.wait()[0].copy())
+
+
+def test_sleep_gives_memory_back_and_waking_records_again(folders) -> None:
+    alive = {}
+
+    class Watched(GraphPlatform):
+        def empty_cache(self):
+            alive.update({name: ref() is not None for name, ref in self.refs.items()})
+
+    with using(Watched):
+        made = worker(folders["Qwen3ForCausalLM"])
+        first = decoded(made.runner)
+        weight = next(made.runner.model.parameters())
+
+        def watch():
+            recorder = made.runner._forward
+            recording = next(iter(recorder._recordings.values()))
+            Watched.refs = {
+                "cache": weakref.ref(made.runner.builder.caches[0]),
+                "recorder": weakref.ref(recorder),
+                "input": weakref.ref(recording.inputs._tensors[0]),
+            }
+
+        watch()
+        Watched.refs["weight"] = weakref.ref(weight)
+        GraphPlatform.recorder = GraphPlatform.graphs = None
+        made.sleep(1)
+        assert alive == {"cache": False, "recorder": False, "input": False, "weight": True}
+        made.wake_up()
+        assert torch.equal(decoded(made.runner), first)
+        watch()
+        Watched.refs["weight"] = weakref.ref(weight)
+        del weight
+        GraphPlatform.recorder = GraphPlatform.graphs = None
+        made.sleep(2)
+        assert not any(alive.values())
+        made.wake_up()
+        assert torch.equal(decoded(made.runner), first)
+        assert made.runner._forward.recordings == 6
+        made.close()
+
+
+def test_recordings_are_counted_before_the_caches_get_the_rest(folders) -> None:
+    taken = {}
+
+    class Counting(GraphPlatform):
+        def memory(self):
+            return Memory(4 << 20, 4 << 20)
+
+        def reset_peak_memory(self):
+            return 0
+
+        def peak_memory(self):
+            return 0
+
+    with using(Counting):
+        for size in (0, 100_000):
+            TapeGraphs.each = size
+            flags = {"num_gpu_blocks_override": None, "max_num_seqs": 999}
+            flags["max_num_batched_tokens"] = 999
+            flags |= {"cudagraph_capture_sizes": (2, 4), "cudagraph_mode": "FULL_DECODE_ONLY"}
+            made = worker(folders["Qwen3ForCausalLM"], **flags)
+            ((_, _, _, blocks),) = made.capacity.groups
+            taken[size] = blocks, made.runner._forward.recordings
+            block = made.runner.builder.caches[0][0].nbytes * len(made.runner.builder.caches)
+            made.close()
+        TapeGraphs.each = 0
+    # One graph for each recording, and they take as much each.
+    assert taken[0][1] == taken[100_000][1] == 2
+    assert 0 <= taken[0][0] - taken[100_000][0] - 2 * 100_000 // block <= 1
+
+
+REFUSED = {
+    "a value is read": lambda x: x.sum().item(),
+    "a shape depends on values": lambda x: x.nonzero(),
+    "the host brings numbers": lambda x: x + torch.tensor([1.0, 2.0, 3.0]),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_capture_fails_on_what_a_device_would_not_capture(what) -> None:
+    platform = GraphPlatform()
+    graphs = TapeGraphs(platform.work)
+    x = torch.ones(3)
+    with platform.queue():
+        graphs.begin()
+        with pytest.raises((HostRead, GraphError)):
+            REFUSED[what](x)
+        graphs.end(failed=True)
+        y = x + 1  # goes on outside
+        assert platform.fetch((y,)).wait()[0].tolist() == [2, 2, 2]
+
+
+def test_a_capture_fails_when_the_host_waits() -> None:
+    platform = GraphPlatform()
+    graphs = TapeGraphs(platform.work)
+    array = torch.zeros(2).numpy()
+    with platform.queue():
+        before = platform.fetch((torch.ones(1),))
+        graphs.begin()
+        for wait in (before.wait, platform.synchronize):
+            with pytest.raises(HostRead, match="while a graph is captured"):
+                wait()
+        with pytest.raises(HostRead, match="sends something while a graph"):
+            platform.staging().send((array,))
+        graphs.end(failed=True)
+
+
+def test_a_graph_does_again_what_was_captured_and_nothing_at_the_capture() -> None:
+    platform = GraphPlatform()
+    graphs = TapeGraphs(platform.work)
+    x, total = torch.ones(3), torch.zeros(3)
+    with platform.queue():
+        graphs.begin()
+        fresh = torch.zeros(3)
+        fresh += x
+        total.add_(fresh * 2)
+        replay = graphs.end()
+        assert platform.fetch((total,)).wait()[0].tolist() == [0, 0, 0]
+        for turn in range(1, 4):
+            replay()
+            assert platform.fetch((total,)).wait()[0].tolist() == 3 * [2 * turn]
+
+
+def test_a_graph_that_reads_what_was_freed_is_found() -> None:
+    platform = GraphPlatform()
+    graphs = TapeGraphs(platform.work)
+    x, out = torch.ones(3), torch.zeros(3)
+    with platform.queue():
+        graphs.begin()
+        inner = x * 2
+        out.copy_(inner)
+        replay = graphs.end()
+        del inner  # the pool's, which the graph has
+        replay()
+        assert platform.fetch((out,)).wait()[0].tolist() == [2, 2, 2]
+        del x
+        gc.collect()
+        replay()
+        with pytest.raises(GraphError, match="freed"):
+            platform.synchronize()
