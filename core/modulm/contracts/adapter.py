@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+    import numpy as np
     import torch
 
     from modulm.contracts.kernels import Ops
@@ -139,6 +140,13 @@ class AdapterBank(ABC):
         """Called before each pass of the model with `Batch.adapters`: [tokens] int32, or None if
         no token uses one; and before logits, with the slots of the rows whose logits they are.
         """
+
+    def begin_known(self, slots: np.ndarray | None, sent: torch.Tensor | None) -> None:
+        """`begin` by a caller who has the numbers on the host, too; `sent`: what `begin` is given.
+
+        Override it if you look at them: where work is queued, reading them back would wait.
+        """
+        self.begin(sent)
 
     @property
     def recordable(self) -> bool:

@@ -35,13 +35,20 @@ class LoraTable:
     """What the adapters in slots 1 ... `slots` add to one layer, at most `most` pieces each.
 
     inputs: of the layer, or entries of a table of vectors; dtype: of all pieces. addresses:
-    [slots + 1, most, 5] int64, in place for good: what kernels read. Pieces of one slot change
-    different outputs.
+    [slots + 1, most, 5] int64 on `device`, where the pieces lie too, in place for good: what
+    kernels read. Pieces of one slot change different outputs.
     """
 
-    def __init__(self, slots: int, most: int, inputs: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        slots: int,
+        most: int,
+        inputs: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
         self.inputs, self.dtype = inputs, dtype
-        self.addresses = torch.zeros(slots + 1, most, _FIELDS, dtype=torch.int64)
+        self.addresses = torch.zeros(slots + 1, most, _FIELDS, dtype=torch.int64, device=device)
         self.pieces: list[tuple[LoraPiece, ...]] = [()] * (slots + 1)
 
     def put(self, slot: int, pieces: Sequence[LoraPiece]) -> None:

@@ -65,8 +65,18 @@ class CodedMethod(QuantizationMethod):
         """
 
     def activations(self, spec: LinearSpec) -> str:
-        """What kernels round the activations of a layer to, one of ACTIVATIONS."""
+        """What kernels round the activations of a layer to, one of ACTIVATIONS or
+        `fp8_activations`.
+        """
         return "bf16"
+
+    def fp8_activations(self, spec: LinearSpec) -> str:
+        """For formats made for activations in fp8: "fp8", a scale per token and 128 inputs, where
+        the platform's kernels have products of fp8, else "bf16"; also for the head, whose errors
+        are those of logits.
+        """
+        fits = spec.kind != "lm_head" and hasattr(self.ops, "round_rows_fp8")
+        return "fp8" if fits else "bf16"
 
     def scheme(self, spec: LinearSpec) -> StoredAs | None:
         """How the checkpoint stores a layer, for `modulm explain`. Raises ConfigError."""

@@ -19,6 +19,7 @@ __all__ = ["FILES", "ops"]
 FILES = (
     "act_and_mul",
     "activate",
+    "add_lora",
     "causal_conv",
     "delta_rule",
     "embedding",

@@ -6,6 +6,8 @@ decides and nothing else. With few rows the spans are computed side by side.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from modulm_kernels_triton.device import fp8_products
 from modulm_kernels_triton.launch import cut, launch, power_of_two
 from modulm_kernels_triton.product import product
 from modulm_kernels_triton.round_rows import round_rows
@@ -158,9 +161,12 @@ def _spans(outputs: int, inputs: int, block: int) -> tuple[int, int]:
     return each * block, cut(blocks, each)
 
 
-OPS = {
+OPS: dict[str, Callable[..., Any]] = {
     "linear": linear,
     "pack_linear": pack_linear,
     "pack_quantized": pack_linear,
     "unpack_linear": unpack_linear,
 }
+if fp8_products():
+    # Quantization methods take it as a sign that activations may be rounded so.
+    OPS["round_rows_fp8"] = partial(round_rows, to="fp8")

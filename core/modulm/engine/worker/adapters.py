@@ -113,5 +113,5 @@ class RowAdapters:
             return None
         # What is sent is only valid until the next time, and the batch is sent after this.
         sent = None if slots is None else self._staging.send((slots,))[0].clone()
-        self.bank.begin(sent)
+        self.bank.begin_known(slots, sent)
         return sent

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from attrs import mutable
 from torch import Tensor
@@ -93,7 +94,8 @@ class LoraBank(AdapterBank):
         table = spec.kind == "embedding"
         dtype = self._dtype(spec)
         inputs = spec.outputs if table else spec.inputs
-        pieces = LoraTable(self.slots, 1 if table else len(spec.parts), inputs, dtype)
+        most, device = 1 if table else len(spec.parts), self.platform.device
+        pieces = LoraTable(self.slots, most, inputs, dtype, device)
         self._layers[spec.name] = LoraLayer(spec, self._step, self.ops, pieces)
         return self._layers[spec.name]
 
@@ -206,6 +208,9 @@ class LoraBank(AdapterBank):
     # Steps.
 
     def begin(self, slots: Tensor | None) -> None:
+        self.begin_known(None if slots is None else slots.cpu().numpy(), slots)
+
+    def begin_known(self, slots: np.ndarray | None, sent: Tensor | None) -> None:
         if self._renewed:
             with self._guard:
                 for slot, (name, prepared) in self._renewed.items():
@@ -216,7 +221,7 @@ class LoraBank(AdapterBank):
             step.groups = None
             return
         step.groups, step.tokens = step.held, len(slots)
-        step.held.set(slots.cpu().numpy())
+        step.held.set(slots)
         used = [slot for slot, *_ in step.held.used]
         step.special = any(slot in self._slots and self._slots[slot][1].special for slot in used)
 

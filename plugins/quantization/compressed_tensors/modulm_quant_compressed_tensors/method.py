@@ -8,8 +8,8 @@ are exponents of 2 plus 127. A layer may also be stored without its zeros, see s
 compressed_tensors/compressors of the library.
 
 Activations that a scheme makes integers are multiplied as integers, with a scale per token and 256
-inputs. Those that it makes fp8 or fp4 are not rounded, and stored scales of activations and of the
-cache are not needed.
+inputs. Those that it makes fp8 are rounded where kernels multiply fp8, those that it makes fp4 are
+not; stored scales of activations and of the cache are not needed.
 """
 
 from __future__ import annotations
@@ -100,6 +100,8 @@ class CompressedTensors(CodedMethod):
 
     def activations(self, spec: LinearSpec) -> str:
         group = self._group(spec)
+        if group is not None and group.floats:
+            return self.fp8_activations(spec)
         return "int8" if group is not None and group.integers else "bf16"
 
     def create(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:

@@ -79,6 +79,12 @@ class Group:
         given = self.input_activations or {}
         return given.get("type", "int") == "int" and given.get("num_bits") == 8
 
+    @property
+    def floats(self) -> bool:
+        """Whether activations are floats of eight bits."""
+        given = self.input_activations or {}
+        return given.get("type") == "float" and given.get("num_bits") == 8
+
 
 @frozen
 class Sparsity:

@@ -44,7 +44,8 @@ _NEEDLESS = re.compile(r"\.(input_scale(_ub)?|activation_scale|[kv]_scale)$")
 class FP8Config:
     """`quantization_config` of config.json; nothing of it is set for a plain checkpoint.
 
-    `activation_scheme` and bounds of activations do not matter where those are not rounded.
+    `activation_scheme` and bounds of activations do not matter: those are rounded with scales of
+    their own, where kernels multiply fp8, or not at all.
     """
 
     OPEN_ENDED: ClassVar[bool] = True
@@ -94,6 +95,9 @@ class FP8(CodedMethod):
 
     def rename(self, name: str) -> str | None:
         return None if self.stored and _NEEDLESS.search(name) else name
+
+    def activations(self, spec: LinearSpec) -> str:
+        return self.fp8_activations(spec)
 
     def create(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:
         if not self.stored:

@@ -150,7 +150,10 @@ class ModelOpt(CodedMethod):
         return None if _NEEDLESS.search(name) else name
 
     def activations(self, spec: LinearSpec) -> str:
-        return "int8" if self._of(spec)[0].startswith("W8A8") else "bf16"
+        algorithm = self._of(spec)[0]
+        if algorithm.startswith("FP8") and not algorithm.endswith("WO"):
+            return self.fp8_activations(spec)
+        return "int8" if algorithm.startswith("W8A8") else "bf16"
 
     def scheme(self, spec: LinearSpec) -> StoredAs:
         algorithm, form = self._of(spec)
