@@ -33,6 +33,7 @@ import mixture
 import published
 
 import modulm_kernels_cpu as kernels
+from modulm_kernels_cpu.linear import INTEGERS
 from modulm_kernels_cpu.probe import ReadProbe
 
 BENCH = Path(__file__).parent
@@ -92,7 +93,7 @@ class Watch:
 
 
 def multiplies(held: kernels.PackedLinear) -> str:
-    if held.format in ("int8", "int4", "e2m1", "iq4"):
+    if held.format in INTEGERS:
         digits = {"int8": "int8", "bf16": "two digits of int8"}[held.activations]
         return f"{held.format} x {digits}"
     return f"{held.format} x bf16"
@@ -212,23 +213,40 @@ class Llama:
 
 
 def gguf(options: argparse.Namespace) -> dict[str, Any]:
-    """The same file in both engines."""
+    """The same file in both engines, turn by turn; the ratio of every round is told, and for one
+    stream the share of the bandwidth that the probe found before and after.
+    """
     cases: dict[str, Callable[[Generate], float]] = {
         "one stream": decoding,
         "prompt of 2,048": lambda generate: PROMPT / generate(prompts(1, PROMPT), 1),
         "16 streams": lambda generate: decoding(generate, STREAMS),
     }
+    probe = ReadProbe(kernels.load(), 1 << 30)
     found: dict[str, Any] = {}
     for kind in ("Q4_K_M", "Q8_0"):
-        llama = Llama(options, kind)
+        llama, watch = Llama(options, kind), Watch()
+        watch.kernels()
         engines = {"modulm": engine(llama.file, PROMPT + 16, STREAMS), "llama.cpp": llama}
+        held = watch.kernels()
+        size = sum(float(part.split(": ")[1].split()[0]) for part in held.split(", "))
+        found[f"{kind}, held"] = f"{held}; file: {llama.file.stat().st_size / 1e6:.0f} MB"
         for case, figure in cases.items():
-            count = options.rounds if case == "one stream" else max(2, options.rounds // 3)
+            count = options.rounds if case == "one stream" else max(3, options.rounds // 2)
+            before = [probe.rate() for _ in range(5)]
             rates = rounds_of(count, engines, figure)
-            found[f"{kind}, {case}"] = {
-                **{name: round(statistics.median(each), 1) for name, each in rates.items()},
+            read = statistics.median([*before, *(probe.rate() for _ in range(5))])
+            each = [
+                round(a / b, 2) for a, b in zip(rates["modulm"], rates["llama.cpp"], strict=True)
+            ]
+            row: dict[str, Any] = {
+                **{name: round(statistics.median(all_of), 1) for name, all_of in rates.items()},
                 "times": round(ratio(rates["modulm"], rates["llama.cpp"]), 2),
+                "rounds": each,
             }
+            if case == "one stream":
+                share = statistics.median(rates["modulm"]) * size / 1e3 / read
+                row |= {"read GB/s": round(read, 1), "of bandwidth": round(share, 3)}
+            found[f"{kind}, {case}"] = row
         llama.close()
         del engines
         gc.collect()

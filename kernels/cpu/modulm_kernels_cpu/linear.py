@@ -1,4 +1,4 @@
-"""Linear layers on packed weights: fp32, fp16, bf16, fp8, int8, and codes of four bits."""
+"""Linear layers on packed weights: floats, fp8, int8, codes of four bits, ggml's blocks."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from modulm_kernels_cpu.library import Library
 from modulm_kernels_cpu.memory import huge_buffer
 
 __all__ = [
-    "ACTIVATIONS", "FORMATS", "GROUPS", "INTEGERS", "TABLES", "PackedLinear", "check_codes", "lay",
-    "linear_ops",
+    "ACTIVATIONS", "BLOCKS", "FORMATS", "GROUPS", "INTEGERS", "TABLES", "PackedLinear",
+    "check_blocks", "check_codes", "lay", "linear_ops",
 ]  # fmt: skip
 
 #: Formats of packed weights and their codes in the C ABI (src/linear/weight.h). Those of TABLES are
 #: int4 whose nibbles stand for other numbers.
 FORMATS = {
     "bf16": 0, "int8": 1, "fp8": 2, "int4": 3, "fp32": 4, "fp16": 5,
-    "e2m1": 3 | 1 << 25, "iq4": 3 | 2 << 25,
+    "e2m1": 3 | 1 << 25, "iq4": 3 | 2 << 25, "q4_k": 6, "q5_k": 7, "q6_k": 8,
 }  # fmt: skip
+#: Columns and bytes of ggml's blocks that are kept in as many bits, and columns that share a scale.
+BLOCKS = {"q4_k": (256, 144, 32), "q5_k": (256, 176, 32), "q6_k": (256, 210, 16)}
 #: What sixteen codes stand for: twice the floats of four bits (OCP Microscaling Formats, version
 #: 1.0), and the numbers of ggml's IQ4 types.
 TABLES = {
@@ -46,7 +48,7 @@ _CODE_DTYPES = {
     **dict.fromkeys(TABLES, torch.uint8),
 }
 #: Formats that are multiplied as integers.
-INTEGERS = ("int8", "int4", *TABLES)
+INTEGERS = ("int8", "int4", *TABLES, *BLOCKS)
 #: Codes of the dtypes of scales; uint8 are exponents of two plus 127.
 _SCALES = {**CODES, torch.uint8: 4}
 _LARGEST_EXPONENT = 251
@@ -108,11 +110,12 @@ def linear_ops(library: Library) -> dict[str, Callable[..., Any]]:
     """`pack_linear`, `unpack_linear` and `linear`, bound to one level.
 
     `pack_quantized` is `pack_linear` under a name that has no twin: a table that has it can keep
-    quantized weights.
+    quantized weights, one with `pack_blocks` those of BLOCKS as they are stored.
     """
     return {
         "pack_linear": (pack := _pack_linear(library)),
         "pack_quantized": pack,
+        "pack_blocks": _pack_blocks(library),
         "unpack_linear": _unpack_linear(library),
         "round_groups": _round_groups(library),
         "linear": _linear(library),
@@ -160,9 +163,48 @@ def _pack_linear(library: Library) -> Callable[..., PackedLinear]:
     return pack_linear
 
 
+def _pack_blocks(library: Library) -> Callable[..., PackedLinear]:
+    size_of = library.call("packed_bytes", "nni", ctypes.c_int64)
+    pack = library.call("pack", "pnpnni")
+
+    def pack_blocks(stored: Tensor, format: str, activations: str = "bf16") -> PackedLinear:  # noqa: A002
+        """Pack rows of ggml's blocks for `linear`, each weight in as many bits as it has there.
+
+        stored: [N, bytes of a row] uint8, blocks of `format`, one of BLOCKS. activations: what
+        they are multiplied with, one of ACTIVATIONS.
+        """
+        inputs, group = check_blocks(stored, format, activations)
+        outputs = len(stored)
+        data = huge_buffer(size_of(outputs, inputs, FORMATS[format]))
+        rows = stored if stored.stride(1) == 1 else stored.contiguous()
+        pack(rows.data_ptr(), rows.stride(0), data.data_ptr(), outputs, inputs, FORMATS[format])
+        return PackedLinear(data, None, None, outputs, inputs, group, format, activations)
+
+    return pack_blocks
+
+
+def check_blocks(stored: Tensor, format: str, activations: str) -> tuple[int, int]:  # noqa: A002
+    """The columns of rows of blocks, and those that share a scale.
+
+    Raises ValueError unless kernels know such blocks.
+    """
+    need(format in BLOCKS, f"format must be one of {', '.join(BLOCKS)}, not {format!r}")
+    need(
+        activations in ACTIVATIONS,
+        f"activations must be one of {', '.join(ACTIVATIONS)}, not {activations!r}",
+    )
+    columns, size, group = BLOCKS[format]
+    need(
+        stored.dim() == 2 and stored.dtype == torch.uint8 and stored.shape[1] % size == 0,
+        f"stored must be [N, a multiple of {size}] uint8, not {list(stored.shape)} {stored.dtype}",
+    )
+    return stored.shape[1] // size * columns, group
+
+
 def check_codes(weight: Tensor, format: str, group: int, activations: str) -> None:  # noqa: A002
     """Raise ValueError unless kernels know such codes [N, K]."""
-    need(format in FORMATS, f"format must be one of {', '.join(FORMATS)}, not {format!r}")
+    known = ", ".join(_CODE_DTYPES)
+    need(format in _CODE_DTYPES, f"format must be one of {known}, not {format!r}")
     need(weight.dim() == 2, f"weight must be [N, K], not {list(weight.shape)}")
     need(group in GROUPS, f"group must be one of {GROUPS}, not {group}")
     need(
@@ -254,11 +296,14 @@ def _unpack_linear(library: Library) -> Callable[[PackedLinear | Tensor], Tensor
         """The weight as [N, K], in its own float dtype, or bf16 with scales applied."""
         if not isinstance(packed, PackedLinear):
             return packed
-        codes = torch.empty(packed.outputs, packed.inputs, dtype=_CODE_DTYPES[packed.format])
+        held = torch.float32 if packed.format in BLOCKS else _CODE_DTYPES[packed.format]
+        codes = torch.empty(packed.outputs, packed.inputs, dtype=held)
         unpack(
             packed.data.data_ptr(), codes.data_ptr(), packed.outputs, packed.inputs,
             FORMATS[packed.format],
         )  # fmt: skip
+        if packed.format in BLOCKS:
+            return codes.bfloat16()
         if packed.scales is None:
             return codes
         if packed.format in TABLES:

@@ -12,7 +12,15 @@ from torch import Tensor
 from modulm.ops import twins
 from modulm_kernels_cpu.check import contiguous, dense_rows, dtype_code, need, shape
 from modulm_kernels_cpu.library import Library
-from modulm_kernels_cpu.linear import _PAD_K, FORMATS, PackedLinear, check_codes, lay, linear_ops
+from modulm_kernels_cpu.linear import (
+    _PAD_K,
+    FORMATS,
+    PackedLinear,
+    check_blocks,
+    check_codes,
+    lay,
+    linear_ops,
+)
 from modulm_kernels_cpu.memory import huge_buffer
 
 __all__ = ["PackedExperts", "moe_ops"]
@@ -100,13 +108,15 @@ class PackedExperts:
 def moe_ops(library: Library) -> dict[str, Callable[..., Any]]:
     """The ops of this module, bound to one level.
 
-    `pack_quantized_experts` has no twin: a table that has it can keep quantized stacks.
+    `pack_quantized_experts` and `pack_block_experts` have no twins: a table that has them can keep
+    quantized stacks.
     """
     return {
         "moe_route": _moe_route(library),
         "fused_experts": _fused_experts(library),
         "pack_experts": _pack_experts(library),
         "pack_quantized_experts": _pack_quantized(library),
+        "pack_block_experts": _pack_blocks(library),
     }
 
 
@@ -123,10 +133,10 @@ class _Packer:
         size = self._size_of(outputs, inputs, FORMATS[form])
         return huge_buffer(count * size).view(count, size)
 
-    def put(self, weight: Tensor, parts: Tensor, form: str) -> None:
-        """weight: [parts * N, K]"""
+    def put(self, weight: Tensor, parts: Tensor, form: str, inputs: int = 0) -> None:
+        """weight: [parts * N, K], or rows of blocks with `inputs` columns"""
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        outputs, inputs = len(weight) // len(parts), weight.shape[1]
+        outputs, inputs = len(weight) // len(parts), inputs or weight.shape[1]
         for i, target in enumerate(parts):
             source = weight[i * outputs :]
             self._pack(
@@ -198,6 +208,33 @@ def _pack_quantized(library: Library) -> Callable[..., PackedExperts]:
         return PackedExperts(whole, experts, parts, packer.unpack)
 
     return pack_quantized_experts
+
+
+def _pack_blocks(library: Library) -> Callable[..., PackedExperts]:
+    packer = _Packer(library)
+
+    def pack_block_experts(
+        stored: Tensor,
+        format: str,  # noqa: A002
+        parts: int = 1,
+        activations: str = "bf16",
+    ) -> PackedExperts:
+        """Pack ggml's blocks for `fused_experts`, as `pack_blocks` takes them.
+
+        stored: [experts, parts * N, bytes of a row] uint8.
+        """
+        inputs, group = check_blocks(stored.flatten(0, 1), format, activations)
+        experts, rows, _ = stored.shape
+        need(rows % parts == 0, f"{rows} outputs are no {parts} equal parts")
+        room = packer.room(experts * parts, rows // parts, inputs, format)
+        for expert, one in enumerate(stored):
+            packer.put(one, room[expert * parts : (expert + 1) * parts], format, inputs)
+        outputs = rows // parts
+        data = room.flatten()
+        whole = PackedLinear(data, None, None, outputs, inputs, group, format, activations)
+        return PackedExperts(whole, experts, parts, packer.unpack)
+
+    return pack_block_experts
 
 
 def _fused_experts(library: Library) -> Callable[..., Tensor]:

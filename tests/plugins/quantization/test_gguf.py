@@ -207,6 +207,7 @@ def test_explain_says_the_type_of_each_layer(mixed):
     said = " ".join(lines)
     assert all(name in said for name in (*CODED, "F16", "BF16", "F32")), said
     assert "Q6_K; model.embed_tokens" in lines
+    assert "Q6_K, activations in int8; lm_head" in " ".join(lines), lines
 
 
 def test_the_layers_of_a_type_are_told(tmp_path):
@@ -219,8 +220,9 @@ def test_the_layers_of_a_type_are_told(tmp_path):
     write_gguf(folder, tmp_path / "m.gguf", case.arch, kind)
     decisions = Session(tmp_path / "m.gguf", device="cpu", dtype="bfloat16").loaded.decisions
     said = [d.reason for d in decisions]
-    assert "Q4_0 + Q8_0; model.layers.*.self_attn.qkv_proj of 0, 3" in said
-    plain = " ".join(line for line in said if line.startswith("Q4_0; "))
+    mixed = "Q4_0 + Q8_0, activations in int8"
+    assert f"{mixed}; model.layers.*.self_attn.qkv_proj of 0, 3" in said
+    plain = " ".join(line for line in said if line.startswith("Q4_0, activations in int8; "))
     assert "model.layers.*.self_attn.qkv_proj of 1, 2" in plain
 
 

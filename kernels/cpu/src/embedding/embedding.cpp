@@ -5,7 +5,7 @@
 
 #include "base/pool.h"
 #include "base/replay.h"
-#include "linear/integer.h"
+#include "linear/blocks.h"
 
 namespace modulm {
 namespace {
@@ -56,6 +56,11 @@ void gather_column(const Weight& w, int64_t column, int64_t size, char* target) 
 // One column of packed codes as the numbers that they stand for, 64 at a time.
 template <class T>
 void decode_column(const Weight& w, int64_t column, T* target) {
+  if (w.blocks()) {
+    auto wide = static_cast<float*>(scratch(0, w.k * int64_t(sizeof(float))));
+    block_column(w, column, wide);
+    return for_lanes(w.k, [&](int64_t i, int n) { store_n(target + i, load_n(wide + i, n), n); });
+  }
   constexpr int64_t kAhead = 32;
   const int64_t panel = column / kPanel, width = w.width(panel), each = 32 / w.bits();
   auto lanes = reinterpret_cast<const uint32_t*>(w.panel(panel)) + column % kPanel;
@@ -106,7 +111,7 @@ MODULM_API int64_t modulm_embedding_packed(const int64_t* ids, const void* data,
   });
 }
 
-// The same from int8 or int4 codes that were packed for `linear`; form: weight_of's. Rows come out
+// The same from codes that were packed for `linear`; form: weight_of's. Rows come out
 // in the float type `dtype`.
 MODULM_API int64_t modulm_embedding_codes(const int64_t* ids, const void* data, const void* scales,
                                           const void* zeros, int64_t n, int64_t k, int64_t group,

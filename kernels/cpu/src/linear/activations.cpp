@@ -44,6 +44,12 @@ void order_for_nibbles(int8_t* codes) {
     store_raw(codes + i, __builtin_shuffle(load_raw<v16>(codes + i), order));
 }
 
+// The totals of eight groups of 32, in pairs of 16 bits: 0 and 2, 1 and 3, 4 and 6, 5 and 7.
+void put_pairs(const int8_t* codes, int16_t* to) {
+  for (int i = 0; i < 8; i++)
+    to[i / 4 * 4 + i % 2 * 2 + i / 2 % 2] = int16_t(total(codes + 32 * i, 32));
+}
+
 struct Target {
   const Activations& to;
   const Weight& w;
@@ -70,10 +76,13 @@ struct Target {
   void put(int8_t* codes, int64_t row, int64_t k, float scale) const {
     to.scales[row * to.steps + k / kStep] = scale;
     int64_t end = k + kStep < w.runs_end() ? k + kStep : w.runs_end();
-    for (int64_t at = k; at < end; at += w.run()) {
-      int64_t stop = at + w.run() < end ? at + w.run() : end;
-      to.sums[row * to.runs + at / w.run()] = total(codes + (at - k), stop - at);
-    }
+    int32_t* sums = to.sums + row * to.runs + k / w.run() / (w.minima() ? 2 : 1);
+    if (w.minima()) put_pairs(codes, reinterpret_cast<int16_t*>(sums));
+    else
+      for (int64_t at = k; at < end; at += w.run()) {
+        int64_t stop = at + w.run() < end ? at + w.run() : end;
+        *sums++ = total(codes + (at - k), stop - at);
+      }
     for (int64_t at = k; at < end; at += kBlockK, codes += kBlockK) {
       if (w.format == kWeightInt4) order_for_nibbles(codes);
       std::memcpy(const_cast<int8_t*>(to.at(row, at)), codes, kBlockK);

@@ -27,7 +27,7 @@ constexpr int kBlockK = 64;
 struct Activations {
   int8_t* codes;   // [rows / kRowTile][padded K / 64][kRowTile][64]
   float* scales;   // [rows][steps]
-  int32_t* sums;   // [rows][runs], of codes
+  int32_t* sums;   // [rows][runs], of codes; of formats with minima see blocks.h
   int64_t rows;    // with digits counted
   int64_t blocks;  // padded K / 64
   int64_t steps, runs;

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "base/pool.h"
+#include "linear/blocks.h"
 #include "linear/decode.h"
 #include "linear/fp8.h"
 #include "linear/integer.h"
@@ -101,25 +102,30 @@ inline void fp8_sums(const Weight& w, int64_t panel, Rows<bf16> x, int64_t rows,
 // first is a multiple of kRowTile; fewer lie in one tile.
 inline void integer_sums(const Weight& w, int64_t panel, const Activations& a, int64_t row,
                          int64_t rows, float* sums) {
+  if (w.blocks())
+    return block_sums(w, panel, a, row, rows, scratch(kDecoded, sizeof(SpreadBlocks)), sums);
   bool nibbles = w.format == kWeightInt4;
   int width = w.width(panel);
   auto codes = reinterpret_cast<const uint32_t*>(w.panel(panel));
   int64_t last = w.runs_end();
   if (rows <= kQuadRows) {
-    Slice all{w, panel, 0, last, codes, nibbles, false, true};
+    Slice all{w, panel, 0, last, codes, nibbles, false, true, nullptr};
     return multiply_slice(all, a, row, int(rows), sums);
   }
   bool centred = kSpreadCentred && nibbles && w.whole_zeros && !w.table;
   auto spread = static_cast<uint32_t*>(scratch(kDecoded, kIntegerChunk * kPanel));
   for (int64_t k = 0; k < last; k += kIntegerChunk) {
     int64_t end = k + kIntegerChunk < last ? k + kIntegerChunk : last;
-    Slice slice{w, panel, k, end, codes + w.bytes(k, width) / 4, false, centred, false};
+    const int64_t tiles = div_up(rows, kIntegerRows) * (width / (2 * kLanes));
+    Ahead next(codes + w.bytes(end, width) / 4, w.bytes(end - k, width), tiles * ((end - k) / 32));
+    Slice slice{w,       panel, k,       end,   codes + w.bytes(k, width) / 4,
+                false, centred, false, kTiled ? nullptr : &next};
     if (nibbles) {
       spread_nibbles(slice, centred, spread);
       slice.codes = spread;
     }
     for_row_blocks(rows, kIntegerRows, [&](int64_t r, int n) {
-      slice.stream = !nibbles && r == 0;
+      slice.stream = kTiled && !nibbles && r == 0;
       multiply_slice(slice, a, row + r, n, sums + r * kPanel);
     });
   }

@@ -24,6 +24,11 @@ struct Slice {
   bool nibbles;  // packed int4; otherwise quads
   bool centred;  // zeros are already subtracted from the codes, which are nibbles themselves
   bool stream;   // codes come from memory in one run: fetch them ahead
+  Ahead* next;   // what follows them, to be fetched meanwhile, or null
+  // Once for all tiles: divisions take as long as a third of one.
+  bool grouped = w.grouped();
+  int64_t first_run = begin / w.run();
+  int64_t first_scale = grouped ? w.scale_index(panel, begin / w.group) : 0;
 
   int64_t step_end(int64_t k) const { return k + kStep < end ? k + kStep : end; }
 };
@@ -79,10 +84,10 @@ inline vf add_run(vf part, vi dot, vf scale, bool zeros, vf zero, float total) {
 template <int Vectors>
 class Scales {
  public:
-  Scales(const Weight& w, int64_t panel, int64_t k, int column)
-      : w_(w),
-        at_(w.scale_index(panel, k / w.group) + column),
-        next_(w.group == w.run() ? w.width(panel) : 0) {
+  Scales(const Slice& s, int column)
+      : w_(s.w),
+        at_(s.first_scale + column),
+        next_(s.w.group == s.w.run() ? s.w.width(s.panel) : 0) {
     for (int v = 0; v < Vectors; v++) scale[v] = splat(1.0f), zero[v] = vf{};
   }
 
@@ -140,38 +145,55 @@ template <int Lines, Lying Kind, bool Stream, int Rows, int Vectors>
 inline const uint32_t* quad_lines(const int8_t* x, const uint32_t* b, int64_t ldb,
                                   const Lookup& code_of, vi (&c)[Rows][Vectors]) {
   constexpr bool Nibbles = Kind != kQuads;
-  for (int i = 0; i < Lines; i++, b += ldb, x += Nibbles ? 8 : 4)
+  for (int i = 0; i < Lines; i++, b += ldb, x += Nibbles ? 8 : 4) {
+    vu line[Vectors];
     for (int v = 0; v < Vectors; v++) {
       if (Stream) {
         __builtin_prefetch(b + v * kLanes + kQuadsFar, 0, 2);
         __builtin_prefetch(b + v * kLanes + kQuadsNear);
       }
-      vu line = load_raw<vu>(b + v * kLanes);
-      vu low = Nibbles ? line & 0x0f0f0f0fu : line;
-      if (Kind == kLookedUp) low = code_of(low);
-      for (int r = 0; r < Rows; r++) c[r][v] = quad_dot(c[r][v], low, load_quad(x + r * kBlockK));
-      if (!Nibbles) continue;
-      vu high = line >> 4 & 0x0f0f0f0fu;
-      if (Kind == kLookedUp) high = code_of(high);
-      for (int r = 0; r < Rows; r++)
-        c[r][v] = quad_dot(c[r][v], high, load_quad(x + r * kBlockK + 4));
+      line[v] = load_raw<vu>(b + v * kLanes);
     }
+    auto add = [&](const int8_t* from, vu (&codes)[Vectors]) {
+      for (int r = 0; r < Rows; r++) {
+        auto quad = load_quad(from + r * kBlockK);
+        for (int v = 0; v < Vectors; v++) c[r][v] = quad_dot(c[r][v], codes[v], quad);
+      }
+    };
+    if (!Nibbles) {
+      add(x, line);
+      continue;
+    }
+    vu half[Vectors];
+    for (int v = 0; v < Vectors; v++) {
+      half[v] = line[v] & 0x0f0f0f0fu;
+      if (Kind == kLookedUp) half[v] = code_of(half[v]);
+    }
+    add(x, half);
+    for (int v = 0; v < Vectors; v++) {
+      half[v] = line[v] >> 4 & 0x0f0f0f0fu;
+      if (Kind == kLookedUp) half[v] = code_of(half[v]);
+    }
+    add(x + 4, half);
+  }
   return b;
 }
 
 // The integer products of one run, k in [k, end), both multiples of 16.
 template <int Rows, int Vectors, Lying Kind>
 inline const uint32_t* quad_run(const int8_t* x, int64_t k, int64_t end, const uint32_t* b,
-                                int64_t ldb, bool stream, const Lookup& code_of,
+                                int64_t ldb, const Slice& s, const Lookup& code_of,
                                 vi (&c)[Rows][Vectors]) {
   constexpr int half = 32, lines = half / (Kind == kQuads ? 4 : 8);
   auto from = [&] { return x + k / kBlockK * Activations::kBlockStride + k % kBlockK; };
-  for (; k + half <= end; k += half)
-    b = stream ? quad_lines<lines, Kind, true>(from(), b, ldb, code_of, c)
-               : quad_lines<lines, Kind, false>(from(), b, ldb, code_of, c);
+  for (; k + half <= end; k += half) {
+    if (s.next) s.next->fetch();
+    b = s.stream ? quad_lines<lines, Kind, true>(from(), b, ldb, code_of, c)
+                 : quad_lines<lines, Kind, false>(from(), b, ldb, code_of, c);
+  }
   if (k < end)
-    b = stream ? quad_lines<lines / 2, Kind, true>(from(), b, ldb, code_of, c)
-               : quad_lines<lines / 2, Kind, false>(from(), b, ldb, code_of, c);
+    b = s.stream ? quad_lines<lines / 2, Kind, true>(from(), b, ldb, code_of, c)
+                 : quad_lines<lines / 2, Kind, false>(from(), b, ldb, code_of, c);
   return b;
 }
 
@@ -179,12 +201,11 @@ template <int Rows, int Vectors, Lying Kind>
 inline void quad_tile(const Slice& s, const Activations& a, int64_t row, int64_t ldb, int column,
                       float* sums) {
   const Weight& w = s.w;
-  const bool grouped = w.grouped();
   const int64_t length = w.run();
-  const int32_t* totals = a.sums + row * a.runs + s.begin / length;
+  const int32_t* totals = a.sums + row * a.runs + s.first_run;
   const int8_t* x = a.at(row, 0);
   const uint32_t* b = s.codes + column;
-  Scales<Vectors> group(w, s.panel, s.begin, column);
+  Scales<Vectors> group(s, column);
   const Lookup code_of(w.table);
   for (int64_t k = s.begin; k < s.end;) {
     vf part[Rows][Vectors] = {};
@@ -195,8 +216,8 @@ inline void quad_tile(const Slice& s, const Activations& a, int64_t row, int64_t
       for (int r = 0; r < Rows; r++)
         for (int v = 0; v < Vectors; v++)
           c[r][v] = splat_int(-w.centre() * totals[r * a.runs]);
-      b = quad_run<Rows, Vectors, Kind>(x, k, end, b, ldb, s.stream, code_of, c);
-      if (grouped) group.load();
+      b = quad_run<Rows, Vectors, Kind>(x, k, end, b, ldb, s, code_of, c);
+      if (s.grouped) group.load();
       for (int r = 0; r < Rows; r++) {
         const float total = float(totals[r * a.runs]);
         for (int v = 0; v < Vectors; v++)
@@ -233,7 +254,7 @@ constexpr int kQuadRows = kRowTile < 6 ? kRowTile : 6;
 
 template <Lying Kind>
 inline void quad_slice(int rows, const Slice& s, const Activations& a, int64_t row, float* sums) {
-  constexpr int vectors = 4, wide = vectors * kLanes;
+  constexpr int vectors = Kind == kQuads ? 2 : 4, wide = vectors * kLanes;
   int width = s.w.width(s.panel), c = 0;
   for (; c + wide <= width; c += wide) quad_rows<vectors, Kind>(rows, s, a, row, width, c, sums);
   for (; c < width; c += kLanes) quad_rows<1, Kind>(rows, s, a, row, width, c, sums);
@@ -329,9 +350,9 @@ inline void multiply_slice(const Slice& s, const Activations& a, int64_t row, in
 
 #if defined(__AMX_INT8__)
 // Tiles multiply signed codes too: whole zero points can be subtracted while codes are spread.
-constexpr bool kSpreadCentred = true;
+constexpr bool kSpreadCentred = true, kTiled = true;
 #else
-constexpr bool kSpreadCentred = false;
+constexpr bool kSpreadCentred = false, kTiled = false;
 #endif
 
 // Packed nibbles [(end - begin) / 8][width] to quads [(end - begin) / 4][width], looked up, or less
@@ -349,7 +370,7 @@ inline void spread_nibbles(const Slice& s, bool centred, uint32_t* to) {
       vu zero = (vu)(__builtin_convertvector(group.zero[0], vi) + s.w.centre()) * 0x01010101u;
       bytes less = centred ? (bytes)zero : bytes{};
       for (int64_t i = 0; i < lines; i++) {
-        __builtin_prefetch(from + i * width + c + kQuadsAhead);
+        if (kTiled) __builtin_prefetch(from + i * width + c + kQuadsAhead);
         vu x = load_raw<vu>(from + i * width + c);
         vu low = x & 0x0f0f0f0fu, high = x >> 4 & 0x0f0f0f0fu;
         if (s.w.table) low = code_of(low), high = code_of(high);

@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "base/pool.h"
+#include "linear/blocks.h"
 #include "linear/weight.h"
 
 namespace modulm {
@@ -94,6 +95,72 @@ void pack_nibbles(const uint8_t* source, int64_t stride, const Weight& w, uint32
   });
 }
 
+// ggml's block_q4_K, block_q5_K and block_q6_K (ggml-common.h): where their parts lie, in bytes.
+struct Stored {
+  int nibbles, high, scales, d;
+};
+constexpr Stored kStored[] = {{16, 0, 4, 0}, {48, 16, 4, 0}, {0, 128, 192, 208}};
+
+// The codes of a block, a byte each.
+void block_values(const uint8_t* block, int format, const Stored& at, uint8_t* codes) {
+  const bool six = format == kWeightQ6K;
+  const int span = six ? 64 : 32;  // bytes whose low nibbles come before their high ones
+  for (int k = 0; k < kStep; k++) {
+    const int byte = k / (2 * span) * span + k % span;
+    codes[k] = block[at.nibbles + byte] >> (k / span % 2 * 4) & 15;
+    if (six) codes[k] |= (block[at.high + k / 128 * 32 + k % 32] >> (k % 128 / 32 * 2) & 3) << 4;
+    else if (format == kWeightQ5K) codes[k] |= (block[at.high + k % 32] >> (k / 32) & 1) << 4;
+  }
+}
+
+// Four bits each of two quads; `Bits` above them of 32 / 4 / Bits quads.
+uint32_t nibble_lane(const uint8_t* codes) {
+  uint32_t lane = 0;
+  for (int i = 0; i < 8; i++) lane |= uint32_t(codes[i] & 15) << (8 * (i % 4) + 4 * (i / 4));
+  return lane;
+}
+uint32_t high_lane(const uint8_t* codes, int bits) {
+  uint32_t lane = 0;
+  for (int i = 0; i < 32 / bits; i++)
+    lane |= uint32_t(codes[i] >> 4) << (8 * (i % 4) + bits * (i / 4));
+  return lane;
+}
+
+void pack_block(const uint8_t* block, int format, uint32_t* to, int64_t width, int column) {
+  const Stored& at = kStored[format - kWeightQ4K];
+  uint8_t codes[kStep];
+  block_values(block, format, at, codes);
+  uint32_t* lanes = to + column;
+  const bool six = format == kWeightQ6K;
+  for (int i = 0; i < (six ? 4 : 3); i++, lanes += width)
+    std::memcpy(lanes, block + at.scales + 4 * i, 4);
+  auto floats = reinterpret_cast<uint16_t*>(lanes - column) + column;
+  for (int i = 0; i < (six ? 1 : 2); i++, floats += width)
+    std::memcpy(floats, block + at.d + 2 * i, 2);
+  lanes = reinterpret_cast<uint32_t*>(floats - column) + column;
+  const int bits = format - kWeightQ4K;
+  for (int span = 0; span < kStep; span += kSpan) {
+    for (int k = 0; bits && k < kSpan; k += 32 / bits, lanes += width)
+      *lanes = high_lane(codes + span + k, bits);
+    for (int k = 0; k < kSpan; k += 8, lanes += width) *lanes = nibble_lane(codes + span + k);
+  }
+}
+
+// Source: rows of blocks as they are stored. Columns beyond the last are zeros.
+void pack_blocks(const uint8_t* source, int64_t stride, const Weight& w, uint8_t* target) {
+  parallel(w.panels(), [&](int64_t p, int) {
+    const int width = w.width(p);
+    for (int64_t step = 0; step < w.steps(); step++) {
+      auto to = target + w.bytes(w.padded_k(), kPanel) * p + w.bytes(step * kStep, width);
+      auto lanes = reinterpret_cast<uint32_t*>(to);
+      std::memset(to, 0, w.bytes(kStep, width));
+      for (int c = 0; c < width && p * kPanel + c < w.n; c++)
+        pack_block(source + (p * kPanel + c) * stride + step * w.block_bytes(), w.format, lanes,
+                   width, c);
+    }
+  });
+}
+
 template <int Along, class T>
 void unpack_lanes(const T* source, const Weight& w, T* target, T flip = 0) {
   parallel_runs(w.n, 16, [&](int64_t begin, int64_t end) {
@@ -119,6 +186,12 @@ void unpack_nibbles(const uint32_t* source, const Weight& w, uint8_t* target) {
   });
 }
 
+void unpack_blocks(const Weight& w, float* target) {
+  parallel_runs(w.n, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; c++) block_column(w, c, target + c * w.k);
+  });
+}
+
 }  // namespace
 }  // namespace modulm
 
@@ -127,10 +200,11 @@ using namespace modulm;
 // Bytes that a packed matrix takes, without its scales.
 MODULM_API int64_t modulm_packed_bytes(int64_t n, int64_t k, int form) {
   Weight w = weight_of(nullptr, nullptr, nullptr, n, k, 0, form);
-  return w.padded_n() * w.padded_k() * w.bits() / 8;
+  return w.bytes(w.padded_k(), w.padded_n());
 }
 
-// source: [n, k] with row stride `stride` in elements (floats, int8, e4m3 or codes in bytes).
+// source: [n, k] with row stride `stride` in elements (floats, int8, e4m3 or codes in bytes), or
+// rows of ggml's blocks, `stride` in bytes.
 MODULM_API void modulm_pack(const void* source, int64_t stride, void* target, int64_t n, int64_t k,
                             int form) {
   Weight w = weight_of(nullptr, nullptr, nullptr, n, k, 0, form);
@@ -146,18 +220,25 @@ MODULM_API void modulm_pack(const void* source, int64_t stride, void* target, in
     case kWeightFP32: return pack_lanes<uint32_t, 1>(words, stride, w, words_to);
     case kWeightFP8: return pack_lanes<uint16_t, 2>(bytes, stride, w, to);
     case kWeightInt8: return pack_lanes<uint32_t, 4>(bytes, stride, w, to, kFlip);
+    case kWeightQ4K:
+    case kWeightQ5K:
+    case kWeightQ6K: return pack_blocks(bytes, stride, w, to);
     default: return pack_nibbles(bytes, stride, w, words_to);
   }
 }
 
-// The inverse: target [n, k], contiguous.
+// The inverse: target [n, k], contiguous; of blocks fp32, scales and minima applied.
 MODULM_API void modulm_unpack(const void* source, void* target, int64_t n, int64_t k, int form) {
   Weight w = weight_of(nullptr, nullptr, nullptr, n, k, 0, form);
   auto bytes = static_cast<const uint8_t*>(source);
   auto halves = static_cast<const uint16_t*>(source);
   auto words = static_cast<const uint32_t*>(source);
   auto to = static_cast<uint8_t*>(target);
+  w.data = bytes;
   switch (w.format) {
+    case kWeightQ4K:
+    case kWeightQ5K:
+    case kWeightQ6K: return unpack_blocks(w, static_cast<float*>(target));
     case kWeightBF16: return unpack_lanes<2>(halves, w, static_cast<uint16_t*>(target));
     case kWeightFP16: return unpack_lanes<1>(halves, w, static_cast<uint16_t*>(target));
     case kWeightFP32: return unpack_lanes<1>(words, w, static_cast<uint32_t*>(target));

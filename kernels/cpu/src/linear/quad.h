@@ -10,10 +10,35 @@ namespace modulm {
 // from there on; for scales.
 constexpr int kQuadsAhead = 1024, kQuadsFar = 768, kQuadsNear = 128, kScalesAhead = 512;
 
+// Memory that is needed next, fetched in portions while something else is computed: all at once it
+// would fill the buffers of misses, and whatever misses then waits.
+class Ahead {
+ public:
+  Ahead() = default;
+  // `bytes` from `from` on, in so many portions.
+  Ahead(const void* from, int64_t bytes, int64_t portions)
+      : at_(static_cast<const char*>(from)),
+        lines_(div_up(bytes, 64)),
+        portion_(div_up(lines_, portions < 1 ? 1 : portions)) {}
+
+  void fetch() {
+    for (int64_t i = 0; i < portion_ && lines_ > 0; i++, lines_--, at_ += 64)
+      __builtin_prefetch(at_, 0, 2);
+  }
+
+ private:
+  const char* at_ = nullptr;
+  int64_t lines_ = 0, portion_ = 0;
+};
+
 #if defined(__AVX512VNNI__)
-inline uint32_t load_quad(const int8_t* p) { return load_raw<uint32_t>(p); }
-inline vi quad_dot(vi sum, vu codes, uint32_t quad) {
-  return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(int(quad)));
+inline __m512i load_quad(const int8_t* p) {
+  __m512i quad = _mm512_set1_epi32(int(load_raw<uint32_t>(p)));
+  __asm__("" : "+v"(quad));  // in a register: several products take it
+  return quad;
+}
+inline vi quad_dot(vi sum, vu codes, __m512i quad) {
+  return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, quad);
 }
 #elif defined(__AVX2__)
 // Bytes 0 and 2, and bytes 1 and 3, as 16-bit pairs.
@@ -41,6 +66,20 @@ inline vi quad_dot(vi sum, vu codes, const int8_t* quad) {
   return sum;
 }
 #endif
+
+// Two products of 16 bits per lane.
+inline vi pair_dot(vi sum, vu pairs, uint32_t pair) {
+#if defined(__AVX512VNNI__)
+  return (vi)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)pairs, _mm512_set1_epi32(int(pair)));
+#elif defined(__AVX512F__)
+  return sum + (vi)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi32(int(pair)));
+#elif defined(__AVX2__)
+  return sum + (vi)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi32(int(pair)));
+#else
+  const vi low = (vi)(pairs << 16) >> 16, high = (vi)pairs >> 16;
+  return sum + low * int32_t(int16_t(pair & 0xffffu)) + high * int32_t(int16_t(pair >> 16));
+#endif
+}
 
 // a * b + c, rounded once where the level can. Compilers fuse or not as they see fit, which must
 // not depend on the kernel around.

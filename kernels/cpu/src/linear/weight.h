@@ -13,6 +13,16 @@
 //          (2 j, 2 j + 1) in the low nibbles of the lane's two halves; the low nibbles of its
 //          four bytes are the quad (0, 4, 1, 5), the high ones (2, 6, 3, 7)
 //   fp32, fp16   [panel][K][width]              as they are
+//   q4_k, q5_k, q6_k   [panel][K / 256] of what ggml's blocks of 256 k have, in as many bits, in
+//   the order in which it is read:
+//          [3 or 4][width] lanes   scales and minima of groups of 32, in six bits as ggml has them;
+//                                  of q6_k scales of groups of 16, signed bytes
+//          [1 or 2][width] fp16    what scales and, not of q6_k, minima are multiplied by
+//          and of each 64 k
+//          [2 or 4][width] lanes   of q5_k and q6_k the bit or the two above the fourth; byte b of
+//                                  a lane has those of k = b, 4 + b, 8 + b ... from the lowest on
+//          [8][width][8 nibbles]   the lower four bits of codes; byte b of a lane has k = b in its
+//                                  low nibble, 4 + b in the high one
 //
 // A weight is scale * (code - zero), where the code of an int4 weight is its nibble - 8, or what a
 // table has for its nibble. With one group for all of K and no zeros, scales are fp32 [N]; otherwise
@@ -30,6 +40,9 @@ enum Format : int {
   kWeightInt4 = 3,
   kWeightFP32 = 4,
   kWeightFP16 = 5,
+  kWeightQ4K = 6,
+  kWeightQ5K = 7,
+  kWeightQ6K = 8,
 };
 
 // What nibbles stand for.
@@ -86,7 +99,10 @@ struct Weight {
     int64_t left = padded_n() - panel * kPanel;
     return left < kPanel ? int(left) : kPanel;
   }
-  bool integer() const { return format == kWeightInt8 || format == kWeightInt4; }
+  // Blocks of kStep k have their scales beside them: K is whole steps, a group 32 or 16.
+  bool blocks() const { return format >= kWeightQ4K; }
+  bool minima() const { return format == kWeightQ4K || format == kWeightQ5K; }
+  bool integer() const { return format == kWeightInt8 || format == kWeightInt4 || blocks(); }
   int bits() const {
     switch (format) {
       case kWeightFP32: return 32;
@@ -98,8 +114,12 @@ struct Weight {
   }
   // What an unsigned stored code is above the code that it stands for.
   int centre() const { return format == kWeightInt8 ? 128 : kCentres[table]; }
-  // Bytes of `ks` k of a panel of this width; ks is a multiple of 8.
-  int64_t bytes(int64_t ks, int width) const { return ks * width * bits() / 8; }
+  // Bytes of a column's block.
+  int block_bytes() const { return format == kWeightQ4K ? 144 : format == kWeightQ5K ? 176 : 210; }
+  // Bytes of `ks` k of so many columns; ks is a multiple of 8, of blocks one of kStep.
+  int64_t bytes(int64_t ks, int64_t width) const {
+    return blocks() ? ks / kStep * width * block_bytes() : ks * width * bits() / 8;
+  }
   const uint8_t* panel(int64_t p) const { return data + bytes(padded_k(), kPanel) * p; }
   // Index into scales and zeros of a panel's group.
   int64_t scale_index(int64_t panel, int64_t group_index) const {

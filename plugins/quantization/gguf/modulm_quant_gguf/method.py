@@ -1,9 +1,10 @@
 """Layers of GGUF files: blocks of ggml's types, kept as codes of the platform's kernels.
 
-A block is whole numbers with a scale, and for some types a minimum, for 16 to 256 columns. Types of
-four bits and fewer, also those with a table of sixteen numbers, become four-bit codes, others codes
-of eight; scales are kept in 16 bits where
-those hold them to 2^-12 of the largest of a row. Without kernels blocks stay as they are.
+A block is whole numbers with a scale, and for some types a minimum, for 16 to 256 columns. Q4_K,
+Q5_K and Q6_K are multiplied as they are stored, in as many bits. Other types of four bits and
+fewer, also those with a table of sixteen numbers, become four-bit codes, others codes of eight;
+scales are kept in 16 bits where those hold them to 2^-12 of the largest of a row. Without kernels
+blocks stay as they are.
 """
 
 from __future__ import annotations
@@ -34,13 +35,20 @@ from modulm_quantized import ACTIVATIONS, Codes, Fitted, exponents, pack_stack
 
 __all__ = ["GGUF", "Blocks", "GGUFConfig", "Stack"]
 
+#: Columns of a block for which ggml rounds activations with one scale.
+_BLOCK = 256
+#: What activations are rounded to, in words.
+_BITS = {"int8": "int8", "bf16": "16 bits"}
+#: Types that kernels may multiply without another form.
+_AS_THEY_ARE = ("Q4_K", "Q5_K", "Q6_K")
 _EXPERT = re.compile(r"\bexperts\.\d+\.")
 
 
 @frozen
 class GGUFConfig:
     """`types`: ggml's type of each layer, which the loader reads in the file. `activations`: what
-    kernels round them to, "int8" (as llama.cpp does) or "bf16" (not at all)."""
+    kernels round them to, "int8" (as llama.cpp does) or "bf16" (16 bits, as exact as bf16 is); the
+    numbers of models in float32 are not rounded."""
 
     quant_method: str = "gguf"
     types: dict[str, str] = field(factory=dict)
@@ -103,9 +111,18 @@ class GGUF(QuantizationMethod):
     def rejects(cls, spec: LinearSpec, platform: Platform) -> str | None:
         return None if spec.dtype in platform.dtypes else f"{platform.name} has no {spec.dtype}"
 
-    def _activations(self, spec: LinearSpec) -> str:
-        # Few rows pass the head, which waits for memory alone, and its errors are those of logits.
-        return "bf16" if spec.kind == "lm_head" else self.config.activations
+    def _activations(self, spec: LinearSpec, kind: Kind) -> str:
+        # Errors of the head are those of logits. ggml rounds what blocks of 256 are multiplied with
+        # as the kernels do, what others are multiplied with in finer steps than theirs.
+        coarse = spec.kind == "lm_head" and kind.block < _BLOCK
+        return "bf16" if coarse else self.config.activations
+
+    def _blocks(self, kind: Kind, spec: LinearSpec) -> Any:
+        """The op that packs such blocks as they are, if there is one."""
+        name = "pack_block_experts" if spec.experts else "pack_blocks"
+        if kind.name not in _AS_THEY_ARE or spec.dtype == "float32":
+            return None
+        return getattr(self.ops, name, None)
 
     def create(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:
         kinds = self._kinds(spec)
@@ -117,7 +134,14 @@ class GGUF(QuantizationMethod):
 
     def note(self, spec: LinearSpec) -> str | None:
         kinds = self._kinds(spec)
-        return " + ".join(kind.name for kind, _ in groupby(kinds))
+        types = " + ".join(kind.name for kind, _ in groupby(kinds))
+        coded = [kind for kind in kinds if kind.decode is not None]
+        pack = "pack_quantized_experts" if spec.experts else "pack_quantized"
+        kept = spec.kind == "embedding" or spec.dtype == "float32" or not hasattr(self.ops, pack)
+        if kept or not coded:
+            return types
+        uses = dict.fromkeys(_BITS[self._activations(spec, kind)] for kind in coded)
+        return f"{types}, activations in {' and '.join(uses)}"
 
     def finish(self, layer: torch.nn.Module, spec: LinearSpec) -> None:
         keeper: Any = layer
@@ -147,8 +171,10 @@ class GGUF(QuantizationMethod):
         pack = getattr(self.ops, "pack_quantized", None)
         if pack is None or spec.dtype == "float32":
             return _Held(blocks, count)
+        use, as_it_is = self._activations(spec, blocks.kind), self._blocks(blocks.kind, spec)
+        if as_it_is is not None:
+            return _Held(as_it_is(blocks.stored, blocks.kind.name.lower(), use), count)
         fit = _fit(blocks, spec)
-        use = self._activations(spec)
         return _Held(pack(fit.values, fit.form, fit.group, fit.scales, fit.zeros, use), count)
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -191,11 +217,14 @@ class GGUF(QuantizationMethod):
         pack = getattr(self.ops, "pack_quantized_experts", None)
         if pack is None or spec.dtype == "float32":
             return Stack(kinds[0], whole, getattr(torch, spec.dtype))
+        use, as_they_are = self._activations(spec, kinds[0]), self._blocks(kinds[0], spec)
+        if as_they_are is not None:
+            return as_they_are(whole, kinds[0].name.lower(), len(spec.parts), use)
 
         def fitted(expert: int, wide: bool) -> Fitted:
             return _fit(Blocks(kinds[0], whole[expert]), spec, wide=wide)
 
-        return pack_stack(pack, fitted, spec.experts, len(spec.parts), self._activations(spec))
+        return pack_stack(pack, fitted, spec.experts, len(spec.parts), use)
 
     def share(self, head: torch.nn.Module, table: torch.nn.Module) -> None:
         keeper: Any = head

@@ -88,6 +88,8 @@ def test_ops_have_the_names_of_twins():
     extra = set(kernels.ops()) - set(twin_ops())
     assert extra == {
         "embedding_packed",
+        "pack_block_experts",
+        "pack_blocks",
         "pack_quantized",
         "paged_attention",
         "plan_attention",

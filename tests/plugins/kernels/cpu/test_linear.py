@@ -6,7 +6,8 @@ import pytest
 import torch
 from tests.plugins.kernels.cpu.close import assert_close, poisoned
 
-from modulm_kernels_cpu.linear import ACTIVATIONS, FORMATS, TABLES
+from modulm_kernels_cpu.linear import ACTIVATIONS, BLOCKS, FORMATS, TABLES
+from modulm_quant_gguf.types import NAMED, dequantize
 from modulm_quantized import Scheme, round_weight
 
 SHAPES = ((1, 64, 64), (1, 1, 1), (3, 70, 33), (7, 130, 96), (20, 16, 256), (40, 200, 320))
@@ -156,6 +157,60 @@ def test_codes_that_stand_for_other_numbers(ops, name, group, rows, activations)
     torch.testing.assert_close(rows_of, weight[ids])
 
 
+def stored_blocks(name, outputs, inputs):
+    """Rows of blocks of any bits with floats of a usual size, and what ggml makes of them."""
+    columns, size, _ = BLOCKS[name]
+    blocks = torch.randint(0, 256, (outputs, inputs // columns, size), dtype=torch.uint8)
+    floats = torch.randn(outputs, inputs // columns, 2) / (4000 if name == "q6_k" else 1000)
+    floats = floats.half().view(torch.uint8)
+    if name == "q6_k":
+        blocks[..., -2:] = floats[..., :2]
+    else:
+        blocks[..., :4] = floats
+    stored = blocks.flatten(1)
+    return stored, dequantize(NAMED[name.upper()], stored)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("rows", [1, 2, 5, 37])
+@pytest.mark.parametrize("size", [(112, 768), (16, 256), (130, 512)])
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+def test_blocks_of_ggml(ops, name, rows, size, activations):
+    """In as many bits as in the file, and the very numbers that ggml has."""
+    stored, weight = stored_blocks(name, *size)
+    packed = ops["pack_blocks"](stored, name, activations)
+    padded = -(-size[0] // 16) * 16
+    assert packed.bytes == padded * stored.shape[1]
+    check(ops, packed, weight, rows)
+    assert torch.equal(ops["unpack_linear"](packed), weight.bfloat16())
+    ids = torch.tensor([3, size[0] - 1, 0])
+    assert torch.equal(ops["embedding_packed"](ids, packed, torch.float32), weight[ids])
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_one_digit_in_the_blocks_of_256_that_ggml_rounds(ops, name):
+    """Exact where activations are whole numbers: only these are rounded, in steps of a block."""
+    stored, weight = stored_blocks(name, 80, 512)
+    x = torch.randint(-127, 128, (9, 512)).float()
+    x[:, ::256] = 127  # the largest of each step, so that the scale is 1
+    out = torch.empty(9, 80)
+    ops["linear"](x, ops["pack_blocks"](stored, name, "int8"), None, out)
+    wanted = (x.double() @ weight.double().T).float()
+    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+
+
+def test_blocks_that_are_none_are_refused(ops):
+    stored = torch.zeros(16, 144, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="format must be one of q4_k, q5_k, q6_k"):
+        ops["pack_blocks"](stored, "int4")
+    with pytest.raises(ValueError, match="a multiple of 210"):
+        ops["pack_blocks"](stored, "q6_k")
+    with pytest.raises(ValueError, match="activations must be"):
+        ops["pack_blocks"](stored, "q4_k", "int4")
+    with pytest.raises(ValueError, match="format must be"):
+        ops["pack_linear"](stored, "q4_k")
+
+
 @pytest.mark.parametrize("group", [32, 64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 def test_rounding_is_the_twins_to_the_bit(ops, group, dtype):
@@ -184,7 +239,8 @@ def test_blocks_of_fp8(ops):
         check(ops, packed, codes.float() * scales.repeat_interleave(128, 1), rows)
 
 
-FORMS = [(name, "bf16") for name in FORMATS] + [("int8", "int8"), ("int4", "int8"), ("iq4", "int8")]
+ROUNDED = ("int8", "int4", "iq4", *BLOCKS)
+FORMS = [(name, "bf16") for name in FORMATS] + [(name, "int8") for name in ROUNDED]
 
 
 @pytest.mark.parametrize(("name", "activations"), FORMS)
@@ -198,6 +254,8 @@ def test_a_row_is_the_same_in_every_batch(ops, library, name, activations):
     elif name in TABLES:
         codes, scales = codes_of(name, 200, 768), torch.rand(200, 24)
         packed = ops["pack_linear"](codes, name, 32, scales, None, activations)
+    elif name in BLOCKS:
+        packed = ops["pack_blocks"](stored_blocks(name, 200, 768)[0], name, activations)
     else:
         kind = {
             "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,

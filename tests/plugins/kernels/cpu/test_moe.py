@@ -7,7 +7,8 @@ import torch
 from tests.plugins.kernels.cpu.close import assert_close, poisoned
 
 from modulm.ops import twins
-from modulm_kernels_cpu.linear import TABLES
+from modulm_kernels_cpu.linear import BLOCKS, TABLES
+from modulm_quant_gguf.types import NAMED, dequantize
 
 FLOATS = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
@@ -168,6 +169,38 @@ def test_quantized(ops, form, size, tokens):
         close_to_bf16(got, wanted)
     lost = (got.float() - wanted.float()).norm() / wanted.float().norm()
     assert lost < 0.03  # activations of eight bits, twice
+
+
+def blocks_of(ops, name, experts, parts, outputs, inputs, activations):
+    """A packed stack of ggml's blocks and its weights."""
+    columns, size, _ = BLOCKS[name]
+    blocks = torch.randint(0, 256, (experts, parts * outputs, inputs // columns, size))
+    blocks = blocks.to(torch.uint8)
+    floats = torch.full((*blocks.shape[:-1], 2), 2e-4).half().view(torch.uint8)
+    first = size - 2 if name == "q6_k" else 0
+    blocks[..., first : first + 4] = floats[..., : size - first]
+    stored = blocks.flatten(2)
+    packed = ops["pack_block_experts"](stored, name, parts, activations)
+    return packed, dequantize(NAMED[name.upper()], stored)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("tokens", [1, 3, 45])
+@pytest.mark.parametrize("activations", ["int8", "bf16"])
+def test_blocks_of_ggml(ops, name, tokens, activations):
+    gate_up, wide_gate_up = blocks_of(ops, name, 4, 2, 256, 512, activations)
+    down, wide_down = blocks_of(ops, name, 4, 1, 512, 256, activations)
+    assert torch.equal(gate_up[2], wide_gate_up[2].bfloat16())
+    x = torch.randn(tokens, 512).bfloat16() / 16
+    weights, ids = choices(tokens, 4, 2)
+    got = ops["fused_experts"](x, weights, ids, gate_up, down)
+    wanted = expected(x, weights, ids, wide_gate_up, wide_down)
+    if activations == "bf16":
+        close_to_bf16(got, wanted)
+    lost = (got.float() - wanted.float()).norm() / wanted.float().norm()
+    assert lost < 0.03  # activations of eight bits, twice
+    alone = ops["fused_experts"](x[:1], weights[:1], ids[:1], gate_up, down)
+    assert torch.equal(alone, got[:1])
 
 
 def test_stacks_of_two_formats(ops):

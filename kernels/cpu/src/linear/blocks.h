@@ -1,0 +1,438 @@
+// Products of integer activations with blocks of 256 weights, as ggml's K types have them.
+//
+// A weight is d * scale * (code - centre) - least * minimum, scale and minimum being whole numbers
+// of a group of 16 or 32 k, d and least floats of a column's step of 256. Activations have one
+// scale for the step: within it products of a group are summed exactly in int32, groups are added
+// in fp32 in the order of k, minima times the sums of activations in int32, steps in fp32 in order.
+// A row therefore gets the same bits whichever kernel computes it.
+#pragma once
+
+#include "linear/integer.h"
+
+namespace modulm {
+
+constexpr int64_t kBlock = kStep;                      // k of a block
+constexpr int kSpan = kBlockK, kSpans = kBlock / kSpan;  // k whose codes lie together
+
+template <int Format>
+struct BlockType {
+  static constexpr bool kMinima = Format != kWeightQ6K;
+  static constexpr int kGroup = kMinima ? 32 : 16;
+  static constexpr int kGroups = kBlock / kGroup;
+  static constexpr int kCentre = kMinima ? 0 : 32;
+  // Codes' bits above the fourth, and lines of lanes that a span has of them and in all.
+  static constexpr int kHighBits = Format == kWeightQ4K ? 0 : Format == kWeightQ5K ? 1 : 2;
+  static constexpr int kHighLines = 2 * kHighBits, kLines = kHighLines + kSpan / 8;
+  static constexpr int kScaleLines = kMinima ? 3 : 4;
+  static constexpr int kFloats = kMinima ? 2 : 1;
+  static constexpr int kBytes = 4 * (kSpans * kLines + kScaleLines) + 2 * kFloats;
+  // Lines of nibbles that share a line of high bits.
+  static constexpr int kShared = kHighBits ? kSpan / 8 / kHighLines : 1;
+};
+
+// f(BlockType of the format)
+template <class F>
+inline void with_blocks(int format, F&& f) {
+  switch (format) {
+    case kWeightQ4K: return f(BlockType<kWeightQ4K>{});
+    case kWeightQ5K: return f(BlockType<kWeightQ5K>{});
+    default: return f(BlockType<kWeightQ6K>{});
+  }
+}
+
+// Where the parts of a panel's blocks of one step lie, from one column on.
+template <class Type>
+struct BlockParts {
+  const uint32_t *scales, *codes;
+  const fp16 *d, *least;
+  int64_t width;
+
+  BlockParts(const uint8_t* step, int64_t width, int column) : width(width) {
+    scales = reinterpret_cast<const uint32_t*>(step) + column;
+    d = reinterpret_cast<const fp16*>(scales - column + Type::kScaleLines * width) + column;
+    least = d + width;
+    codes = reinterpret_cast<const uint32_t*>(d - column + Type::kFloats * width) + column;
+  }
+  // Lines of a span: high bits, then nibbles.
+  const uint32_t* line(int span, int i) const { return codes + (span * Type::kLines + i) * width; }
+
+  // Scales of the groups of span `s` of kSpan k, from the lowest byte on; vector `v`.
+  vu scales_of(int s, int v) const {
+    auto line = [&](int i) { return load_raw<vu>(scales + i * width + v * kLanes); };
+    if constexpr (!Type::kMinima) return line(s);
+    vu first = line(0);
+    if (s >= 2) first = (line(2) & 0x0f0f0f0fu) | (first >> 2 & 0x30303030u);
+    else first &= 0x3f3f3f3fu;
+    return s % 2 ? first >> 16 : first;
+  }
+  // Minima of groups (0, 2), (1, 3), (4, 6), (5, 7), side by side in the halves of lanes.
+  vu minima_of(int pair, int v) const {
+    auto line = [&](int i) { return load_raw<vu>(scales + i * width + v * kLanes); };
+    vu four = line(1);
+    if (pair >= 2) four = (line(2) >> 4 & 0x0f0f0f0fu) | (four >> 2 & 0x30303030u);
+    else four &= 0x3f3f3f3fu;
+    return (pair % 2 ? four >> 8 : four) & 0x00ff00ffu;
+  }
+};
+
+// Scale number `g` of a span.
+template <class Type>
+inline vf scale_of_group(vu scales, int g) {
+  if constexpr (Type::kMinima) return __builtin_convertvector((vi)(scales >> (8 * g) & 0xffu), vf);
+  return __builtin_convertvector((vi)(scales << (24 - 8 * g)) >> 24, vf);
+}
+
+// The codes of a quad: of a line of nibbles its low or high ones, and what their line of high bits
+// has for quad `which` of it.
+template <class Type>
+inline vu block_codes(vu line, vu high, bool upper, int which) {
+  vu low = (upper ? line >> 4 : line) & 0x0f0f0f0fu;
+  if constexpr (Type::kHighBits == 0) return low;
+  constexpr uint32_t mask = Type::kHighBits == 1 ? 0x10101010u : 0x30303030u;
+  const int shift = 4 - Type::kHighBits * which;
+  return low | ((shift > 0 ? high << shift : high >> -shift) & mask);
+}
+
+// A step's sum, activations' scale apart.
+inline vf block_sum(vf part, vf d) { return part * d; }
+inline vf block_sum(vf part, vf d, vi minima, vf least) {
+  return fused(least, -__builtin_convertvector(minima, vf), part * d);
+}
+
+// Of one row and step the sums of activations in each group; of formats with minima in 16 bits, in
+// the order of minima_of.
+template <class Type>
+inline const int32_t* totals_of(const Activations& a, int64_t row, int64_t step) {
+  return a.sums + row * a.runs + step * (Type::kMinima ? Type::kGroups / 2 : Type::kGroups);
+}
+
+// Few rows: codes go through registers only, straight from memory.
+template <class Type, int Rows, int Vectors>
+inline void block_rows(const Weight& w, int64_t panel, const Activations& a, int64_t row,
+                       int column, float* sums) {
+  constexpr int quads = Type::kGroup / 4, groups = kSpan / Type::kGroup;
+  const int64_t width = w.width(panel);
+  const uint8_t* step = w.panel(panel);
+  const int8_t* x = a.at(row, 0);
+  auto fetched = [](const uint32_t* p) {
+    __builtin_prefetch(p + kQuadsFar, 0, 2);
+    __builtin_prefetch(p + kQuadsNear);
+    return load_raw<vu>(p);
+  };
+  // Scales and floats, which lie before the codes.
+  auto fetch_floats = [&](const BlockParts<Type>& parts) {
+    for (auto p = parts.scales; p < parts.codes; p += 64 / sizeof(*p)) {
+      __builtin_prefetch(p + kQuadsFar, 0, 2);
+      __builtin_prefetch(p + kQuadsNear);
+    }
+  };
+  for (int64_t i = 0; i < a.steps; i++, step += width * Type::kBytes) {
+    const int32_t* totals = totals_of<Type>(a, row, i);
+    const BlockParts<Type> parts(step, width, column);
+    vf part[Rows][Vectors] = {};
+    fetch_floats(parts);
+    for (int s = 0; s < kSpans; s++, x += Activations::kBlockStride) {
+      vu scales[Vectors], high[Vectors] = {}, nibbles[Vectors] = {};
+      const uint32_t *above = parts.line(s, 0), *line = parts.line(s, Type::kHighLines);
+      for (int v = 0; v < Vectors; v++) scales[v] = parts.scales_of(s, v);
+#pragma GCC unroll 4
+      for (int g = 0; g < groups; g++) {
+        vi c[Rows][Vectors];
+        for (int r = 0; r < Rows; r++)
+          for (int v = 0; v < Vectors; v++)
+            c[r][v] = Type::kCentre
+                          ? splat_int(-Type::kCentre * totals[r * a.runs + s * groups + g])
+                          : vi{};
+#pragma GCC unroll 8
+        for (int q = 0; q < quads; q++) {
+          const int at = g * quads + q;  // of the span's 16
+          if (Type::kHighBits && at % (2 * Type::kShared) == 0) {
+            for (int v = 0; v < Vectors; v++) high[v] = fetched(above + v * kLanes);
+            above += width;
+          }
+          if (q % 2 == 0) {
+            for (int v = 0; v < Vectors; v++) nibbles[v] = fetched(line + v * kLanes);
+            line += width;
+          }
+          vu codes[Vectors];
+          for (int v = 0; v < Vectors; v++)
+            codes[v] = block_codes<Type>(nibbles[v], high[v], q % 2, at % (2 * Type::kShared));
+          for (int r = 0; r < Rows; r++) {
+            auto quad = load_quad(x + r * kBlockK + 4 * at);
+            for (int v = 0; v < Vectors; v++) c[r][v] = quad_dot(c[r][v], codes[v], quad);
+          }
+        }
+        for (int v = 0; v < Vectors; v++) {
+          const vf scale = scale_of_group<Type>(scales[v], g);
+          for (int r = 0; r < Rows; r++)
+            part[r][v] = fused(__builtin_convertvector(c[r][v], vf), scale, part[r][v]);
+        }
+      }
+    }
+    for (int v = 0; v < Vectors; v++) {
+      const vf d = load(parts.d + v * kLanes);
+      vi minima[Rows] = {};
+      vf least{};
+      if constexpr (Type::kMinima) {
+        least = load(parts.least + v * kLanes);
+        for (int p = 0; p < 4; p++) {
+          const vu both = parts.minima_of(p, v);
+          for (int r = 0; r < Rows; r++)
+            minima[r] = pair_dot(minima[r], both, uint32_t(totals[r * a.runs + p]));
+        }
+      }
+      for (int r = 0; r < Rows; r++) {
+        float* to = sums + r * kPanel + column + v * kLanes;
+        const vf sum = Type::kMinima ? block_sum(part[r][v], d, minima[r], least)
+                                     : block_sum(part[r][v], d);
+        store(to, fused(sum, a.scales[(row + r) * a.steps + i], load(to)));
+      }
+    }
+  }
+}
+
+// One step of a panel with everything in the form in which it is multiplied. Stays in a first-level
+// cache while rows pass it.
+struct alignas(64) SpreadBlocks {
+  uint32_t quads[kBlock / 4][kPanel];
+  float scales[kBlock / kLeastGroup][kPanel];
+  uint32_t minima[4][kPanel];
+  float d[kPanel], least[kPanel];
+};
+
+template <class Type>
+inline void spread_blocks(const uint8_t* step, int64_t width, SpreadBlocks& to) {
+  constexpr int lines = Type::kShared;  // of nibbles at a time
+  const BlockParts<Type> all(step, width, 0);
+  for (int i = 0; i < 32; i += lines)
+    for (int64_t c = 0; c < width; c += kLanes) {
+      const int span = i / 8, within = i % 8;
+      vu high{};
+      if (Type::kHighBits) high = load_raw<vu>(all.line(span, within / lines) + c);
+#pragma GCC unroll 4
+      for (int l = 0; l < lines; l++) {
+        const vu line = load_raw<vu>(all.line(span, Type::kHighLines + within + l) + c);
+        store_raw(&to.quads[2 * (i + l)][c], block_codes<Type>(line, high, false, 2 * l));
+        store_raw(&to.quads[2 * (i + l) + 1][c], block_codes<Type>(line, high, true, 2 * l + 1));
+      }
+    }
+  constexpr int groups = kSpan / Type::kGroup;
+  for (int64_t c = 0; c < width; c += kLanes) {
+    const BlockParts<Type> parts(step, width, int(c));
+    for (int s = 0; s < kSpans; s++) {
+      const vu scales = parts.scales_of(s, 0);
+      for (int g = 0; g < groups; g++)
+        store(&to.scales[s * groups + g][c], scale_of_group<Type>(scales, g));
+    }
+    store(&to.d[c], load(parts.d));
+    if constexpr (Type::kMinima) {
+      for (int p = 0; p < 4; p++) store_raw(&to.minima[p][c], parts.minima_of(p, 0));
+      store(&to.least[c], load(parts.least));
+    }
+  }
+}
+
+// The end of a step for some rows and vectors: `sums` are those of the first row and column.
+template <class Type, int Rows, int Vectors>
+inline void add_block(const SpreadBlocks& b, const vf (&part)[Rows][Vectors], const Activations& a,
+                      int64_t row, int64_t step, int column, float* sums) {
+  const int32_t* totals = totals_of<Type>(a, row, step);
+  for (int v = 0; v < Vectors; v++) {
+    const int c = column + v * kLanes;
+    const vf d = load(&b.d[c]);
+    vf least{};
+    vu both[4];
+    if constexpr (Type::kMinima) {
+      least = load(&b.least[c]);
+      for (int p = 0; p < 4; p++) both[p] = load_raw<vu>(&b.minima[p][c]);
+    }
+    for (int r = 0; r < Rows; r++) {
+      vi minima{};
+      if constexpr (Type::kMinima)
+        for (int p = 0; p < 4; p++)
+          minima = pair_dot(minima, both[p], uint32_t(totals[r * a.runs + p]));
+      const vf sum = Type::kMinima ? block_sum(part[r][v], d, minima, least)
+                                   : block_sum(part[r][v], d);
+      float* to = sums + r * kPanel + c;
+      store(to, fused(sum, a.scales[(row + r) * a.steps + step], load(to)));
+    }
+  }
+}
+
+// Rows times Vectors * kLanes columns of one step.
+template <class Type, int Rows, int Vectors>
+inline void block_tile(const SpreadBlocks& b, const Activations& a, int64_t row, const int8_t* x,
+                       int64_t step, int column, Ahead& next, float* sums) {
+  constexpr int quads = Type::kGroup / 4, groups = kSpan / Type::kGroup;
+  const int32_t* totals = totals_of<Type>(a, row, step);
+  vf part[Rows][Vectors] = {};
+  for (int s = 0; s < kSpans; s++, x += Activations::kBlockStride) {
+    next.fetch();
+#pragma GCC unroll 4
+    for (int g = 0; g < groups; g++) {
+      const int run = s * groups + g;
+      vi c[Rows][Vectors];
+      for (int r = 0; r < Rows; r++)
+        for (int v = 0; v < Vectors; v++)
+          c[r][v] = Type::kCentre ? splat_int(-Type::kCentre * totals[r * a.runs + run]) : vi{};
+#pragma GCC unroll 8
+      for (int q = 0; q < quads; q++) {
+        vu codes[Vectors];
+        for (int v = 0; v < Vectors; v++)
+          codes[v] = load_raw<vu>(&b.quads[run * quads + q][column + v * kLanes]);
+        for (int r = 0; r < Rows; r++) {
+          auto quad = load_quad(x + r * kBlockK + 4 * (g * quads + q));
+          for (int v = 0; v < Vectors; v++) c[r][v] = quad_dot(c[r][v], codes[v], quad);
+        }
+      }
+      for (int v = 0; v < Vectors; v++) {
+        const vf scale = load(&b.scales[run][column + v * kLanes]);
+        for (int r = 0; r < Rows; r++)
+          part[r][v] = fused(__builtin_convertvector(c[r][v], vf), scale, part[r][v]);
+      }
+    }
+  }
+  add_block<Type>(b, part, a, row, step, column, sums);
+}
+
+template <class Type, int Rows>
+inline void block_columns(const SpreadBlocks& b, const Activations& a, int64_t row, int64_t step,
+                          int width, Ahead& next, float* sums) {
+  const int8_t* x = a.at(row, step * kBlock);
+  int c = 0;
+  for (; c + 2 * kLanes <= width; c += 2 * kLanes)
+    block_tile<Type, Rows, 2>(b, a, row, x, step, c, next, sums);
+  for (; c < width; c += kLanes) block_tile<Type, Rows, 1>(b, a, row, x, step, c, next, sums);
+}
+
+#if defined(__AMX_INT8__)
+// Vectors * 16 columns of one step on tiles: each group's sums, then the same as above.
+template <class Type, int Vectors>
+inline void tiled_blocks(const SpreadBlocks& b, const Activations& a, int64_t row, int rows,
+                         int64_t step, int column, float* sums) {
+  constexpr int columns = Vectors * kLanes;
+  alignas(64) int32_t dots[Type::kGroups * kIntegerRows * columns];
+  for (int g = 0; g < Type::kGroups; g++) {
+    QuadTiles q{a.at(row, step * kBlock + g * Type::kGroup), Activations::kBlockStride,
+                a.blocks * Activations::kBlockStride, &b.quads[g * Type::kGroup / 4][column],
+                kPanel, Type::kGroup, 1, false};
+    amx_quads<Vectors, false>(q, rows, dots + g * kIntegerRows * columns);
+  }
+  for (int r = 0; r < rows; r++) {
+    const int32_t* totals = totals_of<Type>(a, row + r, step);
+    vf part[1][Vectors] = {};
+    for (int g = 0; g < Type::kGroups; g++) {
+      const int32_t* from = dots + (g * kIntegerRows + r) * columns;
+      for (int v = 0; v < Vectors; v++) {
+        vi dot = load_raw<vi>(from + v * kLanes);
+        if (Type::kCentre) dot -= Type::kCentre * totals[g];
+        const vf scale = load(&b.scales[g][column + v * kLanes]);
+        part[0][v] = fused(__builtin_convertvector(dot, vf), scale, part[0][v]);
+      }
+    }
+    add_block<Type>(b, part, a, row + r, step, column, sums + r * kPanel);
+  }
+}
+#endif
+
+// sums[rows][64] += rows from `row` on times one step; rows: 1 to kIntegerRows.
+template <class Type>
+inline void block_step(const SpreadBlocks& b, const Activations& a, int64_t row, int rows,
+                       int64_t step, int width, Ahead& next, float* sums) {
+#if defined(__AMX_INT8__)
+  if (rows > kQuadRows) {
+    tiles.shape(rows, Type::kGroup);
+    for (int i = 0; i < 16; i++) next.fetch();
+    int c = 0;
+    if (rows <= 16 && width == kPanel) return tiled_blocks<Type, 4>(b, a, row, rows, step, 0, sums);
+    if (rows > 16)
+      for (; c + 32 <= width; c += 32) tiled_blocks<Type, 2>(b, a, row, rows, step, c, sums);
+    for (; c < width; c += 16) tiled_blocks<Type, 1>(b, a, row, rows, step, c, sums);
+    return;
+  }
+#endif
+  switch (rows) {
+    case 1: return block_columns<Type, 1>(b, a, row, step, width, next, sums);
+    case 2: return block_columns<Type, 2>(b, a, row, step, width, next, sums);
+#if defined(__AVX512F__)
+    case 3: return block_columns<Type, 3>(b, a, row, step, width, next, sums);
+    case 4: return block_columns<Type, 4>(b, a, row, step, width, next, sums);
+#endif
+#if defined(__AVX512VNNI__)
+    case 5: return block_columns<Type, 5>(b, a, row, step, width, next, sums);
+    case 6: return block_columns<Type, 6>(b, a, row, step, width, next, sums);
+#endif
+  }
+}
+
+template <class Type, int Rows>
+inline void block_panel(const Weight& w, int64_t panel, const Activations& a, int64_t row,
+                        float* sums) {
+  const int width = w.width(panel);
+  int c = 0;
+  for (; c + 4 * kLanes <= width; c += 4 * kLanes)
+    block_rows<Type, Rows, 4>(w, panel, a, row, c, sums);
+  for (; c < width; c += kLanes) block_rows<Type, Rows, 1>(w, panel, a, row, c, sums);
+}
+
+// What `integer_sums` does, of weights in blocks. `room` is for one SpreadBlocks.
+inline void block_sums(const Weight& w, int64_t panel, const Activations& a, int64_t row,
+                       int64_t rows, void* room, float* sums) {
+  with_blocks(w.format, [&](auto type) {
+    using Type = decltype(type);
+    if (rows == 1) return block_panel<Type, 1>(w, panel, a, row, sums);
+    if (rows == 2) return block_panel<Type, 2>(w, panel, a, row, sums);
+    auto& spread = *static_cast<SpreadBlocks*>(room);
+    const int width = w.width(panel);
+    const uint8_t* from = w.panel(panel);
+    for (int64_t step = 0; step < a.steps; step++, from += width * Type::kBytes) {
+      spread_blocks<Type>(from, width, spread);
+      const int64_t bytes = width * Type::kBytes, tiles = div_up(rows, kQuadRows) * (width / 32);
+      Ahead next(from + bytes, bytes, tiles * (kSpans));
+      for (int64_t r = 0; r < rows; r += kIntegerRows) {
+        const int64_t n = rows - r < kIntegerRows ? rows - r : kIntegerRows;
+        block_step<Type>(spread, a, row + r, int(n), step, width, next,
+                         sums + r * kPanel);
+      }
+    }
+  });
+}
+
+// One column as floats, bit for bit what ggml makes of it.
+inline void block_column(const Weight& w, int64_t column, float* to) {
+  with_blocks(w.format, [&](auto type) {
+    using Type = decltype(type);
+    const int64_t panel = column / kPanel, width = w.width(panel);
+    const uint8_t* step = w.panel(panel);
+    for (int64_t k = 0; k < w.k; k += kBlock, step += width * Type::kBytes) {
+      const BlockParts<Type> parts(step, width, int(column % kPanel));
+      auto byte = [&](int line, int b) {
+        return int(parts.scales[line * width] >> (8 * b) & 0xffu);
+      };
+      const float d = load_one(parts.d), least = Type::kMinima ? load_one(parts.least) : 0.0f;
+      float scale = 0, minimum = 0;
+      for (int i = 0; i < kBlock; i++) {
+        const int g = i / Type::kGroup;
+        if (i % Type::kGroup == 0 && !Type::kMinima) {
+          scale = d * float(int8_t(byte(g / 4, g % 4)));
+        } else if (i % Type::kGroup == 0) {
+          const bool low = g < 4;
+          const int b = g % 4, rest = byte(2, b);
+          scale = d * float(low ? byte(0, b) & 63 : (rest & 15) | (byte(0, b) >> 2 & 48));
+          minimum = least * float(low ? byte(1, b) & 63 : rest >> 4 | (byte(1, b) >> 2 & 48));
+        }
+        const int shift = 8 * (i % 4) + 4 * (i % 8 / 4);
+        const int span = i / kSpan, within = i % kSpan;
+        int code = int(*parts.line(span, Type::kHighLines + within / 8) >> shift & 15u);
+        if constexpr (Type::kHighBits > 0) {
+          constexpr int wide = 8 * Type::kShared, bits = Type::kHighBits;
+          const int lower = 8 * (i % 4) + bits * (i % wide / 4);
+          code |= int(*parts.line(span, within / wide) >> lower & ((1u << bits) - 1)) << 4;
+        }
+        to[k + i] = scale * float(code - Type::kCentre) - minimum;
+      }
+    }
+  });
+}
+
+}  // namespace modulm
