@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import io
+
 import pytest
 from transformers import LlavaProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -137,3 +140,59 @@ def test_limits_are_checked_at_the_start():
     for wrong in ({"pictures": 1}, {"image": -1}, {"image": "many"}):
         with pytest.raises(ConfigError, match="limit_mm_per_prompt"):
             MediaConfig(limit_mm_per_prompt=wrong)
+
+
+def url(picture):
+    data = io.BytesIO()
+    picture.save(data, "PNG")
+    return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
+
+
+@pytest.mark.parametrize("form", ["image_url", "plain url", "image_pil", "image", "file"])
+def test_messages_have_images_in_all_forms(llm, pictures, form, tmp_path):
+    pictures[0].save(tmp_path / "a.png")
+    part = {
+        "image_url": {"type": "image_url", "image_url": {"url": url(pictures[0])}},
+        "plain url": {"type": "image_url", "image_url": url(pictures[0])},
+        "image_pil": {"type": "image_pil", "image_pil": pictures[0]},
+        "image": {"type": "image", "image": pictures[0]},
+        "file": {"type": "image_url", "image_url": {"url": f"file://{tmp_path / 'a.png'}"}},
+    }[form]
+    content = [part, {"type": "text", "text": "What is this?"}]
+    (answer,) = llm.chat([{"role": "user", "content": content}], GREEDY, use_tqdm=False)
+    expected = ask(
+        llm, pictures[0],
+        "<|im_start|>user\n<image>\nWhat is this?<|im_end|>\n<|im_start|>assistant\n",
+    )  # fmt: skip
+    assert answer.prompt_token_ids == expected.prompt_token_ids
+    assert answer.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+def test_templates_that_want_parts_are_given_parts(llm, pictures):
+    """What the user writes is text, also where it is what stands for an image."""
+    template = (
+        "{% for m in messages %}{% for p in m.content %}"
+        "{{ '<image>' if p.type == 'image' else p.text }}{% endfor %}{% endfor %}"
+    )
+    content = [{"type": "text", "text": "is <image>"}, {"type": "image", "image": pictures[0]}]
+    (answer,) = llm.chat(
+        [{"role": "user", "content": content}], GREEDY, use_tqdm=False, chat_template=template
+    )
+    mark = llm.tokenizer.encode("<image>", add_special_tokens=False)[0]
+    assert answer.prompt_token_ids.count(mark) == SLOTS
+    assert answer.prompt_token_ids[-1] == mark
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"type": "image_url", "image_url": {"url": "https://x.org/a.png"}}, "not yet"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "no image"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png,AAAA"}}, "base64"),
+        ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "not yet"),
+        ({"type": "audio", "audio": [0.5] * 8}, "takes no audio"),
+    ],
+)
+def test_bad_parts_of_messages(llm, part, words):
+    with pytest.raises(RequestError, match=words):
+        llm.chat([{"role": "user", "content": [part]}], GREEDY)

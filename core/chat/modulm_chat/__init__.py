@@ -9,10 +9,12 @@ from modulm_chat.conversation import (
     normalise,
     render,
 )
+from modulm_chat.media import MediaPart
 from modulm_chat.named import ChatTemplate
 from modulm_chat.templates import MAX_TEMPLATE, TemplateFailed, check_template, execute
 
 __all__ = [
+    "MediaPart",
     "MAX_TEMPLATE",
     "ChatTemplate",
     "ContentFormat",

@@ -14,6 +14,7 @@ from jinja2 import nodes
 
 from modulm.errors import ConfigError, PluginNotFound, RequestError
 from modulm.plugins import manager
+from modulm_chat.media import MediaPart
 from modulm_chat.named import named_template, template_name
 from modulm_chat.templates import (
     MAX_TEMPLATE,
@@ -359,6 +360,8 @@ def _any_of(special: tuple[str, ...]) -> re.Pattern[str]:
 def _sealed(content: Any, pattern: re.Pattern[str]) -> Any:
     if isinstance(content, str):
         return pattern.sub(lambda found: found[0][0] + _SEAM + found[0][1:], content)
+    if isinstance(content, MediaPart):
+        return content
     if isinstance(content, Mapping):
         return {key: _sealed(value, pattern) for key, value in content.items()}
     if isinstance(content, Sequence):
@@ -393,11 +396,15 @@ def _content(index: int, value: Any, wanted: ContentFormat) -> Any:
             f"messages[{index}].content: a string or a list of parts is expected", "messages"
         )
     parts = [_part(index, place, part) for place, part in enumerate(value)]
-    return parts if wanted == "openai" else "\n".join(part["text"] for part in parts)
+    if wanted == "openai":
+        return parts
+    return "\n".join(part.mark if isinstance(part, MediaPart) else part["text"] for part in parts)
 
 
 def _part(index: int, place: int, part: Any) -> dict[str, str]:
     where = f"messages[{index}].content[{place}]"
+    if isinstance(part, MediaPart):
+        return part
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, Mapping):
@@ -432,7 +439,7 @@ def _mark_last(conversation: list[dict[str, Any]]) -> None:
     if isinstance(last["content"], str):
         last["content"] += _MARK
         return
-    if not last["content"]:
+    if not last["content"] or isinstance(last["content"][-1], MediaPart):
         raise RequestError("the final message has no text to go on with", "continue_final_message")
     last["content"][-1]["text"] += _MARK
 

@@ -28,8 +28,14 @@ from modulm.loading.pooling import open_pooler
 from modulm_frontend.beam_search import BeamSearch, BeamSearchParams
 from modulm_frontend.output_processor import RequestState
 from modulm_frontend.prompt_embeds import check_embeds, embedded_prompt
-from modulm_frontend.prompt_media import MEDIA_KEYS, NO_MEDIA, PromptMedia, placed_media
-from modulm_media import MediaReader
+from modulm_frontend.prompt_media import (
+    MEDIA_KEYS,
+    NO_MEDIA,
+    PromptMedia,
+    messages_media,
+    placed_media,
+)
+from modulm_media import Media, MediaReader
 
 if TYPE_CHECKING:
     from modulm.plugins.manager import PluginManager
@@ -252,6 +258,14 @@ class InputProcessor:
     def media(self) -> MediaReader | None:
         """What reads media in prompts, None for a model that takes none."""
         return MediaReader.open(self.info, self.tokenizer, self._plugins)
+
+    def take_media(self, messages: Any) -> tuple[Any, tuple[Media, ...]]:
+        """(messages, media) of a conversation: placeholders stand where its media were.
+
+        Raises RequestError, ImportError without modulm-chat.
+        """
+        listed = isinstance(messages, Sequence) and not isinstance(messages, str)
+        return messages_media(messages, self.media) if listed else (messages, ())
 
     @staticmethod
     def _given(prompt: PromptLike) -> tuple[Any, Any, str | None]:

@@ -154,8 +154,12 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         reasoning_effort: str | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several. Raises ImportError without modulm-chat.
+
+        Parts of messages may be media: `image_url` (a data: URL or a path), `image_pil`,
+        `image`, `audio`, `video`, with `uuid`; mm_processor_kwargs: for the model's processor.
 
         Thoughts are the answers' `reasoning`, where modulm-parsing is installed and has a reasoning
         parser for the model. chat_template: in place of the checkpoint's, what `--chat-template`
@@ -174,8 +178,9 @@ class LLM:
         tokenizer = LLM.get_tokenizer(self)
         prompts: list[PromptLike] = []
         for conversation in conversations:
+            plain, media = self._input_processor.take_media(conversation)
             ids, text = encode_chat(
-                conversation,
+                plain,
                 tokenizer=tokenizer,
                 tools=tools,
                 template=chat_template,
@@ -183,7 +188,8 @@ class LLM:
                 continue_final_message=continue_final_message,
                 kwargs=chat_template_kwargs,
             )
-            prompts.append({"prompt": text, "prompt_token_ids": ids})
+            prompts.append({"prompt": text, "prompt_token_ids": ids, "multi_modal_data": media,
+                            "mm_processor_kwargs": mm_processor_kwargs})  # fmt: skip
         params = _spread(sampling_params, len(prompts), self.info.default_params())
         if self._thoughts is None:
             return self.generate(prompts, params, use_tqdm=use_tqdm, lora_request=lora_request)

@@ -10,12 +10,14 @@ from attrs import frozen
 
 from modulm.contracts.media import MediaItem
 from modulm.errors import RequestError
+from modulm.plugins.moved import public_name
 from modulm_media import Media
 
 if TYPE_CHECKING:
     from modulm_media import MediaReader
+    from modulm_media.values import MediaKind
 
-__all__ = ["MEDIA_KEYS", "NO_MEDIA", "PromptMedia", "placed_media"]
+__all__ = ["MEDIA_KEYS", "NO_MEDIA", "PromptMedia", "messages_media", "placed_media"]
 
 #: Keys of prompts with media, as vLLM has them.
 MEDIA_KEYS = frozenset({"multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"})
@@ -36,6 +38,24 @@ class PromptMedia:
 
 
 NO_MEDIA = PromptMedia()
+
+
+def messages_media(
+    messages: Sequence[Any], reader: MediaReader | None
+) -> tuple[Sequence[Any], tuple[Media, ...]]:
+    """(messages, media): marks of `modulm_chat` stand where the messages' media were.
+
+    Raises RequestError.
+    """
+    from modulm_media.messages import open_part, take_media
+
+    def place(kind: MediaKind) -> Any:
+        if reader is None:
+            raise RequestError(f"messages: the model takes no {kind}", "messages")
+        part = public_name("modulm_chat", "MediaPart", __name__)
+        return part(kind, reader.mark(kind))
+
+    return take_media(messages, place, open_part)
 
 
 def placed_media(

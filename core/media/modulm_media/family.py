@@ -102,6 +102,12 @@ class MediaFamily:
         """The encoder's tensors among what the processor gave."""
         return {name: np.asarray(t) for name, t in found.items() if name not in _OF_TEXT}
 
+    def merged(self, left: int, right: int) -> int | None:
+        """The token for two that come to stand side by side, where text and what stands for an
+        item meet and a tokenizer would have seen them together; None where they stay two.
+        """
+        return None
+
     def positions(
         self, tokens: np.ndarray, items: Sequence[tuple[int, Processed]]
     ) -> np.ndarray | None:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from modulm.errors import CheckpointError
+from modulm_media.pixtral import RowsProcessor
 
 __all__ = ["load_processor", "takes_video"]
 
@@ -45,9 +48,15 @@ def _without_video(path: str, tokenizer: str, options: dict[str, Any]) -> Any:
     """The processor of the class that the files name, its video part left out."""
     from transformers import AutoProcessor
 
+    if "PixtralProcessor" in _names(Path(path)):
+        words = _part("tokenizer", path, tokenizer, options)
+        images = _part("image_processor", path, tokenizer, options)
+        return RowsProcessor(words, images, _table(Path(path) / "processor_config.json"))
     named = _class_named(Path(path))
-    if named is None or "video_processor" not in named.get_attributes():
+    if named is None:
         return AutoProcessor.from_pretrained(path, **options)
+    if "video_processor" not in named.get_attributes():
+        return named.from_pretrained(path, **options)
     return _class_without(named, tokenizer, options).from_pretrained(path, **options)
 
 
@@ -86,14 +95,35 @@ def _part(name: str, path: str, tokenizer: str, options: dict[str, Any]) -> Any:
 
 def _class_named(folder: Path) -> Any:
     """The processor class that the folder's files name, or that its model type has."""
-    import transformers
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    for name in _names(folder):
+        for model_type in [kind for kind, own in PROCESSOR_MAPPING_NAMES.items() if own == name]:
+            found = _class_of(model_type, str(name))
+            if found is not None:
+                return found
+    return None
+
+
+def _names(folder: Path) -> list[Any]:
+    """What the files call the processor's class, then what its model type has."""
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     files = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
     names = [_table(folder / file).get("processor_class") for file in files]
-    names.append(PROCESSOR_MAPPING_NAMES.get(_table(folder / "config.json").get("model_type")))
-    found = [name for name in names if isinstance(name, str) and hasattr(transformers, name)]
-    return getattr(transformers, found[0]) if found else None
+    own = PROCESSOR_MAPPING_NAMES.get(_table(folder / "config.json").get("model_type"))
+    return [name for name in (*names, own) if name]
+
+
+def _class_of(model_type: str, name: str) -> Any:
+    """The class from the module that defines it: transformers itself hides some behind torchvision
+    that do without it.
+    """
+    folder = model_type.replace("-", "_")
+    path = f"transformers.models.{folder}.processing_{folder}"
+    if find_spec(f"transformers.models.{folder}") is None or find_spec(path) is None:
+        return None
+    return getattr(import_module(path), name, None)
 
 
 def _table(file: Path) -> dict[str, Any]:

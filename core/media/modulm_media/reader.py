@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 
 from modulm.contracts.media import MediaItem
 from modulm.errors import PluginNotFound, RequestError
@@ -119,12 +119,15 @@ class MediaReader:
         length = last = 0
         for at, end, one in self._places(given, media, keywords):
             processed, digest = one
-            length += at - last
-            pieces += [given[last:at], processed.tokens]
+            before, rest = given[last:at], end
+            if not np.array_equal(given[at:end], processed.tokens):
+                before, processed, rest = self._joined(before, processed, given, end)
+            length += len(before)
+            pieces += [before, processed.tokens]
             placed.append((length, processed))
             items.append(_item(processed, length, digest))
             length += len(processed.tokens)
-            last = end
+            last = rest
         found = np.concatenate([*pieces, given[last:]])
         positions = self.family.positions(found, placed)
         offset = 0 if positions is None else int(positions.max()) + 1 - len(found)
@@ -147,6 +150,23 @@ class MediaReader:
                 )
             places += [(a, b, one) for (a, b), one in zip(spans, own, strict=True)]
         return sorted(places, key=lambda place: place[0])
+
+    def _joined(
+        self, before: np.ndarray, item: Processed, given: np.ndarray, end: int
+    ) -> tuple[np.ndarray, Processed, int]:
+        """(tokens before the item, the item, where text goes on), with tokens merged where they
+        meet; given[end:] is the text behind it.
+        """
+        tokens = item.tokens
+        if len(before) and not item.embedded[0]:
+            one = self.family.merged(int(before[-1]), int(tokens[0]))
+            if one is not None:
+                before, tokens = before[:-1], np.concatenate([[one], tokens[1:]])
+        if end < len(given) and not item.embedded[-1]:
+            one = self.family.merged(int(tokens[-1]), int(given[end]))
+            if one is not None:
+                end, tokens = end + 1, np.concatenate([tokens[:-1], [one]])
+        return before, evolve(item, tokens=tokens), end
 
     def _encoded(self, mark: str) -> np.ndarray:
         tokenizer = self._tokenizer

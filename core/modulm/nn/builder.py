@@ -46,7 +46,7 @@ class Shared:
 
     `choose_method` gives the quantization method of a layer, `choose_backend` the attention
     backend of a spec; both remember why. `max_length` is the longest sequence admitted. Without
-    `windows` every layer sees all of it.
+    `windows` every layer sees all of it. With `spans` layers take `StepLayout.spans`.
     """
 
     dtype: torch.dtype
@@ -60,6 +60,7 @@ class Shared:
     kv_skipped: tuple[str, ...] = ()
     calculate_kv_scales: bool = False
     windows: bool = True
+    spans: bool = False
     adapters: AdapterBank | None = None
     units: list[Unit] = field(factory=list)
     caches: list[CacheSpec] = field(factory=list)
@@ -257,6 +258,8 @@ class Builder:
         """
         if not self.shared.windows:
             spec = evolve(spec, window=None)
+        if self.shared.spans:
+            spec = evolve(spec, spans=True)
         number = next((part for part in self.prefix.split(".") if part.isdigit()), "")
         skipped = {number, "sliding_window" if spec.window else number}
         if skipped & set(self.shared.kv_skipped):

@@ -5,7 +5,7 @@ encoders that families share.
 """
 
 from modulm_towers.blocks import Block, BlockNames, BlockShape, VisionAttention, attend, patches
-from modulm_towers.clip import ClipTower, TowerConfig
+from modulm_towers.clip import ClipTower, TowerConfig, pixel_shuffle
 from modulm_towers.grid import (
     axial_turns,
     grid_places,
@@ -17,10 +17,12 @@ from modulm_towers.grid import (
 from modulm_towers.multimodal import (
     MultimodalConfig,
     MultimodalModel,
+    cropped,
     flat_patches,
     stacked,
     tiny_text,
 )
+from modulm_towers.pixtral import PixtralTower
 from modulm_towers.text import TEXT_NAMES, TextConfig, text_architecture
 
 __all__ = [
@@ -31,10 +33,12 @@ __all__ = [
     "ClipTower",
     "MultimodalConfig",
     "MultimodalModel",
+    "PixtralTower",
     "TextConfig",
     "TowerConfig",
     "VisionAttention",
     "attend",
+    "cropped",
     "axial_turns",
     "flat_patches",
     "grid_places",
@@ -42,6 +46,7 @@ __all__ = [
     "interpolated",
     "lengths_of",
     "patches",
+    "pixel_shuffle",
     "stacked",
     "text_architecture",
     "tiny_text",

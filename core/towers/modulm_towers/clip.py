@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
@@ -17,7 +17,15 @@ from modulm_towers.blocks import Block, BlockShape, patches
 if TYPE_CHECKING:
     from modulm.nn import Builder
 
-__all__ = ["ClipTower", "TowerConfig"]
+__all__ = ["ClipTower", "TowerConfig", "pixel_shuffle"]
+
+#: Those that begin with a token of their own, and those that do not.
+_KINDS = (
+    "clip_vision_model",
+    "siglip_vision_model",
+    "idefics3_vision",
+    "smolvlm_vision",
+)
 
 
 @frozen(kw_only=True)
@@ -34,6 +42,14 @@ class TowerConfig:
     patch_size: int = size()
     hidden_act: str = "quick_gelu"
     layer_norm_eps: float = 1e-5
+    head_dim: int | None = size(None)
+    rope_theta: float = 10000.0
+    rope_parameters: dict[str, Any] = field(factory=dict)
+
+    @property
+    def theta(self) -> float:
+        """The base of the rotation of encoders that have one."""
+        return float(self.rope_parameters.get("rope_theta", self.rope_theta))
 
     def __attrs_post_init__(self) -> None:
         if self.hidden_size % self.num_attention_heads:
@@ -50,7 +66,7 @@ class ClipTower(Module):
 
     def __init__(self, c: TowerConfig, b: Builder) -> None:
         super().__init__()
-        if c.model_type not in ("clip_vision_model", "siglip_vision_model"):
+        if c.model_type not in _KINDS:
             raise UnsupportedError(f"vision_config.model_type {c.model_type!r}: not yet")
         self.config, self.dtype = c, b.shared.dtype
         self.clip = c.model_type == "clip_vision_model"
@@ -102,3 +118,13 @@ class ClipTower(Module):
         x = self.post(x.flatten(0, 1)).view(x.shape)
         out: Tensor = x[:, 1:] if self.clip else x
         return out
+
+
+def pixel_shuffle(x: Tensor, scale: int) -> Tensor:
+    """[n, rows, columns, hidden] -> [n, rows / scale, columns / scale, hidden * scale^2]: squares
+    of tokens side by side (arXiv 2404.16821).
+    """
+    n, rows, columns, hidden = x.shape
+    x = x.reshape(n, rows, columns // scale, hidden * scale).transpose(1, 2)
+    x = x.reshape(n, columns // scale, rows // scale, hidden * scale * scale)
+    return x.transpose(1, 2)

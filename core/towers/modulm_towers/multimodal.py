@@ -19,7 +19,7 @@ from modulm.nn import Builder, Rewrite, WeightNames, read_config
 from modulm_layers import tiny_config
 from modulm_towers.text import TEXT_NAMES, TextConfig, completed
 
-__all__ = ["MultimodalConfig", "MultimodalModel", "flat_patches", "stacked", "tiny_text"]
+__all__ = ["MultimodalConfig", "MultimodalModel", "cropped", "flat_patches", "stacked", "tiny_text"]
 
 #: What lies around the text model, wherever that has it.
 _AROUND = (
@@ -97,11 +97,14 @@ class MultimodalModel(Module, Model):
 
     names: ClassVar[WeightNames] = WeightNames()
     media: ClassVar[tuple[str, ...]] = ("image",)
+    #: Whether the tokens of an image see each other in both directions, as its media family says.
+    bidirectional: ClassVar[bool] = False
 
     def __init__(self, config: Any, build: Builder) -> None:
         super().__init__()
         self.config = config
-        self.text = config.text.driver(config.text.text, build)
+        inner = evolve(build, shared=evolve(build.shared, spans=self.bidirectional))
+        self.text = config.text.driver(config.text.text, inner)
         self.dtype, self.device = build.shared.dtype, build.shared.device
         self.make_encoders(config, build)
 
@@ -177,6 +180,15 @@ def stacked(
     """The items' tensors of that name, one after the other, and how many rows each has."""
     parts = [model.tensor(item, name) for item in items]
     return torch.cat(parts), [len(part) for part in parts]
+
+
+def cropped(model: MultimodalModel, items: Sequence[MediaItem]) -> list[Tensor]:
+    """The items' images [channels, height, width], of the sizes that their processor says."""
+    found = []
+    for item in items:
+        height, width = item.tensors["image_sizes"].reshape(-1).tolist()
+        found.append(model.tensor(item, "pixel_values")[0, :, :height, :width])
+    return found
 
 
 def flat_patches(pattern: str) -> Rewrite:

@@ -124,13 +124,16 @@ def check_images(family: ImageFamily, folder: Path, **flags: Any) -> None:
     settings["enable_prefix_caching"] = False
     with modulm.LLM(str(folder), **settings, long_prefill_token_threshold=family.chunk) as llm:
         _same(_ask(llm, prompts), answers, f"in pieces of {family.chunk}")
-    # All prompts find room together, but not what they go on to say.
-    blocks = 2 + sum(-(-len(answer.prompt_token_ids) // 16) for answer in answers)
-    with modulm.LLM(str(folder), **settings, num_gpu_blocks_override=blocks) as llm:
-        counted = _Counted()
-        llm.count_by(counted)
-        _same(_ask(llm, prompts, most=3 * 16), answers, "after rows were preempted")
-        assert counted.preempted, "nothing was preempted"
+    # All prompts find room together, but not what they go on to say; windows need less.
+    blocks = sum(-(-len(answer.prompt_token_ids) // 16) for answer in answers)
+    for spare in (2, -1, -4):
+        with modulm.LLM(str(folder), **settings, num_gpu_blocks_override=blocks + spare) as llm:
+            counted = _Counted()
+            llm.count_by(counted)
+            _same(_ask(llm, prompts, most=3 * 16), answers, "after rows were preempted")
+        if counted.preempted:
+            return
+    raise AssertionError("nothing was preempted")
 
 
 class _Counted:

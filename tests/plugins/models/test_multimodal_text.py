@@ -42,7 +42,6 @@ DELTA = {
 }
 #: Architecture: the text model's own keys, the other model's, and what is called natively.
 WHOLE = {
-    "Gemma3ForConditionalGeneration": ({"model_type": "gemma3_text"}, VISION, "Gemma3ForCausalLM"),
     "Gemma4ForConditionalGeneration": (
         {
             "model_type": "gemma4_text",
@@ -64,17 +63,7 @@ WHOLE = {
         {**VISION, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
         "Llama4ForCausalLM",
     ),
-    "Mistral3ForConditionalGeneration": (
-        {"model_type": "mistral"},
-        {**VISION, "model_type": "pixtral", "head_dim": 16},
-        "MistralForCausalLM",
-    ),
     "Qwen3_5ForConditionalGeneration": (DELTA, QWEN_VISION, "Qwen3_5ForCausalLM"),
-    "SmolVLMForConditionalGeneration": (
-        {"model_type": "llama"},
-        VISION,
-        "LlamaForCausalLM",
-    ),
 }
 
 

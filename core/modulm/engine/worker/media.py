@@ -79,7 +79,9 @@ class PromptInputs:
             self._outputs[item.hash] = output.clone()
 
     def spans(self, plan: Plan) -> np.ndarray | None:
-        """[n, 3] int32, as in `StepLayout.spans`, of the items that lie in the plan's tokens."""
+        """[n, 3] int32, as in `StepLayout.spans`, of the items that end in the plan's tokens; a
+        prefix that was found again may hold the beginning of one.
+        """
         if not self._rows:
             return None
         found = [
@@ -88,7 +90,7 @@ class PromptInputs:
             if row in self._rows
             for item in self._rows[row].media
             for first, end in item.spans
-            if plan.starts[place] <= first and end <= plan.starts[place] + plan.counts[place]
+            if plan.starts[place] < end <= plan.starts[place] + plan.counts[place]
         ]
         return np.array(found, dtype=np.int32) if found else None
 

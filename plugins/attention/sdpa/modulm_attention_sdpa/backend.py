@@ -92,6 +92,7 @@ class SdpaAttention(AttentionBackend):
             "selection",
             "picks",
             "scales",
+            "spans",
         ]
     )
 
@@ -306,6 +307,10 @@ class SdpaAttention(AttentionBackend):
         before = step.context_lens[rows] - counts + first
         ends = before + queries if self.spec.causal else step.context_lens[rows]
         length = int(self._reach(ends, queries).max())
+        spans = _spans_in(step, rows, before, queries) if queries > 1 else ()
+        if spans:
+            far = max(int(ends[0]), *(end for _, end in spans))
+            ends, length = np.array([far]), length + far - int(ends[0])
         keys = ends[:, None] - length + np.arange(length)
         blocks = step.block_tables[rows[:, None], np.maximum(keys, 0) // step.block_size]
         slots = blocks.astype(np.int64) * step.block_size + np.maximum(keys, 0) % step.block_size
@@ -313,13 +318,29 @@ class SdpaAttention(AttentionBackend):
         distance = positions[:, :, None] - keys[:, None, :]
         visible = np.broadcast_to(keys[:, None, :] >= 0, distance.shape)
         if self.spec.causal:
-            visible = visible & (distance >= 0)
+            allowed = distance >= 0
+            for begin, end in spans:
+                inside = (positions >= begin) & (positions < end)
+                allowed |= inside[:, :, None] & ((keys >= begin) & (keys < end))[:, None, :]
+            visible = visible & allowed
         if self.spec.window is not None:
-            visible = visible & (np.abs(distance) < self.spec.window)
+            back = distance if self.spec.causal else np.abs(distance)
+            visible = visible & (back < self.spec.window)
         tokens = (step.query_starts[rows] + first)[:, None] + np.arange(queries)
         places = tokens.ravel().astype(np.int64)
         seen = visible.copy()
         return len(rows), places, keys[:, 0].copy(), slots, distance.astype(np.int32), seen
+
+
+def _spans_in(
+    step: StepLayout, rows: np.ndarray, before: np.ndarray, queries: int
+) -> tuple[tuple[int, int], ...]:
+    """(first, end) of the spans that queries of a piece lie in; of one row by itself."""
+    if step.spans is None or len(rows) != 1:
+        return ()
+    first, last = int(before[0]), int(before[0]) + queries
+    own = step.spans[step.spans[:, 0] == rows[0], 1:].tolist()
+    return tuple((begin, end) for begin, end in own if begin < last and first < end)
 
 
 def _padded(lengths: np.ndarray) -> np.ndarray:

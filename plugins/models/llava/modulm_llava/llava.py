@@ -18,7 +18,9 @@ from modulm_towers import (
     ClipTower,
     MultimodalConfig,
     MultimodalModel,
+    PixtralTower,
     TowerConfig,
+    cropped,
     flat_patches,
     stacked,
     tiny_text,
@@ -88,14 +90,15 @@ class LlavaForConditionalGeneration(MultimodalModel):
     names = WeightNames(
         rename=((r"^vision_tower\.vision_model\.", "vision_tower."),),
         ignore=(r"^vision_tower\.(head\.|embeddings\.position_ids)",),
-        rewrite=(flat_patches(r"\.patch_embedding\.weight$"),),
+        rewrite=(flat_patches(r"\.(patch_embedding|patch_conv)\.weight$"),),
     )
-    tower: ClipTower
+    tower: ClipTower | PixtralTower
     projector: Module
 
     def make_encoders(self, config: LlavaConfig, b: Builder) -> None:
         vision, keys, hidden = config.vision, config.whole, config.hidden_size
-        self.tower = ClipTower(vision, b.at("vision_tower"))
+        kind = PixtralTower if vision.model_type == "pixtral" else ClipTower
+        self.tower = kind(vision, b.at("vision_tower"))
         self.projector = PlainMLP(
             b.at("multi_modal_projector"),
             vision.hidden_size * len(config.layers),
@@ -116,6 +119,12 @@ class LlavaForConditionalGeneration(MultimodalModel):
         return projected.view(*found.shape[:2], -1)
 
     def features(self, items: Sequence[MediaItem]) -> Sequence[Tensor]:
+        if isinstance(self.tower, PixtralTower):
+            pictures = cropped(self, items)
+            found = torch.cat(self.tower.states(pictures, self.config.layers), dim=-1)
+            size = self.config.vision.patch_size
+            counts = [p.shape[1] // size * (p.shape[2] // size) for p in pictures]
+            return self.projector(found).split(counts)
         pixels, counts = stacked(self, items, "pixel_values")
         return [part.flatten(0, 1) for part in self.project(pixels).split(counts)]
 

@@ -1,0 +1,57 @@
+"""Pixtral's processor where transformers cannot make its own, whose module asks for torchvision.
+
+The images go through transformers' image processor; what is done here is what stands for them in
+the text: a row of tokens for each row of patches, with one at its end, another after the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["RowsProcessor"]
+
+
+class RowsProcessor:
+    """As transformers' `PixtralProcessor`, as far as prompts need it."""
+
+    def __init__(self, tokenizer: Any, images: Any, table: Mapping[str, Any]) -> None:
+        self.tokenizer, self.image_processor = tokenizer, images
+        self.image_token = str(table.get("image_token", "[IMG]"))
+        self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
+        self._break = str(table.get("image_break_token", "[IMG_BREAK]"))
+        self._end = str(table.get("image_end_token", "[IMG_END]"))
+        self._patch = int(table.get("patch_size", 16)) * int(table.get("spatial_merge_size", 1))
+
+    def __call__(
+        self,
+        text: Sequence[str],
+        images: Sequence[Any] | None = None,
+        *,
+        return_tensors: str | None = None,
+        add_special_tokens: bool = True,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """The tensors of a text with its images, as the transformers class gives them."""
+        (words,) = text
+        made: dict[str, Any] = {}
+        if images is not None:
+            made = dict(
+                self.image_processor(
+                    list(images), patch_size=self._patch, return_tensors=return_tensors, **options
+                )
+            )
+            first, *others = words.split(self.image_token)
+            if len(others) != len(images):
+                raise ValueError(f"{len(others)} placeholders for {len(images)} images")
+            sizes = [[int(side) for side in size] for size in made["image_sizes"]]
+            pairs = zip(sizes, others, strict=True)
+            words = first + "".join(self._rows(*size) + rest for size, rest in pairs)
+        read = self.tokenizer(
+            [words], add_special_tokens=add_special_tokens, return_tensors=return_tensors
+        )
+        return {**read, **made}
+
+    def _rows(self, height: int, width: int) -> str:
+        rows = [self.image_token * (width // self._patch)] * (height // self._patch)
+        return self._break.join(rows) + self._end

@@ -1,0 +1,9 @@
+"""How prompts of Aya Vision take images: in tiles, with a small one of all."""
+
+from modulm_media import MediaFamily
+
+__all__ = ["AyaVisionFamily"]
+
+
+class AyaVisionFamily(MediaFamily):
+    """All is as the processor says."""

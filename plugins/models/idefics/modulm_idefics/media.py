@@ -1,0 +1,24 @@
+"""How prompts of Idefics 3 and SmolVLM take images: in tiles that are named in the text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from modulm.errors import RequestError
+from modulm_media import MediaFamily
+
+__all__ = ["IdeficsFamily"]
+
+
+class IdeficsFamily(MediaFamily):
+    """Idefics 3, SmolVLM."""
+
+    def tensors(self, found: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
+        if not np.asarray(found.get("pixel_attention_mask", True)).all():
+            raise RequestError(
+                "images that the processor pads: not yet; let it resize them", "multi_modal_data"
+            )
+        return {"pixel_values": np.asarray(found["pixel_values"])}
