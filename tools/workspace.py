@@ -35,7 +35,7 @@ LIBRARIES: dict[str, set[str]] = {
     "modulm_adapters": {"adapter_resolvers", "routes"},
     "modulm_chat": {"chat_templates", "commands", "compat", "parsers", "poolers"},
     "modulm_cli": {"commands", "compat"},
-    "modulm_frontend": {"commands", "compat", "routes"},
+    "modulm_frontend": {"commands", "compat", "hooks", "routes"},
     "modulm_gpu": {"platforms"},
     "modulm_layers": {"models", "poolers", "speculators"},
     "modulm_media": {"models", "routes"},

@@ -36,6 +36,7 @@ from modulm_frontend.input_processor import (
 )
 from modulm_frontend.lora import LoRARequest, OfflineAdapters
 from modulm_frontend.output_processor import OutputProcessor, RequestState
+from modulm_frontend.profile import StepProfile
 from modulm_frontend.thoughts import ThoughtReader
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ class LLM:
         self.tokenizer = self._core.tokenizer
         processors = processor_classes(config.model.logits_processors, plugins)
         self._input_processor = InputProcessor(self.info, self.tokenizer, plugins, processors)
-        self._output_processor = OutputProcessor()
+        listeners = plugins.gather("modulm_request_listeners", config=config)
+        self._output_processor = OutputProcessor(listeners=listeners)
         self._adapters = OfflineAdapters(self._core)
         self._numbers = count()
         self._done: list[RequestState] = []
@@ -325,6 +327,18 @@ class LLM:
     def count_by(self, statistics: Statistics) -> None:
         """Tell `statistics` of every step and request; `modulm_server` has one for Prometheus."""
         self._output_processor.statistics = statistics
+
+    def start_profile(self) -> None:
+        """Record the engine's steps. Raises UnsupportedError without profiler_config."""
+        self._profile.start()
+
+    def stop_profile(self) -> None:
+        """Write what was recorded to the folder of profiler_config."""
+        self._profile.stop()
+
+    @cached_property
+    def _profile(self) -> StepProfile:
+        return StepProfile(self._core)
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes."""

@@ -6,6 +6,7 @@ when its caller gets round to it, so a slow caller finds several deltas merged i
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ import numpy as np
 from attrs import define, field
 
 from modulm.contracts.executor import RowLogprobs
+from modulm.contracts.request_listener import RequestListener
 from modulm.contracts.requests import Finish, StepEvents
 from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
 from modulm.engine.types.outputs import (
@@ -31,11 +33,14 @@ from modulm.engine.types.outputs import (
 from modulm.errors import RequestError
 from modulm.text.detokenizer import Detokenizer
 from modulm.text.stops import StopScanner
+from modulm_frontend.origin import request_origin
 
 if TYPE_CHECKING:
     from modulm.text.tokenizer import Tokenizer
 
 __all__ = ["Choice", "OutputProcessor", "RequestState", "position"]
+
+log = logging.getLogger("modulm.frontend")
 
 #: Tokens at the prompt's end that a detokenizer may look at.
 _CONTEXT = 16
@@ -157,7 +162,8 @@ class RequestState:
 
     prompt_ids: [tokens] int64. ids: the engine's ids of the sequences; keep: how many of them the
     caller gets, the most probable ones (best_of runs more), without the logprobs if `ranks_only`.
-    parent: the request that this one is a part of; no statistics count it then. drafts: most
+    parent: the request that this one is a part of; no statistics count it then. origin: see
+    `modulm_frontend.origin`. drafts: most
     tokens that are drafted in a step. adapter: the one that it names. fresh: tokens since the last
     `take`; streamed, told: whether anything, and its end, was taken. error: set when the request
     never ran; its caller gets it raised.
@@ -174,6 +180,7 @@ class RequestState:
     ranks_only: bool = False
     parent: RequestState | None = None
     adapter: str | None = None
+    origin: object | None = field(factory=request_origin.get)
     choices: list[Choice] = field(factory=list)
     metrics: RequestMetrics = field(init=False)
     cached: int | None = None
@@ -229,6 +236,8 @@ class RequestState:
             generated=[len(choice.tokens) for choice in self.choices],
             reasons=reasons if self.error is None else ["error"],
             adapter=self.adapter,
+            id=self.id,
+            origin=self.origin,
         )
 
     def started(self, cached: int, time: float) -> None:
@@ -335,9 +344,14 @@ class RequestState:
 class OutputProcessor:
     """The requests of one front end that have not ended, by the engine's ids of their sequences."""
 
-    def __init__(self, statistics: Statistics | None = None) -> None:
+    def __init__(
+        self,
+        statistics: Statistics | None = None,
+        listeners: Sequence[RequestListener] = (),
+    ) -> None:
         self._sequences: dict[str, tuple[RequestState, int]] = {}
         self.statistics = statistics
+        self._listeners = list(listeners)
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -446,3 +460,14 @@ class OutputProcessor:
             state.metrics.finished_time = time.monotonic()
             if self.statistics is not None and state.parent is None:
                 self.statistics.finished(state.summary())
+            if self._listeners and state.parent is None:
+                self._tell(state.summary())
+
+    def _tell(self, finished: Finished) -> None:
+        """Tell the listeners; one that raises is not told of the next ones."""
+        for listener in list(self._listeners):
+            try:
+                listener.ended(finished)
+            except Exception:
+                self._listeners.remove(listener)
+                log.exception("%r failed and is told of no more requests", listener)

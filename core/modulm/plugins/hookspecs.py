@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from modulm.contracts.platform import Platform, Probe
     from modulm.contracts.pooling import PoolingRecipe
     from modulm.contracts.quantization import CheckpointInfo
+    from modulm.contracts.request_listener import RequestListener
     from modulm.contracts.sampling import LogitsProcessor, PoolingParams, SamplingParams
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "modulm_report_header",
     "modulm_request_admitted",
     "modulm_request_finished",
+    "modulm_request_listeners",
     "modulm_step_finished",
 ]
 
@@ -70,6 +72,7 @@ STOPPING = frozenset(
         "modulm_model_built",
         "modulm_model_loaded",
         "modulm_pooling",
+        "modulm_request_listeners",
     }
 )
 
@@ -287,6 +290,17 @@ def modulm_step_finished(stats: Any) -> None:
 
 
 # Front ends.
+
+
+@hookspec
+def modulm_request_listeners(config: Any) -> Sequence[RequestListener]:  # type: ignore[empty-body]
+    """Who is told of each request that has ended: its times, parameters, tokens and origin.
+
+    `config` is the EngineConfig; a listener gets a `modulm.engine.types.outputs.Finished`, whose
+    `origin` is what `modulm_frontend.origin.request_origin` was where the request was made. Called
+    once per front end, when it starts; listeners are then called directly, where outputs are handed
+    out: be quick. One that raises is not called again. Raising stops the start.
+    """
 
 
 @hookspec

@@ -12,7 +12,9 @@ import pytest
 
 from modulm import LLM, EngineConfig, SamplingParams
 from modulm.contracts.pooling import PoolingRecipe, TextRules
+from modulm.contracts.request_listener import RequestListener
 from modulm.contracts.sampling import LogitsProcessor
+from modulm.engine.types.outputs import Finished
 from modulm.errors import ConfigError, EngineDead, EngineError
 from modulm.plugins import Check, Choice, Declaration, PluginManager, current, hookimpl
 from modulm.plugins.manager import using
@@ -31,6 +33,16 @@ class Quiet(LogitsProcessor):
 
     def apply_row(self, view: Any, logits: Any) -> Any:
         return logits
+
+
+class Ended(RequestListener):
+    """Notes what it is told."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+
+    def ended(self, request: Finished) -> None:
+        self._watcher.note("ended", request=request)
 
 
 class Watcher:
@@ -132,6 +144,11 @@ class Watcher:
         self.note("step_finished", stats=stats)
 
     @hookimpl
+    def modulm_request_listeners(self, config: Any) -> list[RequestListener]:
+        self.note("request_listeners", config=config)
+        return [Ended(self)]
+
+    @hookimpl
     def modulm_app_created(self, app: Any, config: Any) -> None:
         self.note("app_created", app=app, config=config)
 
@@ -172,9 +189,11 @@ def test_one_answer_from_end_to_end(watcher: Watcher, checkpoint: Path) -> None:
         "drafter",
         "logits_steps",
         "engine_started",
+        "request_listeners",
         "request_admitted",
         "step_finished",
         "request_finished",
+        "ended",
         "engine_stopping",
     ]
     chosen = {name for name in watcher.names() if name.startswith("choose_")}
@@ -182,6 +201,7 @@ def test_one_answer_from_end_to_end(watcher: Watcher, checkpoint: Path) -> None:
     assert watcher.first("model_built")["meta"]
     assert not watcher.first("model_loaded")["meta"]
     assert watcher.first("request_finished")["reason"] == "length"
+    assert watcher.first("ended")["request"].generated == [3]
     assert watcher.first("logits_steps")["vocabulary"] == 512
 
 

@@ -219,7 +219,7 @@ class BeamSearchOutput:
 @frozen
 class Finished:
     """A request that has ended: its times, and per answer the tokens and why it ended; the adapter
-    that it named.
+    that it named; its id, and what its front end said of where it comes from.
     """
 
     times: RequestMetrics
@@ -228,6 +228,8 @@ class Finished:
     generated: Sequence[int]
     reasons: Sequence[str]
     adapter: str | None = None
+    id: str = ""
+    origin: object | None = None
 
 
 class Statistics(Protocol):

@@ -123,7 +123,8 @@ class AsyncLLM(EngineClient):
         self._input_processor = InputProcessor(
             info, self.tokenizer, manager.current(), _processors(info.config), core.number
         )
-        self._output_processor = OutputProcessor(self.metrics)
+        listeners = manager.current().gather("modulm_request_listeners", config=info.config)
+        self._output_processor = OutputProcessor(self.metrics, listeners)
         self._interval = info.config.scheduler.stream_interval
         self._ends_waiting = info.config.group(WatchdogConfig).action != "report"
         self._watchdog = Watchdog(core, self._post_stall, self._post_death)
@@ -238,6 +239,12 @@ class AsyncLLM(EngineClient):
 
     async def is_sleeping(self) -> bool:
         return await asyncio.wrap_future(self._core.is_sleeping())
+
+    async def start_profile(self) -> None:
+        await asyncio.wrap_future(self._core.start_profile())
+
+    async def stop_profile(self) -> None:
+        await asyncio.wrap_future(self._core.stop_profile())
 
     def report_by(self, report: Callable[[], str]) -> None:
         self._core.report = report

@@ -149,6 +149,16 @@ class EngineClient(ABC):
     async def is_sleeping(self) -> bool:
         """Whether the engine sleeps."""
 
+    async def start_profile(self) -> None:
+        """Record the engine's steps from now on. Raises UnsupportedError without
+        --profiler-config, RequestError if that is done already.
+        """
+        raise UnsupportedError("this engine takes no profiles")
+
+    async def stop_profile(self) -> None:
+        """Write what was recorded. Raises RequestError if nothing is."""
+        raise UnsupportedError("this engine takes no profiles")
+
     @abstractmethod
     def report_by(self, report: Callable[[], str]) -> None:
         """How this front end tells of itself, on any thread, when another one asks."""

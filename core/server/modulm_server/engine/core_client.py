@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from modulm.contracts.requests import Request, StepEvents
 from modulm.engine.types.engine_info import EngineInfo, open_tokenizer
 from modulm.errors import EngineDead, EngineStalled
+from modulm_frontend.profile import StepProfile
 from modulm_server.engine.adapters import Adapter, AdapterRegistry
 from modulm_server.engine.heartbeat import StepWatch, stacks_file
 
@@ -84,6 +85,14 @@ class EngineCoreClient(ABC):
     def is_sleeping(self) -> Future[bool]:
         """Whether the engine sleeps."""
 
+    @abstractmethod
+    def start_profile(self) -> Future[None]:
+        """See `StepProfile.start`; between two steps."""
+
+    @abstractmethod
+    def stop_profile(self) -> Future[None]:
+        """See `StepProfile.stop`; between two steps."""
+
     def reports(self) -> Future[list[str]]:
         """The reports of the engine's other front ends, gone ones included."""
         answer: Future[list[str]] = Future()
@@ -138,6 +147,7 @@ class ThreadCoreClient(EngineCoreClient):
         self.info = self.core.info
         self._registry = AdapterRegistry(self.core, events, self._adapters_changed)
         self._watch = StepWatch.of(self.core)
+        self._profile = StepProfile(self.core)
 
     def _run(self, config: EngineConfig, plugins: PluginManager, ready: Future[EngineCore]) -> None:
         from modulm.engine.core.engine_core import EngineCore
@@ -184,6 +194,12 @@ class ThreadCoreClient(EngineCoreClient):
 
     def is_sleeping(self) -> Future[bool]:
         return self.core.loop.call(self.core.is_sleeping)
+
+    def start_profile(self) -> Future[None]:
+        return self.core.loop.call(self._profile.start)
+
+    def stop_profile(self) -> Future[None]:
+        return self.core.loop.call(self._profile.stop)
 
     def tokenizer(self) -> Tokenizer | None:
         return self.core.tokenizer

@@ -32,6 +32,7 @@ from modulm.errors import EngineDead, EngineError, ModulmError
 from modulm.plugins import manager
 from modulm.plugins.calls import blame
 from modulm.plugins.manager import PluginManager
+from modulm_frontend.profile import StepProfile
 from modulm_server.engine import codec
 from modulm_server.engine.adapters import Adapter, AdapterRegistry
 from modulm_server.engine.heartbeat import StepWatch, stacks_file
@@ -177,6 +178,7 @@ class _SocketServer:
         self._reports = _Reports()
         self._core: EngineCore | None = None
         self._registry: AdapterRegistry | None = None
+        self._profile: StepProfile | None = None
         self._thread = threading.Thread(target=self._run, name="modulm-sockets", daemon=True)
         self._thread.start()
 
@@ -313,6 +315,8 @@ class _SocketServer:
             "sleep": self.adapters.sleep,
             "wake_up": core.wake_up,
             "is_sleeping": core.is_sleeping,
+            "start_profile": lambda: self._profiled(core).start(),
+            "stop_profile": lambda: self._profiled(core).stop(),
         }
         try:
             if kind == "load_adapter":
@@ -324,6 +328,12 @@ class _SocketServer:
             future.add_done_callback(answered)
         except ModulmError as error:
             peer.send(frames.pack("answer", number, None, frames.pack_error(error)))
+
+    def _profiled(self, core: EngineCore) -> StepProfile:
+        """The engine's profile, of which there is one."""
+        if self._profile is None:
+            self._profile = StepProfile(core)
+        return self._profile
 
     def lost(self, peer: _FrontEnd) -> None:
         """A front end is gone: its requests end, and with the owner everything."""

@@ -113,6 +113,12 @@ class ProcessCoreClient(EngineCoreClient):
     def is_sleeping(self) -> Future[bool]:
         return self._call("is_sleeping")
 
+    def start_profile(self) -> Future[None]:
+        return self._call("start_profile")
+
+    def stop_profile(self) -> Future[None]:
+        return self._call("stop_profile")
+
     def reports(self) -> Future[list[str]]:
         return self._call("gather")
 

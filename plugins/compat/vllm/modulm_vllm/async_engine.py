@@ -194,6 +194,16 @@ class AsyncLLMEngine:
         """Forget cached prefixes."""
         return await self._engine.reset_prefix_cache()
 
+    async def start_profile(self) -> None:
+        """Record the engine's steps from now on (profiler_config)."""
+        with as_vllm():
+            await self._engine.start_profile()
+
+    async def stop_profile(self) -> None:
+        """Write what was recorded."""
+        with as_vllm():
+            await self._engine.stop_profile()
+
     async def sleep(self, level: int = 1) -> None:
         """Give back memory: of the caches, with level 2 of the weights as well."""
         with as_vllm():

@@ -99,7 +99,8 @@ class LLMEngine:
         self._tokenizer = self._core.tokenizer
         processors = processor_classes(config.model.logits_processors, plugins)
         self._inputs = InputProcessor(self.info, self._tokenizer, plugins, processors)
-        self._outputs = OutputProcessor()
+        listeners = plugins.gather("modulm_request_listeners", config=config)
+        self._outputs = OutputProcessor(listeners=listeners)
         self._adapters = OfflineAdapters(self._core)
         self._requests: dict[str, RequestState] = {}
         self._news: list[RequestState] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +15,16 @@ def _gibibytes(text: str) -> int:
     return int(float(text) * (1 << 30))
 
 
+def _profiler(text: str) -> str:
+    return json.dumps({"profiler": "torch", "torch_profiler_dir": text})
+
+
 #: Variable -> flag, how its value is read, whether only a server has it.
 VARIABLES: dict[str, tuple[str, Callable[[str], Any], bool]] = {
     "VLLM_API_KEY": ("api_key", str, True),
     "VLLM_CPU_KVCACHE_SPACE": ("kv_cache_memory_bytes", _gibibytes, False),
     "VLLM_LOGGING_LEVEL": ("log_level", str.lower, False),
+    "VLLM_TORCH_PROFILER_DIR": ("profiler_config", _profiler, False),
     "VLLM_LOGGING_CONFIG_PATH": ("log_config_file", str, False),
 }
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from modulm_server.errors import ApiError
+from modulm_frontend.flags import ProfilerConfig
 from modulm_server.flags import ServerConfig
 from modulm_server.json_body import json_response
 from modulm_server.openapi import gives
 from modulm_server.route import RouteFamily
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
 
 __all__ = ["Admin"]
 
@@ -32,21 +29,31 @@ class Sleeping(TypedDict):
 
 
 class Admin(RouteFamily):
-    """With --server-dev-mode: `/reset_prefix_cache`, `/sleep`, `/wake_up`, `/is_sleeping`,
-    `/start_profile`, `/stop_profile`.
+    """With --server-dev-mode: `/reset_prefix_cache`, `/sleep`, `/wake_up`, `/is_sleeping`; with it
+    or --profiler-config `/start_profile`, `/stop_profile`.
     """
 
     name = "admin"
     api = 2
 
     def absent(self) -> str | None:
-        config = self.context.config
-        if config.group(ServerConfig).server_dev_mode:
+        if self._developing or self.context.config.group(ProfilerConfig).profiler is not None:
             return None
-        return "--server-dev-mode is not given"
+        return "neither --server-dev-mode nor --profiler-config is given"
+
+    @property
+    def _developing(self) -> bool:
+        return self.context.config.group(ServerConfig).server_dev_mode
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["Administration"])
+        for path, silent in (
+            ("/start_profile", self.start_profile),
+            ("/stop_profile", self.stop_profile),
+        ):
+            router.add_api_route(path, silent, methods=["POST"], response_class=Response)
+        if not self._developing:
+            return router
         router.add_api_route(
             "/reset_prefix_cache",
             self.reset_prefix_cache,
@@ -56,14 +63,19 @@ class Admin(RouteFamily):
         router.add_api_route(
             "/is_sleeping", self.is_sleeping, methods=["GET"], responses=gives(Sleeping)
         )
-        for path, silent in (
-            ("/sleep", self.sleep),
-            ("/wake_up", self.wake_up),
-            ("/start_profile", _later("profiles on request")),
-            ("/stop_profile", _later("profiles on request")),
-        ):
+        for path, silent in (("/sleep", self.sleep), ("/wake_up", self.wake_up)):
             router.add_api_route(path, silent, methods=["POST"], response_class=Response)
         return router
+
+    async def start_profile(self) -> Response:
+        """Record the engine's steps from now on."""
+        await self.context.engine.start_profile()
+        return Response(status_code=200)
+
+    async def stop_profile(self) -> Response:
+        """Write what was recorded to the folder of --profiler-config."""
+        await self.context.engine.stop_profile()
+        return Response(status_code=200)
 
     async def reset_prefix_cache(self) -> Response:
         """Forget cached prefixes."""
@@ -84,11 +96,3 @@ class Admin(RouteFamily):
         """Whether the engine sleeps."""
         told: Sleeping = {"is_sleeping": await self.context.engine.is_sleeping()}
         return json_response(told)
-
-
-def _later(what: str) -> Callable[[], Awaitable[Response]]:
-    async def not_yet() -> Response:
-        """Not there yet."""
-        raise ApiError(400, f"{what}: not yet supported", code="unsupported")
-
-    return not_yet

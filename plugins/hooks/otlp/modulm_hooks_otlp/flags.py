@@ -1,0 +1,31 @@
+"""The flag of traces."""
+
+from __future__ import annotations
+
+from modulm.config.schema.flags import FlagGroup, flag, flag_group
+
+__all__ = ["TracesConfig"]
+
+
+def _address(value: object) -> str | None:
+    """A URL. Raises ValueError for one that nothing can be sent to."""
+    if value is None:
+        return None
+    text = str(value)
+    if text.partition("://")[0] not in ("http", "https", "grpc", "grpcs"):
+        raise ValueError(f"{text!r} must begin with http://, https://, grpc:// or grpcs://")
+    return text
+
+
+@flag_group
+class TracesConfig(FlagGroup):
+    """Where traces of requests are sent."""
+
+    title = "Traces"
+
+    otlp_traces_endpoint: str | None = flag(
+        None,
+        "Collector that gets a trace of every request, over OTLP: http://HOST:4318/v1/traces, or "
+        "grpc://HOST:4317 with opentelemetry-exporter-otlp-proto-grpc. OTEL_* variables hold, too.",
+        parse=_address,
+    )

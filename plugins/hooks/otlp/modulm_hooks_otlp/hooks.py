@@ -1,0 +1,47 @@
+"""What attaches traces; with the flag unset nothing of OpenTelemetry is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from modulm.plugins import hookimpl
+from modulm_hooks_otlp.flags import TracesConfig
+
+if TYPE_CHECKING:
+    from modulm.config import EngineConfig
+    from modulm.contracts.request_listener import RequestListener
+
+__all__ = ["modulm_app_created", "modulm_report_header", "modulm_request_listeners"]
+
+
+def _endpoint(config: EngineConfig) -> str | None:
+    return config.group(TracesConfig).otlp_traces_endpoint
+
+
+@hookimpl
+def modulm_request_listeners(config: EngineConfig) -> Sequence[RequestListener]:
+    """Spans are made when a request has ended, from its times."""
+    endpoint = _endpoint(config)
+    if endpoint is None:
+        return ()
+    from modulm_hooks_otlp.spans import Spans, provider_of
+
+    served = config.model.served_model_name or (config.model.model,)
+    return (Spans(provider_of(endpoint), served[0]),)
+
+
+@hookimpl
+def modulm_app_created(app: Any, config: EngineConfig) -> None:
+    """Requests over HTTP are told where they came from."""
+    if _endpoint(config) is not None:
+        from modulm_hooks_otlp.context import IncomingContext
+
+        app.add_middleware(IncomingContext)
+
+
+@hookimpl
+def modulm_report_header(config: EngineConfig) -> Sequence[str]:
+    """A line of the banner."""
+    endpoint = _endpoint(config)
+    return () if endpoint is None else (f"traces: {endpoint}",)
