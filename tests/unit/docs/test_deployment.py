@@ -1,0 +1,386 @@
+"""The files of deploy/ are what they should be: their flags are ours, their metrics are there, and
+whatever checks such files, where it is installed, finds nothing wrong with them."""
+
+from __future__ import annotations
+
+import configparser
+import importlib.util
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+
+from modulm.cli.main import cli
+from modulm.config.schema.catalog import catalog
+
+ROOT = Path(__file__).resolve().parents[3]
+DEPLOY = ROOT / "deploy"
+IMAGES = ("Dockerfile", "Dockerfile.cuda")
+PAGE = ROOT / "docs/deployment.md"
+
+
+def program(name: str) -> str | None:
+    """Where a program is, in this environment or on this machine."""
+    beside = Path(sys.executable).with_name(name)
+    return str(beside) if beside.exists() else shutil.which(name)
+
+
+def needs(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(program(name) is None, reason=f"no {name} here")
+
+
+def run(*command: str | Path, cwd: Path = ROOT) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def parsed(words: list[str]) -> Any:
+    """The configuration of a `modulm serve` command; fails as the command would."""
+    assert words[:2] == ["modulm", "serve"], words
+    command = cli.get_command(click.Context(cli), "serve")
+    assert command is not None
+    return command.make_context("serve", words[2:]).params["draft"].config
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    spec = importlib.util.spec_from_file_location("tool_reference", ROOT / "tools/reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    """A folder with a file of keys and what else units name."""
+    (tmp_path / "keys").write_text("a-key-of-sixteen-letters\n")
+    return tmp_path
+
+
+# Container files
+
+
+def instructions(name: str) -> list[tuple[str, str]]:
+    """(instruction, the rest) of a container file, lines that go on joined."""
+    lines = [
+        line
+        for line in (DEPLOY / name).read_text().splitlines()
+        if not line.startswith("#") and line.strip()
+    ]
+    joined = "\n".join(lines).replace("\\\n", " ")
+    return [
+        (first, rest) for first, _, rest in (line.partition(" ") for line in joined.split("\n"))
+    ]
+
+
+@pytest.mark.parametrize("name", IMAGES)
+@needs("hadolint")
+def test_container_files_are_linted(name: str) -> None:
+    assert run(str(program("hadolint")), "--failure-threshold", "style", DEPLOY / name) == ""
+
+
+@needs("hadolint")
+def test_the_linter_finds_something(tmp_path: Path) -> None:
+    (tmp_path / "Dockerfile").write_text("FROM debian\nRUN apt-get install curl\n")
+    with pytest.raises(AssertionError, match="DL3006"):
+        run(str(program("hadolint")), tmp_path / "Dockerfile")
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_an_image_runs_serve_as_nobody_special(name: str, keys: Path) -> None:
+    last = dict(instructions(name))
+    assert last["USER"] == "10001"
+    words = json.loads(last["ENTRYPOINT"]) + json.loads(last["CMD"])
+    assert parsed(words).model.model == "demo"
+    flags = re.findall(r"\bMODULM_(\w+)=", last["ENV"])
+    assert flags == ["HOST"]
+    assert {flag.lower() for flag in flags} <= set(catalog().specs)
+    assert "/health" in last["HEALTHCHECK"]
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_an_image_is_made_of_what_is_there(name: str) -> None:
+    text = (DEPLOY / name).read_text()
+    extras = run(sys.executable, "-c", _EXTRAS)
+    for extra in re.findall(r"modulm\[([\w-]+)\]", text):
+        assert extra in extras.split()
+    (options,) = re.findall(r"tools/wheels\.py /wheels(.*)\\$", text, re.M)
+    told = run(sys.executable, ROOT / "tools/wheels.py", "--help")
+    assert all(option in told for option in options.split())
+
+
+_EXTRAS = (
+    "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project'];"
+    " print(*p['optional-dependencies'])"
+)
+
+
+def test_the_build_sees_what_wheels_are_made_of() -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    seen = {line[1:] for line in lines if line.startswith("!")}
+    assert lines[1] == "*"
+    assert {"core", "kernels", "plugins", "pyproject.toml", "tools", "LICENSE"} <= seen
+    assert "constraints.txt" in seen
+    assert all((ROOT / name).exists() for name in seen)
+
+
+def builder() -> list[str] | None:
+    """A builder of containers that works here and has the base image already."""
+    base = "python:3.12-slim-bookworm"
+    for name, known in (
+        ("buildah", ["images", "--quiet", base]),
+        ("podman", ["image", "inspect", base]),
+        ("docker", ["image", "inspect", base]),
+    ):
+        if path := shutil.which(name):
+            asked = subprocess.run([path, *known], capture_output=True, check=False, timeout=30)
+            if asked.returncode == 0 and asked.stdout.strip():
+                return [path, "build"]
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IMAGES)
+def test_container_files_are_built(name: str) -> None:
+    build = builder()
+    if build is None:
+        pytest.skip("no builder of containers here that has the base image")
+    run(*build, "--file", DEPLOY / name, "--tag", "modulm-test", ROOT)
+
+
+# Compose, Kubernetes
+
+
+def test_compose(keys: Path) -> None:
+    found = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    server = found["services"]["modulm"]
+    words = [re.sub(r"\$\{\w+:-(.*?)\}", r"\1", word) for word in server["command"]]
+    assert parsed(["modulm", "serve", *words]).model.model == "demo"
+    build = server["build"]
+    assert (DEPLOY / build["context"] / build["dockerfile"]).is_file()
+    flags = [name for name in server["environment"] if name.startswith("MODULM_")]
+    assert flags == ["MODULM_API_KEY_FILE"]
+    for service in found["services"].values():
+        for volume in service["volumes"]:
+            source = volume.partition(":")[0]
+            here = (DEPLOY / source).is_file() if source.startswith(".") else None
+            assert here or source in found["volumes"], volume
+    assert set(server["secrets"]) == set(found["secrets"])
+
+
+def manifests() -> dict[str, Any]:
+    files = (DEPLOY / "kubernetes").glob("*.yaml")
+    every = (each for file in files for each in yaml.safe_load_all(file.read_text()))
+    return {each["kind"]: each for each in every}
+
+
+def test_kubernetes(reference: Any) -> None:
+    found = manifests()
+    assert set(found) == {"PersistentVolumeClaim", "Deployment", "Service"}
+    pod = found["Deployment"]["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    config = parsed(["modulm", "serve", *container["args"]])
+    assert pod["spec"]["terminationGracePeriodSeconds"] > 30
+    assert config.cache.kv_cache_memory_bytes < 12 << 30
+    labels = pod["metadata"]["labels"]
+    assert found["Deployment"]["spec"]["selector"]["matchLabels"] == labels
+    assert found["Service"]["spec"]["selector"] == labels
+    paths = reference.described()["paths"]
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        asked = container[probe]["httpGet"]
+        assert asked["path"] in paths
+        assert asked["port"] == container["ports"][0]["name"]
+    assert pod["metadata"]["annotations"]["prometheus.io/path"] in paths
+    mounts = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounts == {volume["name"] for volume in pod["spec"]["volumes"]}
+    claims = [v["persistentVolumeClaim"]["claimName"] for v in pod["spec"]["volumes"]
+              if "persistentVolumeClaim" in v]  # fmt: skip
+    assert claims == [found["PersistentVolumeClaim"]["metadata"]["name"]]
+
+
+def test_kubernetes_schemas() -> None:
+    schemas = pytest.importorskip("kubernetes_validate", reason="no schemas of Kubernetes here")
+    for manifest in manifests().values():
+        schemas.validate(manifest, "1.31", strict=True)
+
+
+# systemd
+
+
+def unit() -> configparser.ConfigParser:
+    found = configparser.ConfigParser(strict=False, interpolation=None, delimiters="=")
+    found.optionxform = str  # type: ignore[assignment, method-assign]
+    found.read(DEPLOY / "modulm.service")
+    return found
+
+
+def test_the_unit_starts_what_is_there(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = unit()["Service"]
+    text = service["ExecStart"].replace("${CREDENTIALS_DIRECTORY}", str(keys))
+    text = text.replace("/etc/modulm/serve.yaml", str(DEPLOY / "serve.yaml"))
+    words = shlex.split(text)
+    assert words[0] == "/opt/modulm/bin/modulm"
+    config = parsed(["modulm", *words[1:]])
+    assert config.model.model == "Qwen/Qwen3-0.6B"
+    assert float(service["TimeoutStopSec"].removesuffix("s")) > 30
+    assert service["LoadCredential"].startswith("keys:")
+
+
+@needs("systemd-analyze")
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    text = (DEPLOY / "modulm.service").read_text()
+    file = tmp_path / "modulm.service"
+    file.write_text(text.replace("/opt/modulm/bin/modulm", "/bin/sleep"))
+    said = run(str(program("systemd-analyze")), "verify", "--man=no", file)
+    assert not [line for line in said.splitlines() if "modulm.service" in line], said
+
+
+# nginx
+
+
+@pytest.fixture
+def nginx(tmp_path: Path) -> Path:
+    """A whole configuration around ours."""
+    main = tmp_path / "nginx.conf"
+    places = "".join(
+        f"{name}_temp_path {tmp_path}/{name};\n"
+        for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
+    main.write_text(
+        f"pid {tmp_path}/pid;\nerror_log stderr;\nevents {{}}\n"
+        f"http {{\n{places}access_log off;\ninclude {tmp_path}/modulm.conf;\n}}\n"
+    )
+    text = (DEPLOY / "nginx.conf").read_text().replace("/etc/ssl/modulm", str(tmp_path))
+    (tmp_path / "modulm.conf").write_text(text)
+    return main
+
+
+def directives(block: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
+    for each in block:
+        yield each["directive"], each["args"]
+        yield from directives(each.get("block", []))
+
+
+def test_nginx_lets_streams_through(nginx: Path) -> None:
+    crossplane = pytest.importorskip("crossplane", reason="crossplane is in the dev group")
+    payload = crossplane.parse(str(nginx), strict=True, check_args=True, check_ctx=True)
+    assert payload["errors"] == []
+    ours = next(each for each in payload["config"] if each["file"].endswith("modulm.conf"))
+    found = dict(directives(ours["parsed"]))
+    assert found["proxy_buffering"] == ["off"]
+    assert found["gzip"] == ["off"]
+    assert found["proxy_http_version"] == ["1.1"]
+    assert found["proxy_next_upstream"] == ["off"]
+    assert found["client_max_body_size"] == ["64m"]
+    assert catalog().specs["max_request_bytes"].default == 64 << 20
+    hosts = yaml.safe_load((DEPLOY / "serve.yaml").read_text())["allowed-hosts"]
+    assert found["server_name"] == hosts
+
+
+@needs("nginx")
+@needs("openssl")
+def test_nginx_takes_it(nginx: Path) -> None:
+    folder = nginx.parent
+    made = ("-keyout", folder / "key.pem", "-out", folder / "cert.pem", "-subj", "/CN=a.test")
+    run("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", *made)
+    assert "successful" in run(str(program("nginx")), "-t", "-c", nginx, "-p", folder)
+
+
+# Prometheus, Grafana
+
+
+def test_prometheus_asks_a_route(reference: Any) -> None:
+    found = yaml.safe_load((DEPLOY / "monitoring/prometheus.yml").read_text())
+    (job,) = found["scrape_configs"]
+    assert job["metrics_path"] in reference.described()["paths"]
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    host, _, port = job["static_configs"][0]["targets"][0].partition(":")
+    assert host in compose["services"]
+    assert port == "8000" == str(catalog().specs["port"].default)
+
+
+@needs("promtool")
+def test_prometheus_takes_it() -> None:
+    run(str(program("promtool")), "check", "config", DEPLOY / "monitoring/prometheus.yml")
+
+
+def expressions() -> list[str]:
+    """Every query of the dashboard, its variables filled in."""
+    board = json.loads((DEPLOY / "monitoring/dashboard.json").read_text())
+    found = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    texts = [variable.get("query", "") for variable in board["templating"]["list"]]
+    found += [text.partition("(")[2].rpartition(",")[0] for text in texts if "label_values" in text]
+    return [
+        expression.replace("$__rate_interval", "5m").replace("$job", "x").replace("$model", "y")
+        for expression in found
+    ]
+
+
+@pytest.fixture(scope="module")
+def series(reference: Any) -> Callable[[str], bool]:
+    """Whether a server has a series of that name."""
+    names: set[str] = set()
+    for family in reference.families():
+        name = reference.name_of(family)
+        ends = ("_bucket", "_sum", "_count") if family.type == "histogram" else ("",)
+        names |= {name + end for end in ends}
+    return names.__contains__
+
+
+METRIC = re.compile(r"\b((?:modulm:|http_|process_)\w+)")
+
+
+def test_every_metric_of_the_dashboard_is_there(series: Callable[[str], bool]) -> None:
+    named = {name for expression in expressions() for name in METRIC.findall(expression)}
+    assert len(named) > 20
+    assert {name for name in named if not series(name)} == set()
+    assert not series("modulm:dragons_total")
+
+
+def test_metrics_that_the_page_names_are_there(series: Callable[[str], bool]) -> None:
+    named = set(re.findall(r"`(modulm:\w+|http_\w+_total)`", PAGE.read_text()))
+    assert len(named) > 3
+    assert {n for n in named if not (series(n) or series(f"{n}_count"))} == set()
+
+
+def test_queries_of_the_dashboard_are_queries() -> None:
+    promql = pytest.importorskip("promql_parser", reason="promql-parser is in the dev group")
+    assert len(expressions()) > 30
+    for expression in expressions():
+        promql.parse(expression)
+    with pytest.raises(ValueError, match="."):
+        promql.parse("sum by (le rate(x[5m]))")
+
+
+def test_panels_do_not_overlap() -> None:
+    board = json.loads((DEPLOY / "monitoring/dashboard.json").read_text())
+    taken: set[tuple[int, int]] = set()
+    for panel in board["panels"]:
+        at = panel["gridPos"]
+        cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
+        assert not cells & taken, panel["title"]
+        assert at["x"] + at["w"] <= 24
+        taken |= cells
+
+
+# The page
+
+
+def test_the_page_names_every_file() -> None:
+    text = PAGE.read_text()
+    for path in DEPLOY.rglob("*"):
+        if path.is_file() and path.name not in ("keys", "datasource.yml", "dashboards.yml"):
+            name = path.relative_to(DEPLOY).as_posix()
+            assert f"(../deploy/{name})" in text, name
