@@ -73,7 +73,9 @@ def __getattr__(name: str) -> Any:
         if error.name not in ("modulm_frontend", "modulm_server"):
             raise
         package = error.name.replace("_", "-")
-        raise ImportError(f"{name} needs {package}: pip install {package}") from error
+        from modulm.plugins.index import to_install
+
+        raise ImportError(f"{name} needs {package}{to_install(package)}") from error
     globals()[name] = value
     return value
 

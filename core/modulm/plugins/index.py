@@ -7,11 +7,12 @@ exist could be made by anybody who reads the suggestion.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-__all__ = ["install_hint", "is_first_party", "normalized"]
+__all__ = ["install_hint", "is_first_party", "normalized", "to_install"]
 
 
 def normalized(name: str) -> str:
@@ -22,14 +23,26 @@ def normalized(name: str) -> str:
 @cache
 def _packages() -> Mapping[str, frozenset[str]]:
     """Distribution -> what it offers, each as kind/name."""
-    lines = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines()
-    words = (line.split() for line in lines if line and not line.startswith("#"))
+    words = (line.split() for line in _lines() if not line.startswith("+"))
     return {name: frozenset(offers) for name, *offers in words}
+
+
+def _lines() -> list[str]:
+    lines = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
 
 
 def is_first_party(distribution: str) -> bool:
     """Whether a distribution is one of this project's."""
     return normalized(distribution) in _packages()
+
+
+def to_install(requirement: str) -> str:
+    """`: pip install NAME` for a package in the index, perhaps with extras, else nothing."""
+    name = normalized(requirement.partition("[")[0])
+    if name not in _packages() and f"+{name}" not in _lines():
+        return ""
+    return f": pip install {shlex.quote(requirement)}"
 
 
 def install_hint(kind: str, name: str) -> str:

@@ -8,6 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from modulm.plugins.index import to_install
+
 __all__ = ["moved", "new_home", "public_name"]
 
 _MISSING = re.compile(r"No module named '([\w.]+)'|cannot import name '(\w+)' from '([\w.]+)'")
@@ -46,7 +48,7 @@ def public_name(package: str, name: str, asked: str) -> Any:
         if error.name != package:
             raise
         distribution = package.replace("_", "-")
-        raise ImportError(f"{name} needs {distribution}: pip install {distribution}") from error
+        raise ImportError(f"{name} needs {distribution}{to_install(distribution)}") from error
     if name not in module.__all__:
         raise missing
     return getattr(module, name)

@@ -268,8 +268,8 @@ def test_what_the_streamer_cannot_do_is_said(folder):
 @pytest.mark.parametrize(
     ("format_", "module", "words"),
     [
-        ("tensorizer", "tensorizer", r'pip install "modulm-loader-tensorizer\[library\]"'),
-        ("runai_streamer", "runai_model_streamer", r'"modulm-loader-runai-streamer\[library\]"'),
+        ("tensorizer", "tensorizer", r"pip install 'modulm-loader-tensorizer\[library\]'"),
+        ("runai_streamer", "runai_model_streamer", r"'modulm-loader-runai-streamer\[library\]'"),
     ],
 )
 def test_a_library_that_is_not_installed_is_named(folder, monkeypatch, format_, module, words):

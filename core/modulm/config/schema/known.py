@@ -14,6 +14,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from modulm.config.schema.flags import Flag, Kind, State, check, read
+from modulm.plugins.index import to_install
 
 __all__ = ["KnownFlag", "find_known", "known_flags", "read_known"]
 
@@ -54,7 +55,7 @@ def _section(table: Mapping[str, Any]) -> Iterator[KnownFlag]:
     state, reason = Kind(table["state"]), table.get("reason", "")
     package = table.get("package", "")
     if state is Kind.NOT_INSTALLED:
-        reason = f"{reason}; pip install {package}"
+        reason += to_install(package)
     elif package and state is Kind.NOT_YET:
         reason = f"{reason}, to come with a package of its own"
     for names, text in table["flags"].items():

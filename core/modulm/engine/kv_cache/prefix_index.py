@@ -16,6 +16,7 @@ import numpy as np
 
 from modulm.contracts.requests import Request
 from modulm.errors import ConfigError
+from modulm.plugins.index import to_install
 
 __all__ = ["ALGORITHMS", "Chain", "Hasher", "PrefixIndex", "block_extra", "hasher"]
 
@@ -37,7 +38,8 @@ def _xxhash() -> Callable[[bytes], bytes]:
         module: Any = import_module("xxhash")
     except ImportError as error:
         raise ConfigError(
-            "prefix_caching_hash_algo", "xxhash is not installed; pip install xxhash, or sha256"
+            "prefix_caching_hash_algo",
+            "xxhash is not installed, sha256 is" + to_install("xxhash"),
         ) from error
     return lambda data: bytes(module.xxh3_128_digest(data))
 

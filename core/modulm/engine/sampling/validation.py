@@ -22,6 +22,7 @@ from modulm.contracts.sampling import (
     StructuredOutputs,
 )
 from modulm.errors import ContextLengthExceeded, RequestError
+from modulm.plugins.index import to_install
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
@@ -89,7 +90,7 @@ def check(
         processor.validate_for(params, config)
     served = {name for processor in processors for name in processor.fields}
     if params.thinking_token_budget is not None and "thinking_token_budget" not in served:
-        words = "thinking_token_budget: pip install modulm-logits-thinking-budget"
+        words = "thinking_token_budget" + to_install("modulm-logits-thinking-budget")
         raise RequestError(words, "thinking_token_budget")
     return evolve(
         params,

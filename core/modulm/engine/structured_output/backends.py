@@ -13,6 +13,7 @@ import numpy as np
 from modulm.contracts.grammar import Grammar, GrammarBackend
 from modulm.contracts.sampling import StructuredOutputs
 from modulm.errors import RequestError, UnsupportedError
+from modulm.plugins.index import to_install
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
@@ -56,7 +57,7 @@ def open_backends(
     classes.sort(key=lambda backend: -backend.preference)
     if not classes:
         raise UnsupportedError(
-            "structured outputs need a grammar backend; pip install modulm-grammar-xgrammar"
+            "structured outputs need a grammar backend" + to_install("modulm-grammar-xgrammar")
         )
     return [cls(tokenizer, vocabulary, stop_ids) for cls in classes]
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import click
 
+from modulm.plugins.index import to_install
+
 __all__ = ["plot", "read_results"]
 
 #: Distinct in print and for colour-blind readers (Okabe and Ito, 2008).
@@ -48,7 +50,7 @@ def plot(results: Sequence[Mapping[str, Any]], path: str) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise click.ClickException(
-            "plots need matplotlib: pip install 'modulm-command-bench[plot]'"
+            "plots need matplotlib" + to_install("modulm-command-bench[plot]")
         ) from error
     across = _axis(results)
     measured = [m for m in _TIMES if all(f"median_{m}_ms" in result for result in results)]

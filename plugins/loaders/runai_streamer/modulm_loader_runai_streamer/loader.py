@@ -14,6 +14,7 @@ from attrs import field, frozen, validators
 
 from modulm.config.environ import variables_for_library
 from modulm.errors import CheckpointError
+from modulm.plugins.index import to_install
 from modulm.plugins.options import structure
 from modulm_tensor_files import SafetensorsFolder
 
@@ -64,8 +65,8 @@ class RunaiStreamerLoader(SafetensorsFolder):
             from runai_model_streamer import SafetensorsStreamer
         except ImportError as error:
             raise CheckpointError(
-                "--load-format runai_streamer needs the package runai-model-streamer: pip install "
-                '"modulm-loader-runai-streamer[library]"'
+                "--load-format runai_streamer needs the package runai-model-streamer"
+                + to_install("modulm-loader-runai-streamer[library]")
             ) from error
         with variables_for_library(self.config.variables), SafetensorsStreamer() as streamer:
             try:

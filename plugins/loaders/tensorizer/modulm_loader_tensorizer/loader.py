@@ -19,6 +19,7 @@ from attrs import field, frozen
 
 from modulm.contracts.loader import StoredTensor, WeightLoader
 from modulm.errors import CheckpointError
+from modulm.plugins.index import to_install
 from modulm.plugins.options import structure
 
 __all__ = ["TensorizerConfig", "TensorizerLoader"]
@@ -131,8 +132,8 @@ class TensorizerLoader(WeightLoader):
             from tensorizer.stream_io import open_stream
         except ImportError as error:
             raise CheckpointError(
-                "--load-format tensorizer needs the package tensorizer: pip install "
-                '"modulm-loader-tensorizer[library]"'
+                "--load-format tensorizer needs the package tensorizer"
+                + to_install("modulm-loader-tensorizer[library]")
             ) from error
         config = self.config
         s3 = {

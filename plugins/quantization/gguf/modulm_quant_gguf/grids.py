@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from modulm.errors import UnsupportedError
+from modulm.plugins.index import to_install
 from modulm_quant_gguf.blocks import Decoded, bits_of, half, planes
 
 __all__ = ["iq1_m", "iq1_s", "iq2_s", "iq2_xs", "iq2_xxs", "iq3_s", "iq3_xxs"]
@@ -23,7 +24,7 @@ def _grid(name: str) -> Tensor:
         from gguf import quants
     except ImportError as error:
         raise UnsupportedError(
-            f"tensors of the type {name} need the tables of the package gguf: pip install gguf"
+            f"tensors of the type {name} need the tables of the package gguf{to_install('gguf')}"
         ) from error
     kind = getattr(quants, name)
     kind.init_grid()
