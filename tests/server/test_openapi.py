@@ -30,8 +30,10 @@ ServerMaker = Callable[..., Live]
 
 
 def check(answer: Any, label: str) -> None:
-    """Never our fault, and errors in the shape of the API that was asked."""
-    assert answer.status_code < 500, f"{label}: {answer.text}"
+    """Never our fault, and errors in the shape of the API that was asked. 501: what the model that
+    is served cannot do.
+    """
+    assert answer.status_code < 500 or answer.status_code == 501, f"{label}: {answer.text}"
     if answer.status_code >= 400 and answer.text and "json" in answer.headers["content-type"][0]:
         if answer.json().get("type") == "error":
             assert label.startswith("POST /v1/messages"), f"{label}: {answer.text}"

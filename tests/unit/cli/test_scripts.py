@@ -102,6 +102,7 @@ REFUSED = [
     ("serve m --tool-call-parser none-such", "--tool-call-parser: no installed plugin"),
     ("serve m --max-model-len many", "--max-model-len"),
     ("serve m --max-modl-len 5", "No such option '--max-modl-len'"),
+    ("serve m --model-lenght 5", "Did you mean one of: '--max-model-len'"),
 ]
 
 

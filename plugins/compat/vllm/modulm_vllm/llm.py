@@ -92,7 +92,6 @@ class LLM(frontend.LLM):
 
         The template says in which form it reads content, whatever chat_template_content_format.
         """
-        refuse(mm_processor_kwargs=mm_processor_kwargs)
         if chat_template_content_format not in ("auto", "string", "openai"):
             raise ValueError("chat_template_content_format must be auto, string or openai")
         with as_vllm():
@@ -106,6 +105,7 @@ class LLM(frontend.LLM):
                 continue_final_message=continue_final_message,
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
+                mm_processor_kwargs=mm_processor_kwargs,
             )
 
     @cached_property
