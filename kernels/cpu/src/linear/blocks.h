@@ -158,7 +158,7 @@ inline void block_rows(const Weight& w, int64_t panel, const Activations& a, int
           for (int v = 0; v < Vectors; v++)
             codes[v] = block_codes<Type>(nibbles[v], high[v], q % 2, at % (2 * Type::kShared));
           for (int r = 0; r < Rows; r++) {
-            auto quad = load_quad(x + r * kBlockK + 4 * at);
+            auto quad = hold_quad(x + r * kBlockK + 4 * at);
             for (int v = 0; v < Vectors; v++) c[r][v] = quad_dot(c[r][v], codes[v], quad);
           }
         }
@@ -281,7 +281,7 @@ inline void block_tile(const SpreadBlocks& b, const Activations& a, int64_t row,
         for (int v = 0; v < Vectors; v++)
           codes[v] = load_raw<vu>(&b.quads[run * quads + q][column + v * kLanes]);
         for (int r = 0; r < Rows; r++) {
-          auto quad = load_quad(x + r * kBlockK + 4 * (g * quads + q));
+          auto quad = hold_quad(x + r * kBlockK + 4 * (g * quads + q));
           for (int v = 0; v < Vectors; v++) c[r][v] = quad_dot(c[r][v], codes[v], quad);
         }
       }

@@ -140,41 +140,44 @@ class Lookup {
   vu codes_;
 };
 
-// `Lines` lines of each vector's codes, with the activations that belong to them.
+// The codes of a line, its low or its high ones.
+template <Lying Kind>
+inline vu codes_of(vu line, bool upper, const Lookup& code_of) {
+  if (Kind == kQuads) return line;
+  const vu nibbles = (upper ? line >> 4 : line) & 0x0f0f0f0fu;
+  return Kind == kLookedUp ? code_of(nibbles) : nibbles;
+}
+
+// `Lines` lines of each vector's codes, with the activations that belong to them. From memory they
+// are used one by one, as they come; from a cache all vectors' at once, so that activations are
+// read once for all of them.
 template <int Lines, Lying Kind, bool Stream, int Rows, int Vectors>
 inline const uint32_t* quad_lines(const int8_t* x, const uint32_t* b, int64_t ldb,
                                   const Lookup& code_of, vi (&c)[Rows][Vectors]) {
-  constexpr bool Nibbles = Kind != kQuads;
-  for (int i = 0; i < Lines; i++, b += ldb, x += Nibbles ? 8 : 4) {
-    vu line[Vectors];
-    for (int v = 0; v < Vectors; v++) {
-      if (Stream) {
+  constexpr int halves = Kind == kQuads ? 1 : 2;
+  for (int i = 0; i < Lines; i++, b += ldb, x += 4 * halves) {
+    if constexpr (Stream) {
+      for (int v = 0; v < Vectors; v++) {
         __builtin_prefetch(b + v * kLanes + kQuadsFar, 0, 2);
         __builtin_prefetch(b + v * kLanes + kQuadsNear);
+        const vu line = load_raw<vu>(b + v * kLanes);
+        for (int h = 0; h < halves; h++) {
+          const vu codes = codes_of<Kind>(line, h, code_of);
+          for (int r = 0; r < Rows; r++)
+            c[r][v] = quad_dot(c[r][v], codes, load_quad(x + r * kBlockK + 4 * h));
+        }
       }
-      line[v] = load_raw<vu>(b + v * kLanes);
-    }
-    auto add = [&](const int8_t* from, vu (&codes)[Vectors]) {
-      for (int r = 0; r < Rows; r++) {
-        auto quad = load_quad(from + r * kBlockK);
-        for (int v = 0; v < Vectors; v++) c[r][v] = quad_dot(c[r][v], codes[v], quad);
+    } else {
+      for (int h = 0; h < halves; h++) {
+        vu codes[Vectors];
+        for (int v = 0; v < Vectors; v++)
+          codes[v] = codes_of<Kind>(load_raw<vu>(b + v * kLanes), h, code_of);
+        for (int r = 0; r < Rows; r++) {
+          const auto quad = hold_quad(x + r * kBlockK + 4 * h);
+          for (int v = 0; v < Vectors; v++) c[r][v] = quad_dot(c[r][v], codes[v], quad);
+        }
       }
-    };
-    if (!Nibbles) {
-      add(x, line);
-      continue;
     }
-    vu half[Vectors];
-    for (int v = 0; v < Vectors; v++) {
-      half[v] = line[v] & 0x0f0f0f0fu;
-      if (Kind == kLookedUp) half[v] = code_of(half[v]);
-    }
-    add(x, half);
-    for (int v = 0; v < Vectors; v++) {
-      half[v] = line[v] >> 4 & 0x0f0f0f0fu;
-      if (Kind == kLookedUp) half[v] = code_of(half[v]);
-    }
-    add(x + 4, half);
   }
   return b;
 }
@@ -185,14 +188,16 @@ inline const uint32_t* quad_run(const int8_t* x, int64_t k, int64_t end, const u
                                 int64_t ldb, const Slice& s, const Lookup& code_of,
                                 vi (&c)[Rows][Vectors]) {
   constexpr int half = 32, lines = half / (Kind == kQuads ? 4 : 8);
+  const bool stream = s.stream;
+  Ahead* const next = s.next;
   auto from = [&] { return x + k / kBlockK * Activations::kBlockStride + k % kBlockK; };
   for (; k + half <= end; k += half) {
-    if (s.next) s.next->fetch();
-    b = s.stream ? quad_lines<lines, Kind, true>(from(), b, ldb, code_of, c)
+    if (next) next->fetch();
+    b = stream ? quad_lines<lines, Kind, true>(from(), b, ldb, code_of, c)
                  : quad_lines<lines, Kind, false>(from(), b, ldb, code_of, c);
   }
   if (k < end)
-    b = s.stream ? quad_lines<lines / 2, Kind, true>(from(), b, ldb, code_of, c)
+    b = stream ? quad_lines<lines / 2, Kind, true>(from(), b, ldb, code_of, c)
                  : quad_lines<lines / 2, Kind, false>(from(), b, ldb, code_of, c);
   return b;
 }
@@ -252,11 +257,16 @@ inline void quad_rows(int rows, const Slice& s, const Activations& a, int64_t ro
 // Rows that the kernel on vectors takes at once.
 constexpr int kQuadRows = kRowTile < 6 ? kRowTile : 6;
 
+// Whole lines of a panel from memory; two vectors of them from a cache, so that sums of integers and
+// of floats both stay in registers.
 template <Lying Kind>
 inline void quad_slice(int rows, const Slice& s, const Activations& a, int64_t row, float* sums) {
-  constexpr int vectors = Kind == kQuads ? 2 : 4, wide = vectors * kLanes;
+  constexpr int wide = 4 * kLanes, narrow = 2 * kLanes;
   int width = s.w.width(s.panel), c = 0;
-  for (; c + wide <= width; c += wide) quad_rows<vectors, Kind>(rows, s, a, row, width, c, sums);
+  if (s.stream)
+    for (; c + wide <= width; c += wide) quad_rows<4, Kind>(rows, s, a, row, width, c, sums);
+  else
+    for (; c + narrow <= width; c += narrow) quad_rows<2, Kind>(rows, s, a, row, width, c, sums);
   for (; c < width; c += kLanes) quad_rows<1, Kind>(rows, s, a, row, width, c, sums);
 }
 

@@ -32,13 +32,18 @@ class Ahead {
 };
 
 #if defined(__AVX512VNNI__)
-inline __m512i load_quad(const int8_t* p) {
-  __m512i quad = _mm512_set1_epi32(int(load_raw<uint32_t>(p)));
-  __asm__("" : "+v"(quad));  // in a register: several products take it
-  return quad;
-}
+inline uint32_t load_quad(const int8_t* p) { return load_raw<uint32_t>(p); }
 inline vi quad_dot(vi sum, vu codes, __m512i quad) {
   return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, quad);
+}
+inline vi quad_dot(vi sum, vu codes, uint32_t quad) {
+  return quad_dot(sum, codes, _mm512_set1_epi32(int(quad)));
+}
+// In a register, for several products.
+inline __m512i hold_quad(const int8_t* p) {
+  __m512i quad = _mm512_set1_epi32(int(load_quad(p)));
+  __asm__("" : "+v"(quad));
+  return quad;
 }
 #elif defined(__AVX2__)
 // Bytes 0 and 2, and bytes 1 and 3, as 16-bit pairs.
@@ -80,6 +85,10 @@ inline vi pair_dot(vi sum, vu pairs, uint32_t pair) {
   return sum + low * int32_t(int16_t(pair & 0xffffu)) + high * int32_t(int16_t(pair >> 16));
 #endif
 }
+
+#if !defined(__AVX512VNNI__)
+inline auto hold_quad(const int8_t* p) { return load_quad(p); }
+#endif
 
 // a * b + c, rounded once where the level can. Compilers fuse or not as they see fit, which must
 // not depend on the kernel around.
