@@ -26,7 +26,7 @@ class ByExpert:
     rows: int
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["choices"])
 def _count(ids, counts, choices, BLOCK: tl.constexpr):
     expert = tl.program_id(0)
     total = tl.zeros((BLOCK,), tl.int32)
@@ -36,7 +36,7 @@ def _count(ids, counts, choices, BLOCK: tl.constexpr):
     tl.store(counts + expert, tl.sum(total, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["choices", "most"])
 def _place(
     ids, counts, places, blocks, choices, experts, rows, most,
     BE: tl.constexpr, BLOCK: tl.constexpr,

@@ -32,11 +32,11 @@ _FEW_ROWS = 32
 _COLUMNS = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "each", "spans"])
 def _linear(
     x, x_row, x_scales, x_groups, weight, scales, zeros, table, bias, out, out_row,
-    M, N, K, size, groups, span,
-    SPANS: tl.constexpr, APART: tl.constexpr, BIAS: tl.constexpr,
+    M, N, K, size, groups, each, spans,
+    MANY: tl.constexpr, APART: tl.constexpr, BIAS: tl.constexpr,
     FORM: tl.constexpr, ROUNDED: tl.constexpr, GROUP: tl.constexpr, EXPONENTS: tl.constexpr,
     ZEROS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -46,7 +46,7 @@ def _linear(
     row = (tile % tiles * BM + tl.arange(0, BM)).to(tl.int64)
     column = (tile // tiles * BN + tl.arange(0, BN)).to(tl.int64)
     row_inside, column_inside = row < M, column < N
-    part = tl.program_id(1)
+    part, span = tl.program_id(1), each * BK
     total = product(
         x, row * x_row, x_scales, row * x_groups, row_inside,
         weight, scales, zeros, table, column, column_inside,
@@ -54,22 +54,23 @@ def _linear(
         FORM, ROUNDED, GROUP, EXPONENTS, ZEROS, BM, BN, BK,
     )  # fmt: skip
     if not APART:
-        for i in range(1, SPANS):
-            total += product(
-                x, row * x_row, x_scales, row * x_groups, row_inside,
-                weight, scales, zeros, table, column, column_inside,
-                i * span, tl.minimum(i * span + span, K), K, size, groups,
-                FORM, ROUNDED, GROUP, EXPONENTS, ZEROS, BM, BN, BK,
-            )  # fmt: skip
+        if MANY:
+            for i in range(1, spans):
+                total += product(
+                    x, row * x_row, x_scales, row * x_groups, row_inside,
+                    weight, scales, zeros, table, column, column_inside,
+                    i * span, tl.minimum(i * span + span, K), K, size, groups,
+                    FORM, ROUNDED, GROUP, EXPONENTS, ZEROS, BM, BN, BK,
+                )  # fmt: skip
         if BIAS:
             total += tl.load(bias + column, column_inside, other=0.0).to(tl.float32)[None, :]
     place = out + part.to(tl.int64) * M * N + row[:, None] * out_row + column[None, :]
     tl.store(place, total.to(out.dtype.element_ty), row_inside[:, None] & column_inside[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "spans"])
 def _add_spans(
-    parts, bias, out, out_row, M, N, SPANS: tl.constexpr, BIAS: tl.constexpr, BN: tl.constexpr
+    parts, bias, out, out_row, M, N, spans, BIAS: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -77,7 +78,7 @@ def _add_spans(
     place = parts + row * N + column
     step = (tl.program_id(0) * 0 + M).to(tl.int64) * N
     total = tl.load(place, inside, other=0.0)
-    for _ in range(1, SPANS):
+    for _ in range(1, spans):
         place += step
         total += tl.load(place, inside, other=0.0)
     if BIAS:
@@ -124,7 +125,7 @@ def linear(
     rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, packed.inputs).contiguous()
     target = out if out.dim() == 2 else out.view(-1, packed.outputs)
     count, block = rows.shape[0], packed.block
-    span, spans = _spans(packed.outputs, packed.inputs, block)
+    each, spans = _spans(packed.outputs, packed.inputs, block)
     rounded, factors = round_rows(rows, packed.rounded)
     apart = spans > 1 and count <= _FEW_ROWS
     into, into_row = target, target.stride(0)
@@ -140,25 +141,25 @@ def linear(
         packed.data if packed.form != "fp8" or packed.rounded else packed.data.view(torch.uint8),
         packed.scales, packed.scales if packed.zeros is None else packed.zeros, packed.table,
         rows if bias is None else bias, into, into_row,
-        count, packed.outputs, packed.inputs, packed.data.shape[1], packed.groups, span,
-        SPANS=spans, APART=apart, BIAS=bias is not None and not apart,
+        count, packed.outputs, packed.inputs, packed.data.shape[1], packed.groups, each, spans,
+        MANY=spans > 1, APART=apart, BIAS=bias is not None and not apart,
         **packed.meta(), **tiles,
     )  # fmt: skip
     if apart:
         launch(
             _add_spans, (count, cut(packed.outputs, 256)),
             into, rows if bias is None else bias, target, target.stride(0), count, packed.outputs,
-            SPANS=spans, BIAS=bias is not None, BN=256,
+            spans, BIAS=bias is not None, BN=256,
         )  # fmt: skip
     return out
 
 
 def _spans(outputs: int, inputs: int, block: int) -> tuple[int, int]:
-    """(inputs of a span, a multiple of `block`; how many there are)."""
+    """(blocks of inputs in a span, how many spans there are)."""
     blocks = cut(inputs, block)
     wanted = min(_PROGRAMS // max(cut(outputs, _COLUMNS), 1), blocks // _LEAST_BLOCKS, _MOST_SPANS)
     each = cut(blocks, max(wanted, 1))
-    return each * block, cut(blocks, each)
+    return each, cut(blocks, each)
 
 
 OPS: dict[str, Callable[..., Any]] = {

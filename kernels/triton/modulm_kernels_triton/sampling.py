@@ -239,7 +239,7 @@ def _filter(
         tl.store(out + place.to(tl.int64) * size + at, kept, at < size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _penalise(
     logits, row_stride, places, ids, counts, repetition, frequency, presence, size,
     BLOCK: tl.constexpr,

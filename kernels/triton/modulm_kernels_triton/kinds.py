@@ -1,0 +1,124 @@
+"""Calls of ops on small tensors, by which their kernels are compiled before they are needed.
+
+What a model needs of them depends on how it is stored; all that is common is called here. Grids and
+numbers of rows change no kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+
+import modulm_kernels_triton
+from modulm.contracts.model import StatePlan
+from modulm.ops.lora import LoraPiece, LoraTable, SlotGroups
+from modulm_kernels_triton.by_expert import sort_by_expert
+from modulm_kernels_triton.device import fp8_products
+
+__all__ = ["KINDS", "Shape"]
+
+_VOCABULARY, _EXPERTS, _TOP_K, _GROUP = 8192, 128, 8, 128
+
+
+class Shape(Protocol):
+    """Of a model."""
+
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def intermediate(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def sampling(shape: Shape) -> None:
+    """Greedy rows, draws with and without filters, log probabilities, penalties, masks."""
+    ops = modulm_kernels_triton.ops()
+    logits, ids = torch.zeros(2, _VOCABULARY), torch.zeros(2, dtype=torch.int64)
+    some, k = torch.ones(2), torch.ones(2, dtype=torch.int32)
+    ops["argmax"](logits.to(shape.dtype))
+    ops["argmax"](logits)
+    for filters in ((None, None, None), (k, some, None), (None, some, None), (k, some, some)):
+        ops["sample_blind"](logits, some, *filters, some.double())
+    ops["filter_logits"](logits, some, k, some, some)
+    for normalise in (True, False):
+        ops["top_logprobs"](logits, ids, 2, normalise)
+    ops["apply_penalties"](logits, ids, ids, some, some, some, some)
+    ops["apply_bitmask"](logits, ids, torch.zeros(2, _VOCABULARY // 32, dtype=torch.int32))
+
+
+def coded_layers(shape: Shape) -> None:
+    """Linear layers of int4 in groups, of int8, and of fp8 in blocks, for few rows and for many."""
+    ops = modulm_kernels_triton.ops()
+    size = (shape.intermediate, shape.hidden)
+    groups = torch.ones(shape.intermediate, shape.hidden // _GROUP)
+    rounded = "fp8" if fp8_products() else "bf16"
+    fp8 = torch.zeros(size).to(torch.float8_e4m3fn)
+    stored = (
+        ops["pack_quantized"](torch.zeros(size, dtype=torch.uint8), "int4", _GROUP, groups, groups),
+        ops["pack_quantized"](
+            torch.zeros(size, dtype=torch.int8), "int8", 0, groups[:, :1], None, "int8"
+        ),
+        ops["pack_quantized"](fp8, "fp8", _GROUP, groups, None, rounded),
+    )
+    for packed in stored:
+        for rows in (1, 512):
+            ops["linear"](torch.zeros(rows, shape.hidden, dtype=shape.dtype), packed)
+
+
+def experts(shape: Shape) -> None:
+    """Routing, and experts of floats, for few tokens and for many."""
+    ops = modulm_kernels_triton.ops()
+    inner = shape.intermediate % 16 + 256
+    gate_up = torch.zeros(1, 2 * inner, shape.hidden, dtype=shape.dtype)
+    down = torch.zeros(1, shape.hidden, inner, dtype=shape.dtype)
+    ops["moe_route"](torch.zeros(2, _EXPERTS, dtype=shape.dtype), _TOP_K)
+    for tokens in (2, 8, 128):
+        x = torch.zeros(tokens, shape.hidden, dtype=shape.dtype)
+        ids = torch.zeros(tokens, _TOP_K, dtype=torch.int64)
+        sort_by_expert(ids, _EXPERTS, 16)
+        ops["fused_experts"](x, torch.zeros(tokens, _TOP_K), ids, gate_up, down)
+
+
+def recurrence(shape: Shape) -> None:
+    """Convolutions, scans and delta rules of the usual sizes, of a prompt beside a decode."""
+    ops = modulm_kernels_triton.ops()
+    tokens, heads, dim, size = 3, 4, 64, 128
+    plan = StatePlan(
+        slots=torch.arange(2),
+        fresh=torch.zeros(2, dtype=torch.bool),
+        query_starts=torch.tensor([0, 1, tokens], dtype=torch.int32),
+        counts=(1, tokens - 1),
+        starts=(0, 0),
+    )
+
+    def given(*sizes: int) -> torch.Tensor:
+        return torch.zeros(tokens, *sizes, dtype=shape.dtype)
+
+    weight = torch.zeros(shape.hidden, 1, 4, dtype=shape.dtype)
+    states = torch.zeros(2, 3, shape.hidden, dtype=shape.dtype)
+    ops["causal_conv"](given(shape.hidden), weight, None, True, states, plan)
+    rates, pair = torch.zeros(heads), given(2, size)
+    scan = (given(heads, dim), given(heads), rates[:, None], pair, pair, rates)
+    ops["selective_scan"](*scan, torch.zeros(2, heads, dim, size), plan, rates)
+    delta = (pair, pair, given(heads, size), given(heads), given(heads), rates, rates)
+    ops["delta_rule"](*delta, torch.zeros(2, heads, size, size), plan)
+
+
+def adapters(shape: Shape) -> None:
+    """Low-rank additions."""
+    table, groups = LoraTable(1, 1, shape.hidden, shape.dtype), SlotGroups(1)
+    rank = torch.zeros(16, shape.hidden, dtype=shape.dtype)
+    table.put(1, [LoraPiece(rank, rank)])
+    groups.set(np.ones(2, dtype=np.int32))
+    x = torch.zeros(2, shape.hidden, dtype=shape.dtype)
+    modulm_kernels_triton.ops()["add_lora"](x.clone(), x, groups, table)
+
+
+#: In the order of how often they are needed.
+KINDS: tuple[Callable[[Shape], None], ...] = (
+    sampling, coded_layers, experts, adapters, recurrence
+)  # fmt: skip
