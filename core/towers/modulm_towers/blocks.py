@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from attrs import field, frozen
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, ModuleList
 
+from modulm.errors import UnsupportedError
 from modulm_layers import AttentionNames, GatedMLP, PlainMLP
 
 if TYPE_CHECKING:
@@ -38,7 +39,9 @@ class BlockNames:
 @frozen(kw_only=True)
 class BlockShape:
     """The shape of a pre-norm block. rms: norms without means; gated: a gated feed-forward part;
-    bias, out_bias, mlp_bias: of queries, keys and values, of what follows, of the rest.
+    bias, out_bias, mlp_bias: of queries, keys and values, of what follows, of the rest. scales: the
+    names of learned factors of the two branches, [hidden] each. qk_norm: RMS norms of all queries
+    and all keys of a token, called q_norm and k_norm.
     """
 
     hidden: int
@@ -53,6 +56,8 @@ class BlockShape:
     out_bias: bool = True
     mlp_bias: bool = True
     neox: bool = True
+    scales: tuple[str, str] | None = None
+    qk_norm: bool = False
     names: BlockNames = field(factory=BlockNames)
 
 
@@ -69,12 +74,19 @@ class VisionAttention(Module):
         parts = {names.q: whole, names.k: whole, names.v: whole}
         self.qkv = b.linear(names.qkv, hidden, parts, bias=shape.bias)
         self.out = b.row_linear(names.out, whole, hidden, bias=shape.out_bias)
+        if shape.qk_norm and self.heads != shape.heads:
+            raise UnsupportedError("norms of whole queries and keys on several ranks: not yet")
+        norms = ("q_norm", "k_norm") if shape.qk_norm else ()
+        self.norms = ModuleList(b.rms_norm(name, whole, shape.eps) for name in norms)
 
     def forward(self, x: Tensor, lengths: Sequence[int], turns: Tensor | None) -> Tensor:
         """x: [patches, hidden]; lengths: patches of each image, or window; turns: [patches,
         head_dim], cosines, then sines, of the rotation.
         """
         q, k, v = self.qkv(x).view(len(x), 3, self.heads, self.head_dim).unbind(1)
+        if len(self.norms):
+            pairs = zip(self.norms, (q, k), strict=True)
+            q, k = (norm(t.flatten(1).contiguous()).view(v.shape) for norm, t in pairs)
         if turns is not None:
             q, k = q.contiguous(), k.contiguous()
             places = torch.arange(len(x), device=x.device)
@@ -100,12 +112,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
 class Block(Module):
     """norm, attention, norm, feed-forward, each branch added to the stream."""
 
+    scale1: Tensor
+    scale2: Tensor
+
     def __init__(self, b: Builder, shape: BlockShape) -> None:
         super().__init__()
         names, norm = shape.names, b.rms_norm if shape.rms else b.layer_norm
         self.norm1 = norm(names.norm1, shape.hidden, shape.eps)
         self.attn = VisionAttention(b.at(names.attn), shape)
         self.norm2 = norm(names.norm2, shape.hidden, shape.eps)
+        self.scaled = shape.scales is not None
+        for place, name in enumerate(shape.scales or ()):
+            b.parameter(name, self, f"scale{place + 1}", (shape.hidden,))
         at = b.at(names.mlp)
         if shape.gated:
             self.mlp: Module = GatedMLP(
@@ -120,8 +138,10 @@ class Block(Module):
 
     def forward(self, x: Tensor, lengths: Sequence[int], turns: Tensor | None = None) -> Tensor:
         """x: [patches, hidden] -> [patches, hidden]."""
-        x = x + self.attn(self.norm1(x), lengths, turns)
-        out: Tensor = x + self.mlp(self.norm2(x))
+        seen = self.attn(self.norm1(x), lengths, turns)
+        x = x + (seen * self.scale1 if self.scaled else seen)
+        found = self.mlp(self.norm2(x))
+        out: Tensor = x + (found * self.scale2 if self.scaled else found)
         return out
 
 

@@ -113,6 +113,27 @@ def idefics(module, kind):
     return make
 
 
+def internvl(tokenizer):
+    image = pil("got_ocr2", "GotOcr2ImageProcessorPil", size={"height": 28, "width": 28},
+                crop_to_patches=True, min_patches=1, max_patches=4)  # fmt: skip
+    return Files("InternVLProcessor", image, image_seq_length=4)
+
+
+def onevision(tokenizer):
+    image = pil("llava_onevision", "LlavaOnevisionImageProcessorPil",
+                size={"height": 28, "width": 28},
+                image_grid_pinpoints=[[28, 56], [56, 28], [56, 56]])  # fmt: skip
+    return Files(
+        "LlavaOnevisionProcessor", image, num_image_tokens=16,
+        vision_feature_select_strategy="full", vision_aspect_ratio="anyres_max_2",
+    )  # fmt: skip
+
+
+ONEVISION = {"image_token": "<image>", "video_token": "<video>"}
+INTERNVL = {
+    "context_image_token": "<IMG_CONTEXT>", "start_image_token": "<img>",
+    "end_image_token": "</img>", "video_token": "<video>",
+}  # fmt: skip
 PIXTRAL = {"image_token": "[IMG]", "0": "[IMG_BREAK]", "1": "[IMG_END]"}
 GEMMA = {
     "boi_token": "<start_of_image>",
@@ -138,6 +159,7 @@ IMAGE = {"image_token": "<image>"}
 FAMILIES = {
     "LlavaForConditionalGeneration": (IMAGE, clip, {}),
     "LlavaNextForConditionalGeneration": (IMAGE, llava_next, {}),
+    "LlavaOnevisionForConditionalGeneration": (ONEVISION, onevision, {}),
     "Qwen2VLForConditionalGeneration": (QWEN, qwen("Qwen2VLProcessor"), {}),
     "Qwen2_5_VLForConditionalGeneration": (QWEN, qwen("Qwen2_5_VLProcessor"), {}),
     "Qwen3VLForConditionalGeneration": (QWEN, qwen("Qwen3VLProcessor"), {}),
@@ -147,6 +169,7 @@ FAMILIES = {
     "SmolVLMForConditionalGeneration": (IDEFICS, idefics("smolvlm", "SmolVLM"), {}),
     "Mistral3ForConditionalGeneration": (PIXTRAL, pixtral(2), {}),
     "AyaVisionForConditionalGeneration": (AYA, aya, {}),
+    "InternVLForConditionalGeneration": (INTERNVL, internvl, {}),
 }
 
 

@@ -1,9 +1,21 @@
 """How prompts of LLaVA take images."""
 
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
 from modulm_media import MediaFamily
 
-__all__ = ["LlavaFamily"]
+__all__ = ["LlavaFamily", "LlavaOnevisionFamily"]
 
 
 class LlavaFamily(MediaFamily):
     """All is as the processor says."""
+
+
+class LlavaOnevisionFamily(LlavaFamily):
+    """Each image of a prompt is cut into tiles, also where there are several."""
+
+    def tensors(self, found: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
+        return {name: np.asarray(found[name]) for name in ("pixel_values", "image_sizes")}

@@ -64,9 +64,13 @@ class LlavaNextForConditionalGeneration(LlavaForConditionalGeneration):
             height // vision.image_size, width // vision.image_size, side, side, -1
         )
         flat = grid.transpose(1, 2).flatten(0, 1).flatten(1, 2)
-        kept = unpadded(flat, image)
+        kept = self.reduced(unpadded(flat, image), side)
         ends = self.newline.expand(len(kept), 1, -1)
         return torch.cat([whole, torch.cat([kept, ends], dim=1).flatten(0, 1)])
+
+    def reduced(self, grid: Tensor, side: int) -> Tensor:
+        """The patches of all tiles [rows, columns, hidden]; side: of one tile, in patches."""
+        return grid
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:

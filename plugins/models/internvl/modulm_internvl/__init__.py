@@ -1,0 +1,1 @@
+"""InternVL 2.5 to 3.5 for modulm."""
