@@ -54,6 +54,8 @@ class GpuPlatform(Platform):
 
     def __init__(self) -> None:
         self._breaks = Breaks()
+        if self.runtime.count():
+            self.capabilities = self.capabilities | self.chip_abilities()  # type: ignore[misc]
 
     @classmethod
     def misses(cls) -> str | None:
@@ -92,8 +94,10 @@ class GpuPlatform(Platform):
         if threads is not None:
             torch.set_num_threads(threads)
         self.runtime.module.set_device(self.device)
-        found = {self.fp8} if self.fp8 else set()
-        self.capabilities = self.capabilities | found  # type: ignore[misc]
+
+    def chip_abilities(self) -> frozenset[str]:
+        """Names of what only some chips of this kind can do, for `capabilities`."""
+        return frozenset({self.fp8} if self.fp8 else ())
 
     @cached_property
     def streams(self) -> Streams:

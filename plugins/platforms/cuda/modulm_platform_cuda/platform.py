@@ -41,6 +41,10 @@ class CudaPlatform(GpuPlatform):
     def fp8(self) -> str | None:
         return "float8_e4m3fn" if self.capability >= _FP8_SINCE else None
 
+    def chip_abilities(self) -> frozenset[str]:
+        major, minor = self.capability
+        return super().chip_abilities() | {f"sm{major}{minor}"}
+
     def describe(self) -> str:
         major, minor = self.capability
         return f"{super().describe()}, capability {major}.{minor}"

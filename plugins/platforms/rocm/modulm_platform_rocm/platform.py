@@ -57,9 +57,8 @@ class RocmPlatform(GpuPlatform):
     def fp8(self) -> str | None:
         return next((dtype for start, dtype in _FP8 if self.chip.startswith(start)), None)
 
-    def start(self, *, threads: int | None = None) -> None:
-        super().start(threads=threads)
-        self.capabilities = self.capabilities | {f"wave{self.wave}"}  # type: ignore[misc]
+    def chip_abilities(self) -> frozenset[str]:
+        return super().chip_abilities() | {f"wave{self.wave}"}
 
     def describe(self) -> str:
         return f"{super().describe()}, {self.chip}, waves of {self.wave}"

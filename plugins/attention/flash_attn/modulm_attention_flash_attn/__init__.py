@@ -1,0 +1,1 @@
+"""Attention by the flash-attn library for modulm, where it is installed."""
