@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 WIDEST = 256
@@ -67,7 +69,7 @@ class Flash2:
     """flash_attn 2.6 or later."""
 
     page = 256
-    calls: list[str] = []
+    calls: ClassVar[list[str]] = []
 
     @classmethod
     def flash_attn_varlen_func(
@@ -83,8 +85,8 @@ class Flash2:
         assert max_seqlen_k == int(lengths.max())
         cls.calls.append("varlen")
         return _rows(
-            q, cu_seqlens_q, k, v, block_table, lengths, softmax_scale, causal, window_size, softcap,
-            alibi_slopes,
+            q, cu_seqlens_q, k, v, block_table, lengths, softmax_scale, causal, window_size,
+            softcap, alibi_slopes,
         )  # fmt: skip
 
     @classmethod
@@ -108,7 +110,7 @@ class Flash2:
 class Flash3:
     """flash_attn_interface of the Hopper folder."""
 
-    calls: list[str] = []
+    calls: ClassVar[list[str]] = []
 
     @classmethod
     def flash_attn_varlen_func(cls, *args, **kwargs):
