@@ -99,7 +99,6 @@ class StepProfile:
 
 def _devices() -> list[Any]:
     """What else than the processor can be recorded here."""
-    import torch
-    from torch.profiler import ProfilerActivity
+    from torch.profiler import ProfilerActivity, supported_activities
 
-    return [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    return sorted(supported_activities() - {ProfilerActivity.CPU}, key=str)
