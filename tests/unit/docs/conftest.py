@@ -35,18 +35,63 @@ def command_of(line: str) -> list[str]:
     return [*programs[words[0]], *words[1:]]
 
 
+#: A block that is a file, which those of later sections import.
+NAMED = re.compile(r"^```python\n# (\w+\.py)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+#: Runs files in children of one process, so that what takes long to import is imported once.
+_EACH = """
+import os, runpy, sys
+import torch, modulm, modulm_frontend.llm
+for path in sys.argv[1:]:
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        sys.argv = [path]
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+            print(f"in {path}:", open(path).read(), sep="\\n", file=sys.stderr, flush=True)
+            os._exit(1)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(1)
+"""
+
+
+def sections(text: str) -> list[str]:
+    """The Python of each section (`##`) of a page: what is read, and pasted, together."""
+    found = [
+        "\n".join(code for language, code in BLOCK.findall(section) if language == "python")
+        for section in re.split(r"^## ", without_code_headings(text), flags=re.MULTILINE)
+    ]
+    return [code for code in found if code]
+
+
+def without_code_headings(text: str) -> str:
+    """A page in which no line of a block looks like a heading: comments are indented by a space."""
+    return BLOCK.sub(lambda block: re.sub(r"(?m)^## ", "#  ", block[0]), text)
+
+
 @pytest.fixture
 def run_page(tmp_path: Path) -> Callable[[str], None]:
-    """Runs docs/PAGE.md: its shell lines, then all its Python as one program."""
+    """Runs docs/PAGE.md: its shell lines, then the Python of each section alone."""
 
     def run_one(page: str) -> None:
-        blocks = BLOCK.findall((DOCS / f"{page}.md").read_text())
-        for language, text in blocks:
+        text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+        for language, block in BLOCK.findall(text):
             if language == "bash":
-                for line in text.splitlines():
+                for line in block.splitlines():
                     run(command_of(line), tmp_path)
-        code = "\n".join(text for language, text in blocks if language == "python")
-        (tmp_path / "page.py").write_text(code)
-        run([sys.executable, "page.py"], tmp_path)
+        for name, block in NAMED.findall(text):
+            (tmp_path / name).write_text(block, encoding="utf-8")
+        files = []
+        for number, code in enumerate(sections(text), 1):
+            files.append(f"section_{number}.py")
+            (tmp_path / files[-1]).write_text(code, encoding="utf-8")
+        if files:
+            run([sys.executable, "-c", _EACH, *files], tmp_path)
 
     return run_one

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-GUIDES = (
-    "../README",
-    "chat-page",
-    "chat-templates",
-    "drivers",
-    "embeddings",
-    "examples",
-    "media",
-    "quantization",
-    "sampling",
-    "security",
-    "vllm-scripts",
-)
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+#: Run by test_plugin_pages.py.
+_OTHERS = ("write-a-plugin", "plugins-")
+GUIDES = [
+    page
+    for page in ("../README", *sorted(path.stem for path in DOCS.glob("*.md")))
+    if re.search(r"^```(python|bash)$", (DOCS / f"{page}.md").read_text(encoding="utf-8"), re.M)
+    and not page.startswith(_OTHERS)
+]
 
 
 @pytest.mark.parametrize("page", GUIDES)
 def test_guide(page: str, run_page: Callable[[str], None]) -> None:
     run_page(page)
+
+
+def test_guides_are_found() -> None:
+    assert {"../README", "examples", "install", "from-vllm", "reasoning"} <= set(GUIDES)

@@ -21,6 +21,7 @@ from modulm.config.environ import variables
 from modulm.contracts.request_listener import RequestListener
 from modulm.contracts.sampling import PoolingParams, SamplingParams
 from modulm.errors import ConfigError
+from modulm.plugins.index import to_install
 from modulm_hooks_otlp.context import Incoming
 
 if TYPE_CHECKING:
@@ -46,8 +47,9 @@ def exporter_of(endpoint: str) -> SpanExporter:
         except ImportError as error:
             raise ConfigError(
                 "otlp_traces_endpoint",
-                "gRPC needs opentelemetry-exporter-otlp-proto-grpc: pip install it, or give the "
-                "collector's HTTP address, http://HOST:4318/v1/traces",
+                "gRPC is not installed"
+                + to_install("opentelemetry-exporter-otlp-proto-grpc")
+                + "; or give the collector's HTTP address, http://HOST:4318/v1/traces",
             ) from error
         address = urlsplit(endpoint).netloc
         exporter: SpanExporter = GrpcExporter(address, insecure=not endpoint.startswith("grpcs"))
