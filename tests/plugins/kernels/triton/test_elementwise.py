@@ -12,6 +12,7 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid", "s
 
 
 @each_dtype
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_activations(ops, device, act, dtype):
     x = 4 * strided(3, 70, dtype, device)

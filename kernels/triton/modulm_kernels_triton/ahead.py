@@ -1,0 +1,187 @@
+"""Compile the kernels of a model before it is served, with a GPU or without one.
+
+    python -m modulm_kernels_triton.ahead MODEL/config.json --target cuda:90
+
+Kernels are compiled for the target as the ops would have them for a model of these sizes, and kept
+where the server looks for them (kept.py). A target is a backend and an architecture: cuda:90 for
+Hopper, hip:gfx942 for MI300. What a model needs beyond these is compiled when it is first used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import frozen
+
+import modulm_kernels_triton
+from modulm_kernels_triton import device
+from modulm_kernels_triton.kept import folder, keep_compiled
+from modulm_kernels_triton.launch import compiling_only
+from modulm_kernels_triton.tuning import tuned
+
+__all__ = ["KINDS", "Sizes", "compile_all", "compiling_for"]
+
+_WAVES = {"cuda": 32, "xpu": 32, "hip": 64}
+
+
+@frozen
+class Sizes:
+    """A model's sizes; `latent` and `turned`: of latent attention, 0 without."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype = torch.bfloat16
+    kv_dtype: torch.dtype = torch.bfloat16
+    block_size: int = 16
+    normed: bool = False
+    window: int = 0
+    latent: int = 0
+    turned: int = 0
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], kv_dtype: str | None = None) -> Sizes:
+        """Those of a config.json. Raises KeyError for what it does not say."""
+        text = config.get("text_config") or config
+        heads, hidden = text["num_attention_heads"], text["hidden_size"]
+        stored = text.get("torch_dtype") or text.get("dtype") or "bfloat16"
+        latent = text.get("kv_lora_rank") or 0
+        turned = text.get("qk_rope_head_dim") or 0
+        return cls(
+            hidden,
+            text["intermediate_size"],
+            heads,
+            1 if latent else text.get("num_key_value_heads") or heads,
+            latent + turned if latent else text.get("head_dim") or hidden // heads,
+            getattr(torch, stored),
+            getattr(torch, kv_dtype or stored),
+            normed=str(text.get("model_type", "")).startswith("qwen3"),
+            window=text.get("sliding_window") or 0 if text.get("use_sliding_window", True) else 0,
+            latent=latent,
+            turned=turned,
+        )
+
+
+def elementwise(sizes: Sizes) -> None:
+    """Norms, the activation of the MLP, lookup."""
+    ops = modulm_kernels_triton.ops()
+    x = torch.zeros(2, sizes.hidden, dtype=sizes.dtype)
+    ops["rms_norm"](x, x[0], 1e-6)
+    ops["add_rms_norm"](x, x.clone(), x[0], 1e-6)
+    ops["act_and_mul"](torch.zeros(2, 2 * sizes.intermediate, dtype=sizes.dtype), "silu")
+    ops["embedding"](torch.zeros(2, dtype=torch.int64), x)
+
+
+def attention(sizes: Sizes) -> None:
+    """Cache writes and attention, of a prompt and of a decode."""
+    from modulm_kernels_triton import paged
+
+    tokens = paged.FEW + 2
+    values = sizes.latent or sizes.head_dim
+    form = paged.CacheForm(
+        sizes.kv_heads, sizes.block_size, sizes.head_dim, values, sizes.kv_dtype,
+        bool(sizes.latent),
+    )  # fmt: skip
+    cache = torch.zeros(form.shape(2), dtype=sizes.kv_dtype)
+    slots, positions = torch.arange(tokens), torch.arange(tokens)
+    if sizes.latent:
+        k = torch.zeros(tokens, 1, sizes.head_dim, dtype=sizes.dtype)
+        paged.write_kv(k, k, cache, form, slots)
+        q = torch.zeros(tokens, sizes.heads, sizes.head_dim, dtype=sizes.dtype)
+    else:
+        width = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
+        qkv = torch.zeros(tokens, width, dtype=sizes.dtype)
+        norm = qkv[0, : sizes.head_dim] if sizes.normed else None
+        table = torch.zeros(tokens, sizes.head_dim)
+        q = paged.qkv_prepare(
+            qkv, norm, norm, 1e-6, table, positions, slots, cache, form, sizes.heads
+        )
+    numbers = [[0, 1, tokens], [1, tokens], [1, tokens], [[1, 1, 0]], [[0, 0, 0]], [0]]
+    table = torch.zeros(2, 8, dtype=torch.int32)
+    work = paged.Work(table, *(torch.tensor(each, dtype=torch.int32) for each in numbers))
+    out = torch.zeros(tokens, sizes.heads, values, dtype=sizes.dtype)
+    look = paged.Look(window=sizes.window)
+    paged.paged_attention(q, cache, form, work, 1.0, out, look)
+
+
+#: What is compiled; each calls ops on small tensors.
+KINDS: tuple[Callable[[Sizes], None], ...] = (elementwise, attention)
+
+
+class _Absent:
+    """As much of Triton's driver as compiling asks for, of a device that need not be there."""
+
+    def __init__(self, backend: str, architecture: str) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        number = int(architecture) if architecture.isdigit() else architecture
+        self._target = GPUTarget(backend, number, _WAVES.get(backend, 32))
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+
+@contextmanager
+def compiling_for(backend: str, architecture: str) -> Iterator[list[Any]]:
+    """Inside, ops compile their kernels for this target and do not start them.
+
+    Gives the list of compiled kernels. Raises RuntimeError where kernels are interpreted.
+    """
+    from triton.runtime import driver
+
+    if device.interpreting():
+        raise RuntimeError("TRITON_INTERPRET is set: kernels are interpreted, not compiled")
+    before = driver._active
+    driver.set_active(_Absent(backend, architecture))
+    _forget()
+    try:
+        with compiling_only() as made:
+            yield made
+    finally:
+        driver.set_active(before)
+        _forget()
+
+
+def _forget() -> None:
+    device.target.cache_clear()
+    tuned.cache_clear()
+
+
+def compile_all(sizes: Sizes, backend: str, architecture: str) -> list[Any]:
+    """Compile all KINDS for a model of these sizes; the compiled kernels."""
+    with compiling_for(backend, architecture) as made:
+        for kind in KINDS:
+            kind(sizes)
+    return made
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m modulm_kernels_triton.ahead")
+    parser.add_argument("config", type=Path, help="a model's config.json")
+    parser.add_argument("--target", default="cuda:90", help="backend:architecture")
+    parser.add_argument("--kv-cache-dtype", help="torch dtype of the cache; default: the model's")
+    given = parser.parse_args()
+    sizes = Sizes.of(json.loads(given.config.read_text()), given.kv_cache_dtype)
+    keep_compiled()
+    made = compile_all(sizes, *given.target.split(":", 1))
+    lines = [f"{kernel.name}: {kernel.metadata.shared} bytes of shared memory" for kernel in made]
+    print(*lines, f"{len(made)} kernels for {given.target} in {folder()}", sep="\n")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Kernels are compiled for GPUs that are not there, and fit into their shared memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+#: Bytes of shared memory that a block may have.
+MOST = {"cuda:90": 232_448, "hip:gfx942": 65_536}
+QWEN3 = {
+    "model_type": "qwen3",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize("target", MOST)
+def test_compiled_without_the_gpu(target, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(QWEN3))
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    kept |= {"XDG_CACHE_HOME": str(tmp_path / "kept"), "TRITON_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "modulm_kernels_triton.ahead", config, "--target", target]
+    done = subprocess.run(
+        command, env=kept, capture_output=True, text=True, check=False, timeout=500
+    )
+    assert done.returncode == 0, done.stderr
+    *kernels, last = done.stdout.splitlines()
+    sizes = {line.split(":")[0]: int(line.split()[1]) for line in kernels}
+    assert {"_rms_norm", "_qkv_prepare", "_prompt", "_split", "_merge"} <= sizes.keys()
+    assert max(sizes.values()) <= MOST[target]
+    folder = last.split(" in ")[1]
+    binary = "hsaco" if "hip" in target else "cubin"
+    assert any(name.endswith(binary) for _, _, names in os.walk(folder) for name in names)
+
+
+def test_sizes_of_a_config():
+    from modulm_kernels_triton.ahead import Sizes
+
+    plain = Sizes.of(QWEN3)
+    assert (plain.heads, plain.kv_heads, plain.head_dim, plain.normed) == (16, 8, 128, True)
+    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "model_type": "deepseek_v3"}
+    found = Sizes.of({**QWEN3, **latent}, "float8_e4m3fn")
+    assert (found.kv_heads, found.head_dim, found.normed) == (1, 576, False)
+    assert found.kv_dtype == torch.float8_e4m3fn
+    inside = Sizes.of({"text_config": {**QWEN3, "sliding_window": 4096}})
+    assert inside.window == 4096
+
+
+def test_interpreted_kernels_are_not_compiled(device):
+    from modulm_kernels_triton.ahead import compiling_for
+
+    if device.type != "cpu":
+        pytest.skip("kernels are compiled here")
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET is set"), compiling_for("cuda", "90"):
+        pass
