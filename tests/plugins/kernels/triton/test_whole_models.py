@@ -30,6 +30,7 @@ class Device(queued.QueuedPlatform):
     """On which kernels are interpreted, one after the other."""
 
     kernels = ("triton",)
+    attention = ("triton", "sdpa")
 
     @property
     def dtypes(self):
@@ -61,7 +62,8 @@ def answers(folder, params, device, loras=None, **flags):
         plugins.register("platforms", "queued", Device)
         with modulm.LLM(
             str(folder), device=device, num_gpu_blocks_override=40, max_num_batched_tokens=80,
-            max_model_len=128, max_num_seqs=4, attention_backend="sdpa",
+            max_model_len=128, max_num_seqs=4,
+            attention_backend="sdpa" if device == "cpu" else "triton",
             **{"dtype": "float32", **flags},
         ) as llm:  # fmt: skip
             given = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
@@ -70,7 +72,8 @@ def answers(folder, params, device, loras=None, **flags):
 
 
 CASES = {
-    "LlamaForCausalLM": {"_argmax", "_rms_norm"},
+    "LlamaForCausalLM": {"_argmax", "_rms_norm", "_qkv_prepare", "_prompt", "_split", "_merge"},
+    "DeepseekV3ForCausalLM": {"_latent_prepare", "_write_kv", "_prompt", "_split"},
     "Qwen3MoeForCausalLM": {"_experts", "_moe_route", "_place", "_add_up"},
     "Mamba2ForCausalLM": {"_by_segment", "_by_token", "_causal_conv", "_keep_inputs"},
     "Qwen3NextForCausalLM": {"_invert", "_by_segment", "_by_token", "_experts"},
