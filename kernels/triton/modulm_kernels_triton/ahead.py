@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,7 @@ def attention(sizes: Sizes) -> None:
     paged.paged_attention(q, cache, form, work, 1.0, out, look)
 
 
-#: What is compiled; each calls ops on small tensors.
+#: What is compiled for every model; each calls ops on small tensors. kinds.py has what some need.
 KINDS: tuple[Callable[[Sizes], None], ...] = (elementwise, attention)
 
 
@@ -161,11 +161,20 @@ def _forget() -> None:
     tuned.cache_clear()
 
 
-def compile_all(sizes: Sizes, backend: str, architecture: str) -> list[Any]:
-    """Compile all KINDS for a model of these sizes; the compiled kernels."""
+def compile_all(
+    sizes: Sizes, backend: str, architecture: str, also: Collection[str] = ()
+) -> list[Any]:
+    """Compile all KINDS for a model of these sizes, and those of kinds.py that are named; the
+    compiled kernels.
+    """
     with compiling_for(backend, architecture) as made:
+        from modulm_kernels_triton import kinds
+
         for kind in KINDS:
             kind(sizes)
+        for more in kinds.KINDS:
+            if more.__name__ in also:
+                more(sizes)
     return made
 
 
@@ -175,10 +184,17 @@ def main() -> None:
     parser.add_argument("config", type=Path, help="a model's config.json")
     parser.add_argument("--target", default="cuda:90", help="backend:architecture")
     parser.add_argument("--kv-cache-dtype", help="torch dtype of the cache; default: the model's")
+    parser.add_argument(
+        "--also",
+        nargs="*",
+        default=["sampling"],
+        choices=("sampling", "coded_layers", "experts", "adapters", "recurrence"),
+        help="what the model needs beside norms, lookup and attention; default: sampling",
+    )
     given = parser.parse_args()
     sizes = Sizes.of(json.loads(given.config.read_text()), given.kv_cache_dtype)
     keep_compiled()
-    made = compile_all(sizes, *given.target.split(":", 1))
+    made = compile_all(sizes, *given.target.split(":", 1), also=given.also)
     lines = [f"{kernel.name}: {kernel.metadata.shared} bytes of shared memory" for kernel in made]
     print(*lines, f"{len(made)} kernels for {given.target} in {folder()}", sep="\n")  # noqa: T201
 

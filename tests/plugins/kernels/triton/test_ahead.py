@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -30,6 +31,7 @@ def test_compiled_without_the_gpu(target, tmp_path):
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     kept |= {"XDG_CACHE_HOME": str(tmp_path / "kept"), "TRITON_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "modulm_kernels_triton.ahead", config, "--target", target]
+    command += ["--also"] if "hip" in target else ["--also", "adapters"]
     done = subprocess.run(
         command, env=kept, capture_output=True, text=True, check=False, timeout=500
     )
@@ -37,10 +39,18 @@ def test_compiled_without_the_gpu(target, tmp_path):
     *kernels, last = done.stdout.splitlines()
     sizes = {line.split(":")[0]: int(line.split()[1]) for line in kernels}
     assert {"_rms_norm", "_qkv_prepare", "_prompt", "_split", "_merge"} <= sizes.keys()
+    assert ("_down" in sizes) == ("hip" not in target)
     assert max(sizes.values()) <= MOST[target]
     folder = last.split(" in ")[1]
     binary = "hsaco" if "hip" in target else "cubin"
     assert any(name.endswith(binary) for _, _, names in os.walk(folder) for name in names)
+
+
+def test_kinds_are_those_that_can_be_named():
+    from modulm_kernels_triton import ahead, kinds
+
+    source = inspect.getsource(ahead.main)
+    assert all(f'"{kind.__name__}"' in source for kind in kinds.KINDS)
 
 
 def test_sizes_of_a_config():
