@@ -1,0 +1,1 @@
+"""Attention by the FlashInfer library for modulm, where it is installed."""
