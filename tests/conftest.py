@@ -69,7 +69,7 @@ def plans_go_through_bytes() -> Iterator[None]:
     """Every plan and every result of the suite is bytes once, as on its way between processes."""
     from modulm.engine.worker.model_runner import ModelRunner
     from modulm.testing.fakes import FakeExecutor
-    from modulm.testing.process_executor import through_bytes
+    from modulm_distributed.testing import through_bytes
 
     with pytest.MonkeyPatch.context() as patch:
         for kind in (ModelRunner, FakeExecutor):

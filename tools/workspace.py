@@ -25,16 +25,27 @@ from modulm.errors import ModulmError  # noqa: E402
 from modulm.plugins.kinds import HOOKS_GROUP, KINDS, KINDS_GROUP  # noqa: E402
 from modulm_adapters.kinds import ADAPTER_RESOLVERS  # noqa: E402
 from modulm_chat.kinds import CHAT_TEMPLATES  # noqa: E402
+from modulm_distributed.kinds import COLLECTIVES  # noqa: E402
 from modulm_media.kinds import MEDIA_FAMILIES  # noqa: E402
 from modulm_server.kinds import ROUTES  # noqa: E402
 
-_BROUGHT = (ROUTES, CHAT_TEMPLATES, ADAPTER_RESOLVERS, MEDIA_FAMILIES)
+_BROUGHT = (
+    ROUTES,
+    CHAT_TEMPLATES,
+    ADAPTER_RESOLVERS,
+    COLLECTIVES,
+    COLLECTIVES,
+    COLLECTIVES,
+    COLLECTIVES,
+    MEDIA_FAMILIES,
+)
 ALL_KINDS = {**KINDS, **{kind.name: kind for kind in _BROUGHT}}
 #: What else is under core/: package -> the folders of plugins that may import it.
 LIBRARIES: dict[str, set[str]] = {
     "modulm_adapters": {"adapter_resolvers", "routes"},
     "modulm_chat": {"chat_templates", "commands", "compat", "parsers", "poolers"},
     "modulm_cli": {"commands", "compat"},
+    "modulm_distributed": {"executors", "collectives"},
     "modulm_frontend": {"commands", "compat", "hooks", "routes"},
     "modulm_gpu": {"platforms"},
     "modulm_layers": {"models", "poolers", "speculators"},

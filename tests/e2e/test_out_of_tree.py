@@ -35,8 +35,9 @@ def environment(
     python = place / "venv/bin/python"
     run(sys.executable, "-m", "modulm.cli.main", "plugins", "new", "models", "stranger",
         "--into", str(place))  # fmt: skip
-    libraries = ("adapters", "chat", "cli", "frontend", "gpu", "layers", "media", "parsing",
-                 "quantized", "server", "tensor-files", "towers")  # fmt: skip
+    libraries = ("adapters", "chat", "cli", "distributed", "frontend", "gpu",
+                 "layers", "media", "parsing", "quantized", "server", "tensor-files",
+                 "towers")  # fmt: skip
     own = [str(ROOT), *(str(ROOT / "core" / name) for name in libraries)]
     own += [str(ROOT / "plugins" / name) for name in NEEDED]
     run(UV, "pip", "install", "--quiet", "--no-deps", "--offline", "--python", str(python),

@@ -98,6 +98,7 @@ class LLMFlags(TypedDict, total=False):
     numa_bind_cpus: Sequence[str] | str | None
     numa_bind_nodes: Sequence[int] | str | None
     override_generation_config: Mapping[str, Any] | str
+    pipeline_parallel_size: int
     plugin_config: Mapping[str, Any] | str
     plugins: Sequence[str] | str | None
     pooler_config: Mapping[str, Any] | str | None
@@ -119,6 +120,7 @@ class LLMFlags(TypedDict, total=False):
     spec_tokens: int | None
     speculative_config: Mapping[str, Any] | str
     stream_interval: int
+    tensor_parallel_size: int
     tokenizer: str | None
     tokenizer_mode: str
     tokenizer_revision: str | None

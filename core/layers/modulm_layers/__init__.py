@@ -28,7 +28,7 @@ from modulm_layers.routed import (
     routed_experts,
     without_drafts,
 )
-from modulm_layers.ssm import CausalConv, StateSpaceMixer, recur, single_rank
+from modulm_layers.ssm import CausalConv, GatedNorm, StateSpaceMixer, recur
 
 __all__ = [
     "Attention",
@@ -41,6 +41,7 @@ __all__ = [
     "ExpertNames",
     "Gate",
     "GatedMLP",
+    "GatedNorm",
     "LatentAttention",
     "LearnedPositions",
     "MoE",
@@ -61,7 +62,6 @@ __all__ = [
     "recur",
     "routed_experts",
     "segments",
-    "single_rank",
     "size",
     "split_heads",
     "standard_attention",

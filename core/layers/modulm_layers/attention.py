@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from modulm.contracts.attention import PLAIN, AttentionInputs, AttentionSpec, QKVPrepare
+from modulm.errors import UnsupportedError
 from modulm.nn.norm import Norm, RMSNorm
 from modulm_layers.kv_scales import (
     K_LARGEST,
@@ -86,12 +87,19 @@ class Attention(Module):
     ) -> None:
         super().__init__()
         group = b.shared.mesh.tensor
-        self.heads, self.kv_heads = group.part(heads, b.prefix), group.part(kv_heads, b.prefix)
+        self.heads = group.part(heads, b.prefix)
+        self.kv_heads = b.share(kv_heads, 1)
+        self.group = group if norm_whole and group.size > 1 else None
+        if self.group is not None and kv_heads < group.size:
+            raise UnsupportedError(
+                f"tensor_parallel_size: {b.prefix}: keys are normed over all {kv_heads} heads, so "
+                f"at most {kv_heads} ranks can share them"
+            )
         self.head_dim, self.clip, self.ops = head_dim, clip, b.ops
         self.norm_whole, self.norm_last = norm_whole, norm_last
         sizes = {names.q: heads * head_dim, names.k: kv_heads * head_dim}
         sizes[names.v] = kv_heads * head_dim
-        self.qkv = b.linear(names.qkv, hidden, sizes, bias=bias)
+        self.qkv = b.linear(names.qkv, hidden, sizes, bias=bias, least=head_dim)
         self.out = b.row_linear(names.out, heads * head_dim, hidden, bias=out_bias)
         self.gate = None if gate is None else b.linear(gate, hidden, heads * head_dim, bias=bias)
         self.q_norm, self.k_norm = qk_norm or (None, None)
@@ -99,7 +107,8 @@ class Attention(Module):
         self.rotation = None if rope is None else b.rope(rope)
         self.register_parameter("sinks", None)
         if sinks:
-            b.parameter("sinks", self, "sinks", (self.heads,), torch.float32)
+            own = group.shard(heads, b.prefix)
+            b.cut_parameter("sinks", self, "sinks", (own,), dtype=torch.float32)
         slopes = alibi * alibi_slopes(heads, group.rank, group.size)
         self.alibi = slopes.to(b.shared.device) if alibi else None
         spec = AttentionSpec(
@@ -184,7 +193,7 @@ class Attention(Module):
         q, k, v = torch.split(qkv, sizes, dim=-1)
         shape = (qkv.shape[0], -1, self.head_dim)
         if self.norm_whole:
-            q, k = self._normed(q, k)
+            q, k = self._normed_whole(q, k)
         q, k, v = q.reshape(shape), k.reshape(shape), v.reshape(shape)
         if not (self.norm_whole or self.norm_last):
             q, k = self._normed(q, k)
@@ -192,6 +201,15 @@ class Attention(Module):
             table = self.rotation.cos_sin if table is None else table
             self.ops.rotary(q, k, positions, table, self.neox)
         return (*self._normed(q, k), v) if self.norm_last else (q, k, v)
+
+    def _normed_whole(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Over all heads, also those of other ranks."""
+        if self.group is None:
+            return self._normed(q, k)
+        rank, size = self.group.rank, self.group.size
+        whole = self._normed(self.group.all_gather(q), self.group.all_gather(k))
+        q, k = (x.tensor_split(size, -1)[rank].contiguous() for x in whole)
+        return q, k
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.q_norm is None or self.k_norm is None:

@@ -9,7 +9,6 @@ from attrs import asdict, frozen
 from torch import Tensor
 from torch.nn import Module
 
-from modulm.errors import UnsupportedError
 from modulm_layers.activation import gate_name
 
 if TYPE_CHECKING:
@@ -96,8 +95,6 @@ class MoE(Module):
         names: ExpertNames = _NAMES,
     ) -> None:
         super().__init__()
-        if b.ranks > 1:
-            raise UnsupportedError(f"{b.prefix}: experts on several ranks: not yet")
         self.ops, self.routing = b.ops, asdict(routing)
         self.router = b.router(names.router, hidden, experts, bias=router_bias, wide=wide_router)
         sizes = {names.gate: inner, names.up: inner}
@@ -111,6 +108,7 @@ class MoE(Module):
             {names.down: hidden},
             names.one,
             bias=names.down_bias,
+            rows=True,
         )
         self.fused_experts = b.fused_experts(self.gate_up, self.down)
         self.shared = shared
@@ -130,10 +128,15 @@ class MoE(Module):
             gate_up.method.experts(gate_up),
             down.method.experts(down),
             gate_up_bias=gate_up.bias,
-            down_bias=down.bias,
+            down_bias=down.bias if down.reduce is None or down.reduce.first else None,
             **self.gate,
         )
+        mixed = self.summed(mixed)
         return mixed if self.shared is None else self.ops.add(mixed, self.shared(x))
+
+    def summed(self, mixed: Tensor) -> Tensor:
+        """What the experts give, of which each rank has computed a part of the sum."""
+        return mixed if self.down.reduce is None else self.down.reduce.all_reduce(mixed)
 
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """logits: [tokens, experts] -> weights [tokens, top_k] fp32 and expert ids."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from modulm.contracts.model import StateSpec
+from modulm.contracts.quantization import Shard
 from modulm.errors import UnsupportedError
 from modulm.ops.chunked_scan import chunked_scan
 
@@ -17,15 +18,9 @@ if TYPE_CHECKING:
     from modulm.contracts.model import Batch, StatePlan
     from modulm.nn.builder import Builder
 
-__all__ = ["CausalConv", "StateSpaceMixer", "recur", "single_rank"]
+__all__ = ["CausalConv", "GatedNorm", "StateSpaceMixer", "recur"]
 
 Step = Callable[[Tensor, Tensor], Tensor]
-
-
-def single_rank(b: Builder) -> None:
-    """Raise UnsupportedError where several ranks would share a recurrent layer."""
-    if b.ranks > 1:
-        raise UnsupportedError(f"{b.prefix}: recurrent layers on several ranks: not yet")
 
 
 def recur(states: Tensor, plan: StatePlan, step: Step, out: Tensor) -> None:
@@ -52,29 +47,73 @@ def recur(states: Tensor, plan: StatePlan, step: Step, out: Tensor) -> None:
 class CausalConv(Module):
     """A convolution along each row, channel by channel, over the last `width` tokens.
 
-    Its state is the row's last width - 1 inputs: [slots, width - 1, channels].
+    Its state is the row's last width - 1 inputs: [slots, width - 1, channels]. channels: of each of
+    the things that lie side by side in it, and least: what of them ranks cannot cut.
     """
 
     weight: Tensor
     bias: Tensor | None
 
     def __init__(
-        self, b: Builder, name: str, channels: int, width: int, *, bias: bool, act: str | None
+        self,
+        b: Builder,
+        name: str,
+        channels: int | Sequence[int],
+        width: int,
+        *,
+        bias: bool,
+        act: str | None,
+        least: Sequence[int | None] | None = None,
     ) -> None:
         super().__init__()
         if act not in (None, "silu", "swish"):
             at = b.name(name)
             raise UnsupportedError(f"hidden_act: {at}: a convolution with {act!r}: not yet")
         self.convolve, self.silu = b.ops.causal_conv, act is not None
-        self.state = (width - 1, channels)
+        parts = [channels] if isinstance(channels, int) else channels
+        cuts = zip(parts, least or [None] * len(parts), strict=True)
+        shards = [b.shard(size, smallest) for size, smallest in cuts]
+        self.state = (width - 1, sum(shard.size for shard in shards))
         self.register_parameter("bias", None)
-        shapes = {"weight": (channels, 1, width), **({"bias": (channels,)} if bias else {})}
-        b.parameters(name, self, **shapes)
+        b.cut_parameter(f"{name}.weight", self, "weight", shards, (1, width))
+        if bias:
+            b.cut_parameter(f"{name}.bias", self, "bias", shards)
 
     def forward(self, x: Tensor, states: Tensor, plan: StatePlan) -> Tensor:
         """x: [tokens, channels] -> the same shape."""
         y: Tensor = self.convolve(x, self.weight, self.bias, self.silu, states, plan)
         return y
+
+
+class GatedNorm(Module):
+    """The norm of what a recurrence gives, over each of `groups` parts of it, with its gate.
+
+    Where a part lies on several ranks they show one another what they have.
+    """
+
+    weight: Tensor
+
+    def __init__(
+        self, b: Builder, name: str, size: int, groups: int, eps: float, *, first: bool = False
+    ) -> None:
+        super().__init__()
+        ranks = b.shared.mesh.tensor
+        self.ops, self.eps, self.first = b.ops, eps, first
+        self.ranks = ranks if groups % ranks.size else None
+        self.groups = groups if self.ranks else groups // ranks.size
+        whole = Shard(0, size, size)
+        b.cut_parameter(f"{name}.weight", self, "weight", (whole if self.ranks else b.shard(size),))
+
+    def forward(self, y: Tensor, gate: Tensor) -> Tensor:
+        """y: [tokens, size of this rank] fp32, gate: the same -> the same, of the gate's dtype."""
+        if self.ranks is not None:
+            y, gate = self.ranks.all_gather(y), self.ranks.all_gather(gate)
+        normed: Tensor = self.ops.gated_rms_norm(
+            y, gate, self.weight, self.eps, self.groups, norm_first=self.first
+        )
+        if self.ranks is None:
+            return normed
+        return normed.tensor_split(self.ranks.size, -1)[self.ranks.rank].contiguous()
 
 
 class StateSpaceMixer(Module):
@@ -88,7 +127,6 @@ class StateSpaceMixer(Module):
     a_log: Tensor
     skip: Tensor
     dt_bias: Tensor
-    norm_weight: Tensor
 
     def __init__(
         self,
@@ -107,20 +145,21 @@ class StateSpaceMixer(Module):
         dt_limit: tuple[float, float] = (0.0, float("inf")),
     ) -> None:
         super().__init__()
-        single_rank(b)
-        inner = heads * head_dim
-        self.ops, self.heads, self.groups = b.ops, heads, groups
-        self.eps, self.dt_limit = eps, dt_limit
-        self.parts = [inner, inner + 2 * groups * size, heads]
-        self.mixed = [inner, groups * size, groups * size]
-        self.project = b.linear("in_proj", hidden, sum(self.parts), bias=bias)
-        self.conv = CausalConv(b, "conv1d", self.parts[1], width, bias=conv_bias, act=act)
-        b.parameter("A_log", self, "a_log", (heads,), torch.float32)
-        b.parameter("D", self, "skip", (heads,), torch.float32)
-        b.parameter("dt_bias", self, "dt_bias", (heads,), torch.float32)
-        b.parameter("norm.weight", self, "norm_weight", (inner,))
+        inner, each = heads * head_dim, groups * size
+        self.ops, self.heads, self.groups = b.ops, b.share(heads), b.share(groups, 1)
+        self.dt_limit = dt_limit
+        own, kept = self.heads * head_dim, self.groups * size
+        self.parts, self.mixed = [own, own + 2 * kept, self.heads], [own, kept, kept]
+        pieces, least = [inner, inner, each, each, heads], [head_dim, head_dim, size, size, 1]
+        self.project = b.pieces("in_proj", hidden, pieces, least, bias=bias)
+        self.conv = CausalConv(
+            b, "conv1d", pieces[1:4], width, bias=conv_bias, act=act, least=least[1:4]
+        )
+        for name, attribute in (("A_log", "a_log"), ("D", "skip"), ("dt_bias", "dt_bias")):
+            b.cut_parameter(name, self, attribute, (b.shard(heads),), dtype=torch.float32)
+        self.norm = GatedNorm(b, "norm", inner, groups, eps)
         self.out = b.row_linear("out_proj", inner, hidden, bias=bias)
-        state = ("state", (heads, head_dim, size), "float32")
+        state = ("state", (self.heads, head_dim, size), "float32")
         self.cache = b.cache(StateSpec((("conv", self.conv.state, b.dtype), state)))
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
@@ -132,8 +171,5 @@ class StateSpaceMixer(Module):
         b, c = (part.view(tokens, self.groups, -1) for part in (b, c))
         parts = (inputs, step, self.a_log.unsqueeze(-1), b, c, self.skip)
         y = self.ops.selective_scan(*parts, cache["state"], plan, self.dt_bias, self.dt_limit)
-        normed = self.ops.gated_rms_norm(
-            y.flatten(1), gate, self.norm_weight, self.eps, self.groups, norm_first=False
-        )
-        mixed_out: Tensor = self.out(normed)
+        mixed_out: Tensor = self.out(self.norm(y.flatten(1), gate))
         return mixed_out

@@ -329,16 +329,18 @@ def _rest(state: _Open, platform: Platform, plugins: PluginManager) -> _Open:
     if state.is_open("device"):
         state = state.decide("device", platform.name, "the platform in use")
     if state.config.parallel.distributed_executor_backend is None:
-        _check_executor(plugins)
-        state = state.decide("distributed_executor_backend", "uni", "one device takes part")
+        ranks = state.config.parallel.ranks
+        name, reason = ("uni", "one device takes part") if ranks == 1 else ("mp", f"{ranks} ranks")
+        _check_executor(plugins, name)
+        state = state.decide("distributed_executor_backend", name, reason)
     if state.config.model.served_model_name is None:
         state = state.decide("served_model_name", (state.config.model.model,), "--model")
     return state
 
 
-def _check_executor(plugins: PluginManager) -> None:
+def _check_executor(plugins: PluginManager, name: str) -> None:
     try:
-        plugins.find("executors", "uni")
+        plugins.find("executors", name)
     except PluginError as error:
         raise ConfigError("distributed_executor_backend", str(error)) from error
 

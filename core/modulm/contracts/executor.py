@@ -16,13 +16,14 @@ from attrs import field, frozen
 from modulm.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from modulm.config import EngineConfig
     from modulm.contracts.connector import TransferPlan, TransferResult
     from modulm.contracts.media import MediaItem
     from modulm.contracts.sampling import PoolingParams, SamplingParams, StructuredOutputs
+    from modulm.errors import EngineDead
     from modulm.plugins.explain import Decision
 
 __all__ = [
@@ -239,6 +240,9 @@ class Executor(ABC):
         except Exception as error:
             future.set_exception(error)
         return future
+
+    def watch(self, died: Callable[[EngineDead], None]) -> None:
+        """Have `died` called, on any thread, when the executor stops working, between steps too."""
 
     def describe(self) -> ModelDescription:
         """The model that was loaded."""

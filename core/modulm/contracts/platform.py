@@ -105,6 +105,8 @@ class Platform(ABC):
     attention: ClassVar[tuple[str, ...]]
     #: Kernel providers (group `modulm.kernels`), best first; an op nobody has runs as its twin.
     kernels: ClassVar[tuple[str, ...]] = ()
+    #: What ranks exchange tensors through (group `modulm.collectives`), best first.
+    collectives: ClassVar[tuple[str, ...]] = ("gloo",)
     #: Named abilities that other code may ask for, e.g. "graphs", "pin_memory", "sleep".
     capabilities: ClassVar[frozenset[str]] = frozenset()
     #: Whether work is queued: an operation returns before it is done, and reading what it gives
@@ -148,6 +150,14 @@ class Platform(ABC):
         this process does not have.
         """
         raise UnsupportedError(f"numa_bind: platform {self.name} cannot bind its workers: not yet")
+
+    def take_share(self, rank: int, ranks: int) -> None:
+        """Be the worker `rank` of those of this host: from now on this object stands for its
+        device, or for its part of what all of them have. Called before `bind` and `start`.
+
+        Raises ConfigError if there are fewer devices.
+        """
+        raise UnsupportedError(f"platform {self.name} has one worker on a host: not yet")
 
     def start(self, *, threads: int | None = None) -> None:
         """Prepare the process for running models (threads, streams); called once per worker."""

@@ -78,14 +78,18 @@ class Loaded:
 
 
 def load_model(
-    config: EngineConfig, checkpoint: Checkpoint, platform: Platform, plugins: PluginManager
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    platform: Platform,
+    plugins: PluginManager,
+    mesh: Mesh | None = None,
 ) -> Loaded:
-    """Build the checkpoint's model on `platform` and load its weights.
+    """Build the checkpoint's model on `platform` and load this rank's part of its weights.
 
     Raises CheckpointError before any weight is read if files, names or shapes do not fit, and
     UnsupportedError or PluginError if a needed driver is missing.
     """
-    built = build_model(config, checkpoint, platform, plugins)
+    built = build_model(config, checkpoint, platform, plugins, mesh)
     plugins.hook.modulm_model_built(model=built.model, config=config)
     filled = built.model.load(checkpoint.path)
     plan = None if filled else plan_checkpoint(built, checkpoint)
@@ -143,7 +147,11 @@ class _Built:
 
 
 def build_model(
-    config: EngineConfig, checkpoint: Checkpoint, platform: Platform, plugins: PluginManager
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    platform: Platform,
+    plugins: PluginManager,
+    mesh: Mesh | None = None,
 ) -> _Built:
     """The model without weights or memory, and what was chosen for it."""
     choices = Choices(config, checkpoint, platform, plugins)
@@ -153,7 +161,7 @@ def build_model(
     length = _choose_length(config, settings, checkpoint)
     ops = choices.ops(dtype)
     methods = choices.method(ops)
-    shared = _shared(config, choices, methods, ops, dtype, length)
+    shared = _shared(config, choices, methods, ops, dtype, length, mesh or Mesh())
     model = driver(settings, Builder(shared)).eval()
     choices.decisions.extend(methods.decisions())
     return _Built(model, settings, dtype, ops, shared, choices, methods.main, choices.loader())
@@ -185,6 +193,7 @@ def _shared(
     ops: OpTable,
     dtype: str,
     length: int,
+    mesh: Mesh,
 ) -> Shared:
     wanted_kv = config.cache.kv_cache_dtype
     kv_dtype = dtype if wanted_kv == "auto" else _KV_DTYPES.get(wanted_kv, wanted_kv)
@@ -194,7 +203,7 @@ def _shared(
         dtype=getattr(torch, dtype),
         device=choices.platform.device,
         ops=ops,
-        mesh=Mesh(),
+        mesh=mesh,
         max_length=length,
         choose_method=methods.of,
         choose_backend=partial(_backend, choices, ops),

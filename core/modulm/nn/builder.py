@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from modulm.contracts.attention import AttentionBackend, AttentionSpec
     from modulm.contracts.kernels import Ops
     from modulm.contracts.model import StateSpec
-    from modulm.contracts.quantization import QuantizationMethod
+    from modulm.contracts.quantization import QuantizationMethod, Shard
     from modulm.nn.rotary import RotaryKind, RotaryTable
     from modulm.parallel import Mesh
 
@@ -35,6 +35,7 @@ __all__ = ["Builder", "Parts", "Shared"]
 
 #: Outputs of a layer: a number, or the numbers of the parts it was fused from, by their names.
 Parts = int | Mapping[str, int]
+Least = int | Sequence[int | None] | None
 FusedExperts = Callable[..., Tensor]
 
 L = TypeVar("L", bound=Linear | Embedding)
@@ -115,14 +116,22 @@ class Builder:
     # Linear layers.
 
     def linear(
-        self, name: str, inputs: int, outputs: Parts, *, bias: bool = False, split: bool = True
+        self,
+        name: str,
+        inputs: int,
+        outputs: Parts,
+        *,
+        bias: bool = False,
+        split: bool = True,
+        least: Least = None,
     ) -> Linear:
-        """A linear layer, cut by outputs between ranks unless `split` is false.
+        """A linear layer, cut by outputs between ranks unless `split` is false; least: as in
+        `ProcessGroup.shard`, of every part or one for each.
 
         With several parts the checkpoint may hold them one by one, under their names beside
         `name`, or the whole under `name`.
         """
-        spec = self._spec(name, inputs, outputs, bias=bias, split=split)
+        spec = self._spec(name, inputs, outputs, bias=bias, split=split, least=least)
         return self._weights(Linear(spec, self._method(spec), None))
 
     def row_linear(self, name: str, inputs: int, outputs: int, *, bias: bool = False) -> Linear:
@@ -132,6 +141,25 @@ class Builder:
         spec = self._spec(name, share.size, outputs, bias=bias, input_shard=share)
         reduce = group if group.size > 1 else None
         return self._weights(Linear(spec, self._method(spec), reduce))
+
+    def pieces(
+        self, name: str, inputs: int, sizes: Sequence[int], least: Least = None, **more: Any
+    ) -> Linear:
+        """A linear layer that is stored whole and whose outputs are several things side by side,
+        each of which is cut by itself.
+        """
+        whole: Parts = sum(sizes)
+        if self.ranks > 1:
+            whole = {f"{name}.{index}": size for index, size in enumerate(sizes)}
+        return self.linear(name, inputs, whole, least=least if self.ranks > 1 else None, **more)
+
+    def share(self, total: int, least: int | None = None) -> int:
+        """This rank's share of `total` heads or channels of the layer at this prefix."""
+        return self.shard(total, least).size
+
+    def shard(self, total: int, least: int | None = None) -> Shard:
+        """Where that share lies."""
+        return self.shared.mesh.tensor.shard(total, self.prefix, least)
 
     def router(
         self, name: str, inputs: int, experts: int, *, bias: bool = False, wide: bool = False
@@ -150,8 +178,10 @@ class Builder:
         stored: str,
         *,
         bias: str | None = None,
+        rows: bool = False,
     ) -> Linear:
-        """`experts` linear maps stacked, which `fused_experts` applies.
+        """`experts` linear maps stacked, which `fused_experts` applies; cut by outputs between
+        ranks, or (`rows`) by inputs: what the op gives is then a part of a sum (`reduce`).
 
         `stored` says how the checkpoint names one of them, from here, with {expert} and {part}:
         "experts.{expert}.{part}"; it may also hold the stack [experts, outputs, inputs] under
@@ -160,12 +190,20 @@ class Builder:
         """
         parts = {name: outputs} if isinstance(outputs, int) else outputs
         paths = tuple(self.name(stored.replace("{part}", part)) for part in parts)
-        spec = self._spec(name, inputs, outputs, kind="expert", experts=experts)
+        group = self.shared.mesh.tensor
+        more: dict[str, Any] = {"kind": "expert", "experts": experts}
+        if rows:
+            share = group.shard(inputs, self.name(name))
+            spec = self._spec(name, share.size, outputs, input_shard=share, **more)
+        else:
+            spec = self._spec(name, inputs, outputs, split=True, **more)
         first = tuple(path.format(expert=0) for path in paths)
         spec = evolve(spec, part_names=first, expert_names=paths)
         layer = self._weights(Linear(spec, self._method(spec), None), paths)
+        if rows and group.size > 1:
+            layer.reduce = group
         if bias is not None:
-            self.parameter(bias, layer, "bias", (experts, spec.outputs))
+            self.cut_parameter(bias, layer, "bias", spec.shards, before=(experts,))
         return layer
 
     def fused_experts(self, gate_up: Linear, down: Linear) -> FusedExperts:
@@ -238,6 +276,31 @@ class Builder:
         slot = Slot(module, attribute, shape, kept, ((Part(self.name(name), shape),),))
         self.shared.units.append(Unit(self.name(name), module, [slot]))
 
+    def cut_parameter(
+        self,
+        name: str,
+        module: Module,
+        attribute: str,
+        shards: Sequence[Shard],
+        rest: tuple[int, ...] = (),
+        dtype: torch.dtype | None = None,
+        *,
+        before: tuple[int, ...] = (),
+    ) -> None:
+        """The same, [*before, n, *rest], of which this rank holds `shards`, one after the other."""
+        kept, path = dtype or self.shared.dtype, self.name(name)
+        whole = (*before, sum(shard.whole for shard in shards), *rest)
+        shape = (*before, sum(shard.size for shard in shards), *rest)
+        _register(module, attribute, shape, kept)
+        parts, begin, at, ahead = [], 0, 0, (slice(None),) * len(before)
+        for shard in shards:
+            source = slice(begin + shard.start, begin + shard.start + shard.size)
+            target = slice(at, at + shard.size)
+            parts.append(Part(path, whole, (*ahead, source), (*ahead, target)))
+            begin, at = begin + shard.whole, at + shard.size
+        slot = Slot(module, attribute, shape, kept, (tuple(parts),))
+        self.shared.units.append(Unit(path, module, [slot]))
+
     def after(self, layer: Module, then: Callable[[], None]) -> None:
         """Call `then` once the weights of `layer` are loaded and its method has finished it."""
         source = self._unit_of(layer)
@@ -280,13 +343,18 @@ class Builder:
         outputs: Parts,
         *,
         split: bool = False,
+        least: Least = None,
         dtype: str | None = None,
         bias: bool = False,
         **more: Any,
     ) -> LinearSpec:
         parts = {name: outputs} if isinstance(outputs, int) else outputs
         group = self.shared.mesh.tensor if split else ProcessGroup()
-        shards = tuple(group.shard(size, self.name(part)) for part, size in parts.items())
+        each = least if isinstance(least, Sequence) else [least] * len(parts)
+        shards = tuple(
+            group.shard(size, self.name(part), smallest)
+            for (part, size), smallest in zip(parts.items(), each, strict=True)
+        )
         return LinearSpec(
             self.name(name),
             inputs,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from attrs import field, frozen
 
@@ -10,9 +10,13 @@ from modulm.contracts.quantization import Shard
 from modulm.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 __all__ = ["Mesh", "ProcessGroup"]
+
+T = TypeVar("T")
 
 
 @frozen
@@ -50,15 +54,31 @@ class ProcessGroup:
         """What rank `source` sends; x: of the shape to come."""
         return self._alone(x)
 
+    def pass_on(self, tensors: Sequence[Tensor]) -> None:
+        """Give tensors to the next rank, whatever their shapes."""
+        self._alone(tensors)
+
+    def take_over(self) -> tuple[Tensor, ...]:
+        """What the rank before passed on."""
+        return self._alone(())
+
     def part(self, total: int, what: str) -> int:
         """This rank's share of `total`. Raises UnsupportedError if it cannot be cut evenly."""
         return self.shard(total, what).size
 
-    def shard(self, total: int, what: str) -> Shard:
-        """Where that share lies."""
-        if total % self.size:
-            raise UnsupportedError(f"{what}: {total} cannot be cut for {self.size} ranks")
-        size = total // self.size
+    def shard(self, total: int, what: str, least: int | None = None) -> Shard:
+        """Where that share lies. least: what cannot be cut any more (the channels of a head of
+        keys); where ranks are more than there are of these, several ranks hold the same.
+        """
+        pieces, ranks = total // (least or 1), self.size
+        if least is not None and pieces < ranks and ranks % pieces == 0:
+            return Shard(self.rank * pieces // ranks * least, least, total)
+        if pieces % ranks:
+            unit = "" if least in (None, 1) else f" in pieces of {least}"
+            raise UnsupportedError(
+                f"tensor_parallel_size: {what}: {total}{unit} cannot be cut for {ranks} ranks"
+            )
+        size = total // ranks
         return Shard(self.rank * size, size, total)
 
     def stage(self, layers: int) -> range:
@@ -77,7 +97,7 @@ class ProcessGroup:
         """Whether nobody is after it."""
         return self.rank == self.size - 1
 
-    def _alone(self, x: Tensor) -> Tensor:
+    def _alone(self, x: T) -> T:
         if self.size > 1:
             raise UnsupportedError(f"collectives between {self.size} ranks: not yet")
         return x
@@ -88,7 +108,8 @@ class Mesh:
     """The groups of this process, by what their ranks share.
 
     tensor: each layer; pipeline: the model, some layers each; data: nothing, each has its own
-    requests; expert: the experts of a layer; context: the tokens of a sequence.
+    requests; expert: the experts of a layer; context: the tokens of a sequence; world: the model,
+    so all of tensor and pipeline.
     """
 
     tensor: ProcessGroup = field(factory=ProcessGroup)
@@ -96,3 +117,9 @@ class Mesh:
     data: ProcessGroup = field(factory=ProcessGroup)
     expert: ProcessGroup = field(factory=ProcessGroup)
     context: ProcessGroup = field(factory=ProcessGroup)
+    world: ProcessGroup = field(factory=ProcessGroup)
+
+    @property
+    def gives(self) -> bool:
+        """Whether this rank has the logits, samples, and gives a step's result."""
+        return self.pipeline.last and self.tensor.first

@@ -148,6 +148,7 @@ class EngineLoop:
         self._failures = 0
         self._ended_between = False
         self._stopping = False
+        executor.watch(self.fail)
 
     def tick(self) -> bool:
         """Run one engine step. False when there was nothing to do."""
@@ -317,6 +318,11 @@ class EngineLoop:
         finally:
             self.busy_since = None
             self._drain()
+
+    def fail(self, error: EngineDead) -> None:
+        """The executor does not work any more: end everything, also if no step is under way."""
+        answer: Future[None] = Future()
+        self._inbox.put(_Call(lambda: self._die(error), answer))
 
     def stop(self) -> None:
         """Make `run` return after the step under way."""

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from modulm.contracts.model import CacheSpec, StateSpec
-from modulm.errors import ConfigError
+from modulm.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
     from modulm.contracts.attention import AttentionBackend
     from modulm.contracts.platform import Platform
     from modulm.loading import CacheGroup
+    from modulm.parallel import ProcessGroup
 
-__all__ = ["Sizing", "allocate", "cache_budget", "share_out"]
+__all__ = ["Sizing", "agreed", "allocate", "cache_budget", "share_out"]
 
 #: Share of what is left after the weights that a step's own tensors may take, where the platform
 #: does not count memory.
@@ -110,6 +112,22 @@ def share_out(
         for g in groups
     )
     return Sizing(blocks, length, notes)
+
+
+def agreed(sizing: Sizing, groups: Sequence[CacheGroup], ranks: ProcessGroup) -> Sizing:
+    """What fits on every rank. Raises UnsupportedError where ranks have other groups of caches."""
+    if ranks.size == 1:
+        return sizing
+    own = crc32(repr([(g.kind, g.block_size, g.window) for g in groups]).encode())
+    of_all = ranks.all_gather(torch.tensor([[own]]))
+    if (of_all != own).any():
+        raise UnsupportedError(
+            "pipeline_parallel_size: its stages have other kinds of caches than one another: give "
+            "a number of stages that cuts the layers where their pattern repeats"
+        )
+    found = ranks.all_gather(torch.tensor([*sizing.blocks, sizing.max_model_len])[None])
+    *blocks, length = found.view(ranks.size, -1).amin(0).tolist()
+    return evolve(sizing, blocks=tuple(blocks), max_model_len=length)
 
 
 def _slots(groups: Sequence[CacheGroup], room: int, wanted: int, kept: bool) -> int:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from modulm.contracts.platform import Platform
     from modulm.engine.sampling.sampler import Chosen
     from modulm.loading import CacheGroup
+    from modulm.parallel import Mesh
 
 __all__ = ["BatchBuilder", "GroupPlanner", "alone"]
 
@@ -191,6 +192,12 @@ class BatchBuilder:
         else:
             (at,), last = self._staging.send((rows.astype(np.int64),)), chosen.device
         self._last[at] = last
+
+    def share(self, plan: Plan, mesh: Mesh) -> None:
+        """Tell all ranks the last tokens, where the plan has some of them pending."""
+        if (plan.tokens == PENDING).any():
+            source = mesh.world.size - mesh.tensor.size
+            self._last.copy_(mesh.world.broadcast(self._last, source))
 
     def _resolve(self, plan: Plan, owners: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
         """[tokens]: the plan's tokens with pending ones replaced by the rows' last tokens.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,16 +18,19 @@ from modulm.contracts.attention import AttentionSpec
 from modulm.contracts.executor import Capacity, Plan, RowStart, StepResult
 from modulm.contracts.kernels import RecordedForward
 from modulm.contracts.sampling import PoolingParams
-from modulm.engine.kv_cache.sizing import Sizing, allocate, cache_budget, share_out
+from modulm.engine.kv_cache.sizing import Sizing, agreed, allocate, cache_budget, share_out
 from modulm.engine.sampling.logits_processors import Processors, processor_classes
-from modulm.engine.sampling.sampler import Best, Chosen, Refusal, Sampler, Verified
+from modulm.engine.sampling.sampler import Best, Refusal, Sampler, Verified
 from modulm.engine.worker.adapters import RowAdapters
 from modulm.engine.worker.drafting import Drafting
 from modulm.engine.worker.input_batch import BatchBuilder, GroupPlanner, alone
+from modulm.engine.worker.launched_step import LaunchedStep
 from modulm.engine.worker.media import PromptInputs
 from modulm.engine.worker.profiling import null_plan, record, step_memory
+from modulm.engine.worker.verified import last_of, verified_of
 from modulm.errors import ConfigError, EngineError, ModulmError, RequestError
 from modulm.loading.cache_groups import CacheGroup, extended
+from modulm.parallel import Mesh
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
@@ -48,34 +50,12 @@ __all__ = ["LaunchedStep", "ModelRunner", "build_processors"]
 _PROMPT_SLICE = 64
 
 
-class LaunchedStep(Future[StepResult]):
-    """A step under way, waited for when it is asked for its result, in the order of launches."""
-
-    def __init__(self, finish: Callable[[], StepResult]) -> None:
-        super().__init__()
-        self._finish = finish
-
-    def result(self, timeout: float | None = None) -> StepResult:
-        self._land()
-        return super().result(timeout)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._land()
-        return super().exception(timeout)
-
-    def _land(self) -> None:
-        if not self.done():
-            try:
-                self.set_result(self._finish())
-            except Exception as error:
-                self.set_exception(error)
-
-
 class ModelRunner:
     """Runs plans on a loaded model.
 
     config must have its automatic values resolved; making a runner allocates the caches, of the
-    sizes in `sizing` or of those that fit.
+    sizes in `sizing` or of those that fit. mesh: the ranks that compute each step together; all are
+    given the same plans, and what they exchange is ordered by that alone.
     """
 
     def __init__(
@@ -89,14 +69,10 @@ class ModelRunner:
         drafter: Drafter | None = None,
         mover: KVMover | None = None,
         sizing: Sizing | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
-        rows, tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
-        if rows is None or tokens is None:
-            raise EngineError("max_num_seqs and max_num_batched_tokens must be resolved first")
+        rows, tokens = _check(config, loaded.model, drafter)
         self.model = loaded.model
-        if config.model.enable_prompt_embeds and not self.model.takes_embeds:
-            who = type(self.model).__name__
-            raise ConfigError("enable_prompt_embeds", f"{who} needs more of tokens than embeddings")
         self._direct = _direct(self.model, drafter)
         self._forward, self._adapted = _recorded(loaded, self._direct, config.model.enforce_eager)
         #: What the drafter wants of single layers, of the step that ran last.
@@ -106,15 +82,19 @@ class ModelRunner:
         specs, groups = _kept(loaded, drafter)
         drafts = 0 if drafter is None else drafter.most
         measure = partial(step_memory, loaded, specs, groups, platform, self._forward, rows, tokens)
-        self.sizing = sizing = sizing or share_out(
-            groups,
-            cache_budget(config, platform, measure),
-            max_model_len=loaded.max_model_len,
-            chunk=min(tokens, loaded.max_model_len),
-            rows=rows,
-            drafts=drafts,
-            override=config.cache.num_gpu_blocks_override,
-        )
+        self._mesh = mesh = mesh or Mesh()
+        if sizing is None:
+            own = share_out(
+                groups,
+                cache_budget(config, platform, measure),
+                max_model_len=loaded.max_model_len,
+                chunk=min(tokens, loaded.max_model_len),
+                rows=rows,
+                drafts=drafts,
+                override=config.cache.num_gpu_blocks_override,
+            )
+            sizing = agreed(own, groups, mesh.world)
+        self.sizing = sizing
         caches, owners = allocate(specs, groups, sizing.blocks, platform)
         self.capacity = Capacity(
             groups=tuple(
@@ -188,6 +168,8 @@ class ModelRunner:
         began = time.perf_counter()
         with self.platform.queue():
             self._change_rows(plan)
+            if self._mesh.world.size > 1:
+                self.builder.share(plan, self._mesh)
             if len(plan.rows):
                 return self._launched(plan, began)
             return partial(self._nothing_run, plan)
@@ -206,6 +188,8 @@ class ModelRunner:
         drafts = None if plan.drafted is None else plan.drafted[sampling]
         places = lasts if drafts is None else _ranges(lasts - drafts, drafts + 1)
         hidden, batch = self._hidden(plan, places)
+        if not self._mesh.pipeline.last:
+            return partial(self._nothing_run, plan)
         slots = self.adapters.of_tokens(plan)
         slots = None if slots is None else slots[places]
         scores = self._prompt_logprobs(plan, ends, hidden) if self._prompts else {}
@@ -217,21 +201,23 @@ class ModelRunner:
             states = hidden
             if len(places) != len(hidden):
                 states = hidden[self._tensor(places) if batch is None else batch.sample]
+            logits = self._logits(states, slots)
+            if not self._mesh.gives:
+                return partial(self._nothing_run, plan)
             if drafts is None:
-                chosen = self.sampler.sample(rows, positions, self._logits(states, slots))
+                chosen = self.sampler.sample(rows, positions, logits)
                 self.builder.keep(rows, chosen)
             else:
                 runs = _ranges(lasts - drafts + 1, drafts)
                 tokens = np.split(plan.tokens[runs], drafts.cumsum()[:-1])
-                logits = self._logits(states, slots)
                 verified = self.sampler.verify(rows, positions - drafts, logits, tokens)
-                self.builder.keep(rows, _last_of(verified))
+                self.builder.keep(rows, last_of(verified))
         if self._drafting is not None and (len(rows) or self._drafting.every):
-            verified = verified or _verified(chosen)
+            verified = verified or verified_of(chosen)
             make = partial(self.builder.build, plan, places) if batch is None else lambda: batch
             proposed = self._propose(plan, sampling, verified, make, hidden)
         return lambda: self._result(
-            plan, sampling, verified or _verified(chosen), scores, pooled, proposed, began
+            plan, sampling, verified or verified_of(chosen), scores, pooled, proposed, began
         )
 
     def _propose(
@@ -332,13 +318,26 @@ class ModelRunner:
             types = self._token_types(plan, np.cumsum(plan.counts))
             batch = evolve(batch, extras={"token_types": types})
         batch = self._inputs.put(batch, whole)
-        found = forward(batch)
+        found = self._in_stages(forward, batch)
         hidden, *layers = (found,) if isinstance(found, torch.Tensor) else found
         if whole is not plan:
             hidden, *layers = (states[: len(plan.tokens)] for states in (hidden, *layers))
             batch = evolve(batch, sample=batch.sample[: len(sample)])
         self._layers = tuple(layers)
         return hidden, None if whole is not plan and self._drafting is not None else batch
+
+    def _in_stages(self, forward: Forward, batch: Batch) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """What `forward` gives; of another stage than the last one, what it passed on."""
+        stages = self._mesh.pipeline
+        if stages.size == 1:
+            return forward(batch)
+        if not stages.first:
+            batch = evolve(batch, carried=stages.take_over())
+        if stages.last:
+            return self._direct(batch)
+        carried = self.model.carry(batch)
+        stages.pass_on(carried)
+        return carried[0]
 
     def _alone(self, plan: Plan) -> torch.Tensor:
         """The same, in forward passes whose shapes depend on nothing but one row."""
@@ -386,8 +385,11 @@ class ModelRunner:
         self.adapters.begin(None)
         plan = null_plan(np.ones(1, dtype=np.int32), [size for _, size, *_ in self.capacity.groups])
         with self.platform.queue():
-            found = self._direct(self.builder.build(plan, np.zeros(1, dtype=np.int64)))
+            batch = self.builder.build(plan, np.zeros(1, dtype=np.int64))
+            found = self._in_stages(self._direct, batch)
             hidden = found if isinstance(found, torch.Tensor) else found[0]
+            if not self._mesh.pipeline.last:
+                return hidden.shape[-1]
             finite = self.platform.fetch((self.model.logits(hidden).isfinite().any(),))
             width = hidden.shape[-1] if self.pooler is None else self.pooler.width(hidden)
         if not finite.wait()[0]:
@@ -440,6 +442,8 @@ class ModelRunner:
             return
         if params.prompt_logprobs is not None:
             self._prompts[start.row] = (start.prompt, params.prompt_logprobs)
+        if not self._mesh.gives:
+            return
         if self._drafting is not None:
             self._drafting.admit(start)
         constraint = params.structured_outputs
@@ -509,6 +513,25 @@ class ModelRunner:
         return pooler.finish(finished)
 
 
+def _check(config: EngineConfig, model: Model, drafter: Drafter | None) -> tuple[int, int]:
+    """Most rows and tokens of a step. Raises ConfigError for what these do not do together."""
+    rows, tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
+    if rows is None or tokens is None:
+        raise EngineError("max_num_seqs and max_num_batched_tokens must be resolved first")
+    if config.model.enable_prompt_embeds and not model.takes_embeds:
+        who = type(model).__name__
+        raise ConfigError("enable_prompt_embeds", f"{who} needs more of tokens than embeddings")
+    parallel = config.parallel
+    if (
+        drafter is not None
+        and parallel.ranks > 1
+        and (drafter.caches or parallel.pipeline_parallel_size > 1)
+    ):
+        what = "with caches of its own, or over pipeline stages"
+        raise ConfigError("speculative_config", f"a drafter {what}, on several ranks: not yet")
+    return rows, tokens
+
+
 def _direct(model: Model, drafter: Drafter | None) -> Forward:
     """The model's forward pass, with the layers that the drafter wants to see."""
     if drafter is None or not drafter.needs.layers:
@@ -551,27 +574,6 @@ def _ranges(firsts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     before = np.cumsum(sizes) - sizes
     places: np.ndarray = np.arange(int(sizes.sum())) + np.repeat(firsts - before, sizes)
     return places
-
-
-def _verified(chosen: Chosen | None) -> Verified:
-    """What was chosen, as runs of one token."""
-    if chosen is None:
-        return Verified(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32), {}, {})
-    found = chosen.result()
-    tokens, accepted = found.tokens, np.ones(len(found.tokens), dtype=np.int32)
-    if found.errors:
-        accepted[tokens < 0] = 0
-        tokens = tokens[tokens >= 0]
-    logprobs = {place: (entry,) for place, entry in found.logprobs.items()}
-    return Verified(tokens, accepted, logprobs, found.errors)
-
-
-def _last_of(verified: Verified) -> np.ndarray:
-    """[rows]: the last token of each run, -1 for rows that failed."""
-    tokens = np.append(verified.tokens, -1)
-    lasts = np.where(verified.accepted > 0, verified.accepted.cumsum() - 1, -1)
-    found: np.ndarray = tokens[lasts]
-    return found
 
 
 def _forward_only(group: CacheGroup | None) -> bool:

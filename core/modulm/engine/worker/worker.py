@@ -18,8 +18,10 @@ from modulm.engine.types.engine_info import open_tokenizer
 from modulm.engine.worker.model_runner import ModelRunner
 from modulm.errors import EngineError, RequestError, UnsupportedError
 from modulm.loading import load_model, open_checkpoint
+from modulm.parallel import Mesh
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from modulm.config import EngineConfig
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from modulm.contracts.connector import KVConnector, KVMover
     from modulm.contracts.drafter import Drafter
     from modulm.contracts.executor import Capacity, Plan
+    from modulm.contracts.platform import Platform
     from modulm.contracts.sampling import StructuredOutputs
     from modulm.engine.kv_cache.sizing import Sizing
     from modulm.engine.structured_output.compiler import ConstraintCompiler
@@ -42,11 +45,17 @@ class Worker:
     config: with its automatic values resolved. drafter: proposes tokens after each step; without
     one, the drafter that the configuration has a table for, or that a plugin makes. Asleep, it
     has released its caches (level 1) and its weights as well (level 2); awake again, it has as
-    many blocks as before.
+    many blocks as before. rank: of `config.parallel.ranks`, all on this host; open_mesh: connects
+    them.
     """
 
     def __init__(
-        self, config: EngineConfig, plugins: PluginManager, drafter: Drafter | None = None
+        self,
+        config: EngineConfig,
+        plugins: PluginManager,
+        drafter: Drafter | None = None,
+        rank: int = 0,
+        open_mesh: Callable[[Platform], Mesh] | None = None,
     ) -> None:
         self.config = config
         self._plugins = plugins
@@ -58,10 +67,14 @@ class Worker:
         self._connector: KVConnector | None = connecting and connecting[0](connecting[1])
         self._mover: KVMover | None = None
         self._platform, self._chosen = choose_platform(config, plugins)
-        binding = binding_of(config.device)
+        ranks = config.parallel.ranks
+        if ranks > 1:
+            self._platform.take_share(rank, ranks)
+        binding = binding_of(config.device, rank, ranks)
         if binding is not None:
             self._platform.bind(binding)
         self._platform.start(threads=config.device.cpu_threads)
+        self._mesh = Mesh() if open_mesh is None else open_mesh(self._platform)
         self._grammars = RequestGrammars(self._open_compiler)
         self._loaded: Loaded | None = None
         self._runner: ModelRunner | None = None
@@ -86,8 +99,11 @@ class Worker:
         loaded = self._loaded
         if loaded is None:
             checkpoint = open_checkpoint(self.config, self._plugins)
-            loaded = load_model(self.config, checkpoint, self._platform, self._plugins)
-            if self._drafter is None:
+            platform, plugins = self._platform, self._plugins
+            loaded = load_model(self.config, checkpoint, platform, plugins, self._mesh)
+            if not self._mesh.gives:
+                self._drafter = None
+            elif self._drafter is None:
                 self._drafter = self._plugins.hook.modulm_drafter(
                     config=self.config,
                     model=loaded.model,
@@ -103,6 +119,7 @@ class Worker:
             drafter=self._drafter,
             mover=self._opened_mover(),
             sizing=self._sizing,
+            mesh=self._mesh,
         )
         width = runner.check()
         runner.record()

@@ -61,7 +61,7 @@ class HeadNorm(Norm):
     def __init__(self, b: Builder, name: str, heads: int, width: int, eps: float) -> None:
         super().__init__()
         self.ops, self.eps = b.ops, eps
-        b.parameters(name, self, weight=(heads, width))
+        b.cut_parameter(f"{name}.weight", self, "weight", (b.shard(heads, 1),), (width,))
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [tokens, heads, head_dim]."""

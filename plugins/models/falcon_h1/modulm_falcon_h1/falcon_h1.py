@@ -20,8 +20,8 @@ from modulm_layers import (
     DecoderConfig,
     DecoderForCausalLM,
     GatedMLP,
+    GatedNorm,
     PreNormLayer,
-    single_rank,
     size,
     standard_attention,
     tiny_config,
@@ -95,28 +95,35 @@ class FalconH1Mixer(Module):
     a_log: Tensor
     skip: Tensor
     dt_bias: Tensor
-    norm_weight: Tensor | None
 
     def __init__(self, c: FalconH1Config, b: Builder) -> None:
         super().__init__()
-        single_rank(b)
-        width, each, heads = c.state_width, c.mamba_n_groups * c.mamba_d_state, c.mamba_n_heads
-        self.heads, self.groups, self.limit = heads, c.mamba_n_groups, c.time_step_limit
-        self.eps, self.norm_first = c.rms_norm_eps, c.mamba_norm_before_gate
-        self.parts, self.mixed = [width, width + 2 * each, heads], [width, each, each]
-        self.project = b.linear("in_proj", c.hidden_size, sum(self.parts), bias=c.mamba_proj_bias)
+        width, heads, size = c.state_width, c.mamba_n_heads, c.mamba_d_state
+        head_dim, each = width // heads, c.mamba_n_groups * size
+        self.heads, self.groups = b.share(heads), b.share(c.mamba_n_groups, 1)
+        self.limit, self.ops = c.time_step_limit, b.ops
+        own, kept = self.heads * head_dim, self.groups * size
+        self.parts, self.mixed = [own, own + 2 * kept, self.heads], [own, kept, kept]
+        pieces, least = [width, width, each, each, heads], [head_dim, head_dim, size, size, 1]
+        self.project = b.pieces("in_proj", c.hidden_size, pieces, least, bias=c.mamba_proj_bias)
         self.conv = CausalConv(
-            b, "conv1d", self.parts[1], c.mamba_d_conv, bias=c.mamba_conv_bias, act=c.hidden_act
+            b,
+            "conv1d",
+            pieces[1:4],
+            c.mamba_d_conv,
+            bias=c.mamba_conv_bias,
+            act=c.hidden_act,
+            least=least[1:4],
         )
         for name, attribute in (("A_log", "a_log"), ("D", "skip"), ("dt_bias", "dt_bias")):
-            b.parameter(name, self, attribute, (heads,), torch.float32)
-        self.register_parameter("norm_weight", None)
+            b.cut_parameter(name, self, attribute, (b.shard(heads),), dtype=torch.float32)
+        self.norm: GatedNorm | None = None
         if c.mamba_rms_norm:
-            b.parameter("norm.weight", self, "norm_weight", (width,))
+            first = c.mamba_norm_before_gate
+            self.norm = GatedNorm(b, "norm", width, c.mamba_n_groups, c.rms_norm_eps, first=first)
         self.out = b.row_linear("out_proj", width, c.hidden_size, bias=c.projectors_bias)
-        state = ("state", (heads, width // heads, c.mamba_d_state), "float32")
+        state = ("state", (self.heads, head_dim, size), "float32")
         self.cache = b.cache(StateSpec((("conv", self.conv.state, b.dtype), state)))
-        self.ops = b.ops
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
@@ -140,11 +147,9 @@ class FalconH1Mixer(Module):
 
     def _gated(self, y: Tensor, gate: Tensor) -> Tensor:
         """y, gate: [tokens, width]; the norm, where there is one, is before the gate or after."""
-        if self.norm_weight is None:
+        if self.norm is None:
             return self.ops.multiply(y, gate, "silu")  # type: ignore[no-any-return]
-        normed: Tensor = self.ops.gated_rms_norm(
-            y, gate, self.norm_weight, self.eps, self.groups, norm_first=self.norm_first
-        )
+        normed: Tensor = self.norm(y, gate)
         return normed
 
 

@@ -87,6 +87,7 @@ class SparseMLP(GatedMLP):
     def __init__(self, c: Gemma3nConfig, b: Builder, index: int) -> None:
         inner = int(c.per_layer("intermediate_size")[index])
         super().__init__(b, c.hidden_size, inner, c.hidden_activation)
+        self.group = b.shared.mesh.tensor
         cut = float(c.per_layer("activation_sparsity_pattern")[index])
         self.deviations = NormalDist().inv_cdf(cut) if cut else None
 
@@ -95,9 +96,9 @@ class SparseMLP(GatedMLP):
         if self.deviations is None:
             return super().forward(x)
         gate, up = self.gate_up(x).chunk(2, -1)
-        wide = gate.float()
+        wide = self.group.all_gather(gate).float()
         deviation, mean = torch.std_mean(wide, dim=-1, keepdim=True, unbiased=False)
-        gate = (wide - (mean + deviation * self.deviations)).relu().to(x.dtype)
+        gate = (gate.float() - (mean + deviation * self.deviations)).relu().to(x.dtype)
         out: Tensor = self.down(self.act(torch.cat([gate, up], -1)))
         return out
 

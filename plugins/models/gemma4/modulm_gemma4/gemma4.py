@@ -67,7 +67,7 @@ class Gemma4Experts(MoE):
             down.method.experts(down),
             **self.gate,
         )
-        normed: Tensor = self.after(mixed)
+        normed: Tensor = self.after(self.summed(mixed))
         return normed
 
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,6 @@ from modulm_layers import (
     RoutedConfig,
     recur,
     routed_experts,
-    single_rank,
     size,
     standard_mlp,
     tiny_config,
@@ -114,22 +113,25 @@ class KimiDeltaAttention(Module):
 
     def __init__(self, c: KimiLinearConfig, b: Builder) -> None:
         super().__init__()
-        single_rank(b)
-        self.heads, self.size, width = c.delta
-        hidden, inner = c.hidden_size, self.heads * self.size
-        self.qkv = b.linear("qkv_proj", hidden, {f"{n}_proj": inner for n in "qkv"})
+        heads, self.size, width = c.delta
+        hidden, inner, own = c.hidden_size, heads * self.size, b.shard(heads)
+        self.heads, self.own = own.size, slice(own.start, own.start + own.size)
+        sizes = {f"{n}_proj": inner for n in "qkv"}
+        self.qkv = b.linear("qkv_proj", hidden, sizes, least=self.size)
         self.convs = ModuleList(
             CausalConv(b, f"{n}_conv1d", inner, width, bias=False, act=c.hidden_act) for n in "qkv"
         )
-        narrow = {"f_a_proj": self.size, "g_a_proj": self.size, "b_proj": self.heads}
+        narrow = {"f_a_proj": self.size, "g_a_proj": self.size, "b_proj": heads}
         self.parts = list(narrow.values())
-        self.narrow = b.linear("narrow_proj", hidden, narrow)
+        self.narrow = b.linear("narrow_proj", hidden, narrow, split=False)
         self.fade, self.gate = (b.linear(f"{n}_b_proj", self.size, inner) for n in ("f", "g"))
-        b.parameter("A_log", self, "a_log", (self.heads,), torch.float32)
-        b.parameter("dt_bias", self, "dt_bias", (inner,), torch.float32)
+        b.cut_parameter("A_log", self, "a_log", (own,), dtype=torch.float32)
+        b.cut_parameter("dt_bias", self, "dt_bias", (b.shard(inner),), dtype=torch.float32)
         self.norm = b.rms_norm("o_norm", self.size, c.rms_norm_eps)
         self.out = b.row_linear("o_proj", inner, hidden)
-        kept = ((f"conv_{n}", (width - 1, inner), b.dtype) for n in "qkv")
+        kept = (
+            (f"conv_{n}", conv.state, b.dtype) for n, conv in zip("qkv", self.convs, strict=True)
+        )
         state = ("state", (self.heads, self.size, self.size), "float32")
         self.cache = b.cache(StateSpec((*kept, state)))
 
@@ -144,7 +146,10 @@ class KimiDeltaAttention(Module):
         q, k = _unit(q) * self.size**-0.5, _unit(k)
         fade, gate, beta = (part.contiguous() for part in self.narrow(x).split(self.parts, -1))
         step = F.softplus(self.fade(fade).float() + self.dt_bias).view(shape)
-        kept, moved = (-self.a_log.exp().unsqueeze(-1) * step).exp(), beta.float().sigmoid()
+        kept, moved = (
+            (-self.a_log.exp().unsqueeze(-1) * step).exp(),
+            beta[:, self.own].float().sigmoid(),
+        )
 
         def move(state: Tensor, at: Tensor) -> Tensor:
             state.mul_(kept[at].unsqueeze(-1))

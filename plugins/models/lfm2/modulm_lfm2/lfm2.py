@@ -19,7 +19,6 @@ from modulm_layers import (
     DecoderForCausalLM,
     GatedMLP,
     PreNormLayer,
-    single_rank,
     size,
     standard_attention,
     tiny_config,
@@ -87,9 +86,8 @@ class ShortConv(Module):
 
     def __init__(self, c: Lfm2BaseConfig, b: Builder) -> None:
         super().__init__()
-        single_rank(b)
         self.ops, width, bias = b.ops, c.hidden_size, c.conv_bias
-        self.project = b.linear("in_proj", width, 3 * width, bias=bias)
+        self.project = b.pieces("in_proj", width, [width] * 3, bias=bias)
         self.conv = CausalConv(b, "conv", width, c.conv_L_cache, bias=bias, act=None)
         self.out = b.row_linear("out_proj", width, width, bias=bias)
         self.cache = b.cache(StateSpec((("conv", self.conv.state, b.dtype),)))

@@ -186,6 +186,7 @@ class Llama4Experts(MoE):
             down.method.experts(down),
             **self.gate,
         )
+        found = self.summed(found)
         mixed = found if chosen == 1 else found.view(tokens, chosen, -1).sum(1)
         both: Tensor = mixed if self.shared is None else self.ops.add(mixed, self.shared(x))
         return both

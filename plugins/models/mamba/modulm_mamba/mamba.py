@@ -12,7 +12,7 @@ from torch.nn import Module, ModuleList
 
 from modulm.contracts.model import Batch, StateSpec
 from modulm.nn import Builder, Embedding, Norm, WeightNames
-from modulm_layers import CausalConv, DecoderConfig, DecoderForCausalLM, only, single_rank, size
+from modulm_layers import CausalConv, DecoderConfig, DecoderForCausalLM, only, size
 
 __all__ = [
     "MambaConfig",
@@ -99,16 +99,16 @@ class MambaMixer(Module):
         norms: Sequence[Norm] = (),
     ) -> None:
         super().__init__()
-        single_rank(b)
         self.parts, self.norms = [rank, state, state], ModuleList(norms)
-        self.project = b.linear("in_proj", hidden, 2 * inner, bias=bias)
+        own = (b.shard(inner),)
+        self.project = b.pieces("in_proj", hidden, [inner, inner], bias=bias)
         self.conv = CausalConv(b, "conv1d", inner, width, bias=conv_bias, act=act)
-        self.select = b.linear("x_proj", inner, sum(self.parts))
+        self.select = b.row_linear("x_proj", inner, sum(self.parts))
         self.step = b.linear("dt_proj", rank, inner, bias=True)
-        b.parameter("A_log", self, "a_log", (inner, state), torch.float32)
-        b.parameter("D", self, "skip", (inner,), torch.float32)
+        b.cut_parameter("A_log", self, "a_log", own, (state,), torch.float32)
+        b.cut_parameter("D", self, "skip", own, dtype=torch.float32)
         self.out = b.row_linear("out_proj", inner, hidden, bias=bias)
-        kept = ("state", (inner, 1, state), "float32")
+        kept = ("state", (own[0].size, 1, state), "float32")
         self.cache = b.cache(StateSpec((("conv", self.conv.state, b.dtype), kept)))
         self.ops = b.ops
 

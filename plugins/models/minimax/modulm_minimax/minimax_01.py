@@ -20,7 +20,6 @@ from modulm_layers import (
     Rope,
     Routing,
     activation,
-    single_rank,
     size,
     split_heads,
     standard_attention,
@@ -111,19 +110,20 @@ class LightningAttention(Module):
 
     def __init__(self, c: MiniMaxConfig, b: Builder, index: int) -> None:
         super().__init__()
-        single_rank(b)
         width = c.heads * c.head_size
-        self.heads, self.ops, self.act = c.heads, b.ops, activation(c.hidden_act, b.ops)
-        self.qkv = b.linear("qkv_proj", c.hidden_size, 3 * width)
+        own, self.group = b.shard(c.heads), b.shared.mesh.tensor
+        self.heads, self.ops, self.act = own.size, b.ops, activation(c.hidden_act, b.ops)
+        self.qkv = b.pieces("qkv_proj", c.hidden_size, [width] * 3, c.head_size)
         self.gate = b.linear("output_gate", c.hidden_size, width)
         self.norm = b.rms_norm("norm", width, 1e-6)
         self.out = b.row_linear("out_proj", width, c.hidden_size)
         depth = 1 - index / (c.num_hidden_layers - 1 + 1e-5) + 1e-5
         slopes = torch.tensor([2 ** (-8 * (head + 1) / c.heads) * depth for head in range(c.heads)])
+        slopes = slopes[own.start : own.start + own.size]
         device = b.shared.device
         self.log_slopes = slopes.log().unsqueeze(1).to(device)
-        self.none = torch.zeros(c.heads, device=device)
-        state = ("state", (c.heads, c.head_size, c.head_size), "float32")
+        self.none = torch.zeros(self.heads, device=device)
+        state = ("state", (self.heads, c.head_size, c.head_size), "float32")
         self.cache = b.cache(StateSpec((state,)))
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
@@ -134,9 +134,19 @@ class LightningAttention(Module):
         # Steps are made to be one by their bounds, whatever is given.
         scan = (v, gate[:, : self.heads], self.log_slopes, k, q, self.none, states, plan)
         read = self.ops.selective_scan(*scan, limit=(1.0, 1.0))
-        normed = self.norm(self.ops.cast(read.flatten(1), x.dtype))
+        normed = self._normed(self.ops.cast(read.flatten(1), x.dtype))
         mixed: Tensor = self.out(self.ops.multiply(normed, gate, act="sigmoid"))
         return mixed
+
+    def _normed(self, read: Tensor) -> Tensor:
+        """Over all heads, also those of other ranks."""
+        ranks = self.group
+        if ranks.size == 1:
+            normed: Tensor = self.norm(read)
+            return normed
+        return (
+            self.norm(ranks.all_gather(read)).tensor_split(ranks.size, -1)[ranks.rank].contiguous()
+        )
 
 
 class MiniMaxLayer(Module):

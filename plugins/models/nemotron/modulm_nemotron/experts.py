@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
-from modulm.errors import UnsupportedError
 from modulm.nn import Builder
 from modulm_layers import PlainMLP, Routing
 
@@ -37,8 +36,6 @@ class PlainExperts(Module):
         act: str,
     ) -> None:
         super().__init__()
-        if b.ranks > 1:
-            raise UnsupportedError(f"{b.prefix}: experts on several ranks: not yet")
         self.ops, self.routing = b.ops, routing
         self.router = b.router("gate", hidden, experts, wide=True)
         bias = "gate.e_score_correction_bias"

@@ -16,7 +16,6 @@ from modulm_layers import (
     CausalConv,
     DecoderForCausalLM,
     PreNormLayer,
-    single_rank,
     size,
     standard_mlp,
     tiny_config,
@@ -86,22 +85,24 @@ class DeltaNet(Module):
 
     def __init__(self, c: OlmoHybridConfig, b: Builder) -> None:
         super().__init__()
-        single_rank(b)
-        self.key_heads, self.heads, self.key_dim, self.value_dim = c.delta
+        key_heads, heads, self.key_dim, self.value_dim = c.delta
+        self.key_heads, self.heads = b.share(key_heads, 1), b.share(heads)
         self.reach = 2.0 if c.linear_allow_neg_eigval else 1.0
-        keys, values = self.key_heads * self.key_dim, self.heads * self.value_dim
+        keys, values = key_heads * self.key_dim, heads * self.value_dim
         sizes = {"q_proj": keys, "k_proj": keys, "v_proj": values, "g_proj": values}
-        self.widths = list(sizes.values())
-        self.project = b.linear("qkvg_proj", c.hidden_size, sizes)
-        rates = {"b_proj": self.heads, "a_proj": self.heads}
-        self.rates = b.linear("ba_proj", c.hidden_size, rates)
+        least = [self.key_dim] * 2 + [self.value_dim] * 2
+        self.widths = [
+            b.share(size, smallest) for size, smallest in zip(sizes.values(), least, strict=True)
+        ]
+        self.project = b.linear("qkvg_proj", c.hidden_size, sizes, least=least)
+        self.rates = b.linear("ba_proj", c.hidden_size, {"b_proj": heads, "a_proj": heads})
         width, act = c.linear_conv_kernel_dim, c.hidden_act
         self.convs = ModuleList(
-            CausalConv(b, f"{n}_conv1d", inner, width, bias=False, act=act)
-            for n, inner in zip("qkv", self.widths, strict=False)
+            CausalConv(b, f"{n}_conv1d", [inner], width, bias=False, act=act, least=[smallest])
+            for n, inner, smallest in zip("qkv", sizes.values(), least, strict=False)
         )
-        b.parameter("A_log", self, "a_log", (self.heads,), torch.float32)
-        b.parameter("dt_bias", self, "dt_bias", (self.heads,), torch.float32)
+        for name, attribute in (("A_log", "a_log"), ("dt_bias", "dt_bias")):
+            b.cut_parameter(name, self, attribute, (b.shard(heads),), dtype=torch.float32)
         self.norm = b.rms_norm("o_norm", self.value_dim, _EPS)
         self.out = b.row_linear("o_proj", values, c.hidden_size)
         shapes = zip("qkv", self.widths, strict=False)

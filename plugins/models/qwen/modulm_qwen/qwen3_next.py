@@ -13,12 +13,12 @@ from torch.nn import Module
 from modulm.contracts.model import Batch, MtpLayer, StateSpec
 from modulm.errors import UnsupportedError
 from modulm.nn import Builder, Norm, Rewrite, WeightNames
+from modulm.nn.linear import Linear
 from modulm_layers import (
     Attention,
     CausalConv,
     DecoderForCausalLM,
     PreNormLayer,
-    single_rank,
     size,
     standard_attention,
     standard_mlp,
@@ -89,19 +89,26 @@ class GatedDeltaNet(Module):
 
     def __init__(self, c: DeltaKeys, b: Builder) -> None:
         super().__init__()
-        single_rank(b)
-        self.key_heads, self.heads = c.linear_num_key_heads, c.linear_num_value_heads
+        key_heads, heads = c.linear_num_key_heads, c.linear_num_value_heads
         key_dim, value_dim = c.linear_key_head_dim, c.linear_value_head_dim
-        keys, values = self.key_heads * key_dim, self.heads * value_dim
-        self.widths, self.inputs = [keys, keys, values], [2 * keys + values, values]
-        parts = dict(zip(("in_proj_qkv", "in_proj_z"), self.inputs, strict=True))
-        self.project = b.linear("in_proj_qkvz", c.hidden_size, parts)
-        rates = {"in_proj_b": self.heads, "in_proj_a": self.heads}
+        self.key_heads, self.heads = b.share(key_heads, 1), b.share(heads)
+        keys, values = key_heads * key_dim, heads * value_dim
+        own = [self.key_heads * key_dim, self.heads * value_dim]
+        self.widths, self.inputs = [own[0], *own], [2 * own[0] + own[1], own[1]]
+        sizes, least = [keys, keys, values], [key_dim, key_dim, value_dim]
+        self.gate: Linear | None = None
+        if b.ranks == 1:
+            parts = {"in_proj_qkv": sum(sizes), "in_proj_z": values}
+            self.project = b.linear("in_proj_qkvz", c.hidden_size, parts)
+        else:
+            self.project = b.pieces("in_proj_qkv", c.hidden_size, sizes, least)
+            self.gate = b.linear("in_proj_z", c.hidden_size, values)
+        rates = {"in_proj_b": heads, "in_proj_a": heads}
         self.rates = b.linear("in_proj_ba", c.hidden_size, rates)
         width = c.linear_conv_kernel_dim
-        self.conv = CausalConv(b, "conv1d", sum(self.widths), width, bias=False, act=c.hidden_act)
-        b.parameter("A_log", self, "a_log", (self.heads,), torch.float32)
-        b.parameter("dt_bias", self, "dt_bias", (self.heads,), torch.float32)
+        self.conv = CausalConv(b, "conv1d", sizes, width, bias=False, act=c.hidden_act, least=least)
+        for name, attribute in (("A_log", "a_log"), ("dt_bias", "dt_bias")):
+            b.cut_parameter(name, self, attribute, (b.shard(heads),), dtype=torch.float32)
         self.norm = b.rms_norm("norm", value_dim, c.rms_norm_eps)
         self.out = b.row_linear("out_proj", values, c.hidden_size)
         state = ("state", (self.heads, key_dim, value_dim), "float32")
@@ -111,7 +118,11 @@ class GatedDeltaNet(Module):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
         cache, plan, tokens = batch.caches[self.cache], batch.plan(self.cache), x.shape[0]
-        qkv, gate = self.project(x).split(self.inputs, -1)
+        qkv = self.project(x)
+        if self.gate is None:
+            qkv, gate = qkv.split(self.inputs, -1)
+        else:
+            gate = self.gate(x)
         q, k, v = self.conv(qkv, cache["conv"], plan).split(self.widths, -1)
         beta, step = self.rates(x).chunk(2, -1)
         y = self.ops.delta_rule(

@@ -14,7 +14,6 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn import Module
 
-from modulm.errors import UnsupportedError
 from modulm.nn import Builder, Norm
 from modulm.nn.weight_slots import Part, Slot, Unit
 from modulm_layers import (
@@ -51,18 +50,21 @@ class HeadNorms(Norm):
 
     def __init__(self, b: Builder, name: str, heads: int, width: int, eps: float) -> None:
         super().__init__()
-        if b.ranks > 1:
-            raise UnsupportedError(
-                f"{b.name(name)}: norms of single heads on several ranks: not yet"
-            )
         self.ops, self.eps = b.ops, eps
-        dtype = b.shared.dtype
-        empty = torch.empty(heads, width, dtype=dtype, device="meta")
+        dtype, own = b.shared.dtype, b.shard(heads, 1)
+        empty = torch.empty(own.size, width, dtype=dtype, device="meta")
         self.weight = torch.nn.Parameter(empty, requires_grad=False)
         stored = partial("{}.norms.{}.weight".format, b.name(name))
-        parts = tuple(Part(stored(i), (width,), (), (slice(i, i + 1),)) for i in range(heads))
-        slot = Slot(self, "weight", (heads, width), dtype, (parts,))
+        here = range(own.start, own.start + own.size)
+        parts = tuple(
+            Part(stored(head), (width,), (), (slice(at, at + 1),)) for at, head in enumerate(here)
+        )
+        slot = Slot(self, "weight", (own.size, width), dtype, (parts,))
         b.shared.units.append(Unit(b.name(name), self, [slot]))
+        others = tuple(Part(stored(i), (width,)) for i in range(heads) if i not in here)
+        if others:
+            away = Slot(self, "weight", (heads, width), dtype, (others,))
+            b.shared.elsewhere.append(Unit(b.name(name), self, [away]))
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [tokens, heads, head_dim]."""

@@ -49,6 +49,9 @@ class CpuPlatform(Platform):
         ),
         "graphs are for GPUs; kernels repeat recorded steps without them, see --enforce-eager",
     )
+    collectives = ("cpu", "gloo")
+
+    _ranks = 1
 
     @classmethod
     def probe(cls) -> Probe:
@@ -59,7 +62,8 @@ class CpuPlatform(Platform):
         return torch.device("cpu")
 
     def memory(self) -> Memory:
-        return read_memory()
+        found, ranks = read_memory(), self._ranks
+        return Memory(total=found.total // ranks, free=found.free // ranks)
 
     @cached_property
     def features(self) -> frozenset[str]:
@@ -80,6 +84,14 @@ class CpuPlatform(Platform):
         if stored == "float16" and not self.features & _FP16:
             return self.dtypes[0]
         return super().choose_dtype(stored)
+
+    def take_share(self, rank: int, ranks: int) -> None:
+        """An equal number of the processors for each, and of the memory."""
+        cpus = sorted(os.sched_getaffinity(0))
+        each = len(cpus) // ranks
+        if each:
+            os.sched_setaffinity(0, cpus[rank * each : (rank + 1) * each])
+        self._ranks = ranks
 
     def bind(self, binding: Binding) -> None:
         bind(settle(binding, read_nodes(), frozenset(os.sched_getaffinity(0))))

@@ -1,4 +1,4 @@
-"""Plans and results through bytes, with every field filled; and a worker in another process."""
+"""Plans and results through bytes, with every field filled."""
 
 from __future__ import annotations
 
@@ -6,21 +6,17 @@ import attrs
 import numpy as np
 import pytest
 
-from modulm import LLM, SamplingParams
+from modulm import SamplingParams
 from modulm.contracts.connector import BlockTransfer, TransferPlan, TransferResult
 from modulm.contracts.executor import Plan, RowLogprobs, RowStart, StepResult
 from modulm.contracts.media import MediaItem
 from modulm.contracts.sampling import OutputKind, PoolingParams, StructuredOutputs
-from modulm.plugins import manager
-from modulm.plugins.manager import PluginManager
-from modulm.testing.checkpoints import make_tiny
-from modulm.testing.plan_codec import (
+from modulm_distributed.plan_codec import (
     decode_plan,
     decode_result,
     encode_plan,
     encode_result,
 )
-from modulm.testing.process_executor import ProcessExecutor
 
 I32, I64 = np.int32, np.int64
 
@@ -95,27 +91,3 @@ def test_what_is_not_plain_is_refused() -> None:
     start = RowStart(0, "r", params, np.arange(1), np.zeros(0, I64))
     with pytest.raises(TypeError, match="object is not plain data"):
         encode_plan(attrs.evolve(full_plan(), admit=(start,)))
-
-
-def test_a_worker_in_another_process_gives_the_same_bits(tmp_path) -> None:
-    folder = str(make_tiny(tmp_path / "tiny"))
-    params = [
-        SamplingParams(temperature=0, max_tokens=9, logprobs=2),
-        SamplingParams(temperature=1.0, seed=4, max_tokens=9, repetition_penalty=1.3),
-        SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1),
-    ]
-    prompts = [{"prompt_token_ids": [5, 9, 40 + i] * 7} for i in range(3)]
-    told = []
-    with manager.using(PluginManager()) as plugins:
-        plugins.register("executors", "process", ProcessExecutor)
-        for name in ("uni", "process"):
-            llm = LLM(
-                folder, distributed_executor_backend=name, num_gpu_blocks_override=64,
-                max_num_batched_tokens=16,
-            )  # fmt: skip
-            told.append([output.outputs[0] for output in llm.generate(prompts, params)])
-            assert llm.info.description.platform == "cpu"
-            llm.shutdown()
-    for here, there in zip(*told, strict=True):
-        assert (here.token_ids, here.text) == (there.token_ids, there.text)
-        assert here.logprobs == there.logprobs

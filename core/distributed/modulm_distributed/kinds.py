@@ -1,0 +1,9 @@
+"""The kind of driver that this package brings: how ranks exchange tensors."""
+
+from modulm.plugins.kinds import Kind
+
+__all__ = ["COLLECTIVES"]
+
+COLLECTIVES = Kind(
+    "collectives", "collectives", "collectives", "modulm_distributed.collectives:Collectives"
+)

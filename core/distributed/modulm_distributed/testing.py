@@ -1,0 +1,105 @@
+"""For tests: plans that were bytes on their way, and ranks that serve one model after another."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from modulm.config.environ import isolated
+from modulm.engine.types import frames
+from modulm_distributed.executor import WorkersExecutor
+from modulm_distributed.mesh import Place
+from modulm_distributed.plan_codec import decode_plan, decode_result, encode_plan, encode_result
+from modulm_distributed.stream import FrameStream
+from modulm_distributed.worker_process import serve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from modulm.config import EngineConfig
+    from modulm.contracts.executor import Plan, StepResult
+
+__all__ = ["PoolExecutor", "RankPool", "through_bytes"]
+
+
+def through_bytes(run: Callable[[Any, Plan], StepResult]) -> Callable[[Any, Plan], StepResult]:
+    """`run`, given each plan after it was bytes, and giving each result after it was."""
+
+    @wraps(run)
+    def crossed(self: Any, plan: Plan) -> StepResult:
+        data = encode_plan(plan)
+        arrived = decode_plan(data)
+        if encode_plan(arrived) != data:
+            raise AssertionError(f"plan {plan.step} is not the same after its way through bytes")
+        return decode_result(encode_result(run(self, arrived)))
+
+    return crossed
+
+
+class RankPool:
+    """Processes that are ranks of one model after another: a process is slow to start."""
+
+    def __init__(self, size: int) -> None:
+        self.streams: list[FrameStream] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+        for _ in range(size):
+            ours, theirs = socket.socketpair()
+            with theirs:
+                command = [sys.executable, "-m", __name__, str(theirs.fileno())]
+                self.processes.append(
+                    subprocess.Popen(command, pass_fds=[theirs.fileno()], env=isolated())
+                )
+            self.streams.append(FrameStream(ours))
+
+    def close(self) -> None:
+        """End the processes."""
+        for stream in self.streams:
+            stream.close()
+        for process in self.processes:
+            process.wait(60)
+
+
+class PoolExecutor(WorkersExecutor):
+    """An executor whose workers are the processes of `pool`."""
+
+    name: ClassVar[str] = "pool"
+    api: ClassVar[int | tuple[int, int]] = 2
+    pool: ClassVar[RankPool]
+
+    def connect(self, config: EngineConfig) -> Sequence[tuple[FrameStream, Place]]:
+        parallel = config.parallel
+        self._folder = tempfile.mkdtemp(prefix="modulm-ranks-")
+        sizes = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        return [
+            (self.pool.streams[rank], Place(rank, *sizes, f"file:{self._folder}/store", seconds=20))
+            for rank in range(parallel.ranks)
+        ]
+
+    def end(self, seconds: float) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def ending(self, rank: int) -> str:
+        return f"its process ended with {self.pool.processes[rank].poll()}"
+
+    def stop(self) -> None:
+        self._stopping = True
+        if self._reader is not None:
+            self._reader.join()
+        for stream in self._streams:
+            stream.send(frames.pack("stop"))
+        for stream in self._streams:
+            while (frame := stream.receive()) is not None and frame[0] != "stopped":
+                pass
+        self._streams = []
+        self.end(0)
+
+
+if __name__ == "__main__":
+    held = FrameStream(socket.socket(fileno=int(sys.argv[1])))
+    while serve(held):
+        pass

@@ -1,0 +1,141 @@
+"""Collectives over torch.distributed's backends, without its global state.
+
+Sums are made in the order of the ranks from what was gathered, in fp32, rounded once: a backend's
+own all-reduce adds in an order that depends on how long a tensor is, and an answer would depend on
+what else is in its batch.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+from modulm.parallel import ProcessGroup
+from modulm_distributed.collectives import Collectives
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from modulm.contracts.platform import Platform
+    from modulm_distributed.collectives import Members
+
+__all__ = ["Gloo", "Nccl", "TorchGroup"]
+
+#: Dimensions that a tensor passed on may have.
+_DIMENSIONS = 4
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
+
+
+@frozen(eq=False)
+class TorchGroup(ProcessGroup):
+    """A group whose ranks reach one another through a backend of torch.distributed."""
+
+    backend: Any = None
+    device: torch.device | None = None
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        first, *others = self._gathered(x)
+        total = first.float() if x.is_floating_point() else first
+        for other in others:
+            total = total + other
+        return total.to(x.dtype)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat(self._gathered(x), -1)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return self.all_reduce(x).tensor_split(self.size)[self.rank]
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        options = c10d.BroadcastOptions()
+        options.rootRank = source
+        data = x.contiguous().clone()
+        self.backend.broadcast([_bytes(data)], options).wait()
+        return data
+
+    def send(self, x: Tensor, target: int) -> Tensor:
+        self.backend.send([_bytes(x.contiguous())], target, 0).wait()
+        return x
+
+    def recv(self, x: Tensor, source: int) -> Tensor:
+        data = torch.empty_like(x)
+        self.backend.recv([_bytes(data)], source, 0).wait()
+        return data
+
+    def pass_on(self, tensors: Sequence[Tensor]) -> None:
+        heads = [_head(tensor) for tensor in tensors]
+        size = torch.tensor([len(heads)], device=self.device)
+        self.send(size, self.rank + 1)
+        self.send(torch.tensor(heads, device=self.device), self.rank + 1)
+        for tensor in tensors:
+            self.send(tensor, self.rank + 1)
+
+    def take_over(self) -> tuple[Tensor, ...]:
+        before, like = self.rank - 1, torch.empty(1, dtype=torch.int64, device=self.device)
+        count = int(self.recv(like, before).item())
+        heads = self.recv(like.new_empty(count, _DIMENSIONS + 1), before).tolist()
+        return tuple(self.recv(self._empty(head), before) for head in heads)
+
+    def _empty(self, head: Sequence[int]) -> Tensor:
+        dtype, *shape = head
+        sizes = [size for size in shape if size >= 0]
+        return torch.empty(sizes, dtype=_DTYPES[dtype], device=self.device)
+
+    def _gathered(self, x: Tensor) -> list[Tensor]:
+        """Every rank's tensor, in their order."""
+        data = x.contiguous()
+        found = [torch.empty_like(data) for _ in range(self.size)]
+        self.backend.allgather([list(map(_bytes, found))], [_bytes(data)]).wait()
+        return found
+
+
+class Gloo(Collectives):
+    """Over sockets, for tensors in host memory."""
+
+    name: ClassVar[str] = "gloo"
+    api: ClassVar[int | tuple[int, int]] = 1
+
+    @classmethod
+    def open(cls, platform: Platform, members: Members) -> TorchGroup:
+        kind = c10d.ProcessGroupGloo
+        options = kind._Options()  # type: ignore[attr-defined]
+        options._timeout = timedelta(seconds=members.seconds)
+        here = members.one_host
+        made = kind.create_device(hostname="127.0.0.1") if here else kind.create_default_device()
+        options._devices = [made]
+        store = c10d.PrefixStore(members.name, members.store)
+        backend = kind(store, members.rank, members.size, options)
+        return TorchGroup(members.rank, members.size, backend, platform.device)
+
+
+class Nccl(Collectives):
+    """Between GPUs of NVIDIA, or (RCCL, by the same name) of AMD."""
+
+    name: ClassVar[str] = "nccl"
+    api: ClassVar[int | tuple[int, int]] = 1
+
+    @classmethod
+    def rejects(cls, platform: Platform, members: Members) -> str | None:
+        return None if hasattr(c10d, "ProcessGroupNCCL") else "this torch was built without it"
+
+    @classmethod
+    def open(cls, platform: Platform, members: Members) -> TorchGroup:
+        options = c10d.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=members.seconds)
+        store = c10d.PrefixStore(members.name, members.store)
+        backend = c10d.ProcessGroupNCCL(store, members.rank, members.size, options)
+        return TorchGroup(members.rank, members.size, backend, platform.device)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """The tensor's memory: not every backend knows every dtype."""
+    return x.view(-1).view(torch.uint8)
+
+
+def _head(x: Tensor) -> list[int]:
+    return [_DTYPES.index(x.dtype), *x.shape, *[-1] * (_DIMENSIONS - x.dim())]

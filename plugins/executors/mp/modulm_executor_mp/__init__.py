@@ -1,0 +1,1 @@
+"""One model over several devices of a machine, a process for each."""

@@ -1,0 +1,88 @@
+"""Workers as processes of this machine, started here and ended with this process."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from modulm.config.environ import isolated
+from modulm_distributed.executor import WorkersExecutor
+from modulm_distributed.flags import DistributedConfig
+from modulm_distributed.mesh import Place
+from modulm_distributed.stream import FrameStream
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from modulm.config import EngineConfig
+
+__all__ = ["MpExecutor"]
+
+
+class MpExecutor(WorkersExecutor):
+    """One process for each rank, all of this machine."""
+
+    name: ClassVar[str] = "mp"
+    api: ClassVar[int | tuple[int, int]] = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._folder: str | None = None
+
+    def connect(self, config: EngineConfig) -> Sequence[tuple[FrameStream, Place]]:
+        parallel = config.parallel
+        self._folder = tempfile.mkdtemp(prefix="modulm-ranks-")
+        seconds = config.group(DistributedConfig).distributed_timeout_seconds
+        places = [
+            Place(
+                rank,
+                parallel.tensor_parallel_size,
+                parallel.pipeline_parallel_size,
+                f"file:{Path(self._folder) / 'store'}",
+                seconds=seconds,
+            )
+            for rank in range(parallel.ranks)
+        ]
+        return [(self._spawn(), place) for place in places]
+
+    def _spawn(self) -> FrameStream:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "modulm_distributed.worker_process"]
+            self._processes.append(
+                subprocess.Popen(
+                    [*command, str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    env=isolated(),
+                )
+            )
+        return FrameStream(ours)
+
+    def ending(self, rank: int) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            code = self._processes[rank].wait(1.0)
+            if code < 0:
+                return f"its process was killed by {signal.Signals(-code).name}"
+            return f"its process ended with exit code {code}"
+        return "its process closed its connection"
+
+    def end(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)

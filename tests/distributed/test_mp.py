@@ -1,0 +1,86 @@
+"""The executor "mp": workers that are processes, what they answer, and what becomes of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from modulm import LLM, SamplingParams, StructuredOutputs
+from modulm.errors import EngineDead, RequestError
+from modulm.testing.checkpoints import make_tiny
+
+FLAGS = {"num_gpu_blocks_override": 64, "max_num_batched_tokens": 16, "dtype": "float32"}
+PROMPTS = [{"prompt_token_ids": [5, 9, 40 + i] * 7} for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(make_tiny(tmp_path_factory.mktemp("mp") / "tiny"))
+
+
+def children(llm):
+    return [process.pid for process in llm._core.executor._processes]
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_two_ranks_answer_as_one_process(folder):
+    params = [
+        SamplingParams(temperature=0, max_tokens=9, logprobs=2),
+        SamplingParams(temperature=1.0, seed=4, max_tokens=9, repetition_penalty=1.3),
+        SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1),
+        SamplingParams(
+            temperature=0, max_tokens=9, structured_outputs=StructuredOutputs(regex="[a-c]{3}")
+        ),
+    ]
+    found = []
+    for size in (1, 2):
+        with LLM(folder, tensor_parallel_size=size, async_scheduling=size == 2, **FLAGS) as llm:
+            outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+            found.append([list(output.outputs[0].token_ids) for output in outputs])
+            broken = SamplingParams(structured_outputs=StructuredOutputs(regex="(["))
+            with pytest.raises(RequestError):
+                llm.generate(PROMPTS[:1], broken, use_tqdm=False)
+    assert found[0] == found[1]
+
+
+def test_a_killed_rank_ends_the_engine_and_its_processes(folder):
+    with LLM(folder, tensor_parallel_size=2, **FLAGS) as llm:
+        llm.generate(PROMPTS[:1], SamplingParams(max_tokens=2), use_tqdm=False)
+        one, other = children(llm)
+        os.kill(one, signal.SIGKILL)
+        until = time.monotonic() + 20
+        while llm._core.loop.executor._dead is None and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not alive(other)
+        (failed,) = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=2), use_tqdm=False)
+        assert failed.outputs[0].finish_reason == "error"
+        assert "killed by SIGKILL" in failed.outputs[0].stop_reason
+        with pytest.raises(EngineDead, match="killed by SIGKILL"):
+            llm.generate(PROMPTS[:1], SamplingParams(max_tokens=2), use_tqdm=False)
+
+
+def test_nothing_is_left_when_the_engine_is_shut_down(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    llm = LLM(folder, tensor_parallel_size=2, **FLAGS)
+    pids = children(llm)
+    assert all(map(alive, pids))
+    llm.shutdown()
+    assert not any(map(alive, pids))
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_does_not_load_is_the_workers_error(tmp_path):
+    folder = make_tiny(tmp_path / "broken")
+    (folder / "model.safetensors").write_bytes(b"no")
+    with pytest.raises(Exception, match=r"model\.safetensors"):
+        LLM(str(folder), tensor_parallel_size=2, **FLAGS)
