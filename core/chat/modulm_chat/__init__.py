@@ -14,10 +14,10 @@ from modulm_chat.named import ChatTemplate
 from modulm_chat.templates import MAX_TEMPLATE, TemplateFailed, check_template, execute
 
 __all__ = [
-    "MediaPart",
     "MAX_TEMPLATE",
     "ChatTemplate",
     "ContentFormat",
+    "MediaPart",
     "TemplateFailed",
     "check_template",
     "choose_template",
