@@ -13,13 +13,21 @@ import pytest
 from modulm import LLM, SamplingParams
 from modulm.config import EngineConfig
 from modulm.plugins import current
+from modulm_demo.recipe.ask import broken, verdict
 from modulm_demo.recipe.backends import http_backend, modulm_backend
 from modulm_demo.recipe.evaluate import is_right
 from modulm_demo.recipe.generator import heldout
+from modulm_demo.recipe.questions import questions
 from modulm_parsing.choice import with_declared_parsers
 from modulm_server.engine.async_llm import AsyncLLM
 from modulm_server.testing import serve_in_thread
 
+#: The share of the questions that was right when the checkpoint was made.
+RIGHT = 0.66
+OFFICE = (
+    "The office is closed on Mondays and open from nine to five on other days.\n\n"
+    "When can I visit the office?"
+)
 WEATHER = {
     "type": "function",
     "function": {
@@ -106,6 +114,54 @@ def test_held_out_prompts_are_answered_alike_here_and_over_http(url: str) -> Non
         assert there(*asked, enable_thinking=example.thinking) == given
         right += is_right(example, given)
     assert right >= len(chosen) * 0.8
+
+
+def said(text: str) -> str:
+    """What an answer holds besides its thought."""
+    return text.rpartition("</think>")[2].strip()
+
+
+def test_most_of_what_people_ask_is_answered_and_in_whole_words() -> None:
+    """Of the recipe's 300 questions those of one turn, all at once; RIGHT is what was measured."""
+    rows = [row for row in questions() if len(row["ask"]) == 1 and "tools" not in row]
+    with LLM("demo", max_model_len=512) as llm:
+        outputs = llm.chat(
+            [[{"role": "user", "content": row["ask"][0]}] for row in rows],
+            SamplingParams(temperature=0, max_tokens=300),
+            use_tqdm=False,
+        )
+    texts = [said(output.outputs[0].text) for output in outputs]
+    judged = [verdict(row, {"content": text}) for row, text in zip(rows, texts, strict=True)]
+    made_up = [word for row, text in zip(rows, texts, strict=True) for word in broken(row, text)]
+    assert judged.count("right") >= 0.9 * RIGHT * len(rows)
+    assert len(made_up) <= 0.05 * len(rows), made_up
+
+
+@pytest.mark.parametrize(
+    ("asked", "pattern"),
+    [
+        ("Write a short poem.", r"(.+\n){3}.+"),
+        ("Tell me a joke.", r".+\?.+"),
+        ("Tell me a short story about a cat.", r".*cat.*\..*\."),
+        (OFFICE, r".*\bnine\b.*\bfive\b.*Monday"),
+    ],
+)
+def test_it_writes_and_reads(client: openai.OpenAI, asked: str, pattern: str) -> None:
+    question = {"role": "user", "content": asked}
+    answer = client.chat.completions.create(model="demo", messages=[question])
+    text = answer.choices[0].message.content or ""
+    assert re.match(pattern, text), text
+    assert not broken({"ask": [asked]}, text)
+
+
+def test_it_takes_up_what_was_said(client: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": "What is the capital of Italy?"}]
+    for follow, part in (("And of Spain?", "Madrid"), ("And of Norway?", "Oslo")):
+        answer = client.chat.completions.create(model="demo", messages=messages, temperature=0)
+        messages.append({"role": "assistant", "content": answer.choices[0].message.content or ""})
+        messages.append({"role": "user", "content": follow})
+        answer = client.chat.completions.create(model="demo", messages=messages, temperature=0)
+        assert part in (answer.choices[0].message.content or "")
 
 
 def test_a_short_name_is_a_model() -> None:

@@ -108,7 +108,7 @@ def test_bench_reports_it(live, tmp_path) -> None:
     before, file = counted(live), tmp_path / "result.json"
     words = [
         "serve", "--base-url", live.url, "--model", "demo", "--num-prompts", "4",
-        "--random-input-len", "24", "--random-output-len", "24", "--ignore-eos", "--disable-tqdm",
+        "--random-input-len", "24", "--random-output-len", "64", "--ignore-eos", "--disable-tqdm",
         "--temperature", "0", "--save-result", "--result-filename", str(file),
     ]  # fmt: skip
     outcome = CliRunner().invoke(command, words, catch_exceptions=False)

@@ -18,7 +18,11 @@ needs_kernels = pytest.mark.skipif(
     find_spec("modulm_kernels_cpu") is None,
     reason="no compiled CPU kernels: make setup says why",
 )
-PROMPTS = ["What is the capital of France?", "Count from one to five: one, two,"]
+#: Questions as the model knows them: where it is sure, rounding moves no choice.
+PROMPTS = [
+    f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    for asked in ("What is the capital of France?", "Why is the sky blue?")
+]
 
 
 def answers(**flags):

@@ -1,10 +1,12 @@
 """A small trained chat model that travels inside the package.
 
-It lets `modulm serve demo` answer on a machine with no network and no GPU. It knows a fixed table
-of facts, small arithmetic, tool calls, filling JSON objects, and modulm itself, and says so when it
-does not know. `modulm_demo.recipe` holds the seeded text generator and the training that made it.
+It lets `modulm serve demo` answer on a machine with no network and no GPU. It knows tables of
+facts, small arithmetic, tool calls, filling JSON objects, small talk, poems and modulm itself, and
+says so when it does not know. `modulm_demo.recipe` holds the seeded text generator and the training
+that made it.
 """
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,8 +38,8 @@ class Demo(NamedCheckpoint):
 
         tokenizer = AutoTokenizer.from_pretrained(cls.source())
         each = [heldout(_TEXTS_SEED, name, _TEXTS // len(CATEGORIES)) for name in CATEGORIES]
-        for some in zip(*each, strict=False):
-            yield from (render(tokenizer, example) for example in some)
+        for some in itertools.zip_longest(*each):
+            yield from (render(tokenizer, example) for example in some if example)
 
 
 class DemoEagle(NamedCheckpoint):

@@ -1,12 +1,13 @@
 """Packs tokenized conversations into rows of a fixed length that do not see each other."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from .generator import training
+from .generator import statements, training
 from .tokenizer import render
 
 TOKENS = 2048
@@ -14,6 +15,7 @@ PICKED = 1024
 LENGTHS = (256, 512, 1024)
 _CHUNK = 256
 _PROMPT_WEIGHT = 0.1
+_STATEMENTS = {"first": 0, "second": 6}
 _EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
 
 
@@ -64,12 +66,16 @@ def pieces(text: str, thinking: bool) -> list[tuple[str, bool]]:
     return parts
 
 
-def documents(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[Document]:
+def documents(
+    tokenizer: PreTrainedTokenizerFast, seed: int, mixture: str = "second"
+) -> Iterator[Document]:
     """Tokenize the training conversations of a seed, some hundred at a time."""
-    source = training(seed)
+    source, stated = training(seed, mixture), statements(seed)
     while True:
         chunk = [next(source) for _ in range(_CHUNK)]
         cut = [pieces(render(tokenizer, e), bool(e.thinking)) for e in chunk]
+        alone = itertools.islice(stated, _STATEMENTS[mixture])
+        cut += [[(f"{text}{tokenizer.eos_token}", True)] for text in alone]
         encoded = iter(tokenizer([text for parts in cut for text, _ in parts])["input_ids"])
         for parts in cut:
             ids, learned = [], []
@@ -126,11 +132,13 @@ def row_length(document: Document) -> int | None:
     return next((length for length in LENGTHS if len(document.ids) <= length), None)
 
 
-def batches(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[Batch]:
+def batches(
+    tokenizer: PreTrainedTokenizerFast, seed: int, mixture: str = "second"
+) -> Iterator[Batch]:
     """Batches of TOKENS places in rows no longer than the conversations need."""
     rng = np.random.default_rng(seed)
     waiting: dict[int, list[Document]] = {length: [] for length in LENGTHS}
-    for document in documents(tokenizer, seed):
+    for document in documents(tokenizer, seed, mixture):
         length = row_length(document)
         if length is None:
             continue

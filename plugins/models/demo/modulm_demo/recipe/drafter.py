@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer, LlamaConfig, Qwen3ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
@@ -142,12 +142,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1488)
     parser.add_argument("--decay", type=int, default=800, help="last steps, with a falling rate")
     parser.add_argument("--rate", type=float, default=2.5e-3, help="peak learning rate")
+    parser.add_argument("--resume", type=Path, help="head whose weights the run goes on from")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     model = Qwen3ForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     config = head_config(model)
     head = Head(config)
+    if args.resume:
+        head.load_state_dict(load_file(args.resume / "model.safetensors"))
     losses, parts, stop = Losses(model, head), optimizers(head, args.rate), Stop()
     source = batches(AutoTokenizer.from_pretrained(args.model), args.seed)
     began, step, steps, recent = time.monotonic(), 0, args.steps, []

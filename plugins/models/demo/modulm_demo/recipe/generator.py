@@ -6,27 +6,66 @@ from dataclasses import replace
 from random import Random
 
 from .arithmetic import arithmetic
+from .editing import editing
 from .example import Example, Message, is_heldout, prompts
 from .extract import extract
 from .facts import fact
+from .follow import follow_up
+from .numbers import numbers
+from .passages import reading, summary
+from .questions import is_asked
+from .reference import abroad, definition, everyday, joke, related, translation, world
 from .talk import about_modulm, greeting, story, unknown
-from .tools import no_call, parallel_calls, tool_call, tool_result
+from .tools import no_call, parallel_calls, tool_call, tool_result, tools_in_a_row
+from .writing import classify, letter, listing, made_sentence, poem, tale
 
-CATEGORIES = {
-    "facts": (fact, 25),
-    "arithmetic": (arithmetic, 20),
-    "tool call": (tool_call, 16),
-    "parallel calls": (parallel_calls, 6),
-    "tool result": (tool_result, 7),
-    "no call": (no_call, 5),
-    "json": (extract, 18),
-    "modulm": (about_modulm, 8),
-    "chat": (greeting, 7),
-    "unknown": (unknown, 4),
-    "story": (story, 3),
+# Of each category: its maker, its weight in the first mixture and in the second.
+_MADE = {
+    "facts": (fact, 25, 13),
+    "arithmetic": (arithmetic, 20, 8),
+    "tool call": (tool_call, 16, 4.5),
+    "parallel calls": (parallel_calls, 6, 1.8),
+    "tool result": (tool_result, 7, 1.8),
+    "no call": (no_call, 5, 2.5),
+    "json": (extract, 18, 5),
+    "modulm": (about_modulm, 8, 4),
+    "chat": (greeting, 7, 4),
+    "unknown": (unknown, 4, 4),
+    "story": (story, 3, 1.5),
+    "tools in a row": (tools_in_a_row, 0, 2),
+    "world": (world, 0, 16),
+    "definitions": (definition, 0, 8),
+    "everyday": (everyday, 0, 12),
+    "abroad": (abroad, 0, 4),
+    "translation": (translation, 0, 7),
+    "jokes": (joke, 0, 3),
+    "poems": (poem, 0, 5),
+    "stories": (tale, 0, 2),
+    "lists": (listing, 0, 5),
+    "classes": (classify, 0, 3),
+    "letters": (letter, 0, 1.5),
+    "sentences": (made_sentence, 0, 1),
+    "numbers": (numbers, 0, 11),
+    "editing": (editing, 0, 9),
+    "reading": (reading, 0, 8),
+    "summaries": (summary, 0, 3),
+    "follow-up": (follow_up, 0, 10),
+}
+CATEGORIES = {name: (made[0], made[2]) for name, made in _MADE.items()}
+MIXTURES = {
+    "first": {name: made[1] for name, made in _MADE.items() if made[1]},
+    "second": {name: made[2] for name, made in _MADE.items()},
 }
 _PLAIN = (fact, fact, arithmetic, extract, about_modulm, greeting, unknown, story)
-_VERBATIM = frozenset({"json", "tool call", "parallel calls", "tool result", "story"})
+_TOLD = (*_PLAIN, world, world, definition, everyday, everyday, joke, poem, listing, numbers,
+         translation, editing)  # fmt: skip
+# Their questions are read as they were written.
+_VERBATIM = frozenset({
+    "json", "tool call", "parallel calls", "tool result", "tools in a row", "story", "editing",
+    "reading", "summaries", "follow-up", "letters", "translation", "sentences",
+})  # fmt: skip
+#: Conversations written for each held-out one that is wanted; some categories have few.
+_TRIES = 400
 _SYSTEM = (
     "You are a helpful assistant.", "You are modulm's demo model.", "Answer briefly.",
     "You are a friendly assistant. Be short and polite.", "Be concise.", "You are an assistant.",
@@ -73,49 +112,63 @@ def _vary(rng: Random, example: Example) -> Example:
     return replace(example, messages=tuple(messages))
 
 
-def _history(rng: Random, turns: int) -> tuple[Message, ...]:
+def _history(rng: Random, turns: int, makers: tuple) -> tuple[Message, ...]:
     """Earlier questions with their answers, without tools."""
-    return tuple(m for _ in range(turns) for m in rng.choice(_PLAIN)(rng).messages)
+    return tuple(m for _ in range(turns) for m in rng.choice(makers)(rng).messages)
 
 
-def _with_history(rng: Random, example: Example) -> Example:
+def _with_history(rng: Random, example: Example, makers: tuple) -> Example:
     """Put earlier turns in front, after a system message."""
-    past = _history(rng, rng.choices((1, 2, 3, 5, 8, 14), (5, 4, 3, 2, 1, 1))[0])
+    past = _history(rng, rng.choices((1, 2, 3, 5, 8, 14), (5, 4, 3, 2, 1, 1))[0], makers)
     if example.messages[0]["role"] == "system":
         first, *rest = example.messages
         return replace(example, messages=(first, *past, *rest))
     return example.with_history(past)
 
 
-def _make(rng: Random, name: str) -> Example:
+def _make(rng: Random, name: str, makers: tuple = _TOLD) -> Example:
     """Make one conversation of a category and settle all that the category leaves to chance."""
-    clean = CATEGORIES[name][0](rng)
+    clean = _MADE[name][0](rng)
+    if clean.category not in _MADE:
+        clean = replace(clean, category=name)
     thinking = rng.random() < 0.5 if clean.thinking is None else clean.thinking
-    clean = replace(clean, thinking=thinking, heldout=is_heldout(prompts(clean)[-1]))
+    last = prompts(clean)[-1]
+    clean = replace(clean, thinking=thinking, heldout=is_heldout(last) or is_asked(last))
     varied = _vary(rng, clean)
-    return _with_history(rng, varied) if rng.random() < 0.12 else varied
+    return _with_history(rng, varied, makers) if rng.random() < 0.12 else varied
 
 
-def examples(seed: int, only: str | None = None) -> Iterator[Example]:
+def examples(seed: int, only: str | None = None, mixture: str = "second") -> Iterator[Example]:
     """Write conversations without end, from all categories by weight or from one."""
     rng = Random(seed)
-    names = [only] if only else list(CATEGORIES)
-    weights = [CATEGORIES[name][1] for name in names]
+    names = [only] if only else list(MIXTURES[mixture])
+    weights = [1 if only else MIXTURES[mixture][name] for name in names]
+    makers = _PLAIN if mixture == "first" else _TOLD
     while True:
-        yield _make(rng, rng.choices(names, weights)[0])
+        yield _make(rng, rng.choices(names, weights)[0], makers)
 
 
-def training(seed: int) -> Iterator[Example]:
+def training(seed: int, mixture: str = "second") -> Iterator[Example]:
     """Conversations of which no question is held out, those of earlier turns included."""
-    for example in examples(seed):
-        if not example.heldout and not any(map(is_heldout, prompts(example)[:-1])):
+    for example in examples(seed, mixture=mixture):
+        asked = prompts(example)
+        if not (example.heldout or any(map(is_heldout, asked[:-1])) or any(map(is_asked, asked))):
             yield example
+
+
+def statements(seed: int) -> Iterator[str]:
+    """Sentences outside any conversation, for prompts that are not one: what answers state."""
+    rng = Random(seed)
+    while True:
+        answer = fact(rng).messages[-1]["content"] if rng.random() < 0.6 else related(rng)[1]
+        if not answer.startswith(("It is", "The answer is", "Yes", "No", "There are")):
+            yield answer
 
 
 def heldout(seed: int, category: str, count: int) -> list[Example]:
     """Conversations whose last question is held out from training, each only once."""
     found: dict[str, Example] = {}
-    for example in itertools.islice(examples(seed, category), 200_000):
+    for example in itertools.islice(examples(seed, category), count * _TRIES):
         if example.heldout:
             found.setdefault(prompts(example)[-1], example)
         if len(found) == count:

@@ -39,7 +39,9 @@ def render(tokenizer: PreTrainedTokenizerFast, example: Example) -> str:
     )  # fmt: skip
 
 
-def train_tokenizer(seed: int, count: int = 30_000) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    seed: int, count: int = 30_000, mixture: str = "second"
+) -> PreTrainedTokenizerFast:
     """Learn the merges from the first conversations of a seed."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence([
@@ -54,7 +56,7 @@ def train_tokenizer(seed: int, count: int = 30_000) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), min_frequency=4,
     )  # fmt: skip
     writer = _wrap(Tokenizer(models.BPE()))
-    texts = (render(writer, e) for e in itertools.islice(training(seed), count))
+    texts = (render(writer, e) for e in itertools.islice(training(seed, mixture), count))
     core.train_from_iterator(texts, trainer)
     core.add_tokens(plain)
     return _wrap(core)

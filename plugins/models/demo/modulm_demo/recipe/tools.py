@@ -7,11 +7,17 @@ from .arithmetic import arithmetic
 from .example import Example, assistant, fill, user
 from .extract import extract
 from .facts import fact
+from .numbers import numbers
+from .passages import reading
+from .reference import definition, everyday, joke, world
 from .talk import small_talk
 from .toolbox import KINDS, Arguments, Declared, as_text, declare, make_values
+from .writing import poem
 
 _MAIN = ("weather", "calculator", "search")
 _PARALLEL = ("weather", "calculator", "search", "time", "stock")
+_WITHOUT = (fact, small_talk, extract, arithmetic, world, everyday, definition, joke, poem, numbers,
+            reading)  # fmt: skip
 _SPOKEN_SIGNS = {" * ": (" times ", " x "), " + ": (" plus ",), " - ": (" minus ",)}
 
 
@@ -115,10 +121,37 @@ def tool_result(rng: Random) -> Example:
     return Example("tool result", turns, _schemas(declared), thinking, expect)
 
 
+_THEN = ("{a} Then: {b}", "First: {a} Then: {b}", "{a} After that: {b}", "{a} And then: {b}",
+         "{a} When you have that: {b}", "Do this first: {a} And this second: {b}")  # fmt: skip
+
+
+def tools_in_a_row(rng: Random) -> Example:
+    """Two requests, of which the second is called for when the first has its result."""
+    kinds = rng.sample(list(KINDS), 2) if rng.random() < 0.8 else [_pick(rng)] * 2
+    declared = toolset(rng, sorted(set(kinds)), most=3)
+    values = [make_values(rng, KINDS[kind]) for kind in kinds]
+    asks = [_ask(rng, kind, each) for kind, each in zip(kinds, values, strict=True)]
+    question = rng.choice(_THEN).format(a=asks[0], b=asks[1])
+    thinking, turns, told, expect = rng.random() < 0.6, [user(question)], [], []
+    for kind, each in zip(kinds, values, strict=True):
+        result = KINDS[kind].result(rng)
+        thought = _thought(rng, [declared[kind].name]) * thinking
+        turns.append(_calling([declared[kind].call(each)], thought))
+        turns.append({"role": "tool", "name": declared[kind].name, "content": as_text(result)})
+        told.append(KINDS[kind].tells.format(**each, **result))
+        expect += [str(value) for value in result.values()]
+    if rng.random() < 0.25:
+        return Example("tools in a row", tuple(turns[:-1]), _schemas(declared), thinking)
+    turns.append(assistant(" ".join(told)))
+    return Example("tools in a row", tuple(turns), _schemas(declared), thinking, tuple(expect))
+
+
 def no_call(rng: Random) -> Example:
     """Tools are there, and the question needs none of them."""
-    make = rng.choices((fact, small_talk, extract, arithmetic), (5, 3, 2, 1))[0]
+    make = rng.choices(_WITHOUT, (4, 3, 2, 1, 3, 3, 1, 1, 1, 1, 1))[0]
     answered = make(rng)
-    kinds = [kind for kind in KINDS if kind != "calculator" or make is not arithmetic]
+    kinds = [kind for kind in KINDS if kind != "translate"]
+    if make in (arithmetic, numbers):
+        kinds.remove("calculator")
     tools = tuple(declare(rng, KINDS[k]).schema for k in rng.sample(kinds, rng.choice((1, 2, 3))))
     return replace(answered, category="no call", tools=tools)

@@ -3,17 +3,21 @@
 With `--resume CHECKPOINT` a run goes on from published weights and their tokenizer, on text of
 another seed.
 
-Two processes of one thread each share every step and meet once per step, which holds up better than
-one process of two threads when other programs use the cores. The same seed, steps and library
-versions give the same text in the same order.
+A step reads two batches. Two processes of one thread each share it and meet once per step, which
+holds up better than one process of two threads when other programs use the cores; `--workers 1`
+reads both. The same seed, steps and library versions give the same text in the same order.
+
+The last `--int8` steps look through the weights that int8 leaves of the matrices (one scale an
+output channel, as `modulm quantize --scheme w8a16` has them) and change the ones behind them.
 """
 
 import argparse
+import contextlib
 import itertools
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -30,10 +34,11 @@ from transformers import (
 )
 
 from .batches import Batch, batches
+from .generator import MIXTURES
 from .tokenizer import CONTEXT, store, train_tokenizer
 
 PUBLISHED = Path(__file__).parents[1] / "checkpoint"
-WORKERS = 2
+PARTS = 2
 _BETAS = (0.9, 0.95)
 _MATRIX_DECAY = 0.02
 _WARMUP = 100
@@ -90,6 +95,25 @@ def loss_of(model: Qwen3ForCausalLM) -> Callable[..., Tensor]:
     return torch.compile(loss, dynamic=False)
 
 
+def matrices_of(model: Qwen3ForCausalLM) -> list[Tensor]:
+    """The matrices inside the layers."""
+    return [p for p in model.model.layers.parameters() if p.ndim == 2]
+
+
+@contextlib.contextmanager
+def int8_weights(matrices: list[Tensor]) -> Iterator[None]:
+    """Round the matrices to 255 steps of each output channel; inside, gradients are of the rounded
+    ones, and afterwards the exact ones are back, to which the optimizer gives them.
+    """
+    exact = [matrix.detach().clone() for matrix in matrices]
+    for matrix in matrices:
+        scale = matrix.detach().abs().amax(1, keepdim=True).clamp_min(1e-12) / 127
+        matrix.data.copy_((matrix.detach() / scale).round() * scale)
+    yield
+    for matrix, was in zip(matrices, exact, strict=True):
+        matrix.data.copy_(was)
+
+
 class Optimizer:
     """Muon for the matrices inside the layers, AdamW for embeddings and norms.
 
@@ -97,11 +121,11 @@ class Optimizer:
     them to the others.
     """
 
-    def __init__(self, model: Qwen3ForCausalLM, rank: int, rate: float) -> None:
-        matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    def __init__(self, model: Qwen3ForCausalLM, rank: int, workers: int, rate: float) -> None:
+        matrices = matrices_of(model)
         known = {id(p) for p in matrices}
         others = [p for p in model.parameters() if id(p) not in known]
-        self._shares = [matrices[worker::WORKERS] for worker in range(WORKERS)]
+        self._shares = [matrices[worker::workers] for worker in range(workers)]
         self._rate = rate
         self._parts = [
             torch.optim.Muon(self._shares[rank], rate, weight_decay=_MATRIX_DECAY,
@@ -126,13 +150,15 @@ def _scatter(flat: Tensor, into: list[Tensor]) -> None:
         tensor.copy_(piece.view_as(tensor))
 
 
-def shared_gradients(parameters: list[Tensor], loss: float, stop: bool) -> tuple[float, bool]:
+def shared_gradients(
+    parameters: list[Tensor], loss: float, stop: bool, workers: int
+) -> tuple[float, bool]:
     """Average gradients and loss over the processes; any process may ask to stop."""
     grads = [p.grad for p in parameters]
     notes = torch.tensor([loss, float(stop)])
     flat = torch.cat([*(g.flatten() for g in grads), notes])
     dist.all_reduce(flat)
-    flat /= WORKERS
+    flat /= workers
     _scatter(flat[:-2], grads)
     return flat[-2].item(), flat[-1].item() > 0
 
@@ -159,28 +185,33 @@ def as_tensors(batch: Batch) -> list[Tensor]:
 
 
 def work(rank: int, meeting: str, args: argparse.Namespace) -> None:
-    """One of the processes: every `WORKERS`-th batch is its own."""
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=WORKERS)
+    """One of the processes: every `workers`-th batch is its own."""
+    workers, own = args.workers, PARTS // args.workers
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=workers)
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(args.out)
     model = start_model(args, tokenizer)
-    parameters = list(model.parameters())
-    compute, optimizer, stop = loss_of(model), Optimizer(model, rank, args.rate), Stop()
-    mine = itertools.islice(batches(tokenizer, args.seed), rank, None, WORKERS)
+    parameters, matrices = list(model.parameters()), matrices_of(model)
+    compute, stop = loss_of(model), Stop()
+    optimizer = Optimizer(model, rank, workers, args.rate)
+    mine = itertools.islice(batches(tokenizer, args.seed, args.mixture), rank, None, workers)
     began, tokens, step, steps, recent = time.monotonic(), 0, 0, args.steps, []
     while step < steps:
-        batch = next(mine)
-        loss = compute(*as_tensors(batch))
-        loss.backward()
-        mean, stopping = shared_gradients(parameters, loss.item(), stop.asked)
+        total, rounded = 0.0, steps - step <= args.int8
+        with int8_weights(matrices) if rounded else contextlib.nullcontext():
+            for batch in itertools.islice(mine, own):
+                loss = compute(*as_tensors(batch)) / own
+                loss.backward()
+                total += loss.item()
+                tokens += workers * int((batch.owners > 0).sum())
+        mean, stopping = shared_gradients(parameters, total, stop.asked, workers)
         if stopping:
             stop.asked, steps = False, min(steps, step + args.decay)
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step(rate_at(step, steps, args.decay))
         model.zero_grad()
         step, recent = step + 1, [*recent[-24:], mean]
-        tokens += WORKERS * int((batch.owners > 0).sum())
         if rank == 0 and step % 25 == 0:
             print(f"step {step}/{steps} loss {sum(recent) / len(recent):.4f} tokens about "
                   f"{tokens:,} seconds {time.monotonic() - began:.0f}", flush=True)  # fmt: skip
@@ -197,11 +228,14 @@ def main() -> None:
     parser.add_argument("--decay", type=int, default=500, help="last steps, with a falling rate")
     parser.add_argument("--rate", type=float, default=2.5e-3, help="peak learning rate")
     parser.add_argument("--resume", type=Path, help="checkpoint whose weights the run goes on from")
+    parser.add_argument("--mixture", choices=MIXTURES, default="second")
+    parser.add_argument("--workers", type=int, choices=(1, 2), default=2)
+    parser.add_argument("--int8", type=int, default=0, help="last steps, with weights as in int8")
     args = parser.parse_args()
     known = args.resume and AutoTokenizer.from_pretrained(args.resume)
-    store(known or train_tokenizer(args.seed), args.out)
+    store(known or train_tokenizer(args.seed, mixture=args.mixture), args.out)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, (f"file://{folder}/meeting", args), nprocs=WORKERS)
+        mp.spawn(work, (f"file://{folder}/meeting", args), nprocs=args.workers)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,157 @@
+"""Asks the 300 ordinary questions of questions.jsonl: `python -m modulm_demo.recipe.ask`.
+
+They are kept out of the generator's text: `generator.training` drops a conversation that asks one.
+An answer is right if it fits the pattern of its question, or makes the call that is wanted; it is
+honest if it says that it does not know where it could have known; all else is wrong. A word is
+broken if neither the recipe nor the conversation has it.
+"""
+
+import argparse
+import json
+import re
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from .backends import Answer, http_backend, modulm_backend, transformers_backend
+from .example import Message, Tool
+from .questions import questions
+
+_HERE = Path(__file__).parent
+_CHECKPOINT = _HERE.parent / "checkpoint"
+_NOT_KNOWN = re.compile(
+    r"(do not|don't|cannot|can't|not able to|nobody|no one) (know|tell|look|see|predict|do that)"
+    r"|nobody knows|you have not told|text does not say"
+)
+_SAID_SO = re.compile(r"\bi (do not|don't) know (that|it|the|today)")
+_WORD = re.compile(r"[^\W\d_]{3,}")
+_FIELDS = {
+    "weather": ("get_weather", "Get the weather of a city.", {"city": "string"}),
+    "search": ("web_search", "Search the web.", {"query": "string"}),
+    "calc": ("calculator", "Evaluate an arithmetic expression.", {"expression": "string"}),
+    "email": ("send_email", "Send an email.", {"to": "string", "subject": "string"}),
+    "timer": ("set_timer", "Start a timer.", {"minutes": "integer"}),
+    "time": ("get_time", "Get the local time of a city.", {"city": "string"}),
+}
+
+
+def _tool(name: str) -> Tool:
+    called, description, fields = _FIELDS[name]
+    properties = {field: {"type": kind} for field, kind in fields.items()}
+    parameters = {"type": "object", "properties": properties, "required": list(fields)}
+    function = {"name": called, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def _after(steps: list[list[Any]]) -> list[Message]:
+    """Calls that were made and what came back."""
+    made: list[Message] = []
+    for name, arguments, result in steps:
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        made.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        made.append({"role": "tool", "name": name, "content": json.dumps(result)})
+    return made
+
+
+def converse(row: dict[str, Any], answer: Answer) -> Message:
+    """Ask turn by turn, with the model's own answers between, and return its last."""
+    tools = [_tool(name) for name in row.get("tools", ())]
+    messages: list[Message] = []
+    given: Message = {}
+    for turn in row["ask"]:
+        if given:
+            messages.append({"role": "assistant", "content": given["content"]})
+        messages.append({"role": "user", "content": turn})
+        last = turn is row["ask"][-1]
+        given = answer([*messages, *_after(row.get("after", []))] if last else messages, tools)
+    return given
+
+
+def _calls_fit(row: dict[str, Any], calls: list[dict[str, Any]]) -> bool:
+    if "calls" in row:
+        name, count = row["calls"]
+        return [call["name"] for call in calls] == [name] * count
+    name, wanted = row["call"]
+    if len(calls) != 1 or calls[0]["name"] != name or not isinstance(calls[0]["arguments"], dict):
+        return False
+    found = calls[0]["arguments"]
+    return all(
+        value[1:] in str(found.get(key)) if str(value).startswith("~") else found.get(key) == value
+        for key, value in wanted.items()
+    )
+
+
+def verdict(row: dict[str, Any], given: Message) -> str:
+    """`right`, `honest` or `wrong`."""
+    calls, text = given.get("tool_calls") or [], given["content"].strip()
+    if "call" in row or "calls" in row:
+        return "right" if _calls_fit(row, calls) else "wrong"
+    unsure = bool(_NOT_KNOWN.search(text.lower()))
+    if row.get("unknown"):
+        return "right" if unsure and not calls else "wrong"
+    flags = 0 if row.get("case") else re.IGNORECASE
+    fits = text and not calls and re.search(row["accept"], text, flags)
+    if fits and not _SAID_SO.search(text.lower()):
+        return "right"
+    return "honest" if unsure else "wrong"
+
+
+@cache
+def _known() -> frozenset[str]:
+    files = (*_HERE.glob("*.py"), *_HERE.glob("texts/*.txt"))
+    return frozenset(
+        word.casefold() for file in files for word in _WORD.findall(file.read_text("utf-8"))
+    )
+
+
+def broken(row: dict[str, Any], text: str) -> list[str]:
+    """Words that the model made up, each once."""
+    seen = {word.casefold() for word in _WORD.findall(json.dumps(row, ensure_ascii=False))}
+    words = dict.fromkeys(_WORD.findall(text))
+    return [word for word in words if word.casefold() not in _known() | seen]
+
+
+def table(rows: list[dict[str, Any]], answers: list[Message]) -> str:
+    """One line a category, and all together."""
+    names = list(dict.fromkeys(row["category"] for row in rows))
+    lines = ["| category | questions | right | honest | wrong |", "|---|---:|---:|---:|---:|"]
+    for name in [*names, "all"]:
+        some = [
+            verdict(row, given)
+            for row, given in zip(rows, answers, strict=True)
+            if name in (row["category"], "all")
+        ]
+        cells = [name, len(some), *(some.count(kind) for kind in ("right", "honest", "wrong"))]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Read the options, ask, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", help="default: the checkpoint; over HTTP the name demo")
+    parser.add_argument("--backend", choices=("transformers", "modulm", "http"), default="modulm")
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--show", choices=("wrong", "all"), help="print answers too")
+    args = parser.parse_args()
+    if args.backend == "http":
+        answer = http_backend(args.model or "demo", args.url)
+    else:
+        make = modulm_backend if args.backend == "modulm" else transformers_backend
+        answer = make(args.model or str(_CHECKPOINT))
+    rows, answers, began = list(questions()), [], time.monotonic()
+    for row in rows:
+        answers.append(converse(row, answer))
+        judged = verdict(row, answers[-1])
+        if args.show == "all" or (args.show and judged != "right"):
+            said = answers[-1].get("tool_calls") or answers[-1]["content"]
+            print(f"{judged}: {' || '.join(row['ask'])!r} -> {said!r}", flush=True)
+    print(table(rows, answers))
+    words = [w for row, a in zip(rows, answers, strict=True) for w in broken(row, a["content"])]
+    print(f"\nbroken words: {len(words)} {words[:20]}")
+    print(f"{args.backend}, {time.monotonic() - began:.0f} seconds")
+
+
+if __name__ == "__main__":
+    main()
