@@ -155,29 +155,34 @@ template <int Lines, Lying Kind, bool Stream, int Rows, int Vectors>
 inline const uint32_t* quad_lines(const int8_t* x, const uint32_t* b, int64_t ldb,
                                   const Lookup& code_of, vi (&c)[Rows][Vectors]) {
   constexpr int halves = Kind == kQuads ? 1 : 2;
-  for (int i = 0; i < Lines; i++, b += ldb, x += 4 * halves) {
-    if constexpr (Stream) {
-      for (int v = 0; v < Vectors; v++) {
-        __builtin_prefetch(b + v * kLanes + kQuadsFar, 0, 2);
-        __builtin_prefetch(b + v * kLanes + kQuadsNear);
-        const vu line = load_raw<vu>(b + v * kLanes);
-        for (int h = 0; h < halves; h++) {
-          const vu codes = codes_of<Kind>(line, h, code_of);
-          for (int r = 0; r < Rows; r++)
-            c[r][v] = quad_dot(c[r][v], codes, load_quad(x + r * kBlockK + 4 * h));
-        }
-      }
-    } else {
+  auto from_memory = [&] {
+    for (int v = 0; v < Vectors; v++) {
+      __builtin_prefetch(b + v * kLanes + kQuadsFar, 0, 2);
+      __builtin_prefetch(b + v * kLanes + kQuadsNear);
+      const vu line = load_raw<vu>(b + v * kLanes);
       for (int h = 0; h < halves; h++) {
-        vu codes[Vectors];
-        for (int v = 0; v < Vectors; v++)
-          codes[v] = codes_of<Kind>(load_raw<vu>(b + v * kLanes), h, code_of);
-        for (int r = 0; r < Rows; r++) {
-          const auto quad = hold_quad(x + r * kBlockK + 4 * h);
-          for (int v = 0; v < Vectors; v++) c[r][v] = quad_dot(c[r][v], codes[v], quad);
-        }
+        const vu codes = codes_of<Kind>(line, h, code_of);
+        for (int r = 0; r < Rows; r++)
+          c[r][v] = quad_dot(c[r][v], codes, load_quad(x + r * kBlockK + 4 * h));
       }
     }
+  };
+  auto from_cache = [&] {
+    for (int h = 0; h < halves; h++) {
+      vu codes[Vectors];
+      for (int v = 0; v < Vectors; v++)
+        codes[v] = codes_of<Kind>(load_raw<vu>(b + v * kLanes), h, code_of);
+      for (int r = 0; r < Rows; r++) {
+        const auto quad = hold_quad(x + r * kBlockK + 4 * h);
+        for (int v = 0; v < Vectors; v++) c[r][v] = quad_dot(c[r][v], codes[v], quad);
+      }
+    }
+  };
+  if constexpr (Stream) {
+#pragma GCC unroll 1  // else compilers heap fetches up, and one row waits for them
+    for (int i = 0; i < Lines; i++, b += ldb, x += 4 * halves) from_memory();
+  } else {
+    for (int i = 0; i < Lines; i++, b += ldb, x += 4 * halves) from_cache();
   }
   return b;
 }
