@@ -170,7 +170,7 @@ def test_a_file_fills_flags_and_own_options(tmp_path: Path) -> None:
         (["--max-model-len", "much"], ["--max-model-len", "whole number"]),
         (["--dtype", "fp8"], ["--dtype", "bfloat16"]),
         (["--max-modl-len", "3"], ["--max-modl-len", "--max-model-len"]),
-        (["-tp", "2"], ["--tensor-parallel-size", "not yet"]),
+        (["-dp", "2"], ["--data-parallel-size", "not yet"]),
         (["--rope-theta", "3"], ["--rope-theta", "--hf-overrides"]),
         (["--config", "none.yaml"], ["--config", "none.yaml"]),
         (["--hf-overrides", "{"], ["--hf-overrides", "JSON"]),

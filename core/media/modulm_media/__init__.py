@@ -1,11 +1,16 @@
 """Images, sound and video in prompts: values, the checkpoint's own processor, and where they go.
 
-Nothing here imports torch or transformers before a prompt with media is read.
+Names are loaded on first use: the flags are read by every command, and need no arrays. Nothing here
+imports torch or transformers before a prompt with media is read.
 """
 
-from modulm_media.family import MediaFamily, Processed
-from modulm_media.reader import MediaPrompt, MediaReader
-from modulm_media.values import KINDS, Media, Sound, Video
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from modulm_media.family import MediaFamily, Processed
+    from modulm_media.reader import MediaPrompt, MediaReader
+    from modulm_media.values import KINDS, Media, Sound, Video
 
 __all__ = [
     "KINDS",
@@ -17,3 +22,20 @@ __all__ = [
     "Sound",
     "Video",
 ]
+
+_HOMES = {
+    "KINDS": "values",
+    "Media": "values",
+    "MediaFamily": "family",
+    "MediaPrompt": "reader",
+    "MediaReader": "reader",
+    "Processed": "family",
+    "Sound": "values",
+    "Video": "values",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from modulm.config.schema.flags import FlagGroup, flag, flag_group
 from modulm.errors import ConfigError
-from modulm_media.values import KINDS
 
-__all__ = ["MediaConfig"]
+__all__ = ["KINDS", "MediaConfig", "MediaKind"]
+
+MediaKind: TypeAlias = Literal["image", "audio", "video"]
+
+#: The kinds of media, by the names that vLLM's flags and prompts have for them.
+KINDS: tuple[MediaKind, ...] = ("image", "audio", "video")
 
 
 @flag_group

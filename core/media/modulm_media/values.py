@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from attrs import Factory, field, frozen
+
+from modulm_media.flags import KINDS, MediaKind
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 __all__ = ["KINDS", "Media", "MediaKind", "Sound", "Video", "digest_of", "fingerprint"]
-
-MediaKind: TypeAlias = Literal["image", "audio", "video"]
-
-#: The kinds of media, by the names that vLLM's flags and prompts have for them.
-KINDS: tuple[MediaKind, ...] = ("image", "audio", "video")
 
 
 @frozen(eq=False)

@@ -79,8 +79,6 @@ NOTED = [
     ("serve m --swap-space 8", "--swap-space", "no effect"),
     ("serve m --enable-lora-bias", "--enable-lora-bias", "always applied"),
     ("serve m --lora-extra-vocab-size 512", "--lora-extra-vocab-size", "no effect"),
-    ("serve m -O3", "--optimization-level", "no graphs are compiled"),
-    ("serve m -cc.level 3", "--compilation-config", "no graphs are compiled"),
     (
         "serve m --guided-decoding-backend xgrammar",
         "--guided-decoding-backend",
@@ -88,8 +86,8 @@ NOTED = [
     ),
 ]
 REFUSED = [
-    ("serve facebook/opt-13b --tensor-parallel-size 4", "--tensor-parallel-size: not yet"),
-    ("serve gpt2 -pp 2", "--pipeline-parallel-size: not yet"),
+    ("serve facebook/opt-13b --data-parallel-size 4", "--data-parallel-size: not yet"),
+    ("serve gpt2 -dcp 2", "--decode-context-parallel-size: not yet"),
     ("serve m --distributed-executor-backend ray", "no installed plugin provides executor 'ray'"),
     ('serve m --enable-lora --default-mm-loras \'{"image": "x"}\'', "--default-mm-loras: not yet"),
     ("serve m --enable-lora --max-loras 4 --max-cpu-loras 2", "--max-cpu-loras: 2 is less than"),
@@ -184,7 +182,7 @@ def test_a_file_as_vllm_s_documents_write_it(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("prot: 1", "did you mean"),
-        ("tensor-parallel-size: 2", "--tensor-parallel-size: not yet"),
+        ("data-parallel-size: 2", "--data-parallel-size: not yet"),
         ("port: [1]", "--port"),
     ],
 )
