@@ -101,4 +101,4 @@ def _devices() -> list[Any]:
     """What else than the processor can be recorded here."""
     from torch.profiler import ProfilerActivity, supported_activities
 
-    return sorted(supported_activities() - {ProfilerActivity.CPU}, key=str)
+    return sorted(supported_activities() - {ProfilerActivity.CPU}, key=str)  # type: ignore[no-untyped-call]
