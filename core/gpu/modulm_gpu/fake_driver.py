@@ -77,6 +77,7 @@ class FakeDriver:
         self.calls: list[str] = []
         self.default = self.current = _Stream(self, "default")
         self.capturing = False
+        self.device = 0
         self.taken = self.allocated = self.peak = 0
         self._made = self._pools = 0
 
@@ -87,10 +88,11 @@ class FakeDriver:
         return self.count
 
     def current_device(self) -> int:
-        return 0
+        return self.device
 
     def set_device(self, device: Any) -> None:
         self.calls.append(f"device {device}")
+        self.device = device if isinstance(device, int) else device.index
 
     def get_device_properties(self, device: Any) -> Any:
         return self.found

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 import torch
 
 from modulm.contracts.platform import Flags, Memory, Platform, Probe, Staging, Transfer
+from modulm.errors import ConfigError
 from modulm_gpu.flags import CompilationConfig
 from modulm_gpu.graphs import GraphRecorder, RuntimeGraphs
 from modulm_gpu.pieces import Breaks
@@ -43,6 +44,7 @@ class GpuPlatform(Platform):
 
     api = 1
     kernels = ("triton",)
+    collectives = ("nccl",)
     capabilities = frozenset({"pin_memory", "graphs", "sleep"})
     queued = True
     batched_tokens = (16384, 8192)
@@ -89,6 +91,14 @@ class GpuPlatform(Platform):
     def fp8(self) -> str | None:
         """The dtype of 8 bits whose products the chip computes itself; None: it computes none."""
         return None
+
+    def take_share(self, rank: int, ranks: int) -> None:
+        """A GPU for each worker."""
+        count = self.runtime.count()
+        if ranks > count:
+            words = f"{ranks} ranks on this host, and it has {count} {self.vendor} GPU(s)"
+            raise ConfigError("tensor_parallel_size", words)
+        self.runtime.module.set_device(rank)
 
     def start(self, *, threads: int | None = None) -> None:
         if threads is not None:

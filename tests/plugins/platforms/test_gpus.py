@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from modulm import LLM, SamplingParams
+from modulm.errors import ConfigError
 from modulm.plugins import manager
 from modulm.plugins.manager import PluginManager
 from modulm.testing.checkpoints import make_tiny
@@ -221,3 +222,11 @@ def test_a_model_runs_on_it(chip, tmp_path) -> None:
     assert tokens("fake") == tokens("cpu")
     calls = platform.runtime.module.calls
     assert calls.count("stream 1 waits for default") > 6
+
+
+def test_ranks_of_a_host_have_a_gpu_each() -> None:
+    platform = fake("H200", count=2)()
+    platform.take_share(1, 2)
+    assert platform.runtime.module.current_device() == 1
+    with pytest.raises(ConfigError, match=r"4 ranks on this host, and it has 2 NVIDIA GPU\(s\)"):
+        platform.take_share(3, 4)
