@@ -15,6 +15,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,6 +24,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MODULM_CPU_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# Where there is no GPU Triton's kernels are interpreted. That is decided when Triton is imported,
+# which libraries do by themselves.
+if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd", "/dev/dri")):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 FUZZ = None if "CI" in os.environ else os.environ.get("MODULM_FUZZ")
 # How long an example takes says how busy the machine is.

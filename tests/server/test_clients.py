@@ -36,6 +36,8 @@ ASKING: dict[str, dict[str, Any]] = {
     "/api/generate": {"model": "M", "prompt": SAID, "stream": False},
     "/api/embed": {"model": "M", "input": SAID},
     "/api/embeddings": {"model": "M", "prompt": SAID},
+    "/completion": {"prompt": SAID, "n_predict": 1},
+    "/embedding": {"content": SAID},
     "/score": {"text_1": SAID, "text_2": "b"},
     "/v1/score": {"text_1": SAID, "text_2": "b"},
     "/rerank": {"query": SAID, "documents": ["b"]},
@@ -52,6 +54,7 @@ QUIET = frozenset(
         "/v1/files", "/v1/batches", "/v1/batches/{batch_id}/cancel",
         "/v1/completions/render", "/v1/chat/completions/render",
         "/api/pull", "/api/show",
+        "/props", "/slots/{id_slot}", "/lora-adapters", "/apply-template", "/infill",
         "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech",
     }
 )  # fmt: skip

@@ -300,13 +300,13 @@ def values(made: SimpleNamespace, key: str) -> list[Any]:
 #: Architectures that differ in their heads only are tried once, as what transformers reads is one.
 BARE = ("ForSequenceClassification", "ForTokenClassification")
 #: Models around others read those tables as transformers does (test_images.py).
-APART = {declared.name for declared in manager.current().names("media_families")}
+AROUND = {declared.name for declared in manager.current().names("media_families")}
 ARCHITECTURES = [
     declared.name
     for declared in manager.current().names("models")
     if hasattr(transformers, declared.name)
     and not declared.name.endswith(BARE)
-    and declared.name not in APART
+    and declared.name not in AROUND
 ]
 #: Where modulm gives other numbers, or refuses in other words, and why that is right.
 RIGHT = {

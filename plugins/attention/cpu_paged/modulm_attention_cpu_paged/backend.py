@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from types import ModuleType
 
+import numpy as np
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from modulm.contracts.attention import (
@@ -50,7 +51,9 @@ def _kernels() -> ModuleType | str:
 class _StepPlan(AttentionPlan):
     """The arrays of a StepLayout as tensors over the same memory.
 
-    work: [n] int32, how the kernel cuts the step up, the same in every layer.
+    work: [n] int32, how the kernel cuts the step up, the same in every layer. spans: the step's
+    tokens that see one another in both directions, as rows of their own, whose places are
+    `tokens`; they are attended once more.
     """
 
     block_tables: Tensor
@@ -58,9 +61,11 @@ class _StepPlan(AttentionPlan):
     context_lens: Tensor
     slots: Tensor
     work: Tensor
+    tokens: Tensor | None = None
+    spans: _StepPlan | None = None
 
-    def key(self) -> tuple[()]:
-        return ()
+    def key(self) -> tuple[()] | None:
+        return () if self.spans is None else None
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.query_starts, self.context_lens, self.slots, self.work
@@ -83,7 +88,7 @@ class CpuPagedAttention(AttentionBackend):
     name = "cpu_paged"
     api = 3
     features = frozenset(
-        {"value_dim", "window", "softcap", "sinks", "alibi", "causal", "latent", "scales"}
+        {"value_dim", "window", "softcap", "sinks", "alibi", "causal", "latent", "scales", "spans"}
     )
 
     def __init__(
@@ -114,6 +119,8 @@ class CpuPagedAttention(AttentionBackend):
             return f"needs the kernels of provider {_PROVIDER}, which are not in use"
         if max(spec.head_dim, spec.value_dim or 0) > kernels.MAX_HEAD_SIZE:
             return f"takes heads of up to {kernels.MAX_HEAD_SIZE}, not {spec.head_dim}"
+        if spec.spans and spec.alibi:
+            return "has no alibi where tokens see those after them"
         if spec.latent and spec.kv_dtype == "int8":
             return "keeps no latent in int8, not yet"
         kept = sorted(str(dtype).removeprefix("torch.") for dtype in kernels.CACHE_DTYPES)
@@ -133,6 +140,16 @@ class CpuPagedAttention(AttentionBackend):
         return KVLayout(shape, spec.kv_dtype, math.prod(shape[1:]) * dtype.itemsize)
 
     def plan(self, step: StepLayout) -> _StepPlan:
+        made = self._plan(step, self.spec.causal)
+        if step.spans is None or not len(step.spans) or not self.spec.causal:
+            return made
+        tokens, spans = _rows_of_spans(step)
+        if not len(tokens):
+            return made
+        both = self._plan(spans, causal=False)
+        return evolve(made, tokens=torch.from_numpy(tokens), spans=both)
+
+    def _plan(self, step: StepLayout, causal: bool) -> _StepPlan:
         spec = self.spec
         starts = torch.from_numpy(step.query_starts)
         lengths = torch.from_numpy(step.context_lens)
@@ -141,9 +158,7 @@ class CpuPagedAttention(AttentionBackend):
             starts,
             lengths,
             torch.from_numpy(step.slots),
-            self.plan_step(
-                starts, lengths, spec.heads, spec.kv_heads, spec.window or 0, spec.causal
-            ),
+            self.plan_step(starts, lengths, spec.heads, spec.kv_heads, spec.window or 0, causal),
         )
 
     def forward(
@@ -201,6 +216,21 @@ class CpuPagedAttention(AttentionBackend):
     def _attend(
         self, q: Tensor, cache: Tensor, plan: _StepPlan, out: Tensor, inputs: AttentionInputs
     ) -> None:
+        self._rows(q, cache, plan, out, inputs, self.spec.causal)
+        if plan.spans is not None:
+            again = out.new_empty(len(plan.tokens), *out.shape[1:])  # type: ignore[arg-type]
+            self._rows(q[plan.tokens], cache, plan.spans, again, inputs, causal=False)
+            out[plan.tokens] = again
+
+    def _rows(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        plan: _StepPlan,
+        out: Tensor,
+        inputs: AttentionInputs,
+        causal: bool,
+    ) -> None:
         spec = self.spec
         self.attend(
             q,
@@ -214,9 +244,36 @@ class CpuPagedAttention(AttentionBackend):
             spec.softcap,
             inputs.sinks,
             inputs.alibi,
-            spec.causal,
+            causal,
             plan.work,
         )
+
+
+def _rows_of_spans(step: StepLayout) -> tuple[np.ndarray, StepLayout]:
+    """Places of the step's tokens that lie in spans, and these tokens as a step: each span is a row
+    that ends with it.
+
+    A window reaches as far forward as back there: no span is longer than one.
+    """
+    places, counts, ends, rows = [], [], [], []
+    for row, from_, end in step.spans.tolist() if step.spans is not None else ():
+        begin = int(step.query_starts[row])
+        start = int(step.context_lens[row]) - (int(step.query_starts[row + 1]) - begin)
+        first = max(from_, start)
+        if first < min(end, int(step.context_lens[row])):
+            places.append(np.arange(begin + first - start, begin + end - start))
+            counts.append(end - first)
+            ends.append(end)
+            rows.append(row)
+    tokens = np.concatenate(places) if places else np.zeros(0, np.int64)
+    layout = StepLayout(
+        step.block_size,
+        np.ascontiguousarray(step.block_tables[rows]),
+        np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+        np.array(ends, dtype=np.int32),
+        step.slots[tokens],
+    )
+    return tokens, layout
 
 
 def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
