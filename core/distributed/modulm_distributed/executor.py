@@ -40,6 +40,8 @@ log = logging.getLogger("modulm.engine")
 _ALL_FAIL = 5.0
 #: Seconds that workers have to end when they are told to.
 _GRACE = 10.0
+#: Seconds between two looks at steps that do not end.
+_LOOK = 1.0
 
 
 class WorkersExecutor(Executor):
@@ -51,8 +53,9 @@ class WorkersExecutor(Executor):
 
     def __init__(self) -> None:
         self._streams: list[FrameStream] = []
-        self._steps: dict[int, Future[StepResult]] = {}
-        self._failed: dict[int, dict[int, ModulmError]] = {}
+        #: Of each step under way: since when (monotonic seconds), its result, and what failed.
+        self._steps: dict[int, tuple[float, Future[StepResult]]] = {}
+        self._failed: dict[int, tuple[float, dict[int, ModulmError]]] = {}
         self._calls: dict[int, tuple[Future[Any], set[int]]] = {}
         self._numbers = count()
         self._lock = threading.Lock()
@@ -119,7 +122,7 @@ class WorkersExecutor(Executor):
     # Steps.
 
     def run(self, plan: Plan) -> StepResult:
-        return self._landed(plan.step, self.submit(plan))
+        return self.submit(plan).result()
 
     def submit(self, plan: Plan) -> Future[StepResult]:
         future: Future[StepResult] = Future()
@@ -127,17 +130,9 @@ class WorkersExecutor(Executor):
             if self._dead is not None:
                 future.set_exception(self._dead)
                 return future
-            self._steps[plan.step] = future
+            self._steps[plan.step] = time.monotonic(), future
         self._broadcast(frames.pack("run", encode_plan(plan)))
         return future
-
-    def _landed(self, step: int, future: Future[StepResult]) -> StepResult:
-        try:
-            return future.result(self._seconds)
-        except TimeoutError:
-            dead = EngineDead(f"step {step} took longer than --worker-timeout {self._seconds} s")
-            self._die(dead)
-            raise dead from None
 
     def _broadcast(self, data: bytes) -> None:
         for rank, stream in enumerate(self._streams):
@@ -150,11 +145,18 @@ class WorkersExecutor(Executor):
     # What workers say, on the reading thread.
 
     def _read(self) -> None:
+        try:
+            self._listen()
+        except Exception as error:
+            log.exception("a worker sent what cannot be read")
+            self._die(EngineDead(f"a worker sent what cannot be read: {error}"))
+
+    def _listen(self) -> None:
         with selectors.DefaultSelector() as selector:
             for rank, stream in enumerate(self._streams):
                 selector.register(stream, selectors.EVENT_READ, rank)
             while self._dead is None and not self._stopping:
-                for key, _ in selector.select(1.0):
+                for key, _ in selector.select(_LOOK):
                     rank = key.data
                     if not self._streams[rank].read():
                         if not self._stopping:
@@ -162,7 +164,7 @@ class WorkersExecutor(Executor):
                         return
                     while (frame := self._streams[rank].waiting()) is not None:
                         self._heard(rank, *frame)
-                self._give_up()
+                self._look()
 
     def _heard(self, rank: int, kind: str, *arguments: Any) -> None:
         if kind == "result":
@@ -170,29 +172,37 @@ class WorkersExecutor(Executor):
             self._resolve(result.step).set_result(result)
         elif kind == "failed":
             self._step_failed(rank, *arguments)
+        elif kind == "error":
+            self._die(EngineDead(f"worker {rank}: {frames.unpack_error(arguments[0])}"))
         else:
             self._answered(rank, *arguments)
 
     def _resolve(self, step: int) -> Future[StepResult]:
         with self._lock:
-            return self._steps.pop(step, None) or Future()
+            _, future = self._steps.pop(step, (0.0, Future()))
+        return future
 
     def _step_failed(self, rank: int, step: int, error: list[Any]) -> None:
         """A step has failed once all ranks say so; where some do not, they wait for ever."""
-        reported = self._failed.setdefault(step, {})
+        _, reported = self._failed.setdefault(step, (time.monotonic(), {}))
         reported[rank] = frames.unpack_error(error) or EngineError("a step failed")
-        reported.setdefault(-1, EngineError(str(time.monotonic())))
-        if len(reported) > len(self._streams):
+        if len(reported) == len(self._streams):
             del self._failed[step]
             self._resolve(step).set_exception(reported[rank])
 
-    def _give_up(self) -> None:
-        """Of steps that failed on some ranks and not on all, after a while."""
-        for step, reported in self._failed.items():
-            if time.monotonic() - float(str(reported[-1])) > _ALL_FAIL:
-                words = "; ".join(f"worker {r}: {e}" for r, e in reported.items() if r >= 0)
+    def _look(self) -> None:
+        """Give up steps that failed on some ranks and not on all, and those that do not end."""
+        now = time.monotonic()
+        for step, (since, reported) in self._failed.items():
+            if now - since > _ALL_FAIL:
+                words = "; ".join(f"worker {rank}: {error}" for rank, error in reported.items())
                 self._die(EngineDead(f"step {step} failed on some ranks only ({words})"))
                 return
+        with self._lock:
+            step, since = next(((s, t) for s, (t, _) in self._steps.items()), (0, now))
+        if self._seconds is not None and now - since > self._seconds:
+            words = f"step {step} took longer than --worker-timeout, {self._seconds:.0f} s"
+            self._die(EngineDead(words))
 
     def _answered(self, rank: int, number: int, value: Any, error: list[Any] | None) -> None:
         answer, missing = self._calls[number]
@@ -206,19 +216,20 @@ class WorkersExecutor(Executor):
                 answer.set_result(value)
 
     def _die(self, error: EngineDead) -> None:
-        """Nothing can be run any more: all who wait are told, and the processes are ended."""
+        """Nothing can be run any more: the processes are ended, and all who wait are told."""
         with self._lock:
             if self._dead is not None:
                 return
             self._dead = error
-            waiting = [*self._steps.values(), *(answer for answer, _ in self._calls.values())]
+            steps = [future for _, future in self._steps.values()]
+            waiting = [*steps, *(answer for answer, _ in self._calls.values())]
             self._steps.clear()
             self._calls.clear()
         log.error("%s", error)
+        self.end(0)
         for future in waiting:
             if not future.done():
                 future.set_exception(error)
-        self.end(0)
         if self._died is not None:
             self._died(error)
 
