@@ -25,10 +25,10 @@ from modulm.testing.checkpoints import make_tiny
 CORES = len(os.sched_getaffinity(0))
 
 
-def opened(folder: str, **flags: object) -> LLM:
+def opened(folder: str, length: int = 2400, **flags: object) -> LLM:
     return LLM(
         folder,
-        max_model_len=2400,
+        max_model_len=length,
         max_num_seqs=32,
         num_gpu_blocks_override=400,
         max_num_batched_tokens=2400,
@@ -87,11 +87,11 @@ def step(rounds: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = str(make_tiny(Path(name) / "tiny"))
         llms = {
-            "one process": opened(folder, dtype="float32"),
-            "mp": opened(folder, dtype="float32", distributed_executor_backend="mp"),
+            "one process": opened(folder, 256, dtype="float32"),
+            "mp": opened(folder, 256, dtype="float32", distributed_executor_backend="mp"),
         }
-        found = turns(llms, rounds, 1, 8, 400)
-        each = {n: statistics.median(t) / 400 * 1e6 for n, t in found.items()}
+        found = turns(llms, rounds, 1, 8, 200)
+        each = {n: statistics.median(t) / 200 * 1e6 for n, t in found.items()}
         more = each["mp"] - each["one process"]
         print(f"a step of a tiny model: {each['one process']:.0f} us, mp {more:.0f} us more")
         for llm in llms.values():
