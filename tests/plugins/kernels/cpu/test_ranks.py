@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-kernels = pytest.importorskip("modulm_kernels_cpu")
+kernels = pytest.importorskip(
+    "modulm_kernels_cpu", reason="the kernels were not built: make setup builds them where g++ is"
+)
 
 LINE = 64
 
