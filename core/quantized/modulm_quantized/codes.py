@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = ["CodedExperts", "Codes"]
 
@@ -43,6 +48,11 @@ class Codes:
             wide = torch.empty_like(wide).index_copy_(1, self.order, wide)
         return wide.to(dtype)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """What is this weight's alone, by name."""
+        held = {name: getattr(self, name) for name in ("values", "scales", "zeros", "order")}
+        return {name: tensor for name, tensor in held.items() if tensor is not None}
+
     def rows(self, rows: slice) -> Codes:
         """The codes of some outputs."""
         zeros = None if self.zeros is None else self.zeros[rows]
@@ -59,8 +69,21 @@ class Codes:
 class CodedExperts:
     """A stack as codes; `stack[e]` is the weight [N, K] of one expert in `dtype`."""
 
-    codes: tuple[Codes, ...]
+    codes: list[Codes]
     dtype: torch.dtype
 
     def __getitem__(self, expert: int) -> Tensor:
         return self.codes[expert].weight(self.dtype)
+
+    def grow(self, experts: int) -> None:
+        """Have room for so many; the new ones are like the last."""
+        self.codes.extend([self.codes[-1]] * (experts - len(self.codes)))
+
+    def memory(self, expert: int) -> tuple[Tensor, ...]:
+        """All that one of them is, to be read."""
+        return tuple(self.codes[expert].tensors().values())
+
+    def put(self, expert: int, memory: Sequence[Tensor]) -> None:
+        """Become what another one is."""
+        held = dict(zip(self.codes[expert].tensors(), memory, strict=True))
+        self.codes[expert] = evolve(self.codes[expert], **held)

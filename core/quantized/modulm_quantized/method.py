@@ -135,7 +135,7 @@ class CodedMethod(QuantizationMethod):
         pack, parts = self._packer(spec), len(spec.parts)
         if pack is None:
             whole = tuple(codes_of(expert) for expert in range(spec.experts))
-            return CodedExperts(whole, getattr(torch, spec.dtype))
+            return CodedExperts(list(whole), getattr(torch, spec.dtype))
 
         def fitted(expert: int, wide: bool) -> Fitted | None:
             codes = codes_of(expert)

@@ -10,7 +10,7 @@ the kernels' own layout (src/attention/cache.h). Only `write_kv`, `qkv_prepare` 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +62,7 @@ def attention_ops(library: Library) -> dict[str, Callable[..., Any]]:
         "qkv_prepare": _qkv_prepare(library),
         "plan_attention": _plan_attention(library),
         "paged_attention": _paged_attention(library),
+        "varlen_attention": _varlen_attention(library),
     }
 
 
@@ -263,3 +264,34 @@ def _paged_attention(library: Library) -> Callable[..., Tensor]:
         return out
 
     return paged_attention
+
+
+def _varlen_attention(library: Library) -> Callable[..., Tensor]:
+    write_kv, plan_attention = _write_kv(library), _plan_attention(library)
+    paged_attention = _paged_attention(library)
+
+    def varlen_attention(
+        q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float | None = None
+    ) -> Tensor:
+        """Through a cache of its own, that each row begins a block of."""
+        _heads("q", q)
+        _heads("k", k)
+        counts = torch.tensor(lengths)
+        need(int(counts.sum()) == len(q) == len(k), f"lengths must be those of {len(q)} tokens")
+        kv_heads, size = k.shape[1:]
+        blocks = -(-counts // _UNIT)
+        firsts = blocks.cumsum(0) - blocks
+        cache = q.new_empty(cache_shape(int(blocks.sum()), kv_heads, _UNIT, size, dtype=q.dtype))
+        moved = firsts * _UNIT - (counts.cumsum(0) - counts)
+        write_kv(k, v, cache, torch.arange(len(q)) + moved.repeat_interleave(counts))
+        tables = firsts[:, None] + torch.arange(int(blocks.max()))
+        starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        own = counts.int()
+        plan = plan_attention(starts, own, q.shape[1], kv_heads, causal=False)
+        return paged_attention(
+            q, cache, tables.int(), starts, own, size**-0.5 if scale is None else scale, out,
+            causal=False, plan=plan,
+        )  # fmt: skip
+
+    return varlen_attention

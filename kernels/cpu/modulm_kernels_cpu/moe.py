@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +46,11 @@ class PackedExperts:
         self, whole: PackedLinear, experts: int, parts: int, unpack: Callable[..., Tensor]
     ) -> None:
         """whole: the first matrix, with the memory of all."""
-        self.whole, self.experts, self.parts, self._unpack = whole, experts, parts, unpack
+        self.parts, self._unpack = parts, unpack
+        self._hold(whole, experts)
+
+    def _hold(self, whole: PackedLinear, experts: int) -> None:
+        self.whole, self.experts = whole, experts
         data, scales, zeros, _, _, group, form = whole.arguments
         self.arguments = (data, scales, zeros, group, form)
 
@@ -86,6 +90,39 @@ class PackedExperts:
     def __repr__(self) -> str:
         size = f"{self.experts} x {self.parts * self.outputs} x {self.inputs}"
         return f"PackedExperts({size}, {self.format})"
+
+    def grow(self, experts: int) -> None:
+        """Have room for so many, in place; the new ones hold nothing yet."""
+
+        def room(held: Tensor) -> Tensor:
+            flat = held.flatten()
+            wide = huge_buffer(flat.nbytes // self.experts * experts).view(held.dtype)
+            wide[: len(flat)] = flat
+            return wide
+
+        data, *more = (self.whole.data, self.whole.scales, self.whole.zeros)
+        scales, zeros = (None if held is None else room(held) for held in more)
+        self._hold(self._like(room(data), scales, zeros), experts)
+
+    def memory(self, expert: int) -> tuple[Tensor, ...]:
+        """All that one of them is, to be read: codes, scales and zero points, what there is."""
+        held = (self.whole.data, self.whole.scales, self.whole.zeros)
+        return tuple(x.view(self.experts, -1)[expert] for x in held if x is not None)
+
+    def put(self, expert: int, memory: Sequence[Tensor]) -> None:
+        """Become what another one is."""
+        for to, given in zip(self.memory(expert), memory, strict=True):
+            to.copy_(given)
+        # Whether zero points are whole may be another answer now.
+        whole = self.whole
+        self._hold(self._like(whole.data, whole.scales, whole.zeros), self.experts)
+
+    def _like(self, data: Tensor, scales: Tensor | None, zeros: Tensor | None) -> PackedLinear:
+        """This memory, in the form of what is held."""
+        old = self.whole
+        return PackedLinear(
+            data, scales, zeros, old.outputs, old.inputs, old.group, old.format, old.activations
+        )
 
     def _matrix(self, index: int) -> PackedLinear:
         all_of, count = self.whole, self.experts * self.parts

@@ -56,8 +56,10 @@ class SharedMemoryGroup(TorchGroup):
         if not x.is_contiguous():
             x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], x.shape[-1] * self.size)
+        if not x.numel():
+            return out
         bytes_ = x.shape[-1] * x.itemsize
-        rows = x.numel() * x.itemsize // bytes_ if bytes_ else 0
+        rows = x.numel() * x.itemsize // bytes_
         self.calls[1](*self._place, x.data_ptr(), out.data_ptr(), rows, bytes_)
         return out
 

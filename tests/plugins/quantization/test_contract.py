@@ -23,7 +23,7 @@ def codes_in_order(spec, name, param):
     if name in ("g_idx", "index"):
         group = 128 if name == "g_idx" else spec.inputs
         return (torch.arange(spec.inputs) // group).expand(param.shape(spec)).int()
-    if name in ("scale", "scales"):
+    if name in ("scale", "scales", "shifts"):
         return torch.rand(param.shape(spec)).to(getattr(torch, param.dtype)) / 64
     return torch.randint(-(2**31), 2**31 - 1, param.shape(spec), dtype=torch.int32)
 
@@ -38,6 +38,7 @@ def ternary(spec, name, param):
 #: What random numbers make no sense for.
 FILLS = {"mxfp4": mxfp4_bytes, "gptq": codes_in_order, "awq": codes_in_order}
 FILLS |= {"bitnet": ternary, "moe_wna16": codes_in_order}
+FILLS |= {"mlx": codes_in_order, "metal": codes_in_order}
 FILLS["compressed-tensors"] = codes_in_order
 FILLS |= dict.fromkeys(
     ("auto_awq", "awq_marlin", "auto_gptq", "gptq_marlin", "inc"), codes_in_order

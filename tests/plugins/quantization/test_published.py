@@ -251,6 +251,17 @@ def hqq(weight, case, name):
     return {"W_q": packed, "scale": scale, "zero": zero, **more}, meant
 
 
+def mlx(weight, case, name):
+    """Codes of any width one after the other, a scale and a bias per group."""
+    bits = case.table.get(name.removesuffix(".weight"), case.table)["bits"]
+    codes, zeros, scales, _ = coded(weight, bits, case.group)
+    wide, biases = scales.float(), (-zeros * scales.float()).bfloat16().float()
+    meant = codes.unflatten(1, (-1, case.group)) * wide[..., None] + biases[..., None]
+    kept = "qbiases" if case.table.get("quant_method") == "metal" else "biases"
+    packed = words(codes, bits, 1).view(torch.uint32)
+    return {"weight": packed, "scales": scales, kept: biases.bfloat16()}, meant.flatten(1)
+
+
 def bitnet(weight, case, name):
     """Rows r, r + N / 4 and so on in one byte; "autobitlinear" multiplies with the scale."""
     mean = weight.float().abs().mean()
@@ -540,6 +551,13 @@ CASES |= {
     "bnb-fp4-tied": Case(bnb("fp4"), bnb4, "LlamaForCausalLM", TIED),
     "bnb-experts": Case(bnb("nf4", True), bnb4, MOE, BLOCKS),
     "bnb-int8": Case({"quant_method": "bitsandbytes", "load_in_8bit": True}, bnb8),
+    "mlx-4": Case({"bits": 4, "group_size": GROUP}, mlx),
+    "mlx-3": Case({"bits": 3, "group_size": GROUP}, mlx, "LlamaForCausalLM", TIED),
+    "mlx-6-fused": Case({"bits": 6, "group_size": GROUP}, mlx, "Phi3ForCausalLM"),
+    "mlx-mixed": Case(
+        {"bits": 4, "group_size": GROUP, "model.layers.0.self_attn.v_proj": {"bits": 6}}, mlx
+    ),
+    "metal-8": Case({"quant_method": "metal", "bits": 8, "group_size": GROUP}, mlx),
     "hqq-4": Case(hqq_table(4), hqq),
     "hqq-8": Case(hqq_table(8), hqq),
     "hqq-3": Case(hqq_table(3), hqq),
@@ -673,7 +691,7 @@ def test_the_numbers_of_the_dequantized_weights(folders):
 def rounds_activations(folder: Path) -> bool:
     """Whether the format multiplies integers."""
     table = json.loads((folder / "config.json").read_text())["quantization_config"]
-    if table["quant_method"] in ("bitnet", "quark", "torchao"):
+    if table.get("quant_method") in ("bitnet", "quark", "torchao"):
         return "bitnet" in str(table) or re.search(r"'input_tensors': {|ActivationInt", str(table))
     return INT8 in [group["input_activations"] for group in table.get("config_groups", {}).values()]
 
@@ -1061,9 +1079,9 @@ WRITTEN = sorted(Path(__file__).with_name("written").glob("*.safetensors"))
 def test_what_the_library_wrote(file):
     """A layer [32, 64] as the format's own library stored it, and what that gives back for it.
 
-    Written by bitsandbytes 0.50.2, hqq 0.2.8, torchao 0.18.0, nvidia-modelopt 0.47.0, amd-quark
-    0.13, compressed-tensors 0.11.0 (sparse) and transformers 5.23.0 (bitnet). Most are not
-    installed here: together they take 170 MB.
+    Written by bitsandbytes 0.50.2, hqq 0.2.8, MLX 0.32.4, torchao 0.18.0, nvidia-modelopt 0.47.0,
+    amd-quark 0.13, compressed-tensors 0.11.0 (sparse) and transformers 5.23.0 (bitnet). Most are
+    not installed here: together they take 170 MB.
     """
     with safe_open(file, "pt") as opened:
         table = json.loads(opened.metadata()["quantization_config"])

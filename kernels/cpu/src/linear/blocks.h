@@ -13,6 +13,8 @@ namespace modulm {
 
 constexpr int64_t kBlock = kStep;                      // k of a block
 constexpr int kSpan = kBlockK, kSpans = kBlock / kSpan;  // k whose codes lie together
+// Lanes that prefetches of few rows run ahead, to the second-level cache and on to the first.
+constexpr int kBlocksFar = 1536, kBlocksNear = 64;
 
 template <int Format>
 struct BlockType {
@@ -53,8 +55,14 @@ struct BlockParts {
     least = d + width;
     codes = reinterpret_cast<const uint32_t*>(d - column + Type::kFloats * width) + column;
   }
-  // Lines of a span: high bits, then nibbles.
-  const uint32_t* line(int span, int i) const { return codes + (span * Type::kLines + i) * width; }
+  // Line `i` of a span's nibbles, and of its high bits, each before the nibbles that share it.
+  const uint32_t* nibbles(int span, int i) const {
+    const int before = Type::kHighBits ? i / Type::kShared + 1 : 0;
+    return codes + (span * Type::kLines + i + before) * width;
+  }
+  const uint32_t* high(int span, int i) const {
+    return codes + (span * Type::kLines + i * (Type::kShared + 1)) * width;
+  }
 
   // Scales of the groups of span `s` of kSpan k, from the lowest byte on; vector `v`.
   vu scales_of(int s, int v) const {
@@ -115,15 +123,15 @@ inline void block_rows(const Weight& w, int64_t panel, const Activations& a, int
   const uint8_t* step = w.panel(panel);
   const int8_t* x = a.at(row, 0);
   auto fetched = [](const uint32_t* p) {
-    __builtin_prefetch(p + kQuadsFar, 0, 2);
-    __builtin_prefetch(p + kQuadsNear);
+    __builtin_prefetch(p + kBlocksFar, 0, 2);
+    __builtin_prefetch(p + kBlocksNear);
     return load_raw<vu>(p);
   };
   // Scales and floats, which lie before the codes.
   auto fetch_floats = [&](const BlockParts<Type>& parts) {
     for (auto p = parts.scales; p < parts.codes; p += 64 / sizeof(*p)) {
-      __builtin_prefetch(p + kQuadsFar, 0, 2);
-      __builtin_prefetch(p + kQuadsNear);
+      __builtin_prefetch(p + kBlocksFar, 0, 2);
+      __builtin_prefetch(p + kBlocksNear);
     }
   };
   for (int64_t i = 0; i < a.steps; i++, step += width * Type::kBytes) {
@@ -132,8 +140,8 @@ inline void block_rows(const Weight& w, int64_t panel, const Activations& a, int
     vf part[Rows][Vectors] = {};
     fetch_floats(parts);
     for (int s = 0; s < kSpans; s++, x += Activations::kBlockStride) {
-      vu scales[Vectors], high[Vectors] = {}, nibbles[Vectors] = {};
-      const uint32_t *above = parts.line(s, 0), *line = parts.line(s, Type::kHighLines);
+      vu scales[Vectors], high[Vectors] = {};
+      const uint32_t* line = parts.codes + s * Type::kLines * width;
       for (int v = 0; v < Vectors; v++) scales[v] = parts.scales_of(s, v);
 #pragma GCC unroll 4
       for (int g = 0; g < groups; g++) {
@@ -144,23 +152,31 @@ inline void block_rows(const Weight& w, int64_t panel, const Activations& a, int
                           ? splat_int(-Type::kCentre * totals[r * a.runs + s * groups + g])
                           : vi{};
 #pragma GCC unroll 8
-        for (int q = 0; q < quads; q++) {
+        for (int q = 0; q < quads; q += 2) {
           const int at = g * quads + q;  // of the span's 16
-          if (Type::kHighBits && at % (2 * Type::kShared) == 0) {
-            for (int v = 0; v < Vectors; v++) high[v] = fetched(above + v * kLanes);
-            above += width;
-          }
-          if (q % 2 == 0) {
-            for (int v = 0; v < Vectors; v++) nibbles[v] = fetched(line + v * kLanes);
+          const bool more = Type::kHighBits && at % (2 * Type::kShared) == 0;
+          if (more) {
+            for (int v = 0; v < Vectors; v++) high[v] = fetched(line + v * kLanes);
             line += width;
           }
-          vu codes[Vectors];
-          for (int v = 0; v < Vectors; v++)
-            codes[v] = block_codes<Type>(nibbles[v], high[v], q % 2, at % (2 * Type::kShared));
-          for (int r = 0; r < Rows; r++) {
-            auto quad = hold_quad(x + r * kBlockK + 4 * at);
-            for (int v = 0; v < Vectors; v++) c[r][v] = quad_dot(c[r][v], codes[v], quad);
+          const int8_t* from = x + 4 * at;
+          decltype(load_quad(x)) held[Rows][2];
+          for (int r = 0; r < Rows; r++)
+            for (int h = 0; h < 2; h++) held[r][h] = load_quad(from + r * kBlockK + 4 * h);
+          for (int v = 0; v < Vectors; v++) {
+            const vu nibbles = fetched(line + v * kLanes);
+            for (int h = 0; h < 2; h++) {
+              const int which = (at + h) % (2 * Type::kShared);
+              const vu codes = block_codes<Type>(nibbles, high[v], h, which);
+              for (int r = 0; r < Rows; r++) {
+                if constexpr (kQuadsFromMemory)
+                  c[r][v] = quad_dot(c[r][v], codes, load_quad(from + r * kBlockK + 4 * h));
+                else c[r][v] = quad_dot(c[r][v], codes, held[r][h]);
+              }
+            }
+            __asm__ volatile("" ::: "memory");  // else compilers heap fetches up
           }
+          line += width;
         }
         for (int v = 0; v < Vectors; v++) {
           const vf scale = scale_of_group<Type>(scales[v], g);
@@ -208,10 +224,10 @@ inline void spread_blocks(const uint8_t* step, int64_t width, SpreadBlocks& to) 
     for (int64_t c = 0; c < width; c += kLanes) {
       const int span = i / 8, within = i % 8;
       vu high{};
-      if (Type::kHighBits) high = load_raw<vu>(all.line(span, within / lines) + c);
+      if (Type::kHighBits) high = load_raw<vu>(all.high(span, within / lines) + c);
 #pragma GCC unroll 4
       for (int l = 0; l < lines; l++) {
-        const vu line = load_raw<vu>(all.line(span, Type::kHighLines + within + l) + c);
+        const vu line = load_raw<vu>(all.nibbles(span, within + l) + c);
         store_raw(&to.quads[2 * (i + l)][c], block_codes<Type>(line, high, false, 2 * l));
         store_raw(&to.quads[2 * (i + l) + 1][c], block_codes<Type>(line, high, true, 2 * l + 1));
       }
@@ -423,11 +439,11 @@ inline void block_column(const Weight& w, int64_t column, float* to) {
         }
         const int shift = 8 * (i % 4) + 4 * (i % 8 / 4);
         const int span = i / kSpan, within = i % kSpan;
-        int code = int(*parts.line(span, Type::kHighLines + within / 8) >> shift & 15u);
+        int code = int(*parts.nibbles(span, within / 8) >> shift & 15u);
         if constexpr (Type::kHighBits > 0) {
           constexpr int wide = 8 * Type::kShared, bits = Type::kHighBits;
           const int lower = 8 * (i % 4) + bits * (i % wide / 4);
-          code |= int(*parts.line(span, within / wide) >> lower & ((1u << bits) - 1)) << 4;
+          code |= int(*parts.high(span, within / wide) >> lower & ((1u << bits) - 1)) << 4;
         }
         to[k + i] = scale * float(code - Type::kCentre) - minimum;
       }

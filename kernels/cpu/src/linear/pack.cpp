@@ -139,10 +139,12 @@ void pack_block(const uint8_t* block, int format, uint32_t* to, int64_t width, i
     std::memcpy(floats, block + at.d + 2 * i, 2);
   lanes = reinterpret_cast<uint32_t*>(floats - column) + column;
   const int bits = format - kWeightQ4K;
-  for (int span = 0; span < kStep; span += kSpan) {
-    for (int k = 0; bits && k < kSpan; k += 32 / bits, lanes += width)
-      *lanes = high_lane(codes + span + k, bits);
-    for (int k = 0; k < kSpan; k += 8, lanes += width) *lanes = nibble_lane(codes + span + k);
+  for (int k = 0; k < kStep; k += 8, lanes += width) {
+    if (bits && k % (32 / bits) == 0) {
+      *lanes = high_lane(codes + k, bits);
+      lanes += width;
+    }
+    *lanes = nibble_lane(codes + k);
   }
 }
 

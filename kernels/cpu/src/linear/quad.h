@@ -32,6 +32,7 @@ class Ahead {
 };
 
 #if defined(__AVX512VNNI__)
+constexpr bool kQuadsFromMemory = true;  // a product reads its quad at no cost
 inline uint32_t load_quad(const int8_t* p) { return load_raw<uint32_t>(p); }
 inline vi quad_dot(vi sum, vu codes, __m512i quad) {
   return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, quad);
@@ -46,6 +47,7 @@ inline __m512i hold_quad(const int8_t* p) {
   return quad;
 }
 #elif defined(__AVX2__)
+constexpr bool kQuadsFromMemory = false;
 // Bytes 0 and 2, and bytes 1 and 3, as 16-bit pairs.
 struct Quad {
   int32_t even, odd;
@@ -65,6 +67,7 @@ inline vi quad_dot(vi sum, vu codes, Quad quad) {
 #endif
 }
 #else
+constexpr bool kQuadsFromMemory = false;
 inline const int8_t* load_quad(const int8_t* p) { return p; }
 inline vi quad_dot(vi sum, vu codes, const int8_t* quad) {
   for (int i = 0; i < 4; i++) sum += (vi)(codes >> (8 * i) & 0xffu) * int32_t(quad[i]);

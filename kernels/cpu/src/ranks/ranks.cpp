@@ -21,8 +21,8 @@ namespace modulm {
 namespace {
 
 constexpr int64_t kLine = 64;
-constexpr int64_t kSpins = 4000;   // looks before the processor is left to others
-constexpr int64_t kYields = 64;    // times that it is, before the rank sleeps between two looks
+constexpr int64_t kSpins = 2000;   // looks before the processor is left to whoever else wants it
+constexpr int64_t kYields = 20000; // times that it is, some milliseconds, before the rank sleeps
 constexpr long kSleep = 50'000;    // nanoseconds
 constexpr int64_t kBytesPerTask = 32768;
 

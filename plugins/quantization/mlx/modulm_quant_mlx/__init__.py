@@ -1,0 +1,1 @@
+"""MLX checkpoints for modulm."""

@@ -1,0 +1,253 @@
+"""MLX checkpoints, as mlx-lm writes them.
+
+A weight is scale * code + bias, both of a group of inputs. Codes of 2 to 8 bits follow one another
+in words of 32 bits, the first in the lowest bits (`mx.quantize`, mode "affine", MLX 0.32). Which
+layers are held so the files say: those that have scales; embeddings, routers and heads may be among
+them. config.json has bits and group size of all, and of layers that have others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from attrs import field, frozen, validators
+from torch import Tensor
+
+from modulm.contracts.quantization import (
+    INPUTS,
+    OUTPUTS,
+    CheckpointInfo,
+    LinearSpec,
+    ParamSpec,
+)
+from modulm.errors import ConfigError, UnsupportedError
+from modulm.structure import Problem, structure_table
+from modulm_quantized import CodedMethod, Codes, StoredAs, packed_axis, unpack_words
+from modulm_tensor_files import read_header
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["MLX", "Affine", "MLXConfig"]
+
+_WEIGHT, _WORDS = ".weight", "uint32"
+#: What models call the table of embeddings.
+_TABLES = ("embed_tokens", "embeddings", "wte", "embed_in", "tok_embeddings")
+#: Mixtral's names of an expert's parts, by MLX's, and the other way.
+_PARTS_HERE = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+_PARTS_THERE = {here: there for there, here in _PARTS_HERE.items()}
+
+
+@frozen
+class Affine:
+    """How one layer is held."""
+
+    OPEN_ENDED: ClassVar[bool] = True
+
+    bits: int = field(default=4, validator=validators.in_((2, 3, 4, 5, 6, 8)))
+    group_size: int = field(default=64, validator=validators.gt(0))
+    mode: str = field(default="affine", validator=validators.in_(("affine",)))
+
+
+@frozen
+class MLXConfig(Affine):
+    """`quantization_config` (or `quantization`) of config.json. own: what single layers have of
+    their own, by name. plain: layers whose weights the files have as they are. tied: whether there
+    is no weight of the head.
+    """
+
+    OPEN_ENDED: ClassVar[bool] = True
+
+    quant_method: str = "mlx"
+    own: dict[str, Any] = field(factory=dict)
+    plain: tuple[str, ...] = ()
+    tied: bool = True
+
+
+class MLX(CodedMethod):
+    """Codes with a scale and a bias for each group of inputs."""
+
+    name = "mlx"
+    HELD: ClassVar[tuple[str, ...]] = (*CodedMethod.HELD, "embedding", "router")
+    #: What a group's bias is called.
+    BIASES: ClassVar[str] = "biases"
+    Config: ClassVar[type] = MLXConfig
+    config: MLXConfig
+
+    @classmethod
+    def claims(cls, checkpoint: CheckpointInfo) -> str | None:
+        table = _table(checkpoint)
+        if "quant_method" in table or not {"bits", "group_size"} <= set(table):
+            return super().claims(checkpoint)
+        return "config.json has bits and a group size, and names no method, as MLX does"
+
+    @classmethod
+    def settings(cls, checkpoint: CheckpointInfo) -> Mapping[str, object]:
+        table = _table(checkpoint)
+        own = {name: given for name, given in table.items() if isinstance(given, Mapping)}
+        found = {**table, "own": own}
+        if checkpoint.folder is not None:
+            weights = _weights(checkpoint.folder)
+            plain = [name for name, coded in weights.items() if not coded]
+            found["tied"] = tied = not any(name.endswith("lm_head") for name in weights)
+            if tied and any(name.endswith(_TABLES) for name in plain):
+                plain.append("lm_head")
+            found["plain"] = plain
+        return found
+
+    def skips(self, name: str) -> bool:
+        return _in_files(name) in self.config.plain
+
+    def skips_fused(self, name: str) -> bool:
+        return False
+
+    def rename(self, name: str) -> str | None:
+        # Experts are stacked; Mixtral's have the names of parts that other models have.
+        head, switch, tail = name.partition(".switch_mlp.")
+        if not switch:
+            return name
+        part, _, parameter = tail.partition(".")
+        if head.endswith("block_sparse_moe"):
+            part = _PARTS_HERE.get(part, part)
+        return f"{head}.experts.{part}.{parameter}"
+
+    def scheme(self, spec: LinearSpec) -> StoredAs:
+        forms = self._forms(spec)
+        form = max(forms, key=lambda one: one.bits)
+        found = StoredAs.integers(form.bits, form.group_size, zeros=True)
+        texts = dict.fromkeys(
+            StoredAs.integers(f.bits, f.group_size, zeros=True).text for f in forms
+        )
+        return StoredAs(" + ".join(texts), found.kind, form.bits, form.group_size, zeros=True)
+
+    def create(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:
+        forms = self._forms(spec)
+        if len(set(forms)) == 1:
+            return self._stored(forms[0], spec)
+        if spec.experts:
+            raise UnsupportedError(f"{spec.name}: parts of several widths in a stack: not yet")
+        return {
+            f"{key}_{part}": param
+            for part, form in enumerate(forms)
+            for key, param in self._stored(form, spec, part).items()
+        }
+
+    def _stored(
+        self, form: Affine, spec: LinearSpec, part: int | None = None
+    ) -> dict[str, ParamSpec]:
+        size, whole = form.group_size, spec.input_shard.whole
+        if whole % size or spec.inputs % size:
+            raise ConfigError(
+                "quantization_config.group_size",
+                f"{spec.name} has {spec.inputs} inputs, which are not whole groups of {size}",
+            )
+        groups = (OUTPUTS, INPUTS.blocks(size))
+        words = (OUTPUTS, packed_axis(INPUTS, form.bits))
+        return {
+            "codes": ParamSpec(words, "int32", "weight", part, lambda t: t.view(torch.int32)),
+            "scales": ParamSpec(groups, "float32", "scales", part),
+            "shifts": ParamSpec(groups, "float32", self.BIASES, part),
+        }
+
+    def codes(self, stored: Mapping[str, Tensor], spec: LinearSpec) -> tuple[Codes, ...]:
+        forms = self._forms(spec)
+        if "codes" in stored:
+            return (_codes(stored["codes"], stored["scales"], stored["shifts"], forms[0]),)
+        return tuple(
+            _codes(*(stored[f"{key}_{part}"] for key in ("codes", "scales", "shifts")), form)
+            for part, form in enumerate(forms)
+        )
+
+    def _forms(self, spec: LinearSpec) -> list[Affine]:
+        """Of each part of a layer."""
+        return [self._form(name, spec.name) for name in spec.part_names or (spec.name,)]
+
+    def _form(self, name: str, fused: str) -> Affine:
+        own = self.config.own
+        given = {"bits": self.config.bits, "group_size": self.config.group_size}
+        given |= own.get(_in_files(name)) or own.get(fused) or {}
+        try:
+            return structure_table(given, Affine, open_ended=True)
+        except Problem as problem:
+            raise ConfigError(f"quantization_config.{name}", str(problem)) from problem
+
+    # Tables of embeddings.
+
+    def finish(self, layer: torch.nn.Module, spec: LinearSpec) -> None:
+        if spec.kind != "embedding":
+            super().finish(layer, spec)
+            return
+        keeper: Any = layer
+        keeper.values, keeper.packed = getattr(torch, spec.dtype), None
+        keeper.form = self._forms(spec)[0]
+        if not self.config.tied:
+            table = self._rows(keeper).weight(keeper.values)
+            self._drop(layer)
+            layer.register_parameter("weight", torch.nn.Parameter(table, requires_grad=False))
+
+    def share(self, head: torch.nn.Module, table: torch.nn.Module) -> None:
+        keeper: Any = head
+        (held,) = keeper.held
+        if hasattr(self.ops, "embedding_packed") and not isinstance(held.weight, Codes):
+            table.packed = held.weight
+            self._drop(table)
+
+    def embed(self, layer: torch.nn.Module, ids: Tensor) -> Tensor:
+        keeper: Any = layer
+        rows: Tensor
+        if keeper.packed is not None:
+            rows = self.ops.embedding_packed(ids, keeper.packed, keeper.values)
+        elif "weight" in keeper._parameters:
+            rows = super().embed(layer, ids)
+        else:
+            rows = self._rows(keeper, ids).weight(keeper.values)
+        return rows
+
+    def dequantize(self, layer: torch.nn.Module, spec: LinearSpec) -> Tensor:
+        if spec.kind != "embedding":
+            return super().dequantize(layer, spec)
+        return self.embed(layer, torch.arange(spec.outputs, device=self.platform.device))
+
+    def _rows(self, table: Any, ids: Tensor | slice = slice(None)) -> Codes:
+        stored = (table.get_parameter(key).detach()[ids] for key in ("codes", "scales", "shifts"))
+        return _codes(*stored, table.form)
+
+    def _drop(self, table: torch.nn.Module) -> None:
+        for key in ("codes", "scales", "shifts"):
+            table.register_parameter(key, None)
+
+
+def _codes(words: Tensor, scales: Tensor, shifts: Tensor, form: Affine) -> Codes:
+    """scale * code + bias as scale * (code - zero)."""
+    return Codes(unpack_words(words, form.bits, 1), scales, -shifts / scales)
+
+
+def _table(checkpoint: CheckpointInfo) -> Mapping[str, Any]:
+    """What is said of codes; older files have it under a name of MLX's own only."""
+    if checkpoint.quantization:
+        return checkpoint.quantization
+    own = checkpoint.config.get("quantization")
+    return own if isinstance(own, Mapping) else {}
+
+
+def _in_files(name: str) -> str:
+    """What the files call a layer. Experts, which are numbered here, lie in stacks there."""
+    before, experts, one = name.partition(".experts.")
+    if not experts:
+        return name
+    part = one.rpartition(".")[2]
+    return f"{before}.switch_mlp.{_PARTS_THERE.get(part, part)}"
+
+
+def _weights(folder: Path) -> dict[str, bool]:
+    """The layers of a folder, and whether their weights are words of codes. Raises CheckpointError
+    for a file that cannot be read.
+    """
+    return {
+        tensor.name.removesuffix(_WEIGHT): tensor.dtype == _WORDS
+        for file in sorted(folder.glob("*.safetensors"))
+        for tensor in read_header(file)
+        if tensor.name.endswith(_WEIGHT)
+    }
