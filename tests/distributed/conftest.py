@@ -1,4 +1,4 @@
-"""Ranks for all tests of a file: their processes are started once."""
+"""Ranks for all tests here: their processes are started once."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from modulm.plugins.manager import PluginManager
 from modulm_distributed.testing import PoolExecutor, RankPool
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pool():
     PoolExecutor.pool = RankPool(4)
     yield PoolExecutor.pool

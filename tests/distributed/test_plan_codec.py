@@ -56,7 +56,7 @@ def full_plan() -> Plan:
         9, np.array([3, 4], I32), np.array([0, 1], I32), np.array([2, 3], I32), np.arange(5),
         (np.ones((2, 3), I32), np.ones((2, 1), I32)), np.array([True, False]), (start, pooled),
         (0, 2), np.array([1, 0], I32), (None, np.ones((2, 1), I32)), ((3, 0),), (b"\xff",),
-        ((1, "ada"),), TransferPlan((move,), (move, move)),
+        ((1, "ada"),), TransferPlan((move,), (move, move)), 5,
     )  # fmt: skip
 
 
@@ -65,7 +65,8 @@ def full_result() -> StepResult:
     return StepResult(
         9, np.arange(3), np.array([2, 1], I32), {3: (entry, entry)}, {4: (entry,)},
         {4: np.ones((2, 2), np.float32)}, {5: "broken"}, {3: np.arange(2)},
-        TransferResult((1,), ((2, "gone"),)), 0.25, {5: "structured_outputs"},
+        TransferResult((1,), ((2, "gone"),)), 0.25, {5: "structured_outputs"}, (b"\xff",),
+        np.array([4, 0, 1]),
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ class Members:
 
     name: of the group, the same on each rank and no other group's. store: where they find one
     another. one_host: whether all of them run on this machine. seconds: how long one waits for the
-    others.
+    others. address: of this machine, for the others.
     """
 
     name: str
@@ -37,6 +37,7 @@ class Members:
     store: Store
     one_host: bool = True
     seconds: float = 300.0
+    address: str = ""
 
 
 class Collectives(ABC):

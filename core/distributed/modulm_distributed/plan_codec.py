@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import attrs
@@ -34,7 +35,7 @@ def encode_plan(plan: Plan) -> bytes:
     return encode(table)
 
 
-def decode_plan(data: bytes | bytearray) -> Plan:
+def decode_plan(data: bytes | bytearray | memoryview) -> Plan:
     table = decode(data)
     for name in ("tables", "release", "state_slots", "drop_media"):
         table[name] = tuple(table.get(name, ()))
@@ -57,7 +58,7 @@ def encode_result(result: StepResult) -> bytes:
     return encode(table)
 
 
-def decode_result(data: bytes | bytearray) -> StepResult:
+def decode_result(data: bytes | bytearray | memoryview) -> StepResult:
     table = decode(data)
     for name in ("logprobs", "prompt_logprobs"):
         if name in table:
@@ -65,17 +66,23 @@ def decode_result(data: bytes | bytearray) -> StepResult:
     if "transfers" in table:
         done, failed = table["transfers"]
         table["transfers"] = TransferResult(tuple(done), tuple(map(tuple, failed)))
+    table["encoded"] = tuple(table.get("encoded", ()))
     return StepResult(**table)
 
 
 def _table(value: Any, kind: type[attrs.AttrsInstance]) -> dict[str, Any]:
     """The fields that hold something."""
-    found = {spec.name: getattr(value, spec.name) for spec in attrs.fields(kind)}
     return {
         name: given
-        for name, given in found.items()
-        if given is not None and (isinstance(given, np.ndarray) or given not in ((), {}))
+        for name in _names(kind)
+        if (given := getattr(value, name)) is not None
+        and (type(given) is np.ndarray or given not in ((), {}))
     }
+
+
+@cache
+def _names(kind: type[attrs.AttrsInstance]) -> tuple[str, ...]:
+    return tuple(spec.name for spec in attrs.fields(kind))
 
 
 def _pack_start(start: RowStart) -> dict[str, Any]:

@@ -5,13 +5,20 @@ from __future__ import annotations
 import socket
 import threading
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from modulm.engine.types import frames
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = ["FrameStream"]
 
 _PIECE = 1 << 16
+#: Seconds, and for the last one milliseconds, after which a machine that does not answer is gone.
+_KEPT = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 2, "TCP_USER_TIMEOUT": 2000}
+#: Most descriptors that come with a frame.
+_MOST = 64
 
 
 class FrameStream:
@@ -21,17 +28,24 @@ class FrameStream:
         self._socket = peer
         self._lock = threading.Lock()
         self._data = bytearray()
-        if peer.family != socket.AF_UNIX:
-            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        #: Descriptors that have come with frames and were not taken yet.
+        self.descriptors: list[int] = []
+        #: Whether the other side is on this machine, so that descriptors can be sent to it.
+        self.local = peer.family == socket.AF_UNIX
+        if not self.local:
+            _watched(peer)
 
     def fileno(self) -> int:
         """For selectors."""
         return self._socket.fileno()
 
-    def send(self, data: bytes) -> None:
-        """Send a packed frame. Raises OSError when the other side is gone."""
+    def send(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
+        """Send a packed frame, and copies of descriptors. Raises OSError when the other side is
+        gone.
+        """
         with self._lock:
-            self._socket.sendall(data)
+            sent = socket.send_fds(self._socket, [data], descriptors) if descriptors else 0
+            self._socket.sendall(memoryview(data)[sent:])
 
     def waiting(self) -> list[Any] | None:
         """A frame that has been received whole, if there is one."""
@@ -49,7 +63,11 @@ class FrameStream:
     def read(self) -> bool:
         """Take what has come, or wait for it; False at the end of the stream."""
         try:
-            piece = self._socket.recv(_PIECE)
+            if self.local:
+                piece, came, _, _ = socket.recv_fds(self._socket, _PIECE, _MOST)
+                self.descriptors += came
+            else:
+                piece = self._socket.recv(_PIECE)
         except OSError:
             return False
         self._data += piece
@@ -71,3 +89,12 @@ class FrameStream:
         """End it, when nobody waits here any more."""
         self.end()
         self._socket.close()
+
+
+def _watched(peer: socket.socket) -> None:
+    """Send at once, and let the connection end when the other machine is gone."""
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEPT.items():
+        if hasattr(socket, name):
+            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -10,8 +10,11 @@ import tempfile
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import attrs
+
 from modulm.config.environ import isolated
 from modulm.engine.types import frames
+from modulm.engine.worker.worker import Worker
 from modulm_distributed.executor import WorkersExecutor
 from modulm_distributed.mesh import Place
 from modulm_distributed.plan_codec import decode_plan, decode_result, encode_plan, encode_result
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
     from modulm.config import EngineConfig
     from modulm.contracts.executor import Plan, StepResult
 
-__all__ = ["PoolExecutor", "RankPool", "through_bytes"]
+__all__ = ["MarkedWorker", "PoolExecutor", "RankPool", "through_bytes"]
 
 
 def through_bytes(run: Callable[[Any, Plan], StepResult]) -> Callable[[Any, Plan], StepResult]:
@@ -39,6 +42,14 @@ def through_bytes(run: Callable[[Any, Plan], StepResult]) -> Callable[[Any, Plan
         return decode_result(encode_result(run(self, arrived)))
 
     return crossed
+
+
+class MarkedWorker(Worker):
+    """One of somebody's own (`--worker-cls`), which its description says."""
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self.description = attrs.evolve(self.description, device="marked")
 
 
 class RankPool:
@@ -72,13 +83,11 @@ class PoolExecutor(WorkersExecutor):
     pool: ClassVar[RankPool]
 
     def connect(self, config: EngineConfig) -> Sequence[tuple[FrameStream, Place]]:
-        parallel = config.parallel
         self._folder = tempfile.mkdtemp(prefix="modulm-ranks-")
-        sizes = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-        return [
-            (self.pool.streams[rank], Place(rank, *sizes, f"file:{self._folder}/store", seconds=20))
-            for rank in range(parallel.ranks)
-        ]
+        parallel = config.parallel
+        places = Place.all(parallel, f"file:{self._folder}/store", seconds=20)
+        first = parallel.data_parallel_rank_local * len(places)
+        return list(zip(self.pool.streams[first:], places, strict=False))
 
     def end(self, seconds: float) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -96,6 +105,7 @@ class PoolExecutor(WorkersExecutor):
             while (frame := stream.receive()) is not None and frame[0] != "stopped":
                 pass
         self._streams = []
+        self._close_rings()
         self.end(0)
 
 

@@ -105,9 +105,9 @@ class Gloo(Collectives):
         kind = c10d.ProcessGroupGloo
         options = kind._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=members.seconds)
-        here = members.one_host
-        made = kind.create_device(hostname="127.0.0.1") if here else kind.create_default_device()
-        options._devices = [made]
+        address = "127.0.0.1" if members.one_host else members.address
+        found = kind.create_device(hostname=address) if address else kind.create_default_device()
+        options._devices = [found]
         store = c10d.PrefixStore(members.name, members.store)
         backend = kind(store, members.rank, members.size, options)
         return TorchGroup(members.rank, members.size, backend, platform.device)

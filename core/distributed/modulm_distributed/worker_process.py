@@ -1,13 +1,17 @@
 """The process of a worker: `python -m modulm_distributed.worker_process FD` or `HOST:PORT`.
 
 executor                              worker
-         --start (flags, plugins, place)-->
+         --start (flags, plugins, place)-->   with the descriptors of rings, if there are any
          <--ready (capacity, description)--   or error
-         --run (plan)-->                      each plan to every rank, in one order
+         --run (plan)-->                      each plan to every rank, in one order; one whose
+                                              step is -1 only takes part and has no result
          <--result (step)--                   of the rank that gives results
          <--failed (step, error)--            of any rank
          --call (number, what, arguments)-->
          <--answer (number, value, error)--
+
+On one machine plans and results go through shared memory (`Ring`); those too long for it go
+over the stream, and an empty frame in the ring says when it is a plan's turn.
 
 The worker ends when its connection does, so it never outlives its executor.
 """
@@ -15,9 +19,15 @@ The worker ends when its connection does, so it never outlives its executor.
 from __future__ import annotations
 
 import logging
+import os
+import select
+import shutil
 import signal
 import socket
 import sys
+import threading
+import time
+from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,14 +36,18 @@ import attrs
 
 from modulm.contracts.sampling import StructuredOutputs
 from modulm.engine.types import frames
+from modulm.errors import ConfigError, EngineError
 from modulm.plugins import manager
 from modulm.plugins.manager import PluginManager
+from modulm_distributed.eplb import balance_of
 from modulm_distributed.mesh import Place, open_mesh
 from modulm_distributed.plan_codec import decode_plan, encode_result
+from modulm_distributed.replica_experts import ReplicaExperts
+from modulm_distributed.ring import SPIN, Ring, wait
 from modulm_distributed.stream import FrameStream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from concurrent.futures import Future
 
     from modulm.contracts.platform import Platform
@@ -44,12 +58,58 @@ __all__ = ["main", "serve"]
 
 log = logging.getLogger("modulm.worker")
 
+#: Seconds between two looks for the process that started this one.
+_LOOK = 1.0
+
+
+class _Plans:
+    """Plans and what else is asked, from the stream and from the ring."""
+
+    def __init__(self, stream: FrameStream, ring: Ring | None, rank: int) -> None:
+        self._stream, self._ring, self._rank = stream, ring, rank
+        self._long: deque[list[Any]] = deque()
+        self._poll = select.poll()
+        self._poll.register(stream.fileno(), select.POLLIN)
+        if ring is not None:
+            self._poll.register(ring.bell(rank), select.POLLIN)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        """Frames until the connection ends."""
+        stream, ring = self._stream, self._ring
+        while True:
+            while (frame := stream.waiting()) is not None:
+                if ring is not None and frame[0] == "run":
+                    self._long.append(frame)
+                else:
+                    yield frame
+            ready = [number for number, _ in wait(self._poll, SPIN)]
+            if ring is not None and ring.bell(self._rank) in ready:
+                for data in ring.frames(self._rank):
+                    yield ["run", data] if len(data) else self._long_plan()
+            elif not stream.read():
+                return
+
+    def _long_plan(self) -> list[Any]:
+        """The next plan that comes over the stream. Only what the order of plans does not matter
+        to may come before it.
+        """
+        while not self._long:
+            frame = self._stream.receive()
+            if frame is None:
+                raise EngineError("the executor has gone")
+            self._long.append(frame)
+        return self._long.popleft()
+
 
 class _Served:
     """A worker and what an executor may ask of it."""
 
-    def __init__(self, worker: Worker, stream: FrameStream, gives: bool) -> None:
-        self._worker, self._stream, self._gives = worker, stream, gives
+    def __init__(
+        self, worker: Worker, stream: FrameStream, mesh: Mesh, results: Ring | None
+    ) -> None:
+        self._worker, self._stream, self._gives = worker, stream, mesh.gives
+        self._results = results
+        self._experts = mesh.spread if isinstance(mesh.spread, ReplicaExperts) else None
         self._calls: dict[str, Callable[..., Any]] = {
             "check": worker.check,
             "sleep": worker.sleep,
@@ -69,16 +129,21 @@ class _Served:
         else:
             self._call(*arguments)
 
-    def _run(self, data: bytes) -> None:
+    def _run(self, data: bytes | memoryview) -> None:
         plan = decode_plan(data)
+        empty = plan.step < 0
+        if self._experts is not None:
+            self._experts.empty = empty
         try:
             result = self._worker.run(plan)
         except Exception as error:
             log.exception("step %d failed", plan.step)
             self._send("failed", plan.step, frames.pack_error(error))
             return
-        if self._gives:
-            self._send("result", encode_result(result))
+        if self._gives and not empty:
+            given = encode_result(result)
+            if self._results is None or not self._results.write(given):
+                self._send("result", given)
 
     def _call(self, number: int, what: str, *arguments: Any) -> None:
         value = error = None
@@ -114,48 +179,86 @@ def serve(stream: FrameStream) -> bool:
     frame = stream.receive()
     if frame is None:
         return False
+    rings: list[Ring] = []
     try:
         _, flags, packed, place = frame
+        rings = _rings(stream)
         plugins = PluginManager.replay(frames.unpack_plugins(packed))
         with manager.using(plugins):
-            worker, gives = _started(plugins, flags, Place(**place))
+            worker, mesh = _started(plugins, flags, Place(**place))
             capacity, description = worker.capacity, worker.description
             stream.send(frames.pack("ready", attrs.asdict(capacity), attrs.asdict(description)))
-            served = _Served(worker, stream, gives)
-            while (frame := stream.receive()) is not None and frame[0] != "stop":
-                served.frame(*frame)
+            plans, results = rings or (None, None)
+            served, frame = _Served(worker, stream, mesh, results), None
+            for asked in _Plans(stream, plans, place["rank"]):
+                if asked[0] == "stop":
+                    frame = asked
+                    break
+                served.frame(*asked)
             worker.close()
     except Exception as error:
         log.exception("the worker cannot go on")
         stream.send(frames.pack("error", frames.pack_error(error)))
         frame = stream.receive()
+    finally:
+        for ring in rings:
+            ring.close()
     if frame is not None:
         stream.send(frames.pack("stopped"))
     return frame is not None
 
 
-def _started(plugins: PluginManager, flags: dict[str, Any], place: Place) -> tuple[Worker, bool]:
-    """The worker, and whether it gives results."""
-    from modulm.engine.worker.worker import Worker
+def _rings(stream: FrameStream) -> list[Ring]:
+    """Those for plans and for results, whose descriptors came with the first frame, if any did."""
+    came, stream.descriptors = stream.descriptors, []
+    return [Ring(came[0], came[1:-2]), Ring(came[-2], came[-1:])] if came else []
+
+
+def _started(plugins: PluginManager, flags: dict[str, Any], place: Place) -> tuple[Worker, Mesh]:
+    """The worker, and its ranks."""
+    from modulm.engine.worker.worker import worker_class
 
     opened: list[Mesh] = []
 
+    config = frames.unpack_config(flags)
+
     def connect(platform: Platform) -> Mesh:
-        opened.append(open_mesh(place, platform, plugins))
+        opened.append(open_mesh(place, platform, plugins, balance_of(config)))
         return opened[0]
 
-    worker = Worker(frames.unpack_config(flags), plugins, rank=place.rank, open_mesh=connect)
-    return worker, opened[0].gives
+    share = None if place.share is None else (place.share[0], place.share[1])
+    made = worker_class(config)
+    worker = made(config, plugins, rank=place.rank, open_mesh=connect, share=share)
+    experts = opened[0].spread
+    if isinstance(experts, ReplicaExperts) and not experts.used(opened[0].world):
+        words = "this model has no experts that replicas could share: leave it out"
+        raise ConfigError("enable_expert_parallel", words)
+    return worker, opened[0]
 
 
-def main(where: str) -> None:
-    """where: a file descriptor that was inherited, or HOST:PORT of the executor."""
+def _end_with(parent: int, folder: str) -> None:
+    """End this process when the one that started it is gone, also in a step that does not end; the
+    body of a thread.
+    """
+    while os.getppid() == parent:
+        time.sleep(_LOOK)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
+def main(where: str, folder: str | None = None) -> None:
+    """where: a file descriptor that was inherited, or HOST:PORT of the executor. folder: of files
+    that ranks of this machine share, to be removed where the executor cannot.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     host, _, port = where.rpartition(":")
     peer = socket.create_connection((host, int(port))) if host else socket.socket(fileno=int(port))
+    if folder is not None:
+        watching = partial(_end_with, os.getppid(), folder)
+        threading.Thread(target=watching, name="modulm-parent", daemon=True).start()
     serve(FrameStream(peer))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -40,18 +40,10 @@ class MpExecutor(WorkersExecutor):
 
     def connect(self, config: EngineConfig) -> Sequence[tuple[FrameStream, Place]]:
         parallel = config.parallel
-        self._folder = tempfile.mkdtemp(prefix="modulm-ranks-")
+        self._folder = parallel.data_parallel_group or tempfile.mkdtemp(prefix="modulm-ranks-")
         seconds = config.group(DistributedConfig).distributed_timeout_seconds
-        places = [
-            Place(
-                rank,
-                parallel.tensor_parallel_size,
-                parallel.pipeline_parallel_size,
-                f"file:{Path(self._folder) / 'store'}",
-                seconds=seconds,
-            )
-            for rank in range(parallel.ranks)
-        ]
+        store = f"file:{Path(self._folder) / 'store'}-{parallel.data_parallel_rank_local}"
+        places = Place.all(parallel, store, seconds=seconds)
         return [(self._spawn(), place) for place in places]
 
     def _spawn(self) -> FrameStream:
@@ -60,7 +52,7 @@ class MpExecutor(WorkersExecutor):
             command = [sys.executable, "-m", "modulm_distributed.worker_process"]
             self._processes.append(
                 subprocess.Popen(
-                    [*command, str(theirs.fileno())],
+                    [*command, str(theirs.fileno()), *filter(None, (self._folder,))],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     env=isolated(),

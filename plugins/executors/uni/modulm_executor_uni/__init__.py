@@ -28,10 +28,10 @@ class UniExecutor(Executor):
         self._made: Worker | None = None
 
     def start(self, config: EngineConfig) -> Capacity:
-        from modulm.engine.worker.worker import Worker
+        from modulm.engine.worker.worker import worker_class
         from modulm.plugins import manager
 
-        self._made = Worker(config, manager.current())
+        self._made = worker_class(config)(config, manager.current())
         return self._made.capacity
 
     @property

@@ -1,0 +1,45 @@
+"""How experts are balanced, as `--eplb-config` says it in vLLM's words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attrs import field, frozen
+from attrs.validators import ge
+
+from modulm.errors import ConfigError
+from modulm.structure import Problem, structure_table
+from modulm_distributed.flags import DistributedConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from modulm.config import EngineConfig
+
+__all__ = ["EplbConfig", "balance_of", "eplb_config"]
+
+
+@frozen
+class EplbConfig:
+    """window_size: steps whose tokens count. step_interval: steps between two looks at them.
+    num_redundant_experts: slots of all ranks beyond one for each expert.
+    """
+
+    window_size: int = field(default=1000, validator=ge(1))
+    step_interval: int = field(default=3000, validator=ge(1))
+    num_redundant_experts: int = field(default=0, validator=ge(0))
+    log_balancedness: bool = False
+
+
+def eplb_config(table: Mapping[str, Any]) -> EplbConfig:
+    """The table as it was given. Raises ConfigError, which names the key."""
+    try:
+        return structure_table(table, EplbConfig)
+    except Problem as problem:
+        raise ConfigError("eplb_config", str(problem)) from problem
+
+
+def balance_of(config: EngineConfig) -> EplbConfig | None:
+    """How experts are balanced, if they are."""
+    flags = config.group(DistributedConfig)
+    return eplb_config(flags.eplb_config) if flags.enable_eplb else None

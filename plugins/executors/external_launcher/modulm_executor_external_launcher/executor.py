@@ -1,0 +1,287 @@
+"""A worker in this process, one of ranks that torchrun has started with the same script.
+
+Each rank has an engine of its own, which is given the same requests in the same order and so makes
+the same plans. Before a step its ranks compare what they are about to run; after it the one rank
+that samples tells the others what it gave.
+"""
+
+from __future__ import annotations
+
+import zlib
+from concurrent.futures import Future
+from itertools import count
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import attrs
+import numpy as np
+import torch
+
+from modulm.config.environ import variables
+from modulm.contracts.executor import Capacity, Executor, ModelDescription, Plan, StepResult
+from modulm.engine.types import frames
+from modulm.engine.worker.worker import worker_class
+from modulm.errors import ConfigError, EngineDead, EngineError, ModulmError
+from modulm.parallel import Mesh
+from modulm.plugins import manager
+from modulm.plugins.manager import PluginManager
+from modulm_distributed.eplb import balance_of
+from modulm_distributed.executor import unpack_capacity
+from modulm_distributed.flags import DistributedConfig
+from modulm_distributed.mesh import Place, open_mesh
+from modulm_distributed.plan_codec import decode_result, encode_result
+from modulm_executor_external_launcher.launched import Launched
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from modulm.config import EngineConfig
+    from modulm.contracts.platform import Platform
+    from modulm.contracts.sampling import StructuredOutputs
+    from modulm.engine.worker.worker import Worker
+
+__all__ = ["LaunchedExecutor"]
+
+#: How many executors this process has made: each has its own names in torchrun's store.
+_MADE = count()
+#: Bytes that are told at once, the first eight of which say how many there are.
+_ROOM = 4096
+_SAME = "every rank has to run the same script on the same requests, in the same order"
+
+
+class _Step(Future[StepResult]):
+    """A step that this rank has run. What came of it is told when somebody asks, since other
+    stages may still be at steps before it.
+    """
+
+    def __init__(self, land: Callable[[], StepResult]) -> None:
+        super().__init__()
+        self._land = land
+
+    def result(self, timeout: float | None = None) -> StepResult:
+        self._landed()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._landed()
+        return super().exception(timeout)
+
+    def _landed(self) -> None:
+        if not self.done():
+            try:
+                self.set_result(self._land())
+            except Exception as error:
+                self.set_exception(error)
+
+
+class LaunchedExecutor(Executor):
+    """This process's rank, and what it tells the others and hears of them."""
+
+    name: ClassVar[str] = "external_launcher"
+    api: ClassVar[int | tuple[int, int]] = 2
+    offline_only: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self._made: Worker | None = None
+        self._mesh = Mesh()
+        self._device = torch.device("cpu")
+        self._description = ModelDescription()
+        self._giver = 0
+        #: Ranks do not run the same any more, or one has gone.
+        self._dead: EngineDead | None = None
+
+    def start(self, config: EngineConfig) -> Capacity:
+        launched = Launched.of(variables())
+        parallel = config.parallel
+        if parallel.ranks != launched.ranks:
+            raise ConfigError(
+                "tensor_parallel_size",
+                f"torchrun has started {launched.ranks} ranks, and tensor_parallel_size "
+                f"{parallel.tensor_parallel_size} x pipeline_parallel_size "
+                f"{parallel.pipeline_parallel_size} takes {parallel.ranks}",
+            )
+        if "worker_timeout" in config.changed():
+            raise ConfigError(
+                "worker_timeout", "external_launcher does not end ranks: torchrun does"
+            )
+        self._giver = parallel.ranks - parallel.tensor_parallel_size
+        place = Place.all(
+            parallel,
+            f"launcher:modulm {next(_MADE)}",
+            hosts=-(-launched.ranks // launched.local_ranks),
+            seconds=config.group(DistributedConfig).distributed_timeout_seconds,
+            share=(launched.local_rank, launched.local_ranks),
+            address=launched.address,
+        )[launched.rank]
+        plugins = manager.current()
+
+        def connect(platform: Platform) -> Mesh:
+            self._mesh = open_mesh(place, platform, plugins, balance_of(config))
+            self._device = platform.device
+            self._check_plugins(plugins)
+            return self._mesh
+
+        worker = worker_class(config)(
+            config, plugins, rank=place.rank, open_mesh=connect, share=place.share
+        )
+        self._made = worker
+        own = [attrs.asdict(worker.capacity), attrs.asdict(worker.description)]
+        capacity, described = self._told(own)
+        weights = torch.tensor([worker.description.weight_bytes], device=self._device)
+        self._description = attrs.evolve(
+            frames.unpack_description(described),
+            weight_bytes=int(self._mesh.world.all_reduce(weights).item()),
+        )
+        return unpack_capacity(capacity)
+
+    def _check_plugins(self, plugins: PluginManager) -> None:
+        """Raises PluginConflict where rank 0 has others."""
+        theirs = self._told(frames.pack_plugins(plugins.snapshot()))
+        if not self._mesh.gives:
+            PluginManager.replay(frames.unpack_plugins(theirs))
+
+    # Steps.
+
+    def run(self, plan: Plan) -> StepResult:
+        return self.submit(plan).result()
+
+    def submit(self, plan: Plan) -> Future[StepResult]:
+        mark = _mark(plan)
+        try:
+            self._compare(plan.step, mark)
+            result, error = self._worker.run(plan), None
+        except EngineDead as dead:
+            gone: Future[StepResult] = Future()
+            gone.set_exception(dead)
+            return gone
+        except Exception as failed:
+            result, error = StepResult(plan.step, np.zeros(0, np.int64)), failed
+        return _Step(lambda: self._landed(mark, result, error))
+
+    def _landed(self, mark: int, result: StepResult, error: Exception | None) -> StepResult:
+        """What the rank that gives results says of a step."""
+        own = [mark, encode_result(result), frames.pack_error(error)]
+        theirs, data, failed = self._told(own)
+        if theirs != mark:
+            raise self._end(f"step {result.step} is not the same on all ranks: {_SAME}")
+        if failed is not None:
+            raise error or frames.unpack_error(failed) or EngineError("a step failed")
+        if error is not None:
+            raise self._end(f"step {result.step} failed on some ranks only: {error}") from error
+        return result if self._mesh.gives else decode_result(data)
+
+    def _compare(self, step: int, mark: int) -> None:
+        """Raises EngineDead unless all ranks of this stage are about to run the same. Goes over
+        sockets, where the end of a rank is known at once: steps wait for one another in memory.
+        """
+        self._alive()
+        group = self._mesh.tensor
+        marks = torch.zeros(group.size, dtype=torch.int64, device=self._device)
+        marks[group.rank] = mark
+        try:
+            marks = group.all_reduce(marks)
+        except RuntimeError as error:
+            raise self._gone(error) from error
+        if len(set(marks.tolist())) > 1:
+            raise self._end(f"step {step} is not the same on all ranks: {_SAME}")
+
+    def _told(self, own: list[Any]) -> list[Any]:
+        """The value of the rank that gives results, on all ranks."""
+        self._alive()
+        if self._mesh.world.size == 1:
+            return own
+        data = frames.pack(*own) if self._mesh.gives else b""
+        try:
+            size = len(data).to_bytes(8, "big")
+            heard = self._broadcast((size + data)[:_ROOM], _ROOM)
+            length = int.from_bytes(heard[:8], "big")
+            rest = max(0, length - (_ROOM - 8))
+            if rest:
+                heard += self._broadcast(data[_ROOM - 8 :], rest)
+        except RuntimeError as error:
+            raise self._gone(error) from error
+        return frames.unpack(heard[12 : 8 + length])
+
+    def _broadcast(self, data: bytes, size: int) -> bytes:
+        """`size` bytes of the rank that gives results."""
+        room = np.zeros(size, np.uint8)
+        room[: len(data)] = np.frombuffer(data, np.uint8)
+        heard = self._mesh.world.broadcast(torch.from_numpy(room).to(self._device), self._giver)
+        return heard.cpu().numpy().tobytes()
+
+    def _alive(self) -> None:
+        if self._dead is not None:
+            raise self._dead
+
+    def _gone(self, error: Exception) -> EngineDead:
+        return self._end(f"another rank has ended, or does not answer: {error}")
+
+    def _end(self, words: str) -> EngineDead:
+        self._dead = EngineDead(words)
+        return self._dead
+
+    @property
+    def _worker(self) -> Worker:
+        if self._made is None:
+            raise EngineError("the executor was not started, or has been stopped")
+        return self._made
+
+    def check(self) -> None:
+        self._alive()
+        self._worker.check()
+
+    # What is asked beside steps: by each rank's own script.
+
+    def describe(self) -> ModelDescription:
+        return self._description
+
+    def prepare(self, request: str, constraint: StructuredOutputs) -> Future[None]:
+        """Compiled here and now, so that all ranks schedule the request at the same time."""
+        error: ModulmError | None = None
+        if self._mesh.gives:
+            try:
+                self._worker.prepare(request, constraint).result()
+            except ModulmError as refused:
+                error = refused
+        (failed,) = self._told([frames.pack_error(error)])
+        ready: Future[None] = Future()
+        refusal = frames.unpack_error(failed)
+        ready.set_result(None) if refusal is None else ready.set_exception(refusal)
+        return ready
+
+    def forget(self, request: str) -> None:
+        if self._mesh.gives:
+            self._worker.forget(request)
+
+    def sleep(self, level: int) -> None:
+        self._worker.sleep(level)
+
+    def wake_up(self) -> None:
+        self._worker.wake_up()
+
+    def add_adapter(self, name: str, path: Path) -> None:
+        self._worker.add_adapter(name, path)
+
+    def prepare_adapter(self, name: str) -> None:
+        self._worker.prepare_adapter(name)
+
+    def remove_adapter(self, name: str) -> None:
+        self._worker.remove_adapter(name)
+
+    def stop(self) -> None:
+        if self._made is not None:
+            self._made.close()
+            self._made = None
+
+
+def _mark(plan: Plan) -> int:
+    """A number that plans share which run the same. Seeds are not part of it: where a request has
+    none each rank draws one, and only one rank samples.
+    """
+    mark = zlib.crc32(plan.step.to_bytes(8, "big"))
+    for array in (plan.rows, plan.starts, plan.counts, plan.tokens, *plan.tables, plan.samples):
+        mark = zlib.crc32(np.ascontiguousarray(array), mark)
+    for start in plan.admit:
+        mark = zlib.crc32(np.ascontiguousarray(start.prompt), mark)
+    named = plan.release, plan.encode, plan.adapters, [start.adapter for start in plan.admit]
+    return zlib.crc32(repr(named).encode(), mark)

@@ -1,0 +1,1 @@
+"""One model over the devices of several machines, placed and started by Ray."""

@@ -1,0 +1,239 @@
+"""Workers as actors of a Ray cluster, a device for each, on as many machines as it takes."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import ray
+from attrs import evolve
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from modulm.config.environ import variables
+from modulm.config.resolve import choose_platform
+from modulm.errors import EngineDead, EngineError
+from modulm.plugins import manager
+from modulm_distributed.executor import WorkersExecutor
+from modulm_distributed.flags import DistributedConfig
+from modulm_distributed.mesh import Place
+from modulm_distributed.stream import FrameStream
+from modulm_executor_ray.actor import Rank, versions
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from modulm.config import EngineConfig
+
+__all__ = ["RayExecutor"]
+
+log = logging.getLogger("modulm.engine")
+
+_TOKEN = 32
+#: Ray's name of the devices of a platform; others are called as the platform is.
+_DEVICES: Mapping[str, str] = {"cpu": "", "cuda": "GPU", "rocm": "GPU", "xpu": "GPU"}
+
+
+class RayExecutor(WorkersExecutor):
+    """One actor for each rank. Ray places them on as few machines as have room."""
+
+    name: ClassVar[str] = "ray"
+    api: ClassVar[int | tuple[int, int]] = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._actors: list[Any] = []
+        self._serving: list[Any] = []
+        self._hosts: list[str] = []
+        self._group: Any = None
+        self._folder: str | None = None
+        self._own_cluster = False
+
+    def connect(self, config: EngineConfig) -> Sequence[tuple[FrameStream, Place]]:
+        seconds = config.group(DistributedConfig).distributed_timeout_seconds
+        self._join_cluster()
+        self._place(config, seconds)
+        found: list[Mapping[str, Any]] = ray.get([a.where.remote() for a in self._actors])
+        self._hosts = [f"{one['address']} (process {one['pid']})" for one in found]
+        _check_versions(found)
+        nodes = [one["node"] for one in found]
+        first = found[0]["address"]
+        port = ray.get(self._actors[0].free_port.remote(first))
+        places = Place.all(
+            config.parallel, f"tcp:{first}:{port}", seconds=seconds, hosts=len(set(nodes))
+        )
+        here = ray.get_runtime_context().get_node_id()
+        streams = self._connected([node == here for node in nodes], seconds)
+        shares = _shares(nodes, visible=self._device != "")
+        placed = [
+            evolve(place, share=share, address=one["address"])
+            for place, share, one in zip(places, shares, found, strict=True)
+        ]
+        return list(zip(streams, placed, strict=True))
+
+    def _join_cluster(self) -> None:
+        """Be part of the cluster that RAY_ADDRESS names or that runs here, or start one.
+
+        Raises EngineError where RAY_ADDRESS names one that does not answer.
+        """
+        if ray.is_initialized():
+            return
+        quiet = {"log_to_driver": False, "configure_logging": False, "namespace": "modulm"}
+        try:
+            ray.init(address="auto", **quiet)
+        except ConnectionError as error:
+            if address := variables().get("RAY_ADDRESS"):
+                raise EngineError(
+                    f"RAY_ADDRESS names {address}, where no cluster answers: start it "
+                    "(`ray start --head`), mend the variable, or unset it to use this machine"
+                ) from error
+            ray.init(include_dashboard=False, **quiet)
+            self._own_cluster = True
+
+    def _place(self, config: EngineConfig, seconds: int) -> None:
+        """Reserve a place for each rank and start its actor there. Raises EngineError."""
+        platform, _ = choose_platform(config, manager.current())
+        self._device = _DEVICES.get(platform.name, platform.name.upper())
+        bundle = {"CPU": 1.0} | ({self._device: 1.0} if self._device else {})
+        ranks = config.parallel.ranks
+        self._group = placement_group([bundle] * ranks, strategy="PACK")
+        if not self._group.wait(seconds):
+            wanted = ", ".join(f"{count:g} {name}" for name, count in bundle.items())
+            has = ray.cluster_resources()
+            raise EngineError(
+                f"Ray has no room for {ranks} ranks of {wanted} each within {seconds} s: the "
+                f"cluster has {', '.join(f'{has.get(name, 0):g} {name}' for name in bundle)}"
+            )
+        made = ray.remote(Rank)
+        options = {"num_cpus": 1, "max_restarts": 0, "max_task_retries": 0}
+        if self._device == "GPU":
+            options["num_gpus"] = 1
+        elif self._device:
+            options["resources"] = {self._device: 1}
+        for rank in range(ranks):
+            at = PlacementGroupSchedulingStrategy(self._group, rank)
+            self._actors.append(made.options(**options, scheduling_strategy=at).remote())
+
+    def _connected(self, local: Sequence[bool], seconds: int) -> list[FrameStream]:
+        """Let each rank connect: by a socket of this machine where it is here, else over TCP."""
+        self._folder = tempfile.mkdtemp(prefix="modulm-ranks-")
+        token = secrets.token_bytes(_TOKEN)
+        path = str(Path(self._folder) / "executor")
+        streams: dict[int, FrameStream] = {}
+        with socket.socket(socket.AF_UNIX) as near:
+            near.bind(path)
+            near.listen(len(local))
+            with socket.create_server((ray.util.get_node_ip_address(), 0)) as far:
+                host, port = far.getsockname()[:2]
+                for rank, (actor, is_here) in enumerate(zip(self._actors, local, strict=True)):
+                    where = path if is_here else f"{host}:{port}"
+                    self._serving.append(actor.serve.remote(where, token, rank))
+                for server, count in ((near, sum(local)), (far, len(local) - sum(local))):
+                    server.settimeout(1.0)
+                    until = time.monotonic() + seconds
+                    arrived = 0
+                    while arrived < count:
+                        rank = self._accepted(server, token, streams, until)
+                        arrived += rank is not None
+        return [streams[rank] for rank in range(len(local))]
+
+    def _accepted(
+        self, server: socket.socket, token: bytes, streams: dict[int, FrameStream], until: float
+    ) -> int | None:
+        """Take the next connection if it is one of our ranks. Raises EngineDead for one that has
+        ended, or when it is too late.
+        """
+        try:
+            peer, _ = server.accept()
+        except TimeoutError:
+            ended, _ = ray.wait(self._serving, timeout=0)
+            if ended or time.monotonic() > until:
+                rank = self._serving.index(ended[0]) if ended else 0
+                words = self.ending(rank) if ended else "the ranks have not connected"
+                raise EngineDead(f"worker {rank}: {words}") from None
+            return None
+        peer.settimeout(10.0)
+        said = b""
+        with suppress(OSError):
+            while len(said) < _TOKEN + 4 and (piece := peer.recv(_TOKEN + 4 - len(said))):
+                said += piece
+        rank = int.from_bytes(said[_TOKEN:], "big")
+        if not hmac.compare_digest(said[:_TOKEN], token) or rank in streams:
+            peer.close()
+            return None
+        peer.settimeout(None)
+        streams[rank] = FrameStream(peer)
+        return rank
+
+    def at(self, rank: int) -> str:
+        return f"worker {rank} on {self._hosts[rank]}" if self._hosts else super().at(rank)
+
+    def ending(self, rank: int) -> str:
+        if rank >= len(self._serving):
+            return "it was not started"
+        ended, _ = ray.wait([self._serving[rank]], timeout=1.0)
+        if not ended:
+            return "its connection was lost"
+        try:
+            ray.get(ended[0])
+        except ray.exceptions.RayActorError:
+            return "its process was killed, ran out of memory or crashed"
+        except ray.exceptions.RayError as error:
+            return f"it failed: {str(error).strip().splitlines()[-1]}"
+        return "its process closed its connection"
+
+    def end(self, seconds: float) -> None:
+        if not ray.is_initialized():
+            return
+        if self._serving and seconds:
+            with suppress(ray.exceptions.RayError):
+                ray.wait(self._serving, num_returns=len(self._serving), timeout=seconds)
+        for actor in self._actors:
+            with suppress(ray.exceptions.RayError, ValueError):
+                ray.kill(actor)
+        self._actors = []
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def stop(self) -> None:
+        super().stop()
+        if self._own_cluster:
+            self._own_cluster = False
+            ray.shutdown()
+
+
+def _check_versions(found: Sequence[Mapping[str, Any]]) -> None:
+    """Raises EngineError where a machine runs something else than this one."""
+    here = versions()
+    for one in found:
+        differing = [name for name in here if one["versions"].get(name) != here[name]]
+        if differing:
+            there = ", ".join(f"{name} {one['versions'].get(name)}" for name in differing)
+            ours = ", ".join(f"{name} {here[name]}" for name in differing)
+            raise EngineError(f"{one['address']} has {there}; here it is {ours}")
+
+
+def _shares(nodes: Sequence[str], *, visible: bool) -> list[tuple[int, int]]:
+    """Of each rank which part of its machine it has, and of how many; visible: Ray shows it
+    nothing but its own device.
+    """
+    if visible:
+        return [(0, 1)] * len(nodes)
+    counts, seen = Counter(nodes), Counter[str]()
+    found = []
+    for node in nodes:
+        found.append((seen[node], counts[node]))
+        seen[node] += 1
+    return found
