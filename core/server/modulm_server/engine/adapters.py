@@ -28,7 +28,7 @@ from modulm.errors import (
     RequestError,
     UnsupportedError,
 )
-from modulm_frontend.lora import active_from, invocation_tokens
+from modulm_frontend.lora import active_from, files_of, invocation_tokens
 
 if TYPE_CHECKING:
     from modulm.engine.core.engine_core import EngineCore
@@ -301,9 +301,12 @@ def _unusable(adapter: Adapter, error: Exception, param: str) -> RequestError:
 
 
 def _stamp(path: Path) -> str:
-    """What changes when a file of the folder does. Raises OSError."""
-    digest = hashlib.sha256()
-    for file in sorted(path.iterdir()):
+    """What changes when a file of the folder does, other for each of several in one. Raises
+    OSError.
+    """
+    folder = files_of(path)
+    digest = hashlib.sha256(b"" if folder == path else path.name.encode())
+    for file in sorted(folder.iterdir()):
         if file.is_file():
             stat = file.stat()
             times = stat.st_mtime_ns, stat.st_ctime_ns

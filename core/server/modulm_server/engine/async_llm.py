@@ -9,28 +9,42 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from modulm.config.sources import keywords
-from modulm.contracts.requests import PromptLike, StepEvents, StepStats
+from modulm.contracts.requests import PromptLike, Request, StepEvents, StepStats
 from modulm.contracts.sampling import LogitsProcessor, PoolingParams, SamplingParams
 from modulm.engine.types.outputs import PoolingRequestOutput, RequestOutput
-from modulm.errors import EngineDead, EngineStalled, QueueFull, RequestError
+from modulm.errors import (
+    ConfigError,
+    EngineDead,
+    EngineError,
+    EngineStalled,
+    QueueFull,
+    ReplicaDied,
+    RequestError,
+)
 from modulm.plugins import manager
+from modulm_fleet.placement import Placement, placement
 from modulm_frontend.input_processor import (
     BeamSearchRequest,
     InputProcessor,
     PendingRequest,
 )
 from modulm_frontend.output_processor import OutputProcessor, RequestState
-from modulm_server.engine.client import EngineClient
-from modulm_server.engine.core_client import EngineCoreClient, ThreadCoreClient
-from modulm_server.engine.metrics import Metrics
+from modulm_server.engine.client import EngineClient, ReplicaHealth
+from modulm_server.engine.core_client import (
+    EngineCoreClient,
+    ReplicaEvents,
+    ReplicaLost,
+    ThreadCoreClient,
+)
+from modulm_server.engine.metrics import Metrics, ReplicaMetrics
 from modulm_server.engine.watchdog import Watchdog
 from modulm_server.flags import WatchdogConfig
 
@@ -42,10 +56,15 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncLLM"]
 
+#: What an engine's client posts.
+_Item: TypeAlias = StepEvents | ReplicaEvents | ReplicaLost | EngineDead | EngineStalled
+
 #: Seconds until a beam search that was accepted asks again after it found the queue full.
 _AGAIN = 0.05
 #: Characters up to which a prompt is tokenized on the event loop: a thread costs more than that.
 _INLINE = 20_000
+#: Replicas that may begin a request before it ends with the last of them.
+_BEGINNINGS = 2
 
 
 class AsyncLLM(EngineClient):
@@ -75,12 +94,18 @@ class AsyncLLM(EngineClient):
 
     @classmethod
     def connect(cls, address: str) -> AsyncLLM:
-        """A further front end of an engine that runs in a process (`EngineProcess.address`)."""
+        """A further front end of an engine, or of replicas, in processes of their own; address:
+        what another front end of theirs has as `address`.
+        """
         from modulm_server.engine.process_client import ProcessCoreClient
+        from modulm_server.engine.replicas import ReplicaSet
 
         made = cls.__new__(cls)
         made._begin()
-        made._attach(ProcessCoreClient(address, made._post, made._post_death))
+        if address.startswith("["):
+            made._attach(ReplicaSet.join(address, made._post, made._post_death))
+        else:
+            made._attach(ProcessCoreClient(address, made._post, made._post_death))
         return made
 
     def _open(
@@ -91,6 +116,11 @@ class AsyncLLM(EngineClient):
     ) -> None:
         self._begin()
         plugins = manager.current()
+        placed = placement(config)
+        if placed.several:
+            self._open_replicas(config, placed, process, meanwhile)
+            return
+        self._rank = placed.served.start
         if config.parallel.disable_frontend_multiprocessing:
             self._attach(ThreadCoreClient(config, plugins, self._post, self._post_death))
             return
@@ -102,10 +132,31 @@ class AsyncLLM(EngineClient):
         meanwhile()
         self._attach(ProcessCoreClient(engine.address, self._post, self._post_death, engine))
 
+    def _open_replicas(
+        self,
+        config: EngineConfig,
+        placed: Placement,
+        process: EngineProcess | None,
+        meanwhile: Callable[[], None],
+    ) -> None:
+        if config.parallel.disable_frontend_multiprocessing:
+            raise ConfigError(
+                "data_parallel_size",
+                "replicas are processes of their own: leave out --disable-frontend-multiprocessing",
+            )
+        from modulm_server.engine.replicas import ReplicaSet
+
+        plugins = manager.current()
+        post, died = self._post, self._post_death
+        self._attach(ReplicaSet.open(config, plugins, post, died, placed, process, meanwhile))
+
     def _begin(self) -> None:
         self.dead = None
         self.stalled = None
-        self._inbox: deque[StepEvents | EngineDead | EngineStalled] = deque()
+        self._inbox: deque[_Item] = deque()
+        self._rank = 0
+        #: Of requests to replicas: what was submitted, and how often a replica has begun it.
+        self._submitted: dict[str, tuple[Sequence[Request], int]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._requests: dict[str, tuple[RequestState, asyncio.Event]] = {}
         self._beam_searches: dict[str, BeamSearchRequest] = {}
@@ -117,14 +168,18 @@ class AsyncLLM(EngineClient):
         self.address = core.address
         self.info = info = core.info
         self.tokenizer = core.tokenizer()
-        self.metrics: Metrics = Metrics(info.models[0], adapters=info.adapters)
+        ranks = core.ranks or (self._rank,)
+        each = [Metrics(info.models[0], str(rank), info.adapters) for rank in ranks]
         if info.adapters:
-            self.metrics.in_use = self._adapters_in_use
+            for metrics in each:
+                metrics.in_use = self._adapters_in_use
+        self.metrics: Metrics | ReplicaMetrics = each[0] if len(each) == 1 else ReplicaMetrics(each)
         self._input_processor = InputProcessor(
             info, self.tokenizer, manager.current(), _processors(info.config), core.number
         )
+        self._each = each
         listeners = manager.current().gather("modulm_request_listeners", config=info.config)
-        self._output_processor = OutputProcessor(self.metrics, listeners)
+        self._output_processor = OutputProcessor(each[0], listeners)
         self._interval = info.config.scheduler.stream_interval
         self._ends_waiting = info.config.group(WatchdogConfig).action != "report"
         self._watchdog = Watchdog(core, self._post_stall, self._post_death)
@@ -194,6 +249,15 @@ class AsyncLLM(EngineClient):
     @property
     def adapters(self) -> Mapping[str, Adapter]:
         return self._core.adapters
+
+    @property
+    def replicas(self) -> Sequence[ReplicaHealth]:
+        return self._core.replicas
+
+    async def check_health(self) -> None:
+        await super().check_health()
+        if (error := self._core.down) is not None:
+            raise error
 
     async def refresh_adapters(self) -> None:
         await asyncio.wrap_future(self._core.refresh_adapters())
@@ -315,7 +379,7 @@ class AsyncLLM(EngineClient):
         self._output_processor.add(state)
         self._requests[state.id] = (state, changed)
         try:
-            self._core.submit(pending.requests)
+            self._submit(state, pending.requests)
             while not (state.finished and state.told):
                 await changed.wait()
                 changed.clear()
@@ -327,7 +391,13 @@ class AsyncLLM(EngineClient):
         finally:
             self._abort(state, changed)
             del self._requests[state.id]
+            self._submitted.pop(state.id, None)
             self._wake_drain()
+
+    def _submit(self, state: RequestState, requests: Sequence[Request]) -> None:
+        if len(self._each) > 1:
+            self._submitted[state.id] = requests, 0
+        self._core.submit(requests)
 
     async def _next_beams(self, search: BeamSearchRequest) -> RequestOutput:
         """The next token of every beam. A full queue refuses a search only at its beginning."""
@@ -355,6 +425,8 @@ class AsyncLLM(EngineClient):
     def _abort(self, state: RequestState, changed: asyncio.Event) -> None:
         """End a request that has not ended by itself, or whose end nobody has seen."""
         if not state.finished or not state.told:
+            if len(self._each) > 1:
+                self._count_for(self._core.place(state.ids))
             for identity in self._output_processor.abort(state):
                 self._core.abort(identity)
             changed.set()
@@ -380,7 +452,7 @@ class AsyncLLM(EngineClient):
             self._core.give_up(error)
             self._post(error)
 
-    def _post(self, item: StepEvents | EngineDead | EngineStalled) -> None:
+    def _post(self, item: _Item) -> None:
         self._inbox.append(item)
         loop = self._loop
         if loop is not None and not loop.is_closed():
@@ -397,11 +469,43 @@ class AsyncLLM(EngineClient):
             if isinstance(item, EngineStalled):
                 self._end_waiting(item)
                 continue
+            if isinstance(item, ReplicaLost):
+                self._lost(item)
+                continue
+            if isinstance(item, ReplicaEvents):
+                self._count_for(item.place)
+                item = item.events
             states, stopped = self._output_processor.process(item)
             for identity in stopped:
                 self._core.abort(identity)
             for state in states:
                 self._requests[state.id][1].set()
+
+    def _count_for(self, place: int) -> None:
+        """What ends or comes from now on is counted as the replica's at this place."""
+        self._output_processor.statistics = self._each[place]
+
+    def _lost(self, lost: ReplicaLost) -> None:
+        """A replica is gone: requests of which nobody has seen anything begin again elsewhere,
+        unless they were running when two replicas died: one of them may be what kills.
+        """
+        self._count_for(lost.place)
+        if isinstance(lost.error, EngineDead):
+            self._each[lost.place].forget_now()
+        for state in self._output_processor.lost(lost.sequences):
+            requests, begun = self._submitted.get(state.id, ((), 0))
+            begun += state.cached is not None
+            if requests and not state.streamed and begun < _BEGINNINGS:
+                self._submitted[state.id] = requests, begun
+                self._output_processor.begin_again(state)
+                try:
+                    self._core.submit(requests)
+                except EngineError:
+                    pass
+                else:
+                    continue
+            self._output_processor.fail(state, ReplicaDied(f"its replica is gone: {lost.error}"))
+            self._requests[state.id][1].set()
 
     def _end_waiting(self, error: EngineStalled) -> None:
         """End every request; an engine that comes back is to know."""

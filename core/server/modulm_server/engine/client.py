@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from types import MappingProxyType
 from typing import TYPE_CHECKING
+
+from attrs import frozen
 
 from modulm.errors import EngineDead, EngineStalled, NotFound, UnsupportedError
 
@@ -21,9 +23,21 @@ if TYPE_CHECKING:
     from modulm_frontend.beam_search import BeamSearchParams
     from modulm_server.engine.adapters import Adapter
 
-__all__ = ["API", "EngineClient"]
+__all__ = ["API", "EngineClient", "ReplicaHealth"]
 
 API = 1
+
+
+@frozen
+class ReplicaHealth:
+    """How one of several replicas is. status: "ok", "stalled", "starting", "dead", and with the
+    latter ones why; restarts: how often it was started again.
+    """
+
+    rank: int
+    status: str
+    reason: str | None = None
+    restarts: int = 0
 
 
 class EngineClient(ABC):
@@ -46,6 +60,11 @@ class EngineClient(ABC):
     def adapters(self) -> Mapping[str, Adapter]:
         """What requests may name as `adapter`, by name, in the order in which they came."""
         return MappingProxyType({})
+
+    @property
+    def replicas(self) -> Sequence[ReplicaHealth]:
+        """The engines behind this one, where there are several."""
+        return ()
 
     @abstractmethod
     def generate(

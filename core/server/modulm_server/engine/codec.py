@@ -84,9 +84,14 @@ def unpack_events(packed: list[Any]) -> StepEvents:
         {name: unpack_logprobs(entries) for name, entries in logprobs.items()},
         {name: (first, unpack_logprobs(entries)) for name, (first, entries) in prompts.items()},
         pooled,
-        None if stats is None else StepStats(*stats)._replace(accepted_at=tuple(stats[-1])),
+        None if stats is None else _stats(stats),
         {name: (verified, right) for name, (verified, right) in drafted.items()},
     )
+
+
+def _stats(packed: list[Any]) -> StepStats:
+    stats = StepStats(*packed)
+    return stats._replace(accepted_at=tuple(stats.accepted_at), routed=tuple(stats.routed))
 
 
 def pack_info(info: EngineInfo) -> dict[str, Any]:

@@ -15,11 +15,14 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from attrs import frozen
+
 from modulm.contracts.requests import Request, StepEvents
 from modulm.engine.types.engine_info import EngineInfo, open_tokenizer
-from modulm.errors import EngineDead, EngineStalled
+from modulm.errors import EngineDead, EngineError, EngineStalled
 from modulm_frontend.profile import StepProfile
 from modulm_server.engine.adapters import Adapter, AdapterRegistry
+from modulm_server.engine.client import ReplicaHealth
 from modulm_server.engine.heartbeat import StepWatch, stacks_file
 
 if TYPE_CHECKING:
@@ -28,10 +31,27 @@ if TYPE_CHECKING:
     from modulm.plugins.manager import PluginManager
     from modulm.text.tokenizer import Tokenizer
 
-__all__ = ["EngineCoreClient", "ThreadCoreClient"]
+__all__ = ["EngineCoreClient", "ReplicaEvents", "ReplicaLost", "ThreadCoreClient"]
 
 #: Seconds between two looks at a thread that should end.
 _GRACE = 0.5
+
+
+@frozen
+class ReplicaEvents:
+    """What a step of the replica at this place means."""
+
+    place: int
+    events: StepEvents
+
+
+@frozen
+class ReplicaLost:
+    """Sequences that the replica at this place does not go on with."""
+
+    place: int
+    sequences: tuple[str, ...]
+    error: EngineError
 
 
 class EngineCoreClient(ABC):
@@ -42,10 +62,26 @@ class EngineCoreClient(ABC):
     adapters: Mapping[str, Adapter] = MappingProxyType({})
     #: Where further front ends of the same engine connect; None if they cannot.
     address: str | None = None
+    #: The replicas' numbers by their places, where there are several.
+    ranks: Sequence[int] = ()
     #: Which of the engine's front ends this is.
     number: int = 0
     #: This front end's report (its metrics) for another one. Called on any thread.
     report: Callable[[], str] = staticmethod(lambda: "")
+
+    @property
+    def replicas(self) -> Sequence[ReplicaHealth]:
+        """The engines behind this one, where there are several."""
+        return ()
+
+    @property
+    def down(self) -> EngineError | None:
+        """Why nothing can be run just now, None if it can."""
+        return None
+
+    def place(self, sequences: Sequence[str]) -> int:
+        """The place of the replica that has one of these sequences; 0 if none has."""
+        return 0
 
     @abstractmethod
     def submit(self, requests: Sequence[Request]) -> None:

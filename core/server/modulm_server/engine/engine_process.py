@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import hmac
 import logging
 import os
 import shutil
@@ -32,6 +33,7 @@ from modulm.errors import EngineDead, EngineError, ModulmError
 from modulm.plugins import manager
 from modulm.plugins.calls import blame
 from modulm.plugins.manager import PluginManager
+from modulm_fleet.secret import NONCE, digest, read_secret
 from modulm_frontend.profile import StepProfile
 from modulm_server.engine import codec
 from modulm_server.engine.adapters import Adapter, AdapterRegistry
@@ -69,16 +71,25 @@ class _FrontEnd(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self.number = next(server.numbers)
         self.open: set[str] = set()
+        #: What a peer of another machine has to prove itself with, until it has.
+        self._asked = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         if isinstance(transport, asyncio.Transport):
             self._transport = transport
+            if self._server.secret is not None:
+                peer = transport.get_extra_info("socket")
+                peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._asked = os.urandom(NONCE)
+                transport.write(self._asked)
 
     def get_buffer(self, sizehint: int) -> bytearray:
         return self._server.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
         self._data += memoryview(self._server.buffer)[:nbytes]
+        if self._asked and not self._proven():
+            return
         while len(self._data) >= 4:
             end = 4 + int.from_bytes(self._data[:4], "big")
             if end > frames.LIMIT:
@@ -93,9 +104,24 @@ class _FrontEnd(asyncio.BufferedProtocol):
                 log.exception("front end %d sent a frame that cannot be read", self.number)
                 self.drop("a frame cannot be read")
 
+    def _proven(self) -> bool:
+        """Whether a peer of another machine has proved that it knows the secret."""
+        if len(self._data) < 2 * NONCE or self._transport is None:
+            return False
+        own, proof = bytes(self._data[:NONCE]), bytes(self._data[NONCE : 2 * NONCE])
+        del self._data[: 2 * NONCE]
+        secret, asked = self._server.secret or b"", self._asked
+        if not hmac.compare_digest(proof, digest(secret, b"client", asked, own)):
+            self.drop("it has another secret")
+            return False
+        self._asked = b""
+        self._transport.write(digest(secret, b"server", asked, own))
+        return True
+
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
-        self._server.lost(self)
+        if not self._asked:
+            self._server.lost(self)
 
     def send(self, data: bytes) -> None:
         if self._transport is None:
@@ -161,14 +187,15 @@ class _Reports:
 class _SocketServer:
     """Serves the sockets of an engine's process on a thread of its own."""
 
-    def __init__(self, listener: socket.socket) -> None:
+    def __init__(self, listener: socket.socket, secret: bytes | None = None) -> None:
+        self.secret = secret
         self.numbers = count()
         #: What was read last, of any front end.
         self.buffer = bytearray(_PIECE)
         self.started: Future[list[Any]] = Future()
         self.gone = threading.Event()
         self._listener = listener
-        self.address: str = listener.getsockname()
+        self.address: str | tuple[Any, ...] = listener.getsockname()
         self._parent = os.getppid()
         self._loop = asyncio.new_event_loop()
         self._owner: _FrontEnd | None = None
@@ -184,7 +211,10 @@ class _SocketServer:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        serve = self._loop.create_unix_server(lambda: _FrontEnd(self), sock=self._listener)
+        if self.secret is None:
+            serve: Any = self._loop.create_unix_server(lambda: _FrontEnd(self), sock=self._listener)
+        else:
+            serve = self._loop.create_server(lambda: _FrontEnd(self), sock=self._listener)
         self._loop.run_until_complete(serve)
         self._loop.call_later(_LOOK, self._look)
         self._loop.run_forever()
@@ -362,7 +392,7 @@ class _SocketServer:
 
     def tidy(self) -> None:
         """Remove the folder of the socket, where the owner is gone and cannot."""
-        if self.gone.is_set():
+        if self.gone.is_set() and isinstance(self.address, str):
             shutil.rmtree(Path(self.address).parent, ignore_errors=True)
 
     def _open(self, core: EngineCore) -> None:
@@ -437,11 +467,16 @@ def _split_table(table: str, events: StepEvents, owners: dict[str, Any], parts: 
             getattr(parts[id(owners[identity])][1], table)[identity] = value
 
 
-def main(descriptor: int) -> int:
-    """Wait to be told what to run, run it, end with the owner. The body of the process."""
+def main(descriptor: int, secret: str | None = None) -> int:
+    """Wait to be told what to run, run it, end with the owner. The body of the process.
+
+    secret: the file with what peers have to know, where the socket is one of TCP.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    server = _SocketServer(socket.socket(fileno=descriptor))
+    listener = socket.socket(fileno=descriptor)
+    local = listener.family == socket.AF_UNIX
+    server = _SocketServer(listener, None if local else read_secret(secret))
     try:
         return _run(server)
     finally:
@@ -477,4 +512,4 @@ def _run(server: _SocketServer) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(main(int(sys.argv[1]), *sys.argv[2:3]))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from modulm.contracts.requests import StepStats
     from modulm.engine.types.outputs import Finished
 
-__all__ = ["Histogram", "Metrics"]
+__all__ = ["Histogram", "Metrics", "ReplicaMetrics"]
 
 _PREFIX = "modulm:"
 _SECONDS = (
@@ -140,6 +140,7 @@ class Metrics(Collector):
         self._counters = dict.fromkeys(_COUNTERS, 0.0)
         self._gauges = dict.fromkeys(_GAUGES, 0.0)
         self._accepted_at: list[int] = []
+        self._routed: list[int] = []
         self._success = dict.fromkeys(("abort", "error", "length", "stop"), 0)
         self.last: StepStats | None = None
 
@@ -162,8 +163,16 @@ class Metrics(Collector):
         counters["prefix_cache_hits"] += stats.hit
         if stats.drafts:
             self._drafts(stats)
+        if stats.routed:
+            _add_each(self._routed, stats.routed)
         if stats.computed:
             self._histograms["iteration_tokens_total"].add((stats.computed,))
+
+    def forget_now(self) -> None:
+        """The engine is gone: nothing runs there, until it steps again."""
+        self._gauges = dict.fromkeys(_GAUGES, 0.0)
+        if self.last is not None:
+            self.last = self.last._replace(running=0, waiting=0, usage=0.0)
 
     def totals(self) -> tuple[float, float, float, float]:
         """Tokens that went through the model, that were generated, that were looked up in the
@@ -181,10 +190,7 @@ class Metrics(Collector):
         self._counters["spec_decode_num_drafts"] += stats.drafts
         self._counters["spec_decode_num_draft_tokens"] += stats.drafted
         self._counters["spec_decode_num_accepted_tokens"] += stats.accepted
-        known, now = self._accepted_at, stats.accepted_at
-        known += [0] * (len(now) - len(known))
-        for position, count in enumerate(now):
-            known[position] += count
+        _add_each(self._accepted_at, stats.accepted_at)
 
     def gaps(self, seconds: Sequence[float]) -> None:
         """Times since the last token, of all sequences that got one in a step."""
@@ -253,6 +259,15 @@ class Metrics(Collector):
         for position, right in enumerate(self._accepted_at):
             at.add_metric((*self._labels, str(position)), right)
         yield at
+        routed = CounterMetricFamily(
+            _PREFIX + "expert_tokens",
+            "How often tokens chose each expert, in all layers (of the last stage, where there are "
+            "several); with `--enable-eplb`.",
+            labels=(*names, "expert"),
+        )
+        for expert, chosen in enumerate(self._routed):
+            routed.add_metric((*self._labels, str(expert)), chosen)
+        yield routed
         for name, (text, _) in _HISTOGRAMS.items():
             found = self._histograms[name]
             histogram = HistogramMetricFamily(_PREFIX + name, text, labels=names)
@@ -284,3 +299,50 @@ class Metrics(Collector):
             for adapter, counts in self._by_adapter.items():
                 counter.add_metric((*self._labels, adapter), getattr(counts, name))
             yield counter
+
+
+def _add_each(known: list[int], now: Sequence[int]) -> None:
+    known += [0] * (len(now) - len(known))
+    for place, count in enumerate(now):
+        known[place] += count
+
+
+class ReplicaMetrics(Collector):
+    """The numbers of one front end's requests and of several engines' steps, by engine."""
+
+    def __init__(self, each: Sequence[Metrics]) -> None:
+        self._each = each
+
+    @property
+    def last(self) -> StepStats | None:
+        """The last step of each, together; of its numbers those that add up, and the fullest."""
+        found = [metrics.last for metrics in self._each if metrics.last is not None]
+        if not found:
+            return None
+        return found[-1]._replace(
+            running=sum(stats.running for stats in found),
+            waiting=sum(stats.waiting for stats in found),
+            usage=max(stats.usage for stats in found),
+        )
+
+    def totals(self) -> tuple[float, float, float, float]:
+        """See `Metrics.totals`: of all engines."""
+        first, second, third, fourth = map(
+            sum, zip(*(metrics.totals() for metrics in self._each), strict=True)
+        )
+        return first, second, third, fourth
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for metrics in self._each:
+            for family in metrics.collect():
+                if family.name == _PREFIX + "lora_requests_info" and family.name in families:
+                    continue  # it is of this front end, and no engine's
+                if family.name in families:
+                    families[family.name].samples += family.samples
+                else:
+                    families[family.name] = family
+        yield from families.values()

@@ -42,7 +42,8 @@ log = logging.getLogger("modulm_server")
 class ProcessCoreClient(EngineCoreClient):
     """Reaches an engine core in a process of its own over its socket.
 
-    owned: the process, where this front end started it. Waits until the model is loaded and raises
+    owned: the process, where this front end started it. secret: the file with what an engine of
+    another machine wants to be proved. Waits until the model is loaded and raises
     what went wrong there.
     """
 
@@ -52,6 +53,7 @@ class ProcessCoreClient(EngineCoreClient):
         events: Callable[[StepEvents], None],
         died: Callable[[EngineDead], None],
         owned: EngineProcess | None = None,
+        secret: str | None = None,
     ) -> None:
         self.address = address
         self._events = events
@@ -66,7 +68,7 @@ class ProcessCoreClient(EngineCoreClient):
         self._sender: threading.Thread | None = None
         self._heard = time.monotonic()
         self._stuck: str | None = None
-        self._peer = connect(address)
+        self._peer = connect(address, secret)
         self._stream = self._peer.makefile("rb")
         self._peer.sendall(frames.pack("hello"))
         frame = self._receive()

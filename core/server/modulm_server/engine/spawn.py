@@ -18,39 +18,52 @@ from typing import TYPE_CHECKING
 
 from modulm.config.environ import isolated
 from modulm.errors import EngineDead
+from modulm_fleet.secret import keep_alive, prove
 from modulm_server.output import forward
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
     from modulm.plugins.manager import PluginManager
 
-__all__ = ["EngineProcess", "connect"]
+__all__ = ["EngineProcess", "address_of", "connect"]
 
 #: Seconds that a process gets to end after it was asked to.
 _GRACE = 5.0
 #: Seconds that are waited for what it printed last.
 _LAST_WORDS = 1.0
+#: Seconds in which another machine must answer.
+_REACHING = 5.0
+#: Seconds in which a process that was started must do so.
+_STARTING = 120.0
 
 
 class EngineProcess:
     """Starts the engine's process and ends it. `address` is the socket that front ends connect to.
 
     The process imports what it needs and waits for `start`. Nothing is awaited:
-    `ProcessCoreClient` waits until the model is loaded.
+    `ProcessCoreClient` waits until the model is loaded. address: of a process that this one is to
+    replace. listener: a TCP socket to take instead, on which front ends of other machines prove
+    that they know what is in the file `secret`.
     """
 
-    def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="modulm-"))
-        self.address = str(self._folder / "engine")
+    def __init__(
+        self,
+        address: str | None = None,
+        listener: socket.socket | None = None,
+        secret: str | None = None,
+    ) -> None:
+        self._folder: Path | None = None
         self._started = False
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        if listener is None:
+            listener, self._folder = _listening(address)
+        else:
+            listener = listener.dup()
+        self.address = address_of(listener)
         process: subprocess.Popen[bytes] | None = None
         try:
-            listener.bind(self.address)
-            listener.listen(64)
             command = [sys.executable, "-m", "modulm_server.engine.engine_process"]
             self._process = process = subprocess.Popen(
-                [*command, str(listener.fileno())],
+                [*command, str(listener.fileno()), *([secret] if secret else [])],
                 pass_fds=(listener.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -59,12 +72,12 @@ class EngineProcess:
             )
             if self._process.stdout is not None:
                 self._printing = forward(self._process.stdout)
-            self._connection = connect(self.address)
+            self._connection = connect(self.address, secret, _STARTING)
         except BaseException:
             if process is not None:
                 process.kill()
                 process.wait()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._tidy()
             raise
         finally:
             listener.close()
@@ -114,15 +127,56 @@ class EngineProcess:
             self._process.kill()
             self._process.wait()
         self._printing.join(_LAST_WORDS)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._tidy()
+
+    def _tidy(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def connect(address: str) -> socket.socket:
-    """A connection to the engine that listens at `address`. Raises EngineDead if there is none."""
-    peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def _listening(address: str | None) -> tuple[socket.socket, Path]:
+    """A socket in a folder of its own, and the folder."""
+    if address is None:
+        folder = Path(tempfile.mkdtemp(prefix="modulm-"))
+    else:
+        folder = Path(address).parent
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        peer.connect(address)
+        listener.bind(str(folder / "engine"))
+        listener.listen(64)
+    except BaseException:
+        listener.close()
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return listener, folder
+
+
+def address_of(listener: socket.socket) -> str:
+    """Where a socket listens: a path, or HOST:PORT."""
+    name = listener.getsockname()
+    if listener.family == socket.AF_UNIX:
+        return str(name)
+    return f"[{name[0]}]:{name[1]}" if ":" in name[0] else f"{name[0]}:{name[1]}"
+
+
+def connect(address: str, secret: str | None = None, seconds: float = _REACHING) -> socket.socket:
+    """A connection to the engine that listens at `address`, a path or HOST:PORT; secret: the file
+    with what it wants to be proved there, within so many seconds.
+
+    Raises EngineDead if there is none.
+    """
+    try:
+        if address.startswith("/"):
+            peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            peer.connect(address)
+            return peer
+        host, _, port = address.rpartition(":")
+        peer = socket.create_connection((host.strip("[]"), int(port)), seconds)
+        keep_alive(peer)
+        prove(peer, secret)
+        peer.settimeout(None)
     except OSError as error:
-        peer.close()
         raise EngineDead(f"there is no engine at {address}: {error}") from error
     return peer

@@ -1,0 +1,1 @@
+"""Several replicas of a model: flags, the router between them, and who may connect."""

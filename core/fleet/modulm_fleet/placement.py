@@ -1,0 +1,149 @@
+"""Which replicas are on which machine, and which front end sends requests to them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from modulm.errors import ConfigError
+from modulm_fleet.flags import FleetConfig
+
+if TYPE_CHECKING:
+    from modulm.config import EngineConfig
+
+__all__ = ["Placement", "placement"]
+
+
+@frozen
+class Placement:
+    """Which replicas are where.
+
+    here: the numbers of those that this machine runs; served: of those that its front end sends
+    requests to, none for a machine without one. address: where the others announce themselves.
+    """
+
+    here: range
+    served: range
+    address: tuple[str, int]
+
+    @property
+    def elsewhere(self) -> range:
+        """Replicas that are served here and run on other machines: those that follow."""
+        return range(self.here.stop, self.served.stop)
+
+    @property
+    def headless(self) -> bool:
+        """Whether this machine has no front end."""
+        return not self.served
+
+    @property
+    def several(self) -> bool:
+        """Whether there is anything to choose from, or to be told by others."""
+        return len(self.served) > 1
+
+
+def placement(config: EngineConfig) -> Placement:
+    """What the flags mean. Raises ConfigError for those that contradict one another."""
+    fleet, parallel = config.group(FleetConfig), config.parallel
+    size = parallel.data_parallel_size
+    if parallel.shared_experts:
+        return _together(config)
+    if fleet.data_parallel_backend == "ray":
+        raise ConfigError("data_parallel_backend", "replicas on Ray are those of modulm-ray-serve")
+    address = fleet.data_parallel_address or fleet.master_addr, fleet.data_parallel_rpc_port
+    if fleet.data_parallel_rank is not None or fleet.data_parallel_external_lb:
+        own = _one(fleet, size)
+        return Placement(own, own, address)
+    if fleet.nnodes > 1 and size == 1:
+        raise ConfigError(
+            "nnodes", "one model over several machines needs --distributed-executor-backend ray"
+        )
+    here = _here(fleet, parallel.data_parallel_size_local, size)
+    if fleet.headless:
+        if fleet.data_parallel_hybrid_lb:
+            raise ConfigError("headless", "with --data-parallel-hybrid-lb each has a front end")
+        if not here or here.start == 0:
+            raise ConfigError(
+                "headless",
+                "replicas for another machine's front end need --data-parallel-start-rank and "
+                "--data-parallel-size-local, both above 0",
+            )
+        return Placement(here, range(0), address)
+    if fleet.data_parallel_hybrid_lb:
+        return Placement(here, here, address)
+    if here.start:
+        raise ConfigError(
+            "data_parallel_start_rank",
+            "the machine with the front end has the first replicas: give --headless here, or "
+            "--data-parallel-hybrid-lb on all",
+        )
+    return Placement(here, range(size), address)
+
+
+def _together(config: EngineConfig) -> Placement:
+    """Replicas whose ranks hold the experts between them: all here, and of one front end."""
+    fleet, parallel = config.group(FleetConfig), config.parallel
+    size = parallel.data_parallel_size
+    elsewhere = {
+        "data_parallel_rank": fleet.data_parallel_rank is not None,
+        "data_parallel_external_lb": fleet.data_parallel_external_lb,
+        "data_parallel_hybrid_lb": fleet.data_parallel_hybrid_lb,
+        "data_parallel_start_rank": bool(fleet.data_parallel_start_rank),
+        "data_parallel_size_local": parallel.data_parallel_size_local not in (None, size),
+        "data_parallel_backend": fleet.data_parallel_backend != "mp",
+        "headless": fleet.headless,
+        "nnodes": fleet.nnodes > 1,
+        "distributed_executor_backend": parallel.distributed_executor_backend not in (None, "mp"),
+    }
+    for name, given in elsewhere.items():
+        if given:
+            raise ConfigError(
+                name,
+                "--enable-expert-parallel spreads experts over replicas of one machine, with the "
+                "executor mp: leave one of the two out, or use --tensor-parallel-size, whose ranks "
+                "may be anywhere (--distributed-executor-backend ray)",
+            )
+    absent = {
+        "enable_sleep_mode": config.model.enable_sleep_mode,
+        "batch_invariant": config.model.batch_invariant,
+    }
+    for name, given in absent.items():
+        if given:
+            raise ConfigError(
+                name,
+                "not yet where replicas share experts (--data-parallel-size with "
+                "--enable-expert-parallel)",
+            )
+    address = fleet.data_parallel_address or fleet.master_addr, fleet.data_parallel_rpc_port
+    return Placement(range(size), range(size), address)
+
+
+def _one(fleet: FleetConfig, size: int) -> range:
+    """The only replica of a front end."""
+    rank = fleet.data_parallel_rank
+    if rank is None:
+        raise ConfigError("data_parallel_external_lb", "needs --data-parallel-rank")
+    if rank >= size:
+        raise ConfigError("data_parallel_rank", f"{rank} of --data-parallel-size {size}")
+    if fleet.headless or fleet.data_parallel_hybrid_lb:
+        raise ConfigError("data_parallel_rank", "is for one replica with a front end of its own")
+    return range(rank, rank + 1)
+
+
+def _here(fleet: FleetConfig, local: int | None, size: int) -> range:
+    """The replicas of this machine."""
+    if fleet.node_rank >= fleet.nnodes:
+        raise ConfigError("node_rank", f"{fleet.node_rank} of --nnodes {fleet.nnodes}")
+    count = -(-size // fleet.nnodes) if local is None else local
+    start = fleet.data_parallel_start_rank
+    first = fleet.node_rank * count if start is None else start
+    if local is None and start is not None:
+        count = size - first
+    last = min(first + count, size) if local is None else first + count
+    if first >= size or last > size:
+        raise ConfigError(
+            "data_parallel_start_rank",
+            f"{count} replicas from {first} on are not in --data-parallel-size {size}",
+        )
+    return range(first, last)

@@ -1,0 +1,83 @@
+"""What an application is built of: models, each with flags of `modulm serve` and how it scales."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+from modulm.config.schema.catalog import catalog
+from modulm.config.sources import Draft, Source, draft, environment
+from modulm.errors import ConfigError
+from modulm_adapters.flags import LoRAConfig
+
+__all__ = ["AppArgs", "ModelArgs"]
+
+#: Flags of a server's own socket and processes, and of replicas: these are Ray Serve's here.
+_ELSEWHERE = (
+    "host", "port", "uds", "ssl_", "enable_ssl_refresh", "api_server_count", "headless", "nnodes",
+    "node_rank", "master_addr", "root_path", "shutdown_timeout", "max_connections",
+    "data_parallel_",
+)  # fmt: skip
+
+
+class ModelArgs(BaseModel):
+    """One model. What is not named here is a flag of `modulm serve`, with dashes or underscores.
+
+    adapters: name -> folder, loaded where a request first names one; num_cpus and num_gpus: of one
+    replica; autoscaling, router and deployment: further options of Ray Serve, which come last.
+    """
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    model: str = "demo"
+    adapters: dict[str, str] = Field(default_factory=dict)
+    min_replicas: PositiveInt = 1
+    max_replicas: PositiveInt | None = None
+    target_ongoing_requests: PositiveFloat | None = None
+    num_cpus: PositiveFloat | None = None
+    num_gpus: PositiveFloat | None = None
+    autoscaling: dict[str, Any] = Field(default_factory=dict)
+    deployment: dict[str, Any] = Field(default_factory=dict)
+
+    def flags(self) -> dict[str, Any]:
+        """The flags by their names with underscores, `model` among them.
+
+        Raises ConfigError for those that have no meaning behind Ray Serve.
+        """
+        known = catalog()
+        given: dict[str, Any] = {"model": self.model}
+        for key, value in (self.model_extra or {}).items():
+            name = key.replace("-", "_")
+            name = known.canonical(name) or name
+            if name.startswith(_ELSEWHERE):
+                raise ConfigError(name, "is Ray Serve's to say: see its http_options and replicas")
+            given[name] = value
+        if self.adapters:
+            given.setdefault("enable_lora", True)
+        return given
+
+    def draft(self) -> Draft:
+        """The configuration of a replica. Raises ConfigError for wrong flags."""
+        made = draft(Source("application's arguments", self.flags()), environment())
+        if self.adapters and not made.config.group(LoRAConfig).enable_lora:
+            raise ConfigError("enable_lora", "adapters are named: leave it out, or say true")
+        return made
+
+
+class AppArgs(ModelArgs):
+    """An application: one model, or `models`; ingress: options of Ray Serve for its front."""
+
+    models: list[ModelArgs] = Field(default_factory=list)
+    ingress: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _either(self) -> AppArgs:
+        own = self.model_fields_set - {"models", "ingress"} | (self.model_extra or {}).keys()
+        if self.models and own:
+            raise ValueError(f"give models, or one model with {', '.join(sorted(own))}; not both")
+        return self
+
+    def each(self) -> list[ModelArgs]:
+        """The models of the application."""
+        return self.models or [self]

@@ -1,0 +1,65 @@
+"""The builder of the application. Ray Serve reads its argument's type when it calls it."""
+
+import re
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+
+from modulm.config import EngineConfig
+from modulm.errors import ConfigError
+from modulm_ray_serve.args import AppArgs, ModelArgs
+from modulm_ray_serve.ingress import Front, Served
+from modulm_ray_serve.options import front_options, model_options
+from modulm_ray_serve.replica import ModelReplica
+from modulm_server.app import served_names
+from modulm_server.auth import read_keys
+from modulm_server.flags import ServerConfig
+
+__all__ = ["app"]
+
+
+def app(args: AppArgs) -> Application:
+    """An application of one model or several, each a deployment, behind OpenAI's routes.
+
+    Raises ConfigError for wrong flags and for a name that two models have.
+    """
+    fronts: Any = args.ingress.get("num_replicas", 1)
+    if args.ingress.get("autoscaling_config") is not None:
+        fronts = None
+    handles, served, names = [], [], set[str]()
+    for each in args.each():
+        config = each.draft().config
+        listed = _served(each, config)
+        twice = names & {*listed.names, *listed.adapters}
+        if twice:
+            raise ConfigError("served_model_name", f"two models are called {min(twice)!r}")
+        names |= {*listed.names, *listed.adapters}
+        name = _deployment_name(listed.names[0])
+        made = serve.deployment(name=name, **model_options(each, config, fronts))(ModelReplica)
+        handles.append(made.bind(each.flags(), each.adapters))
+        served.append(listed)
+    front = serve.deployment(name="front", **front_options(args.ingress))
+    bound: Application = front(serve.ingress()(Front)).bind(served, *handles)
+    return bound
+
+
+def _served(args: ModelArgs, config: EngineConfig) -> Served:
+    server = config.group(ServerConfig)
+    keys = len(read_keys(server))
+    names = served_names(config)
+    if set(args.adapters) & set(names):
+        raise ConfigError("adapters", f"{names[0]!r} is the name of the model itself")
+    return Served(
+        names=names,
+        adapters=dict(args.adapters),
+        keys=keys,
+        apart=keys > 1 and not server.share_prefix_cache_between_keys,
+        limit=server.max_request_bytes,
+    )
+
+
+def _deployment_name(name: str) -> str:
+    """A model's name as Ray Serve takes it; "front" is another one's."""
+    made = re.sub(r"[^\w.-]", "-", name).strip("-")
+    return f"{made}-model" if made in ("", "front") else made

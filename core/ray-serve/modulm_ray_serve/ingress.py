@@ -1,0 +1,349 @@
+"""The front of an application: reads which model a request is for and hands it to a replica.
+
+It has no tokenizer and no engine. What a replica's application answers is sent on as it comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from attrs import frozen
+from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from starlette.requests import Request
+
+import modulm
+from modulm.errors import EngineDead, ModulmError, ReplicaDied
+from modulm_ray_serve.affinity import Route, route
+from modulm_ray_serve.replica import Call
+from modulm_server.errors import ApiError, describe, error_body, model_error, respond
+from modulm_server.json_body import bad_field, json_response
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+__all__ = ["Front", "Served"]
+
+log = logging.getLogger("modulm_server")
+
+#: Routes that any replica can answer; others are of one process and its memory or disk.
+_ASKED = frozenset(
+    {
+        "/v1/chat/completions", "/v1/chat/completions/render", "/v1/completions",
+        "/v1/completions/render", "/v1/embeddings", "/v1/responses", "/v1/responses/input_tokens",
+        "/v1/messages", "/v1/messages/count_tokens", "/v1/audio/transcriptions",
+        "/v1/audio/translations", "/v1/score", "/v1/rerank", "/v2/rerank", "/v2/embed", "/score",
+        "/rerank", "/classify", "/pooling", "/tokenize", "/detokenize", "/api/chat",
+        "/api/generate", "/api/embed", "/api/embeddings", "/api/show",
+    }
+)  # fmt: skip
+#: Members of a body that mean what one replica keeps.
+_KEPT = ("previous_response_id", "conversation", "background")
+#: What goes to a replica of ASGI's scope; all of it is plain.
+_PLAIN = ("type", "http_version", "method", "scheme", "query_string", "headers", "client", "server")
+#: Replicas that may die under a request that has sent nothing.
+_DEATHS = 3
+#: Seconds in which a model's replica must say that it lives.
+_SIGN = 2.0
+
+
+@frozen
+class Served:
+    """A model that the application has. names: of it, the first is shown; adapters: name -> folder;
+    keys: how many there are; apart: whether each has a cache of its own; limit: bytes of a body.
+    """
+
+    names: tuple[str, ...]
+    adapters: Mapping[str, str]
+    keys: int
+    apart: bool
+    limit: int
+
+
+class Front:
+    """served, handles: the models and where their replicas are reached, in one order."""
+
+    def __init__(self, served: Sequence[Served], *handles: DeploymentHandle) -> None:
+        self._models = list(zip(served, (_streaming(handle) for handle in handles), strict=True))
+        self._plain = handles
+        self._limit = max(each.limit for each in served)
+        self._by_name = {
+            name: place
+            for place, each in enumerate(served)
+            for name in (*each.names, *each.adapters)
+        }
+        if not all(each.keys for each in served):
+            log.warning("no key is asked for: whoever reaches Ray Serve's address uses the models")
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        async def application(scope: Scope, receive: Receive, send: Send) -> None:
+            await self._answer(scope, receive, send)
+
+        return application  # uvicorn takes a bound method for an application of ASGI 2
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _live(receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        started = _Started(send)
+        try:
+            await self._serve(_path(scope), scope, receive, started)
+        except Exception as error:
+            told = describe(_known(error), "")
+            if told.status >= 500:
+                log.error("%s failed: %s: %s", scope["path"], type(error).__name__, error)
+            if not started.begun:
+                await respond(told)(scope, receive, send)
+            elif started.events:
+                data = b"data: " + msgspec.json.encode(error_body(told)) + b"\n\n"
+                await send({"type": "http.response.body", "body": data, "more_body": False})
+            else:
+                raise
+
+    async def _serve(self, path: str, scope: Scope, receive: Receive, send: _Started) -> None:
+        if path in _ASKED and scope["method"] == "POST":
+            await self._ask(path, scope, receive, send)
+            return
+        if scope["method"] not in ("GET", "HEAD"):
+            raise ApiError(404, f"{scope['method']} {path} is not served behind Ray Serve")
+        if path in ("/health", "/ping", "/ready"):
+            response = await self._health()
+        elif path == "/version":
+            response = json_response({"version": modulm.__version__})
+        elif path == "/v1/models" or path.startswith("/v1/models/"):
+            response = await self._listed(scope, path.removeprefix("/v1/models").strip("/"))
+        else:
+            raise ApiError(404, f"GET {path} is not served behind Ray Serve")
+        await response(scope, receive, send)
+
+    # Requests for a model.
+
+    async def _ask(self, path: str, scope: Scope, receive: Receive, send: _Started) -> None:
+        body = await self._body(receive)
+        asked = await _fields(scope, body)
+        kept = next((name for name in _KEPT if asked.get(name)), None)
+        if kept is not None and path.startswith("/v1/responses"):
+            raise bad_field(kept, f"{kept}: responses are not kept behind Ray Serve")
+        name = asked.get("model")
+        place = self._by_name.get(name) if isinstance(name, str) else None
+        if place is None:
+            if isinstance(name, str) and name:
+                raise model_error(name)
+            if len(self._models) > 1 and asked:
+                raise bad_field("model", f"model: one of {', '.join(sorted(self._by_name))}")
+            place = 0
+        served, handle = self._models[place]
+        adapter = name if name in served.adapters else None
+        tenant = dict(scope["headers"]).get(b"authorization", b"") if served.apart else b""
+        sent_by = route(asked, adapter, tenant)
+        if adapter is not None:
+            handle = handle.options(multiplexed_model_id=adapter)
+        watch = asyncio.ensure_future(_gone(receive))
+        task = asyncio.ensure_future(_forward(handle, _call(scope, path, body), sent_by, send))
+        try:
+            await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                await task
+        finally:
+            watch.cancel()
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await task
+            sent_by.ended()
+
+    async def _body(self, receive: Receive) -> bytes:
+        found = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ApiError(400, "the body did not come to its end")
+            found += message.get("body", b"")
+            if len(found) > self._limit:
+                raise ApiError(413, f"the body has more than {self._limit} bytes")
+            if not message.get("more_body"):
+                return bytes(found)
+
+    # What is asked of all models.
+
+    async def _health(self) -> Any:
+        states = await asyncio.gather(*(_state(handle) for handle in self._plain))
+        alive = states.count("ok")
+        status = "ok" if alive == len(states) else "degraded" if alive else "dead"
+        each = {
+            model.names[0]: state for (model, _), state in zip(self._models, states, strict=True)
+        }
+        return json_response({"status": status, "models": each}, 200 if alive else 503)
+
+    async def _listed(self, scope: Scope, name: str) -> Any:
+        """All models and adapters, or one, in the words that the replicas' own route has."""
+        listed = {**scope, "query_string": b""}
+        asks = (_whole(handle, _call(listed, "/v1/models")) for _, handle in self._models)
+        answers = await asyncio.gather(*asks)
+        cards: list[dict[str, Any]] = []
+        for (served, _), (status, body) in zip(self._models, answers, strict=True):
+            told = msgspec.json.decode(body)
+            if status != 200:
+                return json_response(told, status)
+            own = [card for card in told["data"] if card["id"] not in served.adapters]
+            cards += own
+            cards += [_adapter_card(own[0], adapter) for adapter in served.adapters]
+        if name:
+            found = next((card for card in cards if card["id"] == name), None)
+            if found is None:
+                raise model_error(name)
+            return json_response(found)
+        if any(key == b"anthropic-version" for key, _ in scope["headers"]):
+            ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"], "has_more": False}
+            return json_response({"data": cards, **ends})
+        return json_response({"object": "list", "data": cards})
+
+
+class _Started:
+    """Sends, and knows whether an answer has begun and whether it is one of events."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.begun = False
+        self.events = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            kind = dict(message.get("headers", ())).get(b"content-type", b"")
+            self.begun, self.events = True, kind.startswith(b"text/event-stream")
+        await self._send(message)
+
+
+async def _forward(handle: DeploymentHandle, call: Call, sent_by: Route, send: _Started) -> None:
+    """Ask a replica; another one if it dies before it has said anything."""
+    for deaths in range(_DEATHS):
+        answer = handle.ask.remote(call, sent_by)
+        try:
+            async for messages in answer:
+                sent_by.gave()
+                for message in messages:
+                    await send(message)
+            return
+        except (RayActorError, EngineDead) as error:
+            sent_by.dead()
+            if send.begun or deaths + 1 == _DEATHS:
+                raise ReplicaDied(f"its replica is gone: {_cause(error)}") from error
+            log.warning("a replica is gone, the request begins again: %s", _cause(error))
+        except BaseException:
+            answer.cancel()
+            raise
+
+
+async def _whole(handle: DeploymentHandle, call: Call) -> tuple[int, bytes]:
+    """(status, body) of a short answer."""
+    status, body = 500, b""
+    async for messages in handle.ask.remote(call, None):
+        for message in messages:
+            status = message.get("status", status)
+            body += message.get("body", b"")
+    return status, body
+
+
+async def _state(handle: DeploymentHandle) -> str:
+    """How a model is: ok, starting (no replica answers), or dead."""
+    asked = handle.health.remote()
+
+    async def wait() -> None:
+        await asked
+
+    try:
+        await asyncio.wait_for(wait(), _SIGN)
+    except TimeoutError:
+        asked.cancel()
+        return "starting"
+    except Exception:
+        return "dead"
+    return "ok"
+
+
+def _streaming(handle: DeploymentHandle) -> DeploymentHandle:
+    return handle.options(stream=True)
+
+
+def _cause(error: BaseException) -> str:
+    return str(getattr(error, "cause", error)).splitlines()[0]
+
+
+def _known(error: Exception) -> Exception:
+    """What Ray Serve raises in our words."""
+    if isinstance(error, BackPressureError):
+        return ApiError(
+            503, "too many requests wait", code="overloaded", headers={"Retry-After": "1"}
+        )
+    if isinstance(error, DeploymentUnavailableError | TaskCancelledError):
+        return ReplicaDied("the model's replicas are gone")
+    if isinstance(error, RayTaskError) and isinstance(error.cause, ModulmError):
+        return error.cause
+    return error
+
+
+def _path(scope: Scope) -> str:
+    """The path without the application's prefix."""
+    root = scope.get("root_path", "").rstrip("/")
+    path: str = scope["path"]
+    return path.removeprefix(root) if root else path
+
+
+def _call(scope: Scope, path: str, body: bytes = b"") -> Call:
+    plain = {name: scope[name] for name in _PLAIN if name in scope}
+    return Call(
+        {**plain, "asgi": {"version": "3.0"}, "path": path, "raw_path": path.encode(),
+         "root_path": ""}, body,
+    )  # fmt: skip
+
+
+async def _fields(scope: Scope, body: bytes) -> dict[str, Any]:
+    """The body's members, of a form those that are text; none of what cannot be read, which the
+    replica then says.
+    """
+    kind = dict(scope["headers"]).get(b"content-type", b"")
+    if kind.startswith(b"multipart/form-data"):
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        with suppress(Exception):
+            async with Request(dict(scope), receive).form() as form:
+                return {name: value for name, value in form.items() if isinstance(value, str)}
+        return {}
+    with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        found = msgspec.json.decode(body)
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _adapter_card(card: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The model's own card turned into that of one of its adapters."""
+    changed: dict[str, Any] = {**card, "id": name}
+    if "display_name" in card:
+        return {**changed, "display_name": name}
+    return {**changed, "root": name, "parent": card["id"]}
+
+
+async def _gone(receive: Receive) -> None:
+    """Until the client is gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _live(receive: Receive, send: Send) -> None:
+    """The application's own life: nothing begins or ends with it."""
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return

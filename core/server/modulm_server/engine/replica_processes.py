@@ -1,0 +1,129 @@
+"""Where replicas are, and the processes of those of this machine."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import attrs
+from attrs import define, field, frozen
+
+from modulm.errors import ConfigError
+from modulm_server.engine.client import ReplicaHealth
+from modulm_server.engine.process_client import ProcessCoreClient
+from modulm_server.engine.spawn import EngineProcess
+
+if TYPE_CHECKING:
+    from modulm.config import EngineConfig
+    from modulm.engine.types.engine_info import EngineInfo
+    from modulm.plugins.manager import PluginManager
+    from modulm_fleet.placement import Placement
+    from modulm_server.engine.adapters import Adapter
+
+__all__ = ["Address", "Replica", "check_alike", "listening", "replica_config", "start_again"]
+
+#: What replicas must have alike.
+_ALIKE = ("models", "architecture", "vocabulary", "max_model_len", "dtype", "tasks", "adapters")
+
+
+@frozen
+class Address:
+    """Where a replica listens. secret: the file with what it wants to be proved."""
+
+    rank: int
+    where: str
+    secret: str | None = None
+
+
+@define(eq=False)
+class Replica:
+    """A replica as this front end knows it.
+
+    start: makes its process, where this front end does. ended: set when the connection of `client`
+    has ended. stalled: since when it does not answer; mute: what it tells of sequences is not
+    heard, as they have begun again elsewhere. due: when to try again; deaths, failed: how often it
+    has died, and has not started, of late. adapters: what it had when it died.
+    """
+
+    address: Address
+    start: Callable[..., EngineProcess] | None
+    client: ProcessCoreClient | None = None
+    ended: threading.Event | None = None
+    up: bool = False
+    reason: str | None = None
+    stalled: float | None = None
+    mute: bool = False
+    starting: bool = False
+    due: float | None = None
+    since: float = field(factory=time.monotonic)
+    deaths: int = 0
+    failed: int = 0
+    restarts: int = 0
+    adapters: tuple[Adapter, ...] = ()
+
+    @property
+    def health(self) -> ReplicaHealth:
+        status = "ok" if self.up else "starting" if self.starting else "dead"
+        if self.stalled is not None:
+            status = "stalled"
+        reason = None if status == "ok" else self.reason
+        return ReplicaHealth(self.address.rank, status, reason, self.restarts)
+
+
+def replica_config(config: EngineConfig, place: int, count: int) -> EngineConfig:
+    """The configuration of one of the `count` replicas of this machine."""
+    parts = {"data_parallel_rank_local": place, "data_parallel_size_local": count}
+    return config.with_parts(parts)
+
+
+def listening(placed: Placement, host: str) -> list[socket.socket]:
+    """A socket for each replica of this machine, where a front end of another one looks for it.
+    Raises ConfigError.
+    """
+    found: list[socket.socket] = []
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for rank in placed.here:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        port = placed.address[1] + 1 + rank
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                "data_parallel_rpc_port",
+                f"{host}:{port} cannot be listened on: {error.strerror}",
+            ) from error
+        listener.listen(64)
+        found.append(listener)
+    return found
+
+
+def start_again(
+    address: Address,
+    listener: socket.socket | None,
+    config: EngineConfig,
+    plugins: PluginManager,
+    **parts: str,
+) -> EngineProcess:
+    """A process in the place of one that has died; parts: what changes of its configuration."""
+    process = EngineProcess(address.where, listener, address.secret)
+    try:
+        process.start(config.with_parts(parts), plugins)
+    except BaseException:
+        process.kill()
+        process.close()
+        raise
+    return process
+
+
+def check_alike(one: EngineInfo, other: EngineInfo, rank: int) -> None:
+    """Raise ConfigError for a replica that would answer otherwise than the others."""
+    for name in _ALIKE:
+        ours, theirs = (attrs.asdict(info, recurse=False)[name] for info in (one, other))
+        if ours != theirs:
+            raise ConfigError(
+                "data_parallel_size", f"replica {rank} has {name} {theirs!r}, the first {ours!r}"
+            )

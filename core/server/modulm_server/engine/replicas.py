@@ -1,0 +1,603 @@
+"""Several engines as if they were one: requests are spread over them, and the dead started again.
+
+Each is a process of its own here, or one of another machine that is connected to. What one front
+end knows of them, and where it sends a request, is in `modulm_fleet.router`. The front end that
+started an engine's process starts it again when it has died; the others wait until it listens.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from modulm.contracts.requests import Request, StepEvents
+from modulm.errors import EngineDead, EngineError, EngineStalled
+from modulm_fleet.announce import Announcements
+from modulm_fleet.flags import FleetConfig
+from modulm_fleet.placement import Placement
+from modulm_fleet.router import Router
+from modulm_server.engine.asked import ask_all, nothing, then
+from modulm_server.engine.client import ReplicaHealth
+from modulm_server.engine.core_client import EngineCoreClient, ReplicaEvents, ReplicaLost
+from modulm_server.engine.process_client import ProcessCoreClient
+from modulm_server.engine.replica_processes import (
+    Address,
+    Replica,
+    check_alike,
+    replica_config,
+    start_again,
+)
+from modulm_server.engine.shared_experts import SharedExperts, reach_all
+from modulm_server.engine.spawn import EngineProcess
+from modulm_server.flags import ServerConfig, WatchdogConfig
+
+if TYPE_CHECKING:
+    from modulm.config import EngineConfig
+    from modulm.engine.types.engine_info import EngineInfo
+    from modulm.plugins.manager import PluginManager
+    from modulm_server.engine.adapters import Adapter
+
+__all__ = ["ReplicaSet"]
+
+log = logging.getLogger("modulm.engine")
+
+T = TypeVar("T")
+
+#: Seconds between two looks at replicas.
+_LOOK = 0.25
+#: Seconds until a replica that has died is started again; twice as long each time, up to the last,
+#: until it has lived for as long as that.
+_BACKOFF, _MOST = 0.5, 60.0
+#: Starts in a row that may fail while no replica lives.
+_STARTS = 5
+#: Seconds between two tries to reach one that somebody else starts.
+_AGAIN = 0.5
+#: The same while the front end itself starts.
+_PATIENCE = 2.0
+
+
+class ReplicaSet(EngineCoreClient):
+    """Replicas, behind one front end. Their events are reported as `ReplicaEvents`, and sequences
+    that must begin again or end as `ReplicaLost`.
+
+    Made by `open`, by the front end that starts processes, or by `join`. Waits until all replicas
+    are ready, or, joining, the first; raises what went wrong.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        tell: Callable[[ReplicaEvents | ReplicaLost], None],
+        died: Callable[[EngineDead], None],
+    ) -> None:
+        self._replicas = replicas
+        self._tell = tell
+        self._died = died
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._router: Router | None = None
+        #: The process that starts replicas, for one that has joined.
+        self._parent: int | None = None
+        self._announced: Announcements | None = None
+        #: Where replicas share experts, and whether they do: none lives without the others.
+        self._group: SharedExperts | None = None
+        self._shared = False
+        self._watcher = threading.Thread(target=self._watch, name="modulm-replicas", daemon=True)
+
+    @classmethod
+    def open(
+        cls,
+        config: EngineConfig,
+        plugins: PluginManager,
+        tell: Callable[[ReplicaEvents | ReplicaLost], None],
+        died: Callable[[EngineDead], None],
+        placed: Placement,
+        first: EngineProcess | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
+        listeners: Sequence[socket.socket] = (),
+        secret: str | None = None,
+    ) -> ReplicaSet:
+        """Start the replicas of this machine as processes, the first in `first`, and wait until
+        those of others have announced themselves. listeners, secret: for processes that front
+        ends of another machine connect to, one of each.
+        """
+        here = placed.here
+        group = SharedExperts() if config.parallel.shared_experts else None
+        if group is not None:
+            config = config.with_parts(group.begun())
+        processes: list[EngineProcess] = []
+        replicas: list[Replica] = []
+        announced = Announcements(config, placed, plugins) if placed.elsewhere else None
+        try:
+            for place, rank in enumerate(here):
+                listener = listeners[place] if listeners else None
+                if first is not None and not place:
+                    process = first
+                else:
+                    process = EngineProcess(None, listener, secret)
+                processes.append(process)
+                own = replica_config(config, place, len(here))
+                process.start(own, plugins)
+                address = Address(rank, process.address, secret)
+                again = partial(start_again, address, listener, own, plugins)
+                replicas.append(Replica(address, again))
+            meanwhile()
+            if announced is not None:
+                known = config.group(FleetConfig).data_parallel_secret_file
+                found = [Address(rank, where, known) for rank, where in announced.wait()]
+                replicas += [Replica(address, None) for address in found]
+            made = cls(replicas, tell, died)
+            made._announced, made._group = announced, group
+            if group is not None:
+                for place, reached in enumerate(reach_all(made._reach, processes)):
+                    made._attach(place, *reached)
+            for place in range(len(replicas) if group is None else 0):
+                owned = processes[place] if place < len(processes) else None
+                made._attach(place, *made._awaited(place, owned))
+        except BaseException:
+            for process in processes:
+                process.kill()
+                process.close()
+            if group is not None:
+                group.close()
+            if announced is not None:
+                announced.close()
+            raise
+        made._begin()
+        return made
+
+    def _awaited(
+        self, place: int, owned: EngineProcess | None
+    ) -> tuple[ProcessCoreClient, threading.Event]:
+        """`_reach` when all begins: a replica of another machine may not listen yet."""
+        while True:
+            try:
+                return self._reach(place, owned)
+            except EngineDead as error:
+                if owned is not None:
+                    raise
+                rank = self._replicas[place].address.rank
+                log.warning("waiting for replica %d: %s", rank, error)
+                time.sleep(_PATIENCE)
+
+    @classmethod
+    def join(
+        cls,
+        address: str,
+        tell: Callable[[ReplicaEvents | ReplicaLost], None],
+        died: Callable[[EngineDead], None],
+    ) -> ReplicaSet:
+        """A further front end of the replicas of another one (`ReplicaSet.address`)."""
+        found = [Address(*fields) for fields in json.loads(address)]
+        made = cls([Replica(one, None, due=0.0) for one in found], tell, died)
+        made._parent = os.getppid()
+        for place in range(len(found)):
+            with suppress(EngineDead):
+                made._attach(place, *made._reach(place, None))
+        if not any(replica.up for replica in made._replicas):
+            raise EngineDead("no replica of the engine is there")
+        made._begin()
+        return made
+
+    def _begin(self) -> None:
+        first = next(r.client for r in self._replicas if r.client is not None)
+        self.number = first.number
+        self.ranks = tuple(replica.address.rank for replica in self._replicas)
+        addresses = [[r.address.rank, r.address.where, r.address.secret] for r in self._replicas]
+        self.address = json.dumps(addresses)
+        self._watcher.start()
+
+    def _opened_router(self, info: EngineInfo) -> Router:
+        cache, servers = info.config.cache, info.config.group(ServerConfig).api_server_count
+        kept = cache.enable_prefix_caching is not False
+        return Router(
+            len(self._replicas), cache.block_size or 16, info.cache_tokens if kept else 0,
+            cache.prefix_caching_hash_algo, shared=(servers or 1) > 1,
+        )  # fmt: skip
+
+    @property
+    def router(self) -> Router:
+        """Which replica has what. Raises EngineDead before there is one."""
+        if self._router is None:
+            raise EngineDead("no replica has started yet")
+        return self._router
+
+    # Replicas come and go.
+
+    def _reach(
+        self, place: int, owned: EngineProcess | None
+    ) -> tuple[ProcessCoreClient, threading.Event]:
+        """A replica that is ready, and what is set when it is gone. Raises what went wrong."""
+        replica, ended = self._replicas[place], threading.Event()
+        client = ProcessCoreClient(
+            replica.address.where, partial(self._heard, place),
+            partial(self._lost, place, ended), owned, replica.address.secret,
+        )  # fmt: skip
+        client.report = self._reported
+        try:
+            if self._router is not None:
+                check_alike(self.info, client.info, replica.address.rank)
+                self._catch_up(place, client)
+        except BaseException:
+            client.close()
+            raise
+        return client, ended
+
+    def _reported(self) -> str:
+        return self.report()
+
+    def _catch_up(self, place: int, client: ProcessCoreClient) -> None:
+        """Give a replica that is new the adapters that the others have, or wait for them."""
+        replica = self._replicas[place]
+        for adapter in self.adapters.values() or replica.adapters:
+            if replica.start is not None:
+                client.load_adapter(adapter, True).result()
+            while adapter.name not in client.adapters and adapter.name in self.adapters:
+                if self._ended.wait(_LOOK):
+                    return
+        if replica.start is not None and self._asleep():
+            client.sleep(1).result()
+
+    def _asleep(self) -> bool:
+        return any(client.is_sleeping().result() for _, client in self._live())
+
+    def _attach(self, place: int, client: ProcessCoreClient, ended: threading.Event) -> None:
+        """A replica takes requests from now on."""
+        replica = self._replicas[place]
+        with self._lock:
+            if self._router is None:
+                self.info = client.info
+                self._shared = client.info.config.parallel.shared_experts
+                self._router = self._opened_router(client.info)
+            replica.client, replica.ended, replica.reason = client, ended, None
+            replica.starting, replica.stalled, replica.mute = False, None, False
+            replica.since, replica.due, replica.failed = time.monotonic(), None, 0
+            replica.up = True
+            self._router.up(place)
+        if ended.is_set():
+            self._lost(place, ended, EngineDead("the engine's process is gone"))
+
+    def _lost(self, place: int, ended: threading.Event, error: EngineDead) -> None:
+        """A replica is dead: what it had goes on elsewhere or ends. On its client's thread."""
+        ended.set()
+        replica = self._replicas[place]
+        with self._lock:
+            if self._ended.is_set() or replica.client is None or replica.ended is not ended:
+                return
+            gone = [place]
+            if self._shared:
+                words = f"replica {replica.address.rank}: {error}; the others, which share experts "
+                error = EngineDead(f"{words}with it, ended too")
+                gone = [at for at, other in enumerate(self._replicas) if other.ended is not None]
+            lost = [ReplicaLost(at, self._buried(at, error), error) for at in gone]
+        for at in gone:
+            other = self._replicas[at].client
+            if at != place and other is not None:
+                other.kill()
+        if replica.start is not None:
+            wait = max((replica.due or 0.0) - time.monotonic(), 0.0)
+            who = "all replicas" if self._shared else f"replica {replica.address.rank}"
+            log.error("%s: %s; started again in %.1f s", who, error, wait)
+        for one in lost:
+            self._tell(one)
+
+    def _buried(self, place: int, error: EngineDead) -> tuple[str, ...]:
+        """A replica is dead from now on: the sequences that it had."""
+        replica = self._replicas[place]
+        replica.ended = None
+        lived = time.monotonic() - replica.since
+        replica.up, replica.reason, replica.stalled = False, str(error), None
+        replica.adapters = () if replica.client is None else tuple(replica.client.adapters.values())
+        replica.deaths = replica.deaths + 1 if lived < _MOST else 1
+        wait = min(_MOST, _BACKOFF * 2 ** (replica.deaths - 1)) if replica.start else _AGAIN
+        replica.due = time.monotonic() + wait
+        return tuple(self.router.lost(place))
+
+    def _watch(self) -> None:
+        """Look after replicas until the end; the body of a thread."""
+        before = time.monotonic()
+        while not self._ended.wait(_LOOK):
+            now = time.monotonic()
+            if self._parent is not None and os.getppid() != self._parent:
+                self._died(EngineDead("the process that starts replicas is gone"))
+                return
+            for place, replica in enumerate(self._replicas):
+                if replica.up or replica.stalled is not None:
+                    if now - before > 2.0 and replica.client is not None:
+                        replica.client.forget_silence()  # this process has stood still itself
+                    else:
+                        self._look(place, replica, now)
+                elif replica.due is not None and now >= replica.due and not replica.starting:
+                    revive: Callable[[], None] = partial(self._revive, place, replica)
+                    replica.starting = True
+                    if self._group is not None:
+                        revive = partial(self._revive_all, self._group)
+                        for other in self._replicas:
+                            other.starting, other.up = True, False
+                    threading.Thread(target=revive, name="modulm-revive", daemon=True).start()
+            before = now
+
+    def _revive(self, place: int, replica: Replica) -> None:
+        """Start or reach a replica again; the body of a thread."""
+        process = None
+        try:
+            if replica.client is not None:
+                replica.client.kill()
+                replica.client.close()
+                replica.client = None
+            if replica.start is not None:
+                process = replica.start()
+            client, ended = self._reach(place, process)
+        except Exception as error:
+            if process is not None:
+                process.kill()
+                process.close()
+            self._not_started(replica, error)
+            return
+        if self._ended.is_set():
+            client.close()
+            return
+        replica.restarts += 1
+        log.warning("replica %d is there again", replica.address.rank)
+        self._attach(place, client, ended)
+
+    def _revive_all(self, group: SharedExperts) -> None:
+        """Start all replicas again, which share experts; the body of a thread."""
+        processes: list[EngineProcess] = []
+        try:
+            for replica in self._replicas:
+                if replica.client is not None:
+                    replica.client.kill()
+                    replica.client.close()
+                    replica.client = None
+            parts = group.begun()
+            processes += [replica.start(**parts) for replica in self._replicas if replica.start]
+            reached = reach_all(self._reach, processes)
+        except Exception as error:
+            for process in processes:
+                process.kill()
+                process.close()
+            for replica in self._replicas:
+                self._not_started(replica, error)
+            return
+        for place, (client, ended) in enumerate(reached):
+            if self._ended.is_set():
+                client.close()
+                continue
+            self._replicas[place].restarts += 1
+            self._attach(place, client, ended)
+        if self._ended.is_set():
+            group.close()
+        else:
+            log.warning("all replicas are there again")
+
+    def _not_started(self, replica: Replica, error: Exception) -> None:
+        with self._lock:
+            replica.failed += 1
+            wait = _AGAIN
+            if replica.start is not None:
+                replica.reason = f"it does not start: {error}"
+                wait = min(_MOST, _BACKOFF * 2**replica.failed)
+                log.error("replica %d does not start: %s", replica.address.rank, error)
+            replica.due, replica.starting = time.monotonic() + wait, False
+            owned = [r for r in self._replicas if r.start is not None]
+            hopeless = bool(owned) and all(
+                not r.up and r.stalled is None and (r.start is None or r.failed >= _STARTS)
+                for r in self._replicas
+            )
+        if hopeless and not self._ended.is_set():
+            self._died(EngineDead(f"no replica starts: {error}"))
+
+    def _look(self, place: int, replica: Replica, now: float) -> None:
+        """Whether a replica works: one that does not gets no requests until it does again."""
+        client = replica.client
+        if client is None:
+            return
+        watchdog = self.info.config.group(WatchdogConfig)
+        trouble = client.trouble()
+        if trouble is not None and replica.stalled is None:
+            error = EngineStalled(f"replica {replica.address.rank} does not answer: {trouble}")
+            log.error("%s", error)
+            with self._lock:
+                replica.up, replica.stalled, replica.reason = False, now, trouble
+                self.router.down(place)
+                replica.mute = watchdog.action != "report"
+                sequences = self.router.lost(place) if replica.mute else []
+            for sequence in sequences:
+                client.abort(sequence)
+            if watchdog.dump_stacks:
+                client.dump_stacks()
+            self._tell(ReplicaLost(place, tuple(sequences), error))
+        elif trouble is None and replica.stalled is not None:
+            log.warning("replica %d answers again", replica.address.rank)
+            replica.stalled = None
+            with suppress(EngineDead):
+                client.is_sleeping().add_done_callback(partial(self._recovered, place))
+        elif (
+            replica.stalled is not None
+            and watchdog.action == "exit"
+            and now - replica.stalled >= watchdog.timeout
+        ):
+            client.kill()
+
+    def _recovered(self, place: int, answer: Future[bool]) -> None:
+        """A replica has done what it was told before: nothing of lost sequences will come."""
+        with self._lock:
+            replica = self._replicas[place]
+            if answer.exception() is None and replica.client is not None:
+                replica.up, replica.mute, replica.reason = True, False, None
+                self.router.up(place)
+
+    def _heard(self, place: int, events: StepEvents) -> None:
+        """A replica's step, on its client's thread."""
+        if self._replicas[place].mute:
+            events = StepEvents(events.time, stats=events.stats)
+        with self._lock:
+            router = self._router
+            if router is not None:
+                router.gave(place, events.requests)
+                for finish in events.finished:
+                    router.ended(finish.request)
+                if events.stats is not None:
+                    router.heard(place, events.stats.running + events.stats.waiting)
+        self._tell(ReplicaEvents(place, events))
+
+    # What front ends ask.
+
+    @property
+    def replicas(self) -> Sequence[ReplicaHealth]:
+        return tuple(replica.health for replica in self._replicas)
+
+    @property
+    def down(self) -> EngineError | None:
+        if any(replica.up for replica in self._replicas):
+            return None
+        words = "; ".join(f"replica {h.rank}: {h.reason or h.status}" for h in self.replicas)
+        return EngineStalled(f"no replica takes requests ({words})")
+
+    def place(self, sequences: Sequence[str]) -> int:
+        with self._lock:
+            places = map(self.router.replica, sequences)
+            return next((place for place in places if place is not None), 0)
+
+    @property
+    def adapters(self) -> dict[str, Adapter]:  # type: ignore[override]
+        """Of a replica that is up, as all have the same."""
+        for _, client in self._live():
+            return dict(client.adapters)
+        return {}
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        while True:
+            with self._lock:
+                place = self.router.send(requests)
+                client = self._replicas[place].client
+            try:
+                if client is None:
+                    raise EngineDead("the engine's process is gone")
+                client.submit(requests)
+                return
+            except EngineDead:
+                with self._lock:
+                    if self.router.replica(requests[0].id) != place:
+                        return  # it was seen to be dead: `ReplicaLost` tells of them
+                    self.router.down(place)
+                    for request in requests:
+                        self.router.ended(request.id)
+
+    def abort(self, request: str) -> None:
+        with self._lock:
+            place = self.router.replica(request)
+            self.router.ended(request)
+            client = None if place is None else self._replicas[place].client
+        if client is not None:
+            client.abort(request)
+
+    def _live(self) -> list[tuple[int, ProcessCoreClient]]:
+        """The replicas that answer."""
+        found = enumerate(self._replicas)
+        return [(place, r.client) for place, r in found if r.up and r.client is not None]
+
+    def _all(
+        self,
+        ask: Callable[[ProcessCoreClient], Future[T]],
+        undo: Callable[[ProcessCoreClient], object] | None = None,
+    ) -> Future[list[T]]:
+        """Ask all replicas that answer. undo: what is asked of the others where one fails."""
+        answers = ask_all([client for _, client in self._live()], ask, undo)
+        if answers is None:
+            answers = Future()
+            answers.set_exception(self.down or EngineStalled("no replica takes requests"))
+        return answers
+
+    def refresh_adapters(self) -> Future[None]:
+        return nothing(self._all(lambda client: client.refresh_adapters()))
+
+    def load_adapter(self, adapter: Adapter, replace: bool) -> Future[None]:
+        known = adapter.name in self.adapters
+        undo = None if known else partial(_forget_adapter, adapter.name)
+        return nothing(self._all(lambda client: client.load_adapter(adapter, replace), undo))
+
+    def unload_adapter(self, name: str) -> Future[None]:
+        return nothing(self._all(lambda client: client.unload_adapter(name)))
+
+    def reset_prefix_cache(self) -> Future[None]:
+        with self._lock:
+            self.router.forget_prefixes()
+        return nothing(self._all(lambda client: client.reset_prefix_cache()))
+
+    def sleep(self, level: int) -> Future[None]:
+        with self._lock:
+            self.router.forget_prefixes()
+        return nothing(self._all(lambda client: client.sleep(level), lambda c: c.wake_up()))
+
+    def wake_up(self) -> Future[None]:
+        return nothing(self._all(lambda client: client.wake_up()))
+
+    def is_sleeping(self) -> Future[bool]:
+        return then(self._all(lambda client: client.is_sleeping()), all)
+
+    def start_profile(self) -> Future[None]:
+        return nothing(self._all(lambda c: c.start_profile(), lambda c: c.stop_profile()))
+
+    def stop_profile(self) -> Future[None]:
+        return nothing(self._all(lambda client: client.stop_profile()))
+
+    def reports(self) -> Future[list[str]]:
+        for _, client in self._live():  # each knows all front ends
+            return client.reports()
+        return super().reports()
+
+    def trouble(self) -> str | None:
+        if any(replica.up for replica in self._replicas):
+            return None
+        reasons = [r.reason for r in self._replicas if r.stalled is not None]
+        return reasons[0] if reasons else None
+
+    def forget_silence(self) -> None:
+        for _, client in self._live():
+            client.forget_silence()
+
+    def give_up(self, error: EngineStalled) -> None:
+        for replica in self._replicas:
+            if replica.client is not None:
+                replica.client.give_up(error)
+
+    def dump_stacks(self) -> None:
+        """Nothing: it was done for each replica."""
+
+    def kill(self) -> bool:
+        clients = [replica.client for replica in self._replicas if replica.client is not None]
+        return sum(client.kill() for client in clients) > 0
+
+    def close(self) -> None:
+        with self._lock:
+            self._ended.set()
+        if self._watcher.is_alive():
+            self._watcher.join()
+        if self._announced is not None:
+            self._announced.close()
+        if self._group is not None:
+            self._group.close()
+        ending = [
+            threading.Thread(target=replica.client.close)
+            for replica in self._replicas
+            if replica.client is not None
+        ]
+        for thread in ending:
+            thread.start()
+        for thread in ending:
+            thread.join()
+
+
+def _forget_adapter(name: str, client: ProcessCoreClient) -> None:
+    client.unload_adapter(name)

@@ -1,0 +1,83 @@
+"""`modulm serve --headless`: replicas for the front end of another machine, and nothing else."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from modulm.errors import EngineDead
+from modulm_fleet.announce import announce
+from modulm_fleet.flags import FleetConfig
+from modulm_server.engine.replica_processes import listening
+from modulm_server.engine.replicas import ReplicaSet
+from modulm_server.heap import bound_arenas
+
+if TYPE_CHECKING:
+    from modulm.config import EngineConfig
+    from modulm.plugins.manager import PluginManager
+    from modulm_fleet.placement import Placement
+
+__all__ = ["serve_headless"]
+
+log = logging.getLogger("modulm_server")
+
+#: Seconds between two looks at whether to go on.
+_LOOK = 0.25
+
+
+def serve_headless(config: EngineConfig, placed: Placement, plugins: PluginManager) -> int:
+    """Announce the replicas, start them and keep them until SIGTERM or Ctrl-C; the exit code.
+
+    When the front end goes they stay, and are announced to the next one.
+    """
+    from modulm.config.environ import variables
+
+    bound_arenas(variables())
+    ending = threading.Event()
+    peer = announce(config, placed, plugins)
+    died: list[EngineDead] = []
+    listeners = listening(placed, peer.getsockname()[0])
+    replicas = ReplicaSet.open(
+        config, plugins, lambda item: None, died.append, placed,
+        listeners=listeners, secret=config.group(FleetConfig).data_parallel_secret_file,
+    )  # fmt: skip
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ending.set())
+    log.warning("replicas %d to %d serve %s:%d", placed.here.start, placed.here.stop - 1,
+                *placed.address)  # fmt: skip
+    keeper = threading.Thread(
+        target=_keep, args=(peer, ending, config, placed, plugins), daemon=True
+    )
+    keeper.start()
+    try:
+        while not ending.wait(_LOOK) and not died:
+            pass
+    finally:
+        replicas.close()
+        for listener in listeners:
+            listener.close()
+    return 1 if died else 0
+
+
+def _keep(
+    peer: socket.socket,
+    ending: threading.Event,
+    config: EngineConfig,
+    placed: Placement,
+    plugins: PluginManager,
+) -> None:
+    """Announce the replicas again whenever the front end has gone; the body of a thread."""
+    while not ending.is_set():
+        with suppress(OSError):
+            peer.recv(1)
+        peer.close()
+        try:
+            peer = announce(config, placed, plugins)
+        except Exception as error:
+            log.error("%s", error)
+            time.sleep(1.0)
