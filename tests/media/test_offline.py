@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tests.media.files import sound_file, tone, video_file
 
 from modulm.errors import RequestError
 from modulm_media import Media, Sound, Video
@@ -68,20 +69,39 @@ def test_what_is_no_image_is_refused(value):
         as_image(value)
 
 
-def test_sounds():
+def test_sounds(tmp_path):
     assert as_sound(np.ones(8)).rate == 16000
     found = as_sound((np.ones((2, 8), np.float64), 8000))
     assert (found.rate, found.samples.shape, found.samples.dtype) == (8000, (8,), np.float32)
-    for wrong in (np.array([np.nan]), np.zeros(0), np.zeros((2, 2, 2)), "x"):
+    assert as_sound(np.array([-(2**15), 0, 2**14], np.int16)).samples.tolist() == [-1.0, 0.0, 0.5]
+    file = sound_file(tone(0.1, 8000), 8000)
+    (tmp_path / "tone.wav").write_bytes(file)
+    for value in (file, tmp_path / "tone.wav", str(tmp_path / "tone.wav")):
+        assert (as_sound(value).rate, len(as_sound(value).samples)) == (8000, 800)
+    wrongs = (np.array([np.nan]), np.zeros(0), np.zeros((2, 2, 2)), "x", b"x",
+              (np.ones(4), 0), (np.ones(4), "fast"), np.ones(4, np.uint8))  # fmt: skip
+    for wrong in wrongs:
         with pytest.raises(RequestError, match="audio"):
             as_sound(wrong)
 
 
-def test_videos():
+def test_videos(tmp_path):
     frames = np.stack([RED, RED])
     for value in (frames, np.moveaxis(frames, -1, 1), [Image.fromarray(RED)] * 2, [RED, RED]):
         assert as_video(value).frames.tolist() == frames.tolist()
     assert as_video((frames, {"fps": 2.0})).fps == 2.0
+    told = {"fps": 10, "frames_indices": [0, 9], "total_num_frames": 12}
+    video = as_video((frames, told))
+    assert (video.fps, video.indices.tolist(), video.total) == (10.0, [0, 9], 12)
+    file = video_file(20)
+    (tmp_path / "grey.mp4").write_bytes(file)
+    for value in (file, tmp_path / "grey.mp4"):
+        assert len(as_video(value).frames) == 20
+    (one,) = given_media({"video": file}, io={"video": {"num_frames": 4}})
+    assert len(one.value.frames) == 4
+    for wrong in ({"fps": 0}, {"frames_indices": [1]}, {"total_num_frames": 1}):
+        with pytest.raises(RequestError, match="video: "):
+            as_video((frames, wrong))
     with pytest.raises(RequestError, match="frames of one size"):
         as_video([RED, RED[:2]])
 

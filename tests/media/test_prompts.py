@@ -6,34 +6,22 @@ import base64
 import io
 
 import pytest
-from transformers import LlavaProcessor
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from tests.media.checkpoint import SLOTS, write_llava
 
 import modulm
 from modulm import SamplingParams
 from modulm.errors import ConfigError, RequestError
-from modulm.plugins import manager
 from modulm_media.flags import MediaConfig
 from modulm_media.reader import most_of
-from modulm_towers.testing import ImageFamily, images, write_family
+from modulm_towers.testing import images
 
-SIZES = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0)
 TEXT = "What is <image> here"
-SLOTS = 16
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    def processor(tokenizer):
-        return LlavaProcessor(
-            CLIPImageProcessorPil(**SIZES), tokenizer, patch_size=7,
-            vision_feature_select_strategy="default", num_additional_image_tokens=1,
-        )  # fmt: skip
-
-    driver = manager.current().load("models", "LlavaForConditionalGeneration")
-    family = ImageFamily(driver, {"image_token": "<image>"}, processor)
-    return write_family(family, tmp_path_factory.mktemp("llava"))
+    return write_llava(tmp_path_factory.mktemp("llava"))
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +136,7 @@ def url(picture):
     return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
 
 
-@pytest.mark.parametrize("form", ["image_url", "plain url", "image_pil", "image", "file"])
+@pytest.mark.parametrize("form", ["image_url", "plain url", "image_pil", "image", "file", "path"])
 def test_messages_have_images_in_all_forms(llm, pictures, form, tmp_path):
     pictures[0].save(tmp_path / "a.png")
     part = {
@@ -157,6 +145,7 @@ def test_messages_have_images_in_all_forms(llm, pictures, form, tmp_path):
         "image_pil": {"type": "image_pil", "image_pil": pictures[0]},
         "image": {"type": "image", "image": pictures[0]},
         "file": {"type": "image_url", "image_url": {"url": f"file://{tmp_path / 'a.png'}"}},
+        "path": {"type": "image", "image": str(tmp_path / "a.png")},
     }[form]
     content = [part, {"type": "text", "text": "What is this?"}]
     (answer,) = llm.chat([{"role": "user", "content": content}], GREEDY, use_tqdm=False)
@@ -186,13 +175,15 @@ def test_templates_that_want_parts_are_given_parts(llm, pictures):
 @pytest.mark.parametrize(
     ("part", "words"),
     [
-        ({"type": "image_url", "image_url": {"url": "https://x.org/a.png"}}, "not yet"),
+        ({"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a"}}, "no public address"),
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "no image"),
         ({"type": "image_url", "image_url": {"url": "data:image/png,AAAA"}}, "base64"),
-        ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "not yet"),
+        ({"type": "image_url", "image_url": "/no/such.png"}, "no such file"),
+        ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "takes no audio"),
         ({"type": "audio", "audio": [0.5] * 8}, "takes no audio"),
     ],
 )
 def test_bad_parts_of_messages(llm, part, words):
-    with pytest.raises(RequestError, match=words):
+    with pytest.raises(RequestError, match=words) as caught:
         llm.chat([{"role": "user", "content": [part]}], GREEDY)
+    assert f"messages[0].content[0].{part['type']}: " in caught.value.message

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from modulm_media.family import MediaFamily, Processed
+    from modulm_media.grids import GridFamily
     from modulm_media.reader import MediaPrompt, MediaReader
     from modulm_media.values import KINDS, Media, Sound, Video
 
 __all__ = [
     "KINDS",
+    "GridFamily",
     "Media",
     "MediaFamily",
     "MediaPrompt",
@@ -25,6 +27,7 @@ __all__ = [
 
 _HOMES = {
     "KINDS": "values",
+    "GridFamily": "grids",
     "Media": "values",
     "MediaFamily": "family",
     "MediaPrompt": "reader",

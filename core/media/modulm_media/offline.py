@@ -1,30 +1,40 @@
-"""Media that callers of `LLM` give as values: PIL images, arrays, tensors, frames, paths."""
+"""Media that callers of `LLM` give: PIL images, arrays, tensors, frames, paths, files as bytes."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 
 from modulm.errors import RequestError
+from modulm_media.decode import decode, rgb
+from modulm_media.limits import Limits, Undecodable
 from modulm_media.values import KINDS, Media, MediaKind, Sound, Video
 
-__all__ = ["as_image", "as_media", "as_sound", "as_video", "given_media", "rgb"]
+__all__ = ["OWN", "as_image", "as_media", "as_sound", "as_video", "given_media"]
 
 #: Samples a second of sound that comes without a rate.
 _RATE = 16000
+_FASTEST = 1_000_000
+#: Callers' own files: what this machine can hold.
+OWN = Limits(formats=None, pixels=1 << 30, seconds=1e6, frames=1 << 20, room=16 << 30)
 
 
 def given_media(
-    data: Any, uuids: Mapping[str, Any] | None = None, field: str = "multi_modal_data"
+    data: Any,
+    uuids: Mapping[str, Any] | None = None,
+    field: str = "multi_modal_data",
+    io: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> tuple[Media, ...]:
     """`multi_modal_data` of a prompt: kind -> one value or a list of them.
 
-    uuids: kind -> names in the same order, None for those without. Raises RequestError.
+    uuids: kind -> names in the same order, None for those without. io: how files are decoded, by
+    kind, as `--media-io-kwargs` has it. Raises RequestError.
     """
     if not isinstance(data, Mapping):
         raise RequestError(f"{field}: a table of kinds is expected", field)
@@ -40,41 +50,43 @@ def given_media(
                 f"multi_modal_uuids: {len(names)} for {len(values)} {kind} items",
                 "multi_modal_uuids",
             )
-        found += [as_media(kind, value, name) for value, name in zip(values, names, strict=True)]
+        pairs = zip(values, names, strict=True)
+        found += [as_media(kind, value, name, (io or {}).get(kind)) for value, name in pairs]
     return tuple(found)
 
 
-def as_media(kind: str, value: Any, uuid: str | None = None) -> Media:
-    """One item of a caller's. Raises RequestError for what is no value of its kind."""
+def as_media(
+    kind: str, value: Any, uuid: str | None = None, io: Mapping[str, Any] | None = None
+) -> Media:
+    """One item of a caller's; io: how a file of this kind is decoded.
+
+    Raises RequestError for what is no value of its kind.
+    """
     if value is None and uuid is None:
         raise RequestError(f"{kind}: None needs a uuid", "multi_modal_uuids")
+    value = _read(kind, value, io or {})
     made = None if value is None else _MAKE[kind](value)
     return Media(cast("MediaKind", kind), made, uuid)
 
 
-def rgb(image: Image.Image) -> Image.Image:
-    """Three channels, upright as its EXIF says; what is transparent becomes white."""
-    image = ImageOps.exif_transpose(image)
-    if image.mode == "RGB":
-        return image
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        over = image.convert("RGBA")
-        white = Image.new("RGBA", over.size, (255, 255, 255, 255))
-        return Image.alpha_composite(white, over).convert("RGB")
-    return image.convert("RGB")
+def _read(kind: str, value: Any, io: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """What a file holds, where the value is a path or the file's bytes; else the value."""
+    if not isinstance(value, str | os.PathLike | bytes):
+        return value
+    try:
+        data = value if isinstance(value, bytes) else Path(value).read_bytes()
+        return decode(kind, data, io, OWN)
+    except (OSError, Undecodable) as error:
+        raise RequestError(f"{kind}: {error}"[:200], "multi_modal_data") from error
 
 
 def as_image(value: Any) -> Image.Image:
     """An image of three channels: of a PIL image, an array or tensor [h, w, 3] or [3, h, w] of
-    uint8 or of floats from 0 to 1, or a path.
+    uint8 or of floats from 0 to 1, or a path or what a file holds.
     """
+    value = _read("image", value)
     if isinstance(value, Image.Image):
         return rgb(value)
-    if isinstance(value, str | os.PathLike):
-        try:
-            return rgb(Image.open(Path(value)))
-        except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-            raise RequestError(f"image: {error}"[:200], "multi_modal_data") from error
     array = _array(value, "image")
     if array.ndim == 3 and array.shape[-1] not in (1, 3, 4) and array.shape[0] in (1, 3, 4):
         array = np.moveaxis(array, 0, -1)
@@ -85,40 +97,60 @@ def as_image(value: Any) -> Image.Image:
 
 
 def as_sound(value: Any) -> Sound:
-    """Sound of samples, or of a pair of samples and their rate."""
+    """Sound of samples, or of a pair of samples and their rate, or of a file."""
     rate: Any = _RATE
+    value = _read("audio", value)
     if isinstance(value, tuple) and len(value) == 2:
         value, rate = value
     if isinstance(value, Sound):
         return value
-    array = _array(value, "audio").astype(np.float32)
+    if not isinstance(rate, int | float | np.number) or not 0 < rate < _FASTEST:
+        raise RequestError("audio: samples and their rate are expected", "multi_modal_data")
+    array = _array(value, "audio")
+    array = array.astype(np.float32) / (_full(array) if array.dtype.kind in "ui" else 1)
     if array.ndim == 2:
         array = array.mean(axis=int(array.shape[0] > array.shape[1]))
-    if array.ndim != 1 or not len(array) or not np.isfinite(array).all() or not rate > 0:
+    if array.ndim != 1 or not len(array) or not np.isfinite(array).all():
         raise RequestError("audio: [samples] of finite numbers, and a rate", "multi_modal_data")
     return Sound(array, int(rate))
 
 
 def as_video(value: Any) -> Video:
     """A video of frames: an array [n, h, w, 3] or [n, 3, h, w], or a list of images; or a pair of
-    these and a table with their `fps`.
+    these and a table with their `fps`, `frames_indices` and `total_num_frames`; or a file.
     """
-    fps = None
+    value = _read("video", value)
+    told: Mapping[str, Any] = {}
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
-        value, fps = value[0], value[1].get("fps")
+        value, told = value
     if isinstance(value, Video):
         return value
     if isinstance(value, list | tuple):
         frames = [np.asarray(as_image(frame)) for frame in value]
         if not frames or len({frame.shape for frame in frames}) > 1:
             raise RequestError("video: frames of one size are expected", "multi_modal_data")
-        return Video(np.stack(frames), fps)
+        return _told(np.stack(frames), told)
     array = _array(value, "video")
     if array.ndim == 4 and array.shape[-1] != 3 and array.shape[1] == 3:
         array = np.moveaxis(array, 1, -1)
     if array.ndim != 4 or array.shape[-1] != 3 or not len(array):
         raise RequestError(f"video: an array of shape {list(array.shape)}", "multi_modal_data")
-    return Video(_bytes(array, "video"), fps)
+    return _told(_bytes(array, "video"), told)
+
+
+def _told(frames: np.ndarray, told: Mapping[str, Any]) -> Video:
+    """A video of frames and what is told of them, by the names of transformers and vLLM."""
+    fps, indices = told.get("fps"), told.get("frames_indices")
+    total = told.get("total_num_frames")
+    if fps is not None and (not isinstance(fps, int | float) or not 0 < fps < 1e6):
+        raise RequestError("video: fps is a number above 0", "multi_modal_data")
+    places = None if indices is None else np.asarray(indices)
+    if places is not None and (places.shape != (len(frames),) or places.dtype.kind not in "ui"):
+        raise RequestError("video: frames_indices has a place for each frame", "multi_modal_data")
+    if total is not None and (not isinstance(total, int) or total < len(frames)):
+        raise RequestError("video: total_num_frames is less than there are", "multi_modal_data")
+    places = None if places is None else places.astype(np.int64)
+    return Video(frames, None if fps is None else float(fps), places, total)
 
 
 _MAKE: Mapping[str, Callable[[Any], Any]] = {
@@ -126,6 +158,13 @@ _MAKE: Mapping[str, Callable[[Any], Any]] = {
     "audio": as_sound,
     "video": as_video,
 }
+
+
+def _full(array: np.ndarray) -> float:
+    """The loudest sample of integers that have a sign."""
+    if array.dtype.kind == "u":
+        raise RequestError(f"audio: samples of {array.dtype}", "multi_modal_data")
+    return float(np.iinfo(array.dtype).max) + 1
 
 
 def _listed(kind: str, given: Any) -> list[Any]:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -51,6 +52,8 @@ class MediaReader:
         self._family_class, self._info, self._tokenizer = family, info, tokenizer
         self.flags = info.config.group(MediaConfig)
         self._cache = ProcessedCache(int(self.flags.mm_processor_cache_gb * 2**30))
+        # Tokenizers of processors are not safe among threads.
+        self._lock = Lock()
 
     @classmethod
     def open(
@@ -58,7 +61,8 @@ class MediaReader:
     ) -> Self | None:
         """The reader for an engine's prompts, None if its model takes no media."""
         try:
-            family = plugins.load("media_families", info.architecture)
+            name = info.description.media_family or info.architecture
+            family = plugins.load("media_families", name)
         except PluginNotFound:
             return None
         return cls(family, info, tokenizer)
@@ -76,9 +80,21 @@ class MediaReader:
         Raises CheckpointError where that cannot be made.
         """
         model, path = self._info.config.model, self._info.path
+        config = {**_table(path, "generation_config.json"), **_table(path, "config.json")}
+        if self._family_class.reads_text:
+            return self._family_class(None, config)
         processor = load_processor(path, model.tokenizer or path, model.trust_remote_code)
-        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
         return self._family_class(processor, config)
+
+    @property
+    def crosses(self) -> bool:
+        """Whether a decoder looks at what the encoder gives, and begins with the prompt."""
+        return self._family_class.crosses
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether an encoder reads what prompts say, and a decoder answers."""
+        return self._family_class.reads_text
 
     def mark(self, kind: str) -> str:
         """What stands for an item of this kind in the text of a prompt."""
@@ -111,8 +127,14 @@ class MediaReader:
         """
         counts = {kind: sum(m.kind == kind for m in media) for kind in KINDS}
         self.check({kind: count for kind, count in counts.items() if count})
-        keywords = {**self.flags.mm_processor_kwargs, **(options or {})}
+        keywords = self._keywords(options)
+        if self._family_class.crosses:
+            return self._beside(tokens, media, keywords)
         given = np.asarray(tokens, dtype=np.int64)
+        for kind in {m.kind for m in media}:
+            given = self.family.completed(given, self._encoded(kind))
+        if media:
+            given, media = self.family.gathered(given, media, keywords)
         pieces: list[np.ndarray] = []
         items: list[MediaItem] = []
         placed: list[tuple[int, Processed]] = []
@@ -129,21 +151,56 @@ class MediaReader:
             length += len(processed.tokens)
             last = rest
         found = np.concatenate([*pieces, given[last:]])
+        if self.family.prefix and items:
+            items[0] = _leading(found, items)
         positions = self.family.positions(found, placed)
         offset = 0 if positions is None else int(positions.max()) + 1 - len(found)
         return MediaPrompt(found, tuple(items), positions, offset)
+
+    def read_text(
+        self, tokens: Sequence[int] | np.ndarray, begun: Sequence[int] | None = None
+    ) -> MediaPrompt:
+        """The prompt of a decoder whose encoder reads these tokens; begun: what the answer begins
+        with, as the model says where it is None. Raises RequestError.
+        """
+        given = np.asarray(tokens, dtype=np.int64)
+        if not len(given) or given.min() < 0 or given.max() >= self._info.vocabulary:
+            words = f"prompt: ids from 0 to {self._info.vocabulary - 1} are expected"
+            raise RequestError(words, "prompt")
+        return self._answering(begun, self.family.text(given), fingerprint("text", given))
+
+    def _beside(
+        self, tokens: Sequence[int] | np.ndarray, media: Sequence[Media], options: Mapping[str, Any]
+    ) -> MediaPrompt:
+        """A prompt with the one item that is encoded for it."""
+        if len(media) != 1:
+            kinds = " or ".join(self._family_class.kinds)
+            words = f"{len(media)} items: the model takes one {kinds} in a prompt"
+            raise RequestError(words, "multi_modal_data")
+        return self._answering(tokens, *self._processed(media[0], options))
+
+    def _answering(
+        self, begun: Sequence[int] | np.ndarray | None, processed: Processed, digest: bytes
+    ) -> MediaPrompt:
+        first = self.family.start() if begun is None or not len(begun) else begun
+        kind, tensors = processed.kind, processed.tensors
+        item = MediaItem(kind, digest, 0, processed.given, tensors, cross=True)
+        return MediaPrompt(np.asarray(first, dtype=np.int64), (item,))
 
     def _places(
         self, tokens: np.ndarray, media: Sequence[Media], options: Mapping[str, Any]
     ) -> list[tuple[int, int, tuple[Processed, bytes]]]:
         """(first, end, what stands there) of every placeholder, in order."""
         places: list[tuple[int, int, tuple[Processed, bytes]]] = []
-        for kind in dict.fromkeys(m.kind for m in media):
+        kinds = tuple(dict.fromkeys(m.kind for m in media))
+        for kind in kinds:
             own = [self._processed(m, options) for m in media if m.kind == kind]
+            if more := self.family.beside(kind, kinds):
+                own = [_with(more, *one) for one in own]
             mark = self.family.mark(kind)
-            spans = _found(tokens, self._encoded(mark), own)
+            spans = _found(tokens, self._encoded(kind), own)
             if spans is None:
-                count = _count(tokens, self._encoded(mark))
+                count = _count(tokens, self._encoded(kind))
                 raise RequestError(
                     f"the prompt has {count} placeholders {mark!r} for {len(own)} {kind} items",
                     "prompt",
@@ -168,7 +225,11 @@ class MediaReader:
                 end, tokens = end + 1, np.concatenate([tokens[:-1], [one]])
         return before, evolve(item, tokens=tokens), end
 
-    def _encoded(self, mark: str) -> np.ndarray:
+    def _encoded(self, kind: str) -> np.ndarray:
+        """The tokens of a mark."""
+        mark, own = self.family.mark(kind), self.family.mark_tokens(kind)
+        if own is not None:
+            return np.array(own, dtype=np.int64)
         tokenizer = self._tokenizer
         if tokenizer is not None:
             return np.array(tokenizer.encode(mark, add_special_tokens=False), dtype=np.int64)
@@ -177,17 +238,42 @@ class MediaReader:
 
     def _processed(self, media: Media, options: Mapping[str, Any]) -> tuple[Processed, bytes]:
         """What the processor makes of an item, and the name of that."""
-        key = fingerprint(media.hash, dict(options), type(self.family).__name__)
-        found = self._cache.get(key)
+        key = self._key(media.hash, options)
+        found = media.processed or self._cache.get(key)
         if found is None:
             if media.value is None:
                 raise RequestError(
                     f"no {media.kind} of uuid {media.uuid!r:.80} is kept: send its data again",
                     "multi_modal_uuids",
                 )
-            found = self.family.process(media, options)
+            with self._lock:
+                found = self.family.process(media, options)
             self._cache.put(key, found)
-        return found, key
+        return found, found.hash or key
+
+    def _key(self, name: bytes, options: Mapping[str, Any]) -> bytes:
+        return fingerprint(name, dict(options), self._family_class.__name__)
+
+    def embedded(self, item: MediaItem) -> Media:
+        """An image that is embeddings already, of an item of the kind EMBEDS.
+
+        Raises RequestError for families whose images are more than embeddings in the order of text.
+        """
+        family = self.family
+        plain = type(family).positions is MediaFamily.positions
+        if not plain or family.bidirectional or family.prefix or family.looks:
+            raise RequestError("this model takes no embeddings of images", "image_embeds")
+        mask = np.ones(item.length, dtype=bool)
+        tokens = np.zeros(item.length, dtype=np.int64)
+        made = Processed(item.kind, tokens, mask, item.tensors, hash=item.hash)
+        return Media("image", None, hash=item.hash, processed=made)
+
+    def kept(self, name: bytes, options: Mapping[str, Any] | None = None) -> Processed | None:
+        """What the processor made of a content before; options: as `read` takes them."""
+        return self._cache.get(self._key(name, self._keywords(options)))
+
+    def _keywords(self, options: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        return {**self.flags.mm_processor_kwargs, **(options or {})}
 
 
 def most_of(flags: MediaConfig, kind: str) -> int:
@@ -196,6 +282,13 @@ def most_of(flags: MediaConfig, kind: str) -> int:
         return 0
     given = flags.limit_mm_per_prompt.get(kind, _MOST)
     return int(given["count"] if isinstance(given, Mapping) else given)
+
+
+def _table(folder: str, name: str) -> dict[str, Any]:
+    """A JSON file of the checkpoint; empty where there is none."""
+    file = Path(folder) / name
+    table = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return table if isinstance(table, dict) else {}
 
 
 def _item(processed: Processed, start: int, digest: bytes) -> MediaItem:
@@ -207,12 +300,39 @@ def _item(processed: Processed, start: int, digest: bytes) -> MediaItem:
     if not len(inside):
         raise RequestError(f"nothing is left of the {processed.kind}", "multi_modal_data")
     first, end = int(inside[0]), int(inside[-1]) + 1
+    if processed.given:
+        kind, tensors, seen = processed.kind, processed.tensors, start + first
+        return MediaItem(kind, digest, 0, processed.given, tensors, cross=True, seen=seen)
     tensors = dict(processed.tensors)
     if len(inside) < end - first:
         tensors["item_tokens"] = processed.tokens[first:end]
         tensors["item_embedded"] = processed.embedded[first:end]
     spans = tuple((start + a, start + b) for a, b in processed.spans)
     return MediaItem(processed.kind, digest, start + first, end - first, tensors, spans)
+
+
+def _with(
+    more: Mapping[str, np.ndarray], processed: Processed, digest: bytes
+) -> tuple[Processed, bytes]:
+    """An item with tensors that others beside it bring, and its name then."""
+    tensors = {**processed.tensors, **more}
+    return evolve(processed, tensors=tensors), fingerprint(digest, *more.keys(), *more.values())
+
+
+def _leading(tokens: np.ndarray, items: Sequence[MediaItem]) -> MediaItem:
+    """The first item as one that begins with the prompt, all of whose tokens see each other: what
+    is computed of any of them is known by all.
+    """
+    first = items[0]
+    end = first.start + first.length
+    inside = np.zeros(end, dtype=bool)
+    inside[first.start :] = first.tensors.get("item_embedded", True)
+    tensors = dict(first.tensors)
+    if not inside.all():
+        tensors |= {"item_tokens": tokens[:end], "item_embedded": inside}
+    digest = fingerprint(tokens, *(item.hash for item in items))
+    spans = ((0, len(tokens)),)
+    return MediaItem(first.kind, digest, 0, end, tensors, spans)
 
 
 def _found(

@@ -4,16 +4,18 @@
 encoders that families share.
 """
 
-from modulm_towers.blocks import Block, BlockNames, BlockShape, VisionAttention, attend, patches
+from modulm_towers.blocks import Block, BlockNames, BlockShape, VisionAttention, patches
 from modulm_towers.clip import ClipTower, TowerConfig, pixel_shuffle
+from modulm_towers.conformer import ConformerConfig, ConformerTower
+from modulm_towers.convolution import Convolution
 from modulm_towers.grid import (
     axial_turns,
     grid_places,
-    grid_positions,
     interpolated,
     lengths_of,
     windows,
 )
+from modulm_towers.moonvit import MoonVit, MoonVitConfig
 from modulm_towers.multimodal import (
     MultimodalConfig,
     MultimodalModel,
@@ -22,33 +24,70 @@ from modulm_towers.multimodal import (
     stacked,
     tiny_text,
 )
+from modulm_towers.pieces import Pieces, Tower, through, whole
 from modulm_towers.pixtral import PixtralTower
+from modulm_towers.qformer import QFormer, QFormerConfig
+from modulm_towers.retrieval import TokenVectors, vlm_table
+from modulm_towers.sam import SamConfig, SamTower
 from modulm_towers.text import TEXT_NAMES, TextConfig, text_architecture
+from modulm_towers.whisper import (
+    WHISPER_BLOCK,
+    WhisperTower,
+    WhisperTowerConfig,
+    halved,
+    heard,
+    silent_keys,
+    sinusoids,
+    tiny_hearing,
+    whisper_blocks,
+)
 
 __all__ = [
     "TEXT_NAMES",
+    "WHISPER_BLOCK",
     "Block",
     "BlockNames",
     "BlockShape",
     "ClipTower",
+    "ConformerConfig",
+    "ConformerTower",
+    "Convolution",
+    "MoonVit",
+    "MoonVitConfig",
     "MultimodalConfig",
     "MultimodalModel",
+    "Pieces",
     "PixtralTower",
+    "QFormer",
+    "QFormerConfig",
+    "SamConfig",
+    "SamTower",
     "TextConfig",
+    "TokenVectors",
+    "Tower",
     "TowerConfig",
     "VisionAttention",
-    "attend",
+    "WhisperTower",
+    "WhisperTowerConfig",
     "axial_turns",
     "cropped",
     "flat_patches",
     "grid_places",
-    "grid_positions",
+    "halved",
+    "heard",
     "interpolated",
     "lengths_of",
     "patches",
     "pixel_shuffle",
+    "silent_keys",
+    "sinusoids",
     "stacked",
     "text_architecture",
+    "through",
+    "tiny_hearing",
     "tiny_text",
+    "vlm_table",
+    "whisper_blocks",
+    "whole",
     "windows",
 ]

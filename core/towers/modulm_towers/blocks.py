@@ -17,7 +17,7 @@ from modulm_layers import AttentionNames, GatedMLP, PlainMLP
 if TYPE_CHECKING:
     from modulm.nn import Builder
 
-__all__ = ["Block", "BlockNames", "BlockShape", "VisionAttention", "attend", "patches"]
+__all__ = ["Block", "BlockNames", "BlockShape", "VisionAttention", "patches"]
 
 _CLIP = AttentionNames("q_proj", "k_proj", "v_proj", "out_proj", "qkv_proj")
 
@@ -41,7 +41,7 @@ class BlockShape:
     """The shape of a pre-norm block. rms: norms without means; gated: a gated feed-forward part;
     bias, out_bias, mlp_bias: of queries, keys and values, of what follows, of the rest. scales: the
     names of learned factors of the two branches, [hidden] each. qk_norm: RMS norms of all queries
-    and all keys of a token, called q_norm and k_norm.
+    and all keys of a token, called q_norm and k_norm. causal: tokens see none behind them.
     """
 
     hidden: int
@@ -58,6 +58,7 @@ class BlockShape:
     neox: bool = True
     scales: tuple[str, str] | None = None
     qk_norm: bool = False
+    causal: bool = False
     names: BlockNames = field(factory=BlockNames)
 
 
@@ -69,7 +70,7 @@ class VisionAttention(Module):
         names, hidden = shape.names.projections, shape.hidden
         self.head_dim = shape.head_dim or hidden // shape.heads
         self.heads = b.shared.mesh.tensor.part(shape.heads, b.prefix)
-        self.ops, self.neox = b.ops, shape.neox
+        self.ops, self.neox, self.causal = b.ops, shape.neox, shape.causal
         whole = shape.heads * self.head_dim
         parts = {names.q: whole, names.k: whole, names.v: whole}
         self.qkv = b.linear(names.qkv, hidden, parts, bias=shape.bias)
@@ -79,9 +80,16 @@ class VisionAttention(Module):
         norms = ("q_norm", "k_norm") if shape.qk_norm else ()
         self.norms = ModuleList(b.rms_norm(name, whole, shape.eps) for name in norms)
 
-    def forward(self, x: Tensor, lengths: Sequence[int], turns: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        lengths: Sequence[int],
+        turns: Tensor | None,
+        unseen: Tensor | None = None,
+    ) -> Tensor:
         """x: [patches, hidden]; lengths: patches of each image, or window; turns: [patches,
-        head_dim], cosines, then sines, of the rotation.
+        head_dim], cosines, then sines, of the rotation; unseen: [patches] bool, those that others
+        do not see, of images of one length.
         """
         q, k, v = self.qkv(x).view(len(x), 3, self.heads, self.head_dim).unbind(1)
         if len(self.norms):
@@ -91,22 +99,28 @@ class VisionAttention(Module):
             q, k = q.contiguous(), k.contiguous()
             places = torch.arange(len(x), device=x.device)
             self.ops.rotary(q, k, places, turns, self.neox)
-        out: Tensor = self.out(attend(q, k, v, lengths).flatten(1))
+        if self.causal:
+            rows = (t.split(list(lengths)) for t in (q, k, v))
+            seen = torch.cat([_causal(*row) for row in zip(*rows, strict=True)])
+        elif unseen is not None:
+            seen = _partly(q, k, v, ~unseen.view(len(lengths), -1))
+        else:
+            seen = self.ops.varlen_attention(q, k, v, lengths)
+        out: Tensor = self.out(seen.flatten(1))
         return out
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
-    """[tokens, heads, head_dim] of rows of these lengths, in which all see all."""
-    if len(set(lengths)) == 1:
-        shape = (len(lengths), lengths[0], *q.shape[1:])
-        q, k, v = (t.reshape(shape).transpose(1, 2) for t in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1)
-    found, first = [], 0
-    for length in lengths:
-        own = slice(first, first + length)
-        found.append(attend(q[own], k[own], v[own], [length]))
-        first += length
-    return torch.cat(found)
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q, k, v: [tokens, heads, head_dim] of one row -> as q."""
+    q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1)
+
+
+def _partly(q: Tensor, k: Tensor, v: Tensor, shown: Tensor) -> Tensor:
+    """q, k, v: [rows * tokens, heads, head_dim]; shown: [rows, tokens] bool -> as q."""
+    q, k, v = (t.view(*shown.shape, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
+    found = F.scaled_dot_product_attention(q, k, v, attn_mask=shown[:, None, None])
+    return found.transpose(1, 2).flatten(0, 1)
 
 
 class Block(Module):
@@ -136,9 +150,15 @@ class Block(Module):
                 up=names.up, down=names.down,
             )  # fmt: skip
 
-    def forward(self, x: Tensor, lengths: Sequence[int], turns: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        lengths: Sequence[int],
+        turns: Tensor | None = None,
+        unseen: Tensor | None = None,
+    ) -> Tensor:
         """x: [patches, hidden] -> [patches, hidden]."""
-        seen = self.attn(self.norm1(x), lengths, turns)
+        seen = self.attn(self.norm1(x), lengths, turns, unseen)
         x = x + (seen * self.scale1 if self.scaled else seen)
         found = self.mlp(self.norm2(x))
         out: Tensor = x + (found * self.scale2 if self.scaled else found)

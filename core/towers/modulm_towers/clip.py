@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import field, frozen
 from torch import Tensor
-from torch.nn import Module, ModuleList
+from torch.nn import ModuleList
 
 from modulm.errors import UnsupportedError
 from modulm_layers import size
 from modulm_towers.blocks import Block, BlockShape, patches
+from modulm_towers.pieces import Pieces, Tower
 
 if TYPE_CHECKING:
     from modulm.nn import Builder
@@ -24,6 +25,8 @@ _KINDS = (
     "clip_vision_model",
     "siglip_vision_model",
     "idefics3_vision",
+    "minicpmv4_6_vision",
+    "phi4_multimodal_vision",
     "smolvlm_vision",
 )
 
@@ -58,7 +61,7 @@ class TowerConfig:
             raise ValueError("patch_size: larger than image_size")
 
 
-class ClipTower(Module):
+class ClipTower(Tower):
     """The encoder of CLIP, which begins with a token of its own, or of SigLIP, which does not."""
 
     first: Tensor
@@ -99,7 +102,7 @@ class ClipTower(Module):
         out: Tensor = self.norm(x.flatten(0, 1)).view(x.shape) if self.clip else x
         return out
 
-    def states(self, pixels: Tensor, layers: Sequence[int]) -> list[Tensor]:
+    def states(self, pixels: Tensor, layers: Sequence[int]) -> Pieces[list[Tensor]]:
         """[n, tokens, hidden] after as many layers; negative ones count from the last."""
         count = len(self.layers)
         wanted = [index % (count + 1) for index in layers]
@@ -110,11 +113,12 @@ class ClipTower(Module):
             x = layer(x, lengths)
             if index + 1 in wanted:
                 found[index + 1] = x.view(shape)
+            yield len(x)
         return [found[index] for index in wanted]
 
-    def forward(self, pixels: Tensor) -> Tensor:
+    def run(self, pixels: Tensor) -> Pieces[Tensor]:
         """[n, tokens, hidden] after the last norm, without CLIP's own token."""
-        (x,) = self.states(pixels, [-1])
+        (x,) = yield from self.states(pixels, [-1])
         x = self.post(x.flatten(0, 1)).view(x.shape)
         out: Tensor = x[:, 1:] if self.clip else x
         return out

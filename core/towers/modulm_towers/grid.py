@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["axial_turns", "grid_places", "grid_positions", "interpolated", "lengths_of", "windows"]
+__all__ = ["axial_turns", "grid_places", "interpolated", "lengths_of", "windows"]
 
 #: (frames, rows, columns) of patches.
 Grid = Sequence[int]
@@ -72,29 +71,4 @@ def interpolated(table: Tensor, grid: Grid, places: Tensor) -> Tensor:
     for rows, down in ((low[:, 0], 1 - part[:, 0]), (high[:, 0], part[:, 0])):
         for columns, across in ((low[:, 1], 1 - part[:, 1]), (high[:, 1], part[:, 1])):
             found += table[(rows * side + columns).to(table.device)] * (down * across)[:, None]
-    return found
-
-
-def grid_positions(
-    length: int, items: Sequence[tuple[int, int, Sequence[Grid]]], merge: int
-) -> np.ndarray:
-    """[3, length] int64, the positions of a prompt's tokens in time, height and width.
-
-    items: (first token, end, grids of patches) of the placeholder tokens of images; those of one
-    item follow each other. Text goes on behind the largest position of an image's sides.
-    """
-    found = np.zeros((3, length), dtype=np.int64)
-    at = position = 0
-    for first, end, grids in items:
-        found[:, at:first] = position + np.arange(first - at)
-        position += first - at
-        at = first
-        for frames, rows, columns in grids:
-            shape = (frames, rows // merge, columns // merge)
-            count = int(np.prod(shape))
-            found[:, at : at + count] = np.indices(shape).reshape(3, -1) + position
-            position += max(shape[1:])
-            at += count
-        at = end
-    found[:, at:] = position + np.arange(length - at)
     return found

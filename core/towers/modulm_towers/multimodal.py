@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -14,33 +14,44 @@ from torch.nn import Module
 
 from modulm.contracts.media import MediaItem
 from modulm.contracts.model import Batch, CacheSpec, Model, MtpLayer
-from modulm.errors import CheckpointError, UnsupportedError
+from modulm.errors import CheckpointError, ConfigError, UnsupportedError
 from modulm.nn import Builder, Rewrite, WeightNames, read_config
+from modulm.parallel import ProcessGroup
 from modulm_layers import tiny_config
+from modulm_media.flags import MediaConfig
+from modulm_towers.pieces import Pieces, whole
+from modulm_towers.spread import Spread
 from modulm_towers.text import TEXT_NAMES, TextConfig, completed
 
 __all__ = ["MultimodalConfig", "MultimodalModel", "cropped", "flat_patches", "stacked", "tiny_text"]
 
 #: What lies around the text model, wherever that has it.
 _AROUND = (
-    r"^model\.(vision_tower|vision_model|visual|multi_modal_projector|connector|image_newline|"
-    r"mlp1|projector|vision_projection|vision_embedder|aligner)\b"
+    r"^model\.(vision_tower|vision_model|vision_encoder|visual|multi_modal_projector|connector|"
+    r"image_newline|mlp1|projector|vision_projection|vision_embedder|aligner|"
+    r"visual_embeddings_table|audio_tower)\b"
 )
 
 
 @frozen(eq=False, kw_only=True)
 class MultimodalConfig:
-    """config.json of a model around a text model. text: that one's; vision: of `vision_type`;
-    whole: of `whole_type`, the keys beside them.
+    """config.json of a model around a text model. text: that one's; vision: of `vision_type`, where
+    it sees; audio: of `audio_type`, where it hears; whole: of `whole_type`, the keys beside them.
 
     Keys that the file leaves out are those of transformers' class for it.
     """
 
-    vision_type: ClassVar[type]
+    vision_type: ClassVar[type | None] = None
+    audio_type: ClassVar[type | None] = None
+    #: What the file calls the configuration of what hears.
+    audio_key: ClassVar[str] = "audio_config"
     whole_type: ClassVar[type | None] = None
+    #: Keys of the text model that the model around it obeys itself.
+    text_ignored: ClassVar[tuple[str, ...]] = ()
 
     text: TextConfig
-    vision: Any
+    vision: Any = None
+    audio: Any = None
     whole: Any = None
 
     @classmethod
@@ -51,13 +62,11 @@ class MultimodalConfig:
         if known is None:
             raise UnsupportedError(f"{name}: the installed transformers does not know it")
         keys = known.to_dict()
-        vision = keys.get("vision_config")
-        if not isinstance(vision, Mapping):
-            raise CheckpointError(f"{file}: vision_config: a table is expected")
         whole = None if cls.whole_type is None else read_config(keys, cls.whole_type, file)
         return cls(
-            text=TextConfig.from_table(table, file),
-            vision=read_config(vision, cls.vision_type, file),
+            text=TextConfig.from_table(table, file, cls.text_ignored),
+            vision=_part(keys, "vision_config", cls.vision_type, file),
+            audio=_part(keys, cls.audio_key, cls.audio_type, file),
             whole=whole,
             **cls.more(keys, file),
         )
@@ -88,6 +97,16 @@ class MultimodalConfig:
         return self.text.sliding_window
 
 
+def _part(keys: Mapping[str, Any], key: str, into: type | None, file: str) -> Any:
+    """The configuration of an encoder, None for a model without it."""
+    if into is None:
+        return None
+    table = keys.get(key)
+    if not isinstance(table, Mapping):
+        raise CheckpointError(f"{file}: {key}: a table is expected")
+    return read_config(table, into, file)
+
+
 class MultimodalModel(Module, Model):
     """A text model and what turns media into embeddings for it.
 
@@ -103,18 +122,54 @@ class MultimodalModel(Module, Model):
     def __init__(self, config: Any, build: Builder) -> None:
         super().__init__()
         self.config = config
-        inner = evolve(build, shared=evolve(build.shared, spans=self.bidirectional))
-        self.text = config.text.driver(config.text.text, inner)
+        engine = build.shared.config
+        flags = MediaConfig() if engine is None else engine.group(MediaConfig)
+        self.only_encodes = flags.mm_encoder_only
+        inner = evolve(build, shared=evolve(build.shared, spans=self.spans(config)))
+        if self.only_encodes:
+            self._leave_out_text(config, inner)
+        else:
+            self.text = config.text.driver(config.text.text, inner)
         self.dtype, self.device = build.shared.dtype, build.shared.device
-        self.make_encoders(config, build)
+        self._sharing: Spread | None = None
+        mesh = build.shared.mesh
+        if flags.mm_encoder_tp_mode == "data" and mesh.tensor.size > 1:
+            self._sharing = Spread(mesh.tensor, self._encoded, self.dtype, self.device)
+            alone = evolve(mesh, tensor=ProcessGroup())
+            build = evolve(build, shared=evolve(build.shared, mesh=alone))
+        self.make_encoders(config, _stored_plain(build) if config.text.alone else build)
+
+    def _leave_out_text(self, config: Any, inner: Builder) -> None:
+        """Make the text model without memory, but for its table of embeddings: an item may have
+        tokens of text between its own.
+        """
+        if type(self).tasks != ("generate",):
+            raise ConfigError("mm_encoder_only", f"{type(self).__name__} is no model that writes")
+        self.tasks = ("token_embed",)  # type: ignore[misc]
+        away = inner.stage(False).shared
+        inner = evolve(inner, shared=evolve(away, ropes={}))
+        text = config.text.driver(config.text.text, inner)
+        object.__setattr__(self, "text", text)
+        own = {id(module) for module in getattr(text, "embed", Module()).modules()}
+        for unit in [unit for unit in away.units if id(unit.module) in own]:
+            away.units.remove(unit)
+            away.elsewhere.append(unit)
+
+    @classmethod
+    def spans(cls, config: Any) -> bool | Literal["windows"]:
+        """Which layers let the tokens of an image see each other in both directions."""
+        return cls.bidirectional
 
     @abstractmethod
     def make_encoders(self, config: Any, b: Builder) -> None:
         """Make what `features` runs; `b` stands at the top."""
 
     @abstractmethod
-    def features(self, items: Sequence[MediaItem]) -> Sequence[Tensor]:
-        """[n, hidden] of each item: what replaces its placeholders, in order."""
+    def features(self, items: Sequence[MediaItem]) -> Sequence[Tensor] | Pieces[Sequence[Tensor]]:
+        """[n, hidden] of each item: what replaces its placeholders, in order.
+
+        Stops between layers where it is a generator, as those of `Tower.run` are.
+        """
 
     @classmethod
     def weights(cls, config: Any) -> WeightNames:
@@ -133,11 +188,24 @@ class MultimodalModel(Module, Model):
 
     @property
     def caches(self) -> tuple[CacheSpec, ...]:
-        found: tuple[CacheSpec, ...] = self.text.caches
+        found: tuple[CacheSpec, ...] = () if self.only_encodes else self.text.caches
         return found
 
+    @property
+    def pooling(self) -> str:
+        return "MEDIA" if self.only_encodes else super().pooling
+
     def encode(self, items: Sequence[MediaItem]) -> Sequence[Tensor]:
-        features = self.features(items)
+        if self._sharing is not None:
+            return self._sharing.at_once(items)
+        return whole(self._encoded(items))
+
+    def encode_in_pieces(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
+        return self._encoded(items) if self._sharing is None else self._sharing.run(items)
+
+    def _encoded(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
+        given = self.features(items)
+        features = (yield from given) if isinstance(given, Generator) else given
         return [self._placed(item, own) for item, own in zip(items, features, strict=True)]
 
     def _placed(self, item: MediaItem, features: Tensor) -> Tensor:
@@ -153,8 +221,16 @@ class MultimodalModel(Module, Model):
         return found
 
     def forward(self, batch: Batch) -> Tensor:
+        if self.only_encodes:
+            given = batch.embeds
+            return self._nothing(batch.tokens) if given is None else given.to(self.dtype)
         hidden: Tensor = self.text(batch)
         return hidden
+
+    def _nothing(self, tokens: Tensor) -> Tensor:
+        """[tokens, hidden] of text, where that is not read."""
+        width = self.config.hidden_size
+        return torch.zeros(len(tokens), width, dtype=self.dtype, device=self.device)
 
     def states(self, batch: Batch, layers: Sequence[int]) -> tuple[Tensor, ...]:
         found: tuple[Tensor, ...] = self.text.states(batch, layers)
@@ -165,6 +241,8 @@ class MultimodalModel(Module, Model):
         return found
 
     def logits(self, hidden: Tensor) -> Tensor:
+        if self.only_encodes:
+            return hidden
         logits: Tensor = self.text.logits(hidden)
         return logits
 
@@ -172,6 +250,14 @@ class MultimodalModel(Module, Model):
         """One of an item's tensors, on the device; numbers in the model's dtype."""
         found = torch.from_numpy(np.array(item.tensors[name])).to(self.device)
         return found.to(self.dtype) if found.is_floating_point() else found
+
+
+def _stored_plain(build: Builder) -> Builder:
+    """The builder for parts that are not quantized."""
+    plain = build.shared.plain
+    if plain is None:
+        return build
+    return evolve(build, shared=evolve(build.shared, choose_method=lambda spec: plain))
 
 
 def stacked(

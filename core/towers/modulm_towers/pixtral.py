@@ -13,6 +13,7 @@ from modulm_layers import AttentionNames
 from modulm_towers.blocks import Block, BlockNames, BlockShape, patches
 from modulm_towers.clip import TowerConfig
 from modulm_towers.grid import grid_places
+from modulm_towers.pieces import Pieces
 
 if TYPE_CHECKING:
     from modulm.nn import Builder
@@ -49,7 +50,7 @@ class PixtralTower(Module):
         at, count = b.at("transformer"), c.num_hidden_layers
         self.layers = ModuleList(Block(at.at(f"layers.{i}"), shape) for i in range(count))
 
-    def states(self, images: Sequence[Tensor], layers: Sequence[int]) -> list[Tensor]:
+    def states(self, images: Sequence[Tensor], layers: Sequence[int]) -> Pieces[list[Tensor]]:
         """images: [channels, height, width] each -> [patches of all, hidden] after as many layers;
         negative ones count from the last.
         """
@@ -63,6 +64,7 @@ class PixtralTower(Module):
         found = {0: x}
         for index, layer in enumerate(self.layers[: max(wanted)]):
             x = found[index + 1] = layer(x, lengths, turns)
+            yield len(x)
         return [found[index] for index in wanted]
 
     def _turns(self, places: Tensor) -> Tensor:

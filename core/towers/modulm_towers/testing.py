@@ -1,4 +1,4 @@
-"""The kit for models that read images: the engine's answers against transformers' own.
+"""The kit for models that read images or hear: the engine's answers against transformers' own.
 
     FAMILY = ImageFamily(
         LlavaForConditionalGeneration,
@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -29,13 +30,24 @@ from attrs import field, frozen
 import modulm
 from modulm.testing.checkpoints import make_tiny, make_tokenizer
 from modulm_media.processors import load_processor
+from modulm_media.values import Video
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from modulm.contracts.model import Model
 
-__all__ = ["ImageFamily", "check_images", "images", "write_family"]
+__all__ = [
+    "ImageFamily",
+    "Prompt",
+    "SoundFamily",
+    "check_images",
+    "films",
+    "images",
+    "prompts_of",
+    "sounds",
+    "write_family",
+]
 
 #: The first id of a family's own special tokens.
 FIRST = 480
@@ -48,8 +60,12 @@ class ImageFamily:
     """tokens: attribute of the tokenizer -> special token, or more tokens under numbers.
     processor: makes the real one. mark: what stands for an image in prompts, the processor's
     `image_token` if it is empty. sizes: (width, height) of the images. loads: the class of
-    transformers that opens the checkpoint. chunk: tokens of a piece of a prompt; images that look
-    both ways have to fit.
+    transformers that opens the checkpoint, the architecture's own if empty. chunk: tokens of a
+    piece of a prompt; images that look both ways have to fit. prefix: all of a prompt with images
+    does, and there is none without. videos: (frames, width, height) of videos, for models that take
+    them; video_mark: what stands for one. mixes: whether transformers takes images and videos in a
+    prompt. reuses: whether prompts as short as these are found again; states of recurrent layers
+    are not kept for them.
     """
 
     driver: type[Model]
@@ -60,12 +76,75 @@ class ImageFamily:
     changes: Mapping[str, Any] = field(factory=dict)
     loads: str = "AutoModelForImageTextToText"
     chunk: int = 7
+    prefix: bool = False
+    videos: tuple[tuple[int, int, int], ...] = ((4, 44, 30), (6, 30, 44))
+    video_mark: str = ""
+    mixes: bool = True
+    reuses: bool = True
+    kind: ClassVar[str] = "image"
+    #: What transformers' processors call a list of them.
+    keyword: ClassVar[str] = "images"
+
+    def items(self) -> Sequence[Any]:
+        """The images, or whatever it takes, of the prompts."""
+        return images(self.sizes)
+
+    def further(self, mark: str) -> Sequence[Prompt]:
+        """Prompts that only this family is tried with; mark: what stands for an item."""
+        return ()
+
+    def given(self, processor: Any, prompt: Prompt) -> Mapping[str, Any]:
+        """What transformers' model is given for a prompt."""
+        media: dict[str, Any] = {self.keyword: list(prompt.items)} if prompt.items else {}
+        if prompt.videos:
+            media["videos"] = [video.frames for video in prompt.videos]
+            media["video_metadata"] = [video.metadata() for video in prompt.videos]
+            media["do_sample_frames"] = False
+        found: Mapping[str, Any] = processor(
+            text=[prompt.text], add_special_tokens=False, return_tensors="pt", **media
+        )
+        return found
 
     @property
     def architecture(self) -> str:
         """What config.json calls it."""
         name: str = self.driver.tiny()["architectures"][0]
         return name
+
+
+@frozen(eq=False)
+class SoundFamily(ImageFamily):
+    """A family that hears. seconds: of its sounds, at 16,000 samples each. inputs: what
+    transformers' model is given for a prompt, by processor, text and sounds, where it is not what
+    the processor makes of all of them.
+    """
+
+    seconds: tuple[float, ...] = (0.32, 0.2, 0.45)
+    inputs: Callable[[Any, str, Sequence[Any]], Mapping[str, Any]] | None = None
+    loads: str = ""
+    videos: tuple[tuple[int, int, int], ...] = ()
+    kind: ClassVar[str] = "audio"
+    keyword: ClassVar[str] = "audio"
+
+    def items(self) -> Sequence[Any]:
+        """The sounds of the prompts."""
+        return sounds(self.seconds)
+
+    def given(self, processor: Any, prompt: Prompt) -> Mapping[str, Any]:
+        """What transformers' model is given for a prompt."""
+        if self.inputs is None:
+            return super().given(processor, prompt)
+        return self.inputs(processor, prompt.text, prompt.items)
+
+
+def sounds(seconds: Sequence[float], seed: int = 0) -> list[np.ndarray]:
+    """[n] float32, noise that swells and fades, at 16,000 samples a second."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for length in seconds:
+        noise = rng.normal(0, 0.2, int(length * 16000))
+        found.append((noise * np.sin(np.linspace(0, 9, len(noise)))).astype(np.float32))
+    return found
 
 
 def images(sizes: Sequence[tuple[int, int]], seed: int = 0) -> list[Image]:
@@ -75,6 +154,57 @@ def images(sizes: Sequence[tuple[int, int]], seed: int = 0) -> list[Image]:
     rng = np.random.default_rng(seed)
     coarse = [Image.fromarray(rng.integers(0, 256, (5, 5, 3), dtype=np.uint8)) for _ in sizes]
     return [picture.resize(size) for picture, size in zip(coarse, sizes, strict=True)]
+
+
+def films(sizes: Sequence[tuple[int, int, int]]) -> list[Video]:
+    """Random videos of 4 frames a second."""
+    found = []
+    for seed, (frames, width, height) in enumerate(sizes):
+        pictures = images([(width, height)] * frames, 100 + seed)
+        found.append(Video(np.stack([np.asarray(picture) for picture in pictures]), 4.0))
+    return found
+
+
+@frozen(eq=False)
+class Prompt:
+    """A prompt with what stands at its placeholders: items of the family's kind, and videos."""
+
+    text: str
+    items: Sequence[Any] = ()
+    videos: Sequence[Video] = ()
+
+    def asked(self, kind: str) -> Any:
+        """What `LLM.generate` takes."""
+        data: dict[str, Any] = {}
+        if self.items:
+            data[kind] = list(self.items)
+        if self.videos:
+            data["video"] = [(video.frames, {"fps": video.fps}) for video in self.videos]
+        return {"prompt": self.text, "multi_modal_data": data} if data else self.text
+
+
+def prompts_of(family: ImageFamily, processor: Any) -> list[Prompt]:
+    """One image or sound and several, none, and where the model takes them videos, alone and
+    beside others.
+    """
+    items = family.items()
+    mark = family.mark or str(getattr(processor, f"{family.kind}_token"))
+    found = [
+        Prompt(f"The capital {mark} of France is", items[:1]),
+        Prompt("Once upon a time there was a small cat"),
+        Prompt(f"Hello {mark} how {mark} are you", items[:2]),
+        Prompt(f"The capital {mark} of France is", items[2:]),
+    ]
+    found += family.further(mark)
+    if family.prefix:
+        found = [prompt for prompt in found if prompt.items]
+    if "video" in family.driver.media and family.videos:
+        shown = films(family.videos)
+        film = family.video_mark or str(processor.video_token)
+        found.append(Prompt(f"The film {film} is about", (), shown[1:]))
+        between, beside = (mark, items[1:2]) if family.mixes else ("this", ())
+        found.append(Prompt(f"First {film} then {between} and {film} of", beside, shown))
+    return found
 
 
 def write_family(family: ImageFamily, folder: Path) -> Path:
@@ -99,38 +229,34 @@ def write_family(family: ImageFamily, folder: Path) -> Path:
 
 
 def check_images(family: ImageFamily, folder: Path, **flags: Any) -> None:
-    """One and several images, mixed batches, prompts in pieces, prefixes found again, rows that
-    were preempted: as transformers has it. Raises AssertionError with what was expected.
+    """One and several images or sounds, mixed batches, prompts and encoders in pieces, prefixes
+    found again, rows that were preempted: as transformers has it. Raises AssertionError with what
+    was expected.
     """
     write_family(family, folder)
     reference = _Reference(family, folder)
-    pictures = images(family.sizes)
-    mark = family.mark or str(reference.processor.image_token)
-    prompts = [
-        (f"The capital {mark} of France is", pictures[:1]),
-        ("Once upon a time there was a small cat", []),
-        (f"Hello {mark} how {mark} are you", pictures[:2]),
-        (f"The capital {mark} of France is", pictures[2:]),
-    ]
+    prompts = prompts_of(family, reference.processor)
     settings: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_logprobs": -1}
     settings |= {"attention_backend": "sdpa", "block_size": 16, **flags}
     with modulm.LLM(str(folder), **settings) as llm:
-        answers = _ask(llm, prompts, whole=True)
+        answers = _ask(llm, family, prompts, whole=True)
         for prompt, answer in zip(prompts, answers, strict=True):
             reference.compare(prompt, answer)
-        again = _ask(llm, prompts)
-        assert any(answer.num_cached_tokens for answer in again), "no prefix was found again"
+        again = _ask(llm, family, prompts)
+        if family.reuses:
+            assert any(answer.num_cached_tokens for answer in again), "no prefix was found again"
         _same(again, answers, "after prefixes were found again")
     settings["enable_prefix_caching"] = False
+    settings |= {"mm_encoder_chunk": 1}
     with modulm.LLM(str(folder), **settings, long_prefill_token_threshold=family.chunk) as llm:
-        _same(_ask(llm, prompts), answers, f"in pieces of {family.chunk}")
+        _same(_ask(llm, family, prompts), answers, f"in pieces of {family.chunk}")
     # All prompts find room together, but not what they go on to say; windows need less.
     blocks = sum(-(-len(answer.prompt_token_ids) // 16) for answer in answers)
     for spare in (2, -1, -4):
         with modulm.LLM(str(folder), **settings, num_gpu_blocks_override=blocks + spare) as llm:
             counted = _Counted()
             llm.count_by(counted)
-            _same(_ask(llm, prompts, most=3 * 16), answers, "after rows were preempted")
+            _same(_ask(llm, family, prompts, most=3 * 16), answers, "after rows were preempted")
         if counted.preempted:
             return
     raise AssertionError("nothing was preempted")
@@ -153,43 +279,54 @@ class _Reference:
     def __init__(self, family: ImageFamily, folder: Path) -> None:
         import transformers
 
+        self.family = family
+        self.prefix = family.prefix
         self.processor = load_processor(str(folder), str(folder))
-        self.model = getattr(transformers, family.loads).from_pretrained(
+        self.model = getattr(transformers, family.loads or family.architecture).from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         )
         self.model.eval()
 
-    def compare(self, prompt: tuple[str, list[Image]], answer: Any) -> None:
-        text, pictures = prompt
-        given = {"images": pictures} if pictures else {}
-        inputs = self.processor(text=[text], add_special_tokens=False, return_tensors="pt", **given)
+    def compare(self, prompt: Prompt, answer: Any) -> None:
+        text = prompt.text
+        inputs = dict(self.family.given(self.processor, prompt))
         ids = inputs["input_ids"][0].tolist()
         assert answer.prompt_token_ids == ids, (
             f"{text!r} became {answer.prompt_token_ids}, transformers has {ids}"
         )
         (choice,) = answer.outputs
+        # Transformers would look for media at placeholders that the model writes.
+        said = [*takewhile(lambda token: token < FIRST, choice.token_ids[:-1])]
+        inputs.pop("labels", None)
         for name, tensor in inputs.items():
+            if name == "cross_attention_mask":
+                inputs[name] = torch.cat([tensor, *[tensor[:, -1:]] * len(said)], dim=1)
             if name in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"):
-                more = torch.tensor([choice.token_ids[:-1]])
-                more = more if name == "input_ids" else torch.full_like(more, name[0] == "a")
+                more = torch.tensor([said], dtype=tensor.dtype)
+                if name != "input_ids":
+                    more = torch.full_like(more, name == "attention_mask" or self.prefix)
                 inputs[name] = torch.cat([tensor, more], dim=1)
         with torch.inference_mode():
             expected = self.model(**inputs).logits[0].float().log_softmax(-1)
-        found = [*answer.prompt_logprobs[1:], *choice.logprobs]
+        found = [*answer.prompt_logprobs[1:], *choice.logprobs[: len(said) + 1]]
         assert len(found) == len(expected), f"{len(found)} tokens, transformers has {len(expected)}"
-        table = torch.tensor([[entry[i].logprob for i in range(len(entry))] for entry in found])
+        # Tokens that transformers' head has not are never said.
+        entries = range(expected.shape[1])
+        table = torch.tensor([[entry[i].logprob for i in entries] for entry in found])
         worst = (table - expected).abs().amax(-1)
         assert worst.max() <= TOLERANCE, (
             f"{text!r}: log probabilities differ by {worst.max():.2g} at token "
             f"{int(worst.argmax())} of {len(found)}, the first at "
             f"{int((worst > TOLERANCE).nonzero()[0])}"
         )
-        assert choice.token_ids == expected[len(ids) - 1 :].argmax(-1).tolist()
+        best = expected[len(ids) - 1 :].argmax(-1).tolist()
+        assert choice.token_ids[: len(said) + 1] == best
 
 
 def _ask(
     llm: Any,
-    prompts: Sequence[tuple[str, list[Image]]],
+    family: ImageFamily,
+    prompts: Sequence[Prompt],
     *,
     whole: bool = False,
     most: int = _ANSWER,
@@ -201,10 +338,7 @@ def _ask(
         logprobs=-1,
         prompt_logprobs=-1 if whole else None,
     )
-    asked: list[Any] = [
-        {"prompt": text, "multi_modal_data": {"image": pictures}} if pictures else text
-        for text, pictures in prompts
-    ]
+    asked = [prompt.asked(family.kind) for prompt in prompts]
     found: list[Any] = llm.generate(asked, params, use_tqdm=False)
     for answer in found:
         (choice,) = answer.outputs

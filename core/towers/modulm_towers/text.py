@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import frozen
@@ -21,27 +21,44 @@ TEXT_NAMES = (
 #: `model_type` of a text model that other models are built around, and what runs it.
 _TEXT: Mapping[str, str] = {
     "cohere2": "Cohere2ForCausalLM",
+    "deepseek_ocr2_text": "DeepseekForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3n_text": "Gemma3nForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
+    "glm4v_moe_text": "Glm4MoeForCausalLM",
+    "glm4v_text": "Glm4ForCausalLM",
     "granite": "GraniteForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "llama": "LlamaForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mllama_text_model": "MllamaForCausalLM",
+    "modernbert": "ModernBertModel",
+    "paddleocr_vl_text": "LlamaForCausalLM",
+    "phi4_multimodal": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen2_5_omni_text": "Qwen2ForCausalLM",
     "qwen2_5_vl_text": "Qwen2ForCausalLM",
     "qwen2_vl_text": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_omni_moe_text": "Qwen3MoeForCausalLM",
     "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
 }
-#: Files from before text models had a table of their own: all keys lie at the top.
-_FLAT: Mapping[str, str] = {"qwen2_5_vl": "qwen2_5_vl_text", "qwen2_vl": "qwen2_vl_text"}
+#: Files whose text model has no table of its own, or had none before: all keys lie at the top.
+_FLAT: Mapping[str, str] = {
+    "phi4_multimodal": "phi4_multimodal",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen2_vl": "qwen2_vl_text",
+}
 
 
 def text_architecture(config: Mapping[str, Any]) -> str | None:
@@ -56,24 +73,30 @@ def text_architecture(config: Mapping[str, Any]) -> str | None:
 class TextConfig:
     """The text model's driver and its configuration, with what transformers adds to the file.
 
-    Files of such checkpoints leave out what is a default of the text model's class there.
+    Files of such checkpoints leave out what is a default of the text model's class there. alone:
+    whether they say of the text model, and not of the whole, how it is quantized.
     """
 
     driver: Any
     text: Any
     name: str
+    alone: bool = False
 
     @classmethod
-    def from_table(cls, table: Mapping[str, Any], file: str) -> TextConfig:
-        """Raises UnsupportedError for a text model that no plugin provides, CheckpointError for
-        values that transformers or that plugin refuses."""
+    def from_table(
+        cls, table: Mapping[str, Any], file: str, ignored: Sequence[str] = ()
+    ) -> TextConfig:
+        """ignored: keys that the text model is not told. Raises UnsupportedError for a text model
+        that no plugin has, CheckpointError for values that transformers or that plugin refuses.
+        """
         name, text = str(table["architectures"][0]), text_architecture(table)
         if text is None:
             raise UnsupportedError(f"{name}: no plugin provides its text model")
         driver = current().load("models", text)
-        return cls(
-            driver, read_config(_text_table(name, table, file), driver.config_type, file), name
-        )
+        told = {k: v for k, v in _text_table(name, table, file).items() if k not in ignored}
+        nested = table.get("text_config") or {}
+        alone = "quantization_config" in nested and "quantization_config" not in table
+        return cls(driver, read_config(told, driver.config_type, file), name, alone)
 
     @property
     def vocab_size(self) -> int:
@@ -93,13 +116,15 @@ class TextConfig:
 
 
 def completed(name: str, table: Mapping[str, Any], file: str) -> Any:
-    """config.json as transformers' configuration of the architecture; None if it has none.
+    """config.json as transformers' configuration of the architecture; None if it has none. That of
+    a classifier which transformers has not is its family's.
 
     Raises CheckpointError for values that it refuses.
     """
     import transformers
 
-    model = getattr(transformers, name, None)
+    writes = name.replace("ForSequenceClassification", "ForConditionalGeneration")
+    model = getattr(transformers, name, None) or getattr(transformers, writes, None)
     if model is None:
         return None
     try:

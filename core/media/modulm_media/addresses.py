@@ -1,0 +1,104 @@
+"""Where media may be fetched from: hosts by name, and the addresses that they resolve to."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+from collections.abc import Sequence
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+
+import httpx
+
+from modulm_media.flags import MediaConfig
+from modulm_media.limits import Undecodable
+
+__all__ = ["Hosts"]
+
+_NAT64 = ip_network("64:ff9b::/96")
+_6TO4 = ip_network("2002::/16")
+#: What URLs are written without; programs disagree about what it would mean.
+_STRANGE = re.compile(r"[\x00-\x20\x7f\\]")
+
+
+class Hosts:
+    """The hosts that a server's flags allow."""
+
+    def __init__(self, flags: MediaConfig) -> None:
+        domains = flags.allowed_media_domains
+        self._domains = None if domains is None else [_plain(domain) for domain in domains]
+        self._networks = [ip_network(one) for one in flags.allowed_media_networks]
+
+    def parsed(self, url: str) -> httpx.URL:
+        """The URL, which is fetched as it was read here. Raises Undecodable."""
+        if _STRANGE.search(url):
+            raise Undecodable("a URL has no spaces, backslashes or control characters")
+        try:
+            found = httpx.URL(url)
+        except (httpx.InvalidURL, ValueError, UnicodeError) as error:
+            raise Undecodable("this is no URL") from error
+        return self.checked(found)
+
+    def checked(self, url: httpx.URL) -> httpx.URL:
+        """The URL, if its scheme and host are allowed. Raises Undecodable."""
+        if url.scheme not in ("http", "https"):
+            raise Undecodable("only http, https, data and file URLs are read")
+        if url.userinfo or _STRANGE.search(str(url)):
+            raise Undecodable("a URL with a user or control characters is not read")
+        host = _plain(url.raw_host.decode("ascii"))
+        if not host or "%" in host or not 0 < (url.port or 80) < 2**16:
+            raise Undecodable("the URL has no host")
+        if self._domains is not None and not any(_fits(host, one) for one in self._domains):
+            raise Undecodable(
+                f"media are not fetched from {host[:100]!r} (--allowed-media-domains)"
+            )
+        return url
+
+    async def resolved(self, url: httpx.URL) -> Sequence[str]:
+        """The addresses of the URL's host, each of them allowed. Raises Undecodable."""
+        host = url.raw_host.decode("ascii").strip("[]")
+        port = url.port or (443 if url.scheme == "https" else 80)
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(
+                host, port, type=socket.SOCK_STREAM
+            )
+        except (OSError, UnicodeError) as error:
+            raise Undecodable(f"the host {host[:100]!r} is not known") from error
+        addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+        for address in addresses:
+            if not self.allowed(address):
+                raise Undecodable(
+                    f"the host {host[:100]!r} has no public address (--allowed-media-networks)"
+                )
+        return addresses
+
+    def allowed(self, address: str) -> bool:
+        """Whether a connection may be made to an address."""
+        found: IPv4Address | IPv6Address = ip_address(address.partition("%")[0])
+        inner = _inner(found)
+        if any(one in network for network in self._networks for one in (found, inner)):
+            return True
+        return all(one.is_global and not one.is_multicast for one in (found, inner))
+
+
+def _inner(address: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
+    """The IPv4 address that an IPv6 one stands for, if it does."""
+    if isinstance(address, IPv4Address):
+        return address
+    if address.ipv4_mapped is not None:
+        return address.ipv4_mapped
+    if address in _NAT64:
+        return IPv4Address(int(address) & 0xFFFFFFFF)
+    if address in _6TO4 and address.sixtofour is not None:
+        return address.sixtofour
+    return address.teredo[1] if address.teredo is not None else address
+
+
+def _plain(host: str) -> str:
+    return host.strip().lower().rstrip(".")
+
+
+def _fits(host: str, domain: str) -> bool:
+    if domain.startswith("*."):
+        return host.endswith(domain[1:])
+    return host == domain

@@ -1,0 +1,33 @@
+"""Files that FFmpeg opens, through PyAV."""
+
+from __future__ import annotations
+
+import io as streams
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from modulm_media.limits import Undecodable, said
+
+__all__ = ["opened"]
+
+#: Formats that hold what they show. Lists of other files (HLS, concat, ...) are no such.
+_FORMATS = (
+    "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,ogg,wav,w64,mp3,aac,flac,asf,gif,"
+    "caf,aiff,amr,webp_anim"
+)
+
+
+@contextmanager
+def opened(data: bytes) -> Iterator[Any]:
+    """The container of a file, for the time that it is read. Raises Undecodable."""
+    import av
+
+    options = {"format_whitelist": _FORMATS, "protocol_whitelist": "none"}
+    try:
+        with av.open(streams.BytesIO(data), container_options=options) as container:
+            yield container
+    except (av.FFmpegError, ValueError, IndexError, RuntimeError, TypeError) as error:
+        if isinstance(error, Undecodable):
+            raise
+        raise Undecodable(f"it cannot be decoded: {said(error)}") from error

@@ -1,0 +1,97 @@
+"""The process that decodes files of strangers: one question after the other, on its pipes.
+
+It has no more memory and time than it is given, and writes no files. A question is a JSON header
+with the file behind it, an answer a header with the numbers behind it: nothing that it says is
+carried out by whoever reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import sys
+import time
+from collections.abc import Mapping
+from typing import IO, Any
+
+import numpy as np
+from attrs import asdict
+from PIL import Image
+
+from modulm_media.decode import decode
+from modulm_media.limits import Limits, Undecodable
+from modulm_media.values import Sound, Video
+
+__all__ = ["HEAD", "read_head", "write_head"]
+
+#: The length of a header, as it stands before it.
+HEAD = struct.Struct("<Q")
+_LONGEST = 1 << 24
+
+
+def write_head(pipe: IO[bytes], head: Mapping[str, Any]) -> None:
+    """A header, and its length before it."""
+    data = json.dumps(head).encode()
+    pipe.write(HEAD.pack(len(data)) + data)
+
+
+def read_head(pipe: IO[bytes]) -> dict[str, Any] | None:
+    """A header; None at the end of the pipe."""
+    size = pipe.read(HEAD.size)
+    if size is None or len(size) < HEAD.size:
+        return None
+    (length,) = HEAD.unpack(size)
+    data = pipe.read(length) if length <= _LONGEST else b""
+    if len(data) < length or not data:
+        return None
+    head = json.loads(data)
+    return head if isinstance(head, dict) else None
+
+
+def _answer(question: Mapping[str, Any], data: bytes) -> tuple[dict[str, Any], np.ndarray | None]:
+    """(header, numbers) for a file."""
+    told = question["limits"]
+    formats = None if told["formats"] is None else tuple(told["formats"])
+    limits = Limits(**{**told, "formats": formats})
+    try:
+        value = decode(question["kind"], data, question["io"], limits)
+    except Undecodable as error:
+        return {"error": str(error)}, None
+    except MemoryError:
+        return {"error": "it takes too much memory to be decoded"}, None
+    if isinstance(value, Sound):
+        return {"rate": value.rate}, value.samples
+    if isinstance(value, Video):
+        told = asdict(value, filter=lambda field, _: field.name in ("fps", "total"))
+        return {**told, "indices": value.places.tolist()}, value.frames
+    return {}, np.asarray(value)
+
+
+def _serve(memory: int) -> None:
+    import resource
+
+    # What libraries print must not get between the answers.
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    Image.MAX_IMAGE_PIXELS = None
+    while (question := read_head(sys.stdin.buffer)) is not None:
+        data = sys.stdin.buffer.read(question["size"])
+        # So that it ends even if nobody is left to end it.
+        most = math.ceil(time.process_time() + 4 * question["seconds"] + 1)
+        resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
+        head, numbers = _answer(question, data)
+        if numbers is None:
+            write_head(replies, head)
+        else:
+            write_head(replies, {**head, "shape": numbers.shape, "dtype": numbers.dtype.str})
+            replies.write(np.ascontiguousarray(numbers).data)
+        replies.flush()
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]))

@@ -1,0 +1,71 @@
+"""The processor of Kimi-VL and Kimi K2.5, from transformers' files or from Moonshot AI's own.
+
+Their own files name code that comes with the checkpoint. It is not run: what transformers has for
+Kimi K2.5 does the same, for images of Kimi-VL too, with the settings that are here taken over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+__all__ = ["PROCESSOR", "image_part", "is_moonshots", "video_part"]
+
+#: Of transformers.
+PROCESSOR = ("kimi_k25", "Kimi_K25Processor")
+_IMAGES = "transformers.models.kimi_k25.image_processing_kimi_k25"
+#: Keys of Moonshot's files, for images of Kimi-VL and of Kimi K2.5, and transformers'.
+_SETTINGS = {
+    "patch_size": "patch_size",
+    "image_mean": "image_mean",
+    "image_std": "image_std",
+    "in_token_limit": "max_patches",
+    "in_patch_limit": "max_patches",
+}
+
+
+def is_moonshots(config: Mapping[str, Any]) -> bool:
+    """Whether config.json is of these models."""
+    return config.get("model_type") in ("kimi_vl", "kimi_k25")
+
+
+def image_part(table: Mapping[str, Any]) -> Any:
+    """The image processor of the settings of a file."""
+    from modulm_media.video import loaded
+
+    has_torchvision = find_spec("torchvision") is not None
+    module = import_module(_IMAGES) if has_torchvision else loaded(_IMAGES)
+    return module.Kimi_K25ImageProcessor(**_settings(table))
+
+
+def video_part(table: Mapping[str, Any]) -> Any:
+    """The video processor of the settings of a file."""
+    from modulm_media.video import video_processor_class
+
+    own = table.get("media_proc_cfg")
+    settings = _settings(table)
+    if isinstance(own, Mapping):
+        further = {
+            "max_patches": own.get("in_patch_limit_each_frame"),
+            "temporal_patch_size": own.get("temporal_merge_kernel_size"),
+            "fps": own.get("sample_fps"),
+        }
+        settings |= {key: value for key, value in further.items() if value is not None}
+    return video_processor_class("Kimi_K25VideoProcessor")(**settings)
+
+
+def _settings(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of transformers' classes. Raises ValueError for what those do not do."""
+    own = table.get("media_proc_cfg", table)
+    if not isinstance(own, Mapping) or "merge_kernel_size" not in own:
+        return {key: value for key, value in table.items() if not key.endswith("processor_type")}
+    if not own.get("pad_input", True):
+        raise ValueError("pad_input: images that are cut to whole patches: not yet")
+    found = {name: own[key] for key, name in _SETTINGS.items() if own.get(key) is not None}
+    merge, side = own["merge_kernel_size"], own.get("patch_limit_on_one_side", 512)
+    high, wide = (merge, merge) if isinstance(merge, int) else merge
+    if high != wide:
+        raise ValueError(f"merge_kernel_size: {merge}")
+    return {**found, "merge_size": high, "size": {"max_height": side, "max_width": side}}

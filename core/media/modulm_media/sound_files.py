@@ -1,0 +1,87 @@
+"""Files of sound: libsndfile's formats (WAV, FLAC, Ogg, MP3 ...), FFmpeg's for the rest."""
+
+from __future__ import annotations
+
+import io as streams
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from modulm_media.containers import opened
+from modulm_media.limits import Limits, Undecodable, said
+from modulm_media.values import Sound
+
+__all__ = ["decode_sound"]
+
+_BLOCK = 1 << 16
+_CHANNELS = 16
+_FASTEST = 400_000
+
+
+def decode_sound(data: bytes, io: Mapping[str, Any], limits: Limits) -> Sound:
+    """The sound of a file, its channels as one; io: `rate`, samples a second that it shall have.
+
+    Raises Undecodable. Source: libsndfile, FFmpeg.
+    """
+    import soundfile
+
+    try:
+        with soundfile.SoundFile(streams.BytesIO(data)) as file:
+            return _gathered(file.samplerate, file.channels, _read(file), io, limits)
+    except soundfile.LibsndfileError:
+        pass
+    except (RuntimeError, TypeError, OSError) as error:
+        raise Undecodable(f"the sound cannot be decoded: {said(error)}") from error
+    with opened(data) as container:
+        if not container.streams.audio:
+            raise Undecodable("there is no sound in it")
+        context = container.streams.audio[0].codec_context
+        rate, channels = int(context.sample_rate or 0), int(context.layout.nb_channels)
+        return _gathered(rate, channels, _decoded(container, rate), io, limits)
+
+
+def _read(file: Any) -> Iterator[np.ndarray]:
+    """[n, channels] float32, in pieces."""
+    while len(block := file.read(_BLOCK, dtype="float32", always_2d=True)):
+        yield block
+
+
+def _decoded(container: Any, rate: int) -> Iterator[np.ndarray]:
+    """[n, channels] float32, in pieces."""
+    from av.audio.resampler import AudioResampler
+
+    resampler = AudioResampler(format="fltp", rate=rate)
+    for frame in container.decode(audio=0):
+        for piece in resampler.resample(frame):
+            yield piece.to_ndarray().T
+    for piece in resampler.resample(None):
+        yield piece.to_ndarray().T
+
+
+def _gathered(
+    rate: int, channels: int, pieces: Iterator[np.ndarray], io: Mapping[str, Any], limits: Limits
+) -> Sound:
+    """One channel of all pieces, at the rate that `io` asks for, as they are decoded."""
+    if not 0 < channels <= _CHANNELS or not 0 < rate <= _FASTEST:
+        raise Undecodable(f"sound of {channels} channels at {rate} samples a second")
+    wanted = int(io.get("rate") or rate)
+    stream = None
+    if wanted != rate:
+        from soxr import ResampleStream
+
+        stream = ResampleStream(rate, wanted, 1, dtype="float32")
+    most, count, found = int(limits.seconds * rate), 0, []
+    for piece in pieces:
+        mono = piece.mean(axis=1, dtype=np.float32) if piece.shape[1] > 1 else piece[:, 0]
+        if not np.isfinite(mono).all():
+            raise Undecodable("its samples are not all numbers")
+        count += len(mono)
+        if count > most:
+            raise Undecodable(f"more than {limits.seconds:g} seconds of sound")
+        found.append(mono if stream is None else stream.resample_chunk(mono))
+    if not count:
+        raise Undecodable("there is no sound in it")
+    if stream is not None:
+        found.append(stream.resample_chunk(np.zeros(0, np.float32), last=True))
+    return Sound(np.concatenate(found), wanted)

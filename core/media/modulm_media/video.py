@@ -1,0 +1,189 @@
+"""transformers' video processors where torchvision is not installed.
+
+What they need of torchvision are a few functions on tensors; here these are, with the same results
+to the bit, so that the checkpoint's own processor runs and not a copy of its rules. torchvision's
+packages are built for one kind of torch each, and there are none for CPUs beside it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from functools import lru_cache
+from importlib.util import find_spec, module_from_spec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = [
+    "InterpolationMode",
+    "crop",
+    "functions",
+    "grayscale_to_rgb",
+    "loaded",
+    "normalize",
+    "pad",
+    "resize",
+    "video_processor_class",
+]
+
+
+class InterpolationMode(Enum):
+    """How pixels between others are found."""
+
+    NEAREST = "nearest"
+    NEAREST_EXACT = "nearest-exact"
+    BILINEAR = "bilinear"
+    BICUBIC = "bicubic"
+    LANCZOS = "lanczos"
+    BOX = "box"
+    HAMMING = "hamming"
+
+
+#: Pillow's numbers for them.
+_BY_NUMBER = {
+    0: InterpolationMode.NEAREST,
+    1: InterpolationMode.LANCZOS,
+    2: InterpolationMode.BILINEAR,
+    3: InterpolationMode.BICUBIC,
+    4: InterpolationMode.BOX,
+    5: InterpolationMode.HAMMING,
+}
+_SMOOTH = (InterpolationMode.BILINEAR, InterpolationMode.BICUBIC, InterpolationMode.LANCZOS)
+
+
+def resize(
+    image: Tensor,
+    size: Sequence[int] | int,
+    interpolation: InterpolationMode = InterpolationMode.BILINEAR,
+    antialias: bool = True,
+) -> Tensor:
+    """[..., height, width] -> [..., *size]; bytes stay bytes. Raises ValueError for a mode that
+    torch has not.
+    """
+    height, width = size if isinstance(size, Sequence) else (size, size)
+    if tuple(image.shape[-2:]) == (height, width):
+        return image
+    smooth = interpolation in _SMOOTH
+    if not smooth and not interpolation.value.startswith("nearest"):
+        raise ValueError(f"torch does not resize by {interpolation.value}")
+    given = image.reshape(-1, *image.shape[-3:])
+    cast = given.dtype not in (torch.float32, torch.float64, torch.uint8) or (
+        given.dtype == torch.uint8
+        and interpolation == InterpolationMode.BILINEAR
+        and not _resizes_bytes()
+    )
+    found = F.interpolate(
+        given.float() if cast else given,
+        (height, width),
+        mode=interpolation.value,
+        align_corners=False if smooth else None,
+        antialias=antialias and smooth,
+    )
+    if cast and not image.is_floating_point():
+        found = found.clamp(0, 255) if image.dtype == torch.uint8 else found
+        found = found.round()
+    return found.to(image.dtype).reshape(*image.shape[:-2], height, width)
+
+
+def _resizes_bytes() -> bool:
+    """Whether torchvision resizes bytes as they are here: as integers, with other roundings."""
+    known = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    return known or platform.machine() in ("aarch64", "arm64")
+
+
+def normalize(
+    image: Tensor, mean: Sequence[float], std: Sequence[float], inplace: bool = False
+) -> Tensor:
+    """(image - mean) / std for each channel of [..., channels, height, width]."""
+    shape = (-1, 1, 1)
+    middle = torch.as_tensor(mean, dtype=image.dtype, device=image.device).view(shape)
+    spread = torch.as_tensor(std, dtype=image.dtype, device=image.device).view(shape)
+    moved = image.sub_(middle) if inplace else image.sub(middle)
+    return moved.div_(spread)
+
+
+def pad(
+    image: Tensor, padding: Sequence[int], fill: float = 0, padding_mode: str = "constant"
+) -> Tensor:
+    """Rows and columns around [..., height, width]; padding: left, top, right, bottom."""
+    left, top, right, bottom = padding
+    return F.pad(image, (left, right, top, bottom), mode=padding_mode, value=fill)
+
+
+def crop(image: Tensor, top: int, left: int, height: int, width: int) -> Tensor:
+    """A part of [..., height, width] that lies inside of it."""
+    return image[..., top : top + height, left : left + width]
+
+
+def grayscale_to_rgb(image: Tensor) -> Tensor:
+    """[..., 1 or 3, height, width] -> [..., 3, height, width]."""
+    if image.shape[-3] >= 3:
+        return image
+    return image.expand(*image.shape[:-3], 3, *image.shape[-2:])
+
+
+@lru_cache(maxsize=1)
+def functions() -> SimpleNamespace:
+    """What transformers' modules call `tvF`."""
+    return SimpleNamespace(
+        InterpolationMode=InterpolationMode, crop=crop, grayscale_to_rgb=grayscale_to_rgb,
+        normalize=normalize, pad=pad, resize=resize,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=8)
+def video_processor_class(name: str) -> Any:
+    """transformers' video processor of that name, None where it has none."""
+    from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING_NAMES
+
+    for folder in VIDEO_PROCESSOR_MAPPING_NAMES:
+        spec = find_spec(f"transformers.models.{folder}")
+        spec = None if spec is None else find_spec(f"{spec.name}.video_processing_{folder}")
+        source = "" if spec is None else Path(str(spec.origin)).read_text(encoding="utf-8")
+        if f"\nclass {name}(" in source:
+            return getattr(loaded(str(spec.name)), name)  # type: ignore[union-attr]
+    return None
+
+
+def loaded(name: str) -> ModuleType:
+    """A module of transformers, with our functions where it would have torchvision's."""
+    from transformers import image_processing_backends, video_processing_utils
+
+    for shared in (image_processing_backends, video_processing_utils):
+        vars(shared).setdefault("tvF", functions())
+    if image_processing_backends.pil_torch_interpolation_mapping is None:
+        image_processing_backends.pil_torch_interpolation_mapping = _BY_NUMBER
+        # Asked about releases that cannot do what `resize` can.
+        image_processing_backends.is_torchvision_greater_or_equal = lambda version: True
+    spec = find_spec(name)
+    if spec is None or spec.loader is None:
+        raise ImportError(name)
+    module = module_from_spec(spec)
+    vars(module).update(tvF=functions(), __builtins__={**vars(builtins), "__import__": _import})
+    sys.modules[name] = module  # where its classes' annotations are looked up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _import(
+    name: str,
+    names: Mapping[str, object] | None = None,
+    own: Mapping[str, object] | None = None,
+    fromlist: Sequence[str] | None = (),
+    level: int = 0,
+) -> Any:
+    """`__import__`, with ours in the place of torchvision."""
+    if level or name.partition(".")[0] != "torchvision":
+        return builtins.__import__(name, names, own, fromlist or (), level)
+    found = SimpleNamespace(transforms=SimpleNamespace(v2=SimpleNamespace(functional=functions())))
+    for part in name.split(".")[1:] if fromlist else ():
+        found = getattr(found, part)
+    return found

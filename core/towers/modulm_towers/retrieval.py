@@ -1,0 +1,57 @@
+"""Models that give a vector for every token of a page or of a question (arXiv 2407.01449)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from attrs import evolve
+from torch import Tensor
+
+from modulm.contracts.model import Batch
+from modulm.errors import CheckpointError
+from modulm.nn import Builder, WeightNames
+from modulm_towers.multimodal import MultimodalModel
+
+__all__ = ["TokenVectors", "vlm_table"]
+
+
+def vlm_table(table: Mapping[str, Any], architecture: str, file: str) -> tuple[dict[str, Any], int]:
+    """(`vlm_config` of config.json, as that of `architecture` with a head that needs no weights;
+    the width of vectors). Raises CheckpointError.
+    """
+    inner, width = table.get("vlm_config"), table.get("embedding_dim", 128)
+    if not isinstance(inner, Mapping):
+        raise CheckpointError(f"{file}: vlm_config: a table is expected")
+    if type(width) is not int or width < 1:
+        raise CheckpointError(f"{file}: embedding_dim: {width!r}")
+    return {**inner, "architectures": [architecture], "tie_word_embeddings": True}, width
+
+
+class TokenVectors(MultimodalModel):
+    """Stands before the class of a model that reads images; `config.width`: of the vectors, which
+    are of length 1.
+    """
+
+    media = ("image",)
+    tasks = ("token_embed",)
+    #: What the checkpoint calls the layer behind the text model.
+    projection: ClassVar[str] = "embedding_proj_layer"
+
+    def make_encoders(self, config: Any, b: Builder) -> None:
+        super().make_encoders(config, b)  # type: ignore[safe-super]
+        hidden, name = config.hidden_size, self.projection
+        self.out = b.linear(name, hidden, config.width, bias=True, split=False)
+
+    @classmethod
+    def weights(cls, config: Any) -> WeightNames:
+        names = super().weights(config)
+        return evolve(names, rename=((r"^vlm\.(model\.)?", "model."), *names.rename))
+
+    def forward(self, batch: Batch) -> Tensor:
+        """[tokens, width]."""
+        return F.normalize(self.out(super().forward(batch)), dim=-1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden

@@ -1,0 +1,65 @@
+"""Engines that encode media and load no text model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.plugins.models.test_images import FAMILIES, driver
+
+import modulm
+from modulm.engine.worker.media import PromptInputs
+from modulm.errors import ConfigError, RequestError
+from modulm.testing.checkpoints import make_tiny
+from modulm_towers.testing import ImageFamily, images, write_family
+
+SETTINGS = {"device": "cpu", "dtype": "float32", "max_num_batched_tokens": 256}
+
+
+#: One row of patches; tokens between those of an image; columns for deeper layers.
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "LlavaForConditionalGeneration",
+        "Mistral3ForConditionalGeneration",
+        "Qwen3VLForConditionalGeneration",
+    ],
+)
+def test_media_are_answered_with_their_embeddings(architecture, tmp_path, monkeypatch):
+    tokens, processor, more = FAMILIES[architecture]
+    family = ImageFamily(driver(architecture), tokens, processor, **more)
+    write_family(family, tmp_path)
+    mark = family.mark or tokens["image_token"]
+    text, pictures = f"A {mark} or {mark} here", images(family.sizes[:2])
+    asked = {"prompt": text, "multi_modal_data": {"image": pictures}}
+    kept, encode = {}, PromptInputs.encode
+
+    def noted(self, plan):
+        done = encode(self, plan)
+        if plan.encode:
+            items = [self._rows[row].media[index] for row, index in plan.encode]
+            kept["all"] = [self._outputs[item.hash].numpy() for item in items]
+        return done
+
+    monkeypatch.setattr(PromptInputs, "encode", noted)
+    with modulm.LLM(str(tmp_path), **SETTINGS) as llm:
+        llm.generate(asked, modulm.SamplingParams(max_tokens=1), use_tqdm=False)
+        whole, expected = llm.info.description.weight_bytes, np.concatenate(kept["all"])
+    with modulm.LLM(str(tmp_path), **SETTINGS, mm_encoder_only=True) as llm:
+        assert llm.info.tasks == ("token_embed",)
+        assert not llm.info.cache_tokens
+        assert llm.info.description.weight_bytes < whole
+        found, none = llm.encode([asked, "No image."], pooling_task="token_embed", use_tqdm=False)
+        np.testing.assert_array_equal(np.asarray(found.outputs.data), expected)
+        assert len(none.outputs.data) == 0
+        with pytest.raises(RequestError, match="token_embed only"):
+            llm.generate(asked, modulm.SamplingParams(max_tokens=1), use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "words"),
+    [("ColQwen2ForRetrieval", "no model that writes"), ("LlamaForCausalLM", "no encoder of media")],
+)
+def test_other_models_do_not_encode_only(architecture, words, tmp_path):
+    make_tiny(tmp_path, architecture)
+    with pytest.raises(ConfigError, match=words):
+        modulm.LLM(str(tmp_path), **SETTINGS, mm_encoder_only=True)

@@ -1,0 +1,127 @@
+"""Files are decoded in processes that may die, and hurt nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from PIL import Image
+from tests.media.files import image_file, sound_file, tone, video_file
+
+from modulm.errors import RequestError
+from modulm_media.decode import decode
+from modulm_media.flags import MediaConfig
+from modulm_media.limits import Limits, Undecodable
+from modulm_media.messages import MediaSource
+from modulm_media.opener import MediaOpener
+from modulm_media.workers import DecodeWorkers
+
+RED = image_file(Image.new("RGB", (6, 4), (200, 0, 0)))
+
+
+@pytest.fixture(scope="module")
+def workers():
+    workers = DecodeWorkers(1)
+    assert workers.running == 0
+    yield workers
+    workers.close()
+    assert workers.running == 0
+
+
+def test_values_are_those_of_this_process(workers):
+    image = workers.decode("image", RED, {})
+    assert (image.mode, image.size, image.getpixel((0, 0))) == ("RGB", (6, 4), (200, 0, 0))
+    data = sound_file(tone(), 16000, "FLAC")
+    sound, own = (
+        workers.decode("audio", data, {"rate": 8000}),
+        decode("audio", data, {"rate": 8000}),
+    )
+    assert sound.rate == own.rate
+    assert np.array_equal(sound.samples, own.samples)
+    data = video_file(12)
+    video, own = (
+        workers.decode("video", data, {"num_frames": 3}),
+        decode("video", data, {"num_frames": 3}),
+    )
+    assert video.metadata() == own.metadata()
+    assert np.array_equal(video.frames, own.frames)
+    assert workers.running == 1
+
+
+def test_what_cannot_be_decoded_is_told_and_the_process_goes_on(workers):
+    workers.decode("image", RED, {})
+    before = set(workers._all)
+    with pytest.raises(Undecodable, match="no image"):
+        workers.decode("image", b"nothing", {})
+    with pytest.raises(Undecodable, match="at most 10 pixels"):
+        workers.decode("image", RED, {}, Limits(pixels=10))
+    assert workers.decode("image", RED, {}).size == (6, 4)
+    assert set(workers._all) == before
+
+
+def test_a_process_that_dies_is_replaced(workers):
+    workers.decode("image", RED, {})
+    (worker,) = workers._all
+    os.kill(worker._process.pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(workers.decode, "image", RED, {})
+        os.kill(worker._process.pid, signal.SIGKILL)
+        with pytest.raises(Undecodable, match="whatever tries it fails"):
+            asked.result()
+    assert workers.decode("image", RED, {}).size == (6, 4)
+    assert workers.running == 1
+
+
+def test_time_and_memory_have_bounds():
+    """A process that has half a gigabyte, and half a second for each file but its first."""
+    workers = DecodeWorkers(1, seconds=0.5, memory=1 << 29)
+    wide = image_file(Image.new("1", (16384, 16384)), "PNG")
+    with pytest.raises(Undecodable, match="memory|Memory"):
+        workers.decode("image", wide, {}, Limits(pixels=1 << 30))
+    assert workers.decode("image", RED, {}).size == (6, 4)
+    (worker,) = workers._all
+    os.kill(worker._process.pid, signal.SIGSTOP)
+    with pytest.raises(Undecodable, match=r"more than 0.5 s"):
+        workers.decode("image", RED, {})
+    assert workers.decode("image", RED, {}).size == (6, 4)
+    workers.close()
+
+
+def source(data, **more):
+    url = "data:;base64," + base64.b64encode(data).decode()
+    return MediaSource(kind="image", field="messages[0].content[0].image_url", url=url, **more)
+
+
+def test_media_are_named_by_their_content_and_names_belong_to_their_owners(workers):
+    opener = MediaOpener(MediaConfig())
+    opener.workers = workers
+    kept = {}
+
+    def open_(given, owner="one"):
+        return asyncio.run(opener.open([given], {}, kept.get, owner))[0]
+
+    first = open_(source(RED, uuid="a"))
+    assert first.hash == open_(source(RED)).hash != open_(source(RED + b" ")).hash
+    kept[first.hash] = object()
+    assert open_(source(RED)).value is None
+    empty = MediaSource(kind="image", field="messages[0].content[0].image_url", uuid="a")
+    assert open_(empty).processed is kept[first.hash]
+    with pytest.raises(RequestError, match="send its data again") as caught:
+        open_(empty, owner="two")
+    assert caught.value.param == "messages"
+    with pytest.raises(RequestError, match="a url is expected"):
+        open_(MediaSource(kind="image", field="messages[0].content[0].image", value=[[1]]))
+
+
+def test_one_wrong_item_ends_the_request_and_is_named(workers):
+    opener = MediaOpener(MediaConfig())
+    opener.workers = workers
+    with pytest.raises(
+        RequestError, match=r"^messages\[0\].content\[0\].image_url: it is no image"
+    ):
+        asyncio.run(opener.open([source(RED), source(b"nothing"), source(RED)], {}))
