@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import importlib
 import json
+from typing import get_type_hints
 
 import attrs
+import numpy as np
 import pytest
+import torch
 import transformers as hf
 
-from modulm.errors import CheckpointError
+import modulm
+from modulm.errors import CheckpointError, RequestError
 from modulm.nn import read_config
 from modulm.plugins import manager
+from modulm_media.processors import load_processor
 from modulm_towers import tiny_text
-from modulm_towers.testing import ImageFamily, check_images
+from modulm_towers.testing import (
+    ImageFamily,
+    Prompt,
+    check_images,
+    films,
+    images,
+    sounds,
+    write_family,
+)
 
 
 def driver(architecture):
@@ -42,15 +55,21 @@ def llava_next(tokenizer):
 
 class Files:
     """The files of a processor that transformers makes only where there is torchvision, as for
-    video: the part for images, and the name of the class.
+    video: the part for images, the settings of that for video, and the name of the class.
     """
 
-    def __init__(self, kind, image, **settings):
+    def __init__(self, kind, image, video=None, **settings):
         self.image, self.table = image, {"processor_class": kind, **settings}
+        if video is not None:
+            self.table["video_processor"] = video
 
     def save_pretrained(self, folder):
         self.image.save_pretrained(folder)
         (folder / "processor_config.json").write_text(json.dumps(self.table))
+        if "Omni" in self.table["processor_class"]:
+            file = folder / "preprocessor_config.json"
+            heard = hf.WhisperFeatureExtractor(feature_size=16, chunk_length=1).to_dict()
+            file.write_text(json.dumps({**heard, **json.loads(file.read_text())}))
 
 
 def qwen(kind):
@@ -68,6 +87,27 @@ def pil(module, name, **settings):
     """An image processor that needs no torchvision."""
     found = importlib.import_module(f"transformers.models.{module}.image_processing_pil_{module}")
     return getattr(found, name)(**settings)
+
+
+def glm(kind):
+    def make(tokenizer):
+        image = pil(kind, f"{kind.capitalize()}ImageProcessorPil".replace("46v", "46V"),
+                    patch_size=4, merge_size=2, temporal_patch_size=2,
+                    size={"shortest_edge": 16 * 16 * 2, "longest_edge": 40 * 40 * 2})  # fmt: skip
+        return Files(f"{kind.capitalize()}Processor".replace("46v", "46V"), image)
+
+    return make
+
+
+def next_video(tokenizer):
+    pixels = {"size": {"shortest_edge": 28}, "crop_size": SQUARE}
+    image = pil("llava_next", "LlavaNextImageProcessorPil",
+                image_grid_pinpoints=[[28, 56], [56, 28], [56, 56]], **pixels)  # fmt: skip
+    video = {"video_processor_type": "LlavaNextVideoVideoProcessor", **pixels}
+    return Files(
+        "LlavaNextVideoProcessor", image, video, patch_size=7,
+        vision_feature_select_strategy="default", num_additional_image_tokens=1,
+    )  # fmt: skip
 
 
 def siglip_next(tokenizer):
@@ -108,7 +148,9 @@ def idefics(module, kind):
             image = pil("idefics3", "Idefics3ImageProcessorPil", **sizes)
             return hf.Idefics3Processor(image, tokenizer, image_seq_len=4)
         image = pil("smolvlm", "SmolVLMImageProcessorPil", **sizes)
-        return Files("SmolVLMProcessor", image, image_seq_len=4)
+        video = {"video_processor_type": "SmolVLMVideoProcessor", "size": {"longest_edge": 56},
+                 "max_image_size": {"longest_edge": 28}}  # fmt: skip
+        return Files("SmolVLMProcessor", image, video, image_seq_len=4)
 
     return make
 
@@ -116,30 +158,244 @@ def idefics(module, kind):
 def internvl(tokenizer):
     image = pil("got_ocr2", "GotOcr2ImageProcessorPil", size={"height": 28, "width": 28},
                 crop_to_patches=True, min_patches=1, max_patches=4)  # fmt: skip
-    return Files("InternVLProcessor", image, image_seq_length=4)
+    video = {"video_processor_type": "InternVLVideoProcessor", "size": SQUARE}
+    return Files("InternVLProcessor", image, video, image_seq_length=4)
 
 
 def onevision(tokenizer):
     image = pil("llava_onevision", "LlavaOnevisionImageProcessorPil",
                 size={"height": 28, "width": 28},
                 image_grid_pinpoints=[[28, 56], [56, 28], [56, 56]])  # fmt: skip
+    video = {"video_processor_type": "LlavaOnevisionVideoProcessor", "size": SQUARE}
     return Files(
-        "LlavaOnevisionProcessor", image, num_image_tokens=16,
+        "LlavaOnevisionProcessor", image, video, num_image_tokens=16,
         vision_feature_select_strategy="full", vision_aspect_ratio="anyres_max_2",
     )  # fmt: skip
 
 
+def lighton(tokenizer):
+    image = pil("pixtral", "PixtralImageProcessorPil", patch_size=8, size={"longest_edge": 32})
+    return hf.LightOnOcrProcessor(image, tokenizer, patch_size=4, spatial_merge_size=2)
+
+
+def deepseek(tokenizer):
+    image = pil("deepseek_vl", "DeepseekVLImageProcessorPil", min_size=7,
+                size={"height": 28, "width": 28})  # fmt: skip
+    return hf.DeepseekVLProcessor(image, tokenizer, num_image_tokens=16)
+
+
+def deepseek_ocr(tokenizer):
+    image = pil("deepseek_ocr2", "DeepseekOcr2ImageProcessorPil", tile_size=64,
+                size={"height": 48, "width": 48}, max_patches=3)  # fmt: skip
+    return hf.DeepseekOcr2Processor(image, tokenizer, patch_size=1)
+
+
+def paddle(tokenizer):
+    image = pil("paddleocr_vl", "PaddleOCRVLImageProcessorPil", patch_size=4, merge_size=2,
+                size={"shortest_edge": 16 * 16, "longest_edge": 40 * 40})  # fmt: skip
+    return hf.PaddleOCRVLProcessor(image, tokenizer)
+
+
+def ovis(tokenizer):
+    image = pil("ovis2", "Ovis2ImageProcessorPil", size={"height": 28, "width": 28},
+                crop_to_patches=True, max_patches=4)  # fmt: skip
+    return hf.Ovis2Processor(image, tokenizer, image_seq_length=4)
+
+
+def paligemma(tokenizer):
+    image = pil("siglip", "SiglipImageProcessorPil", size={"height": 28, "width": 28})
+    image.image_seq_length = 16
+    return hf.PaliGemmaProcessor(image, tokenizer)
+
+
+def gemma4(tokenizer):
+    image = pil("gemma4", "Gemma4ImageProcessorPil", patch_size=2, pooling_kernel_size=2,
+                max_soft_tokens=70)  # fmt: skip
+    sound = {"feature_extractor_type": "Gemma4AudioFeatureExtractor"}
+    return Files("Gemma4Processor", image, feature_extractor=sound)
+
+
+def tiled(kind, **settings):
+    """One of our own image processors, where transformers' needs torchvision."""
+    from modulm_media import tiles
+
+    return getattr(tiles, kind)(size={"height": 28, "width": 28}, **settings)
+
+
+def command_a(tokenizer):
+    image = tiled("Cohere2VisionImageProcessorPil", patch_size=2, max_patches=4)
+    return Files("Cohere2VisionProcessor", image)
+
+
+def phi(tokenizer):
+    image = tiled("Phi4MultimodalImageProcessorPil", patch_size=7, dynamic_hd=4)
+    sound = {"feature_extractor_type": "Phi4MultimodalFeatureExtractor", "feature_size": 16}
+    return Files("Phi4MultimodalProcessor", image, audio_processor=sound)
+
+
+def minicpm(tokenizer):
+    image = pil("minicpmv4_6", "MiniCPMV4_6ImageProcessorPil", patch_size=4, scale_resolution=32,
+                max_slice_nums=4)  # fmt: skip
+    video = {"video_processor_type": "MiniCPMV4_6VideoProcessor", "patch_size": 4,
+             "scale_resolution": 32, "max_slice_nums": 1}  # fmt: skip
+    return Files("MiniCPMV4_6Processor", image, video)
+
+
+class Kimi:
+    """The files of a processor of Kimi K2.5, as transformers has them."""
+
+    def save_pretrained(self, folder):
+        shared = {"patch_size": 4, "merge_size": 2}
+        image = {**shared, "image_processor_type": "Kimi_K25ImageProcessor", "max_patches": 60}
+        video = {**shared, "video_processor_type": "Kimi_K25VideoProcessor", "max_patches": 36}
+        parts = {"image_processor": image, "video_processor": video}
+        table = {"processor_class": "Kimi_K25Processor", **parts}
+        (folder / "processor_config.json").write_text(json.dumps(table))
+
+
+def kimi(tokenizer):
+    return Kimi()
+
+
+def llama4(tokenizer):
+    return Files("Llama4Processor", tiled("Llama4ImageProcessorPil", max_patches=4), patch_size=7)
+
+
+def mllama(tokenizer):
+    image = pil("mllama", "MllamaImageProcessorPil", size={"height": 28, "width": 28},
+                max_image_tiles=4)  # fmt: skip
+    return hf.MllamaProcessor(image, tokenizer)
+
+
+class LookedAt(ImageFamily):
+    """Prompts without images are text, to which transformers' processor would add."""
+
+    def further(self, mark):
+        """Images side by side are looked at together, and not from the next one on."""
+        return [Prompt(f"{mark}{mark} of a small {mark} cat", self.items())]
+
+    def given(self, processor, prompt):
+        if prompt.items:
+            return super().given(processor, prompt)
+        return processor.tokenizer([prompt.text], add_special_tokens=False, return_tensors="pt")
+
+
+class Clips(ImageFamily):
+    """Transformers takes clips of one length only, in a prompt."""
+
+    def further(self, mark):
+        film = self.tokens["video_token"]
+        return [Prompt(f"{film} of a small cat", (), films(((3, 30, 44),)))]
+
+
+class Heard(Prompt):
+    """A prompt with one video and its sound, and maybe a sound beside."""
+
+    def asked(self, kind):
+        data = {**super().asked(kind)["multi_modal_data"], "audio": [*self.items]}
+        del data[kind]
+        options = {"use_audio_in_video": True}
+        return {"prompt": self.text, "multi_modal_data": data, "mm_processor_kwargs": options}
+
+
+class Omni(ImageFamily):
+    """Videos with their sound; transformers' processors have sizes of their own for frames."""
+
+    def options(self):
+        frames = {"size": {"shortest_edge": 16 * 16, "longest_edge": 2000}}
+        timed = {name: float(value) for name, value in self.changes.items()}
+        return {"videos_kwargs": {**frames, "fps": 3 if timed else 2}, **timed}
+
+    def further(self, mark):
+        own, *more = sounds((0.45, 0.45))
+        film = self.video_mark
+        (short, long) = films(self.videos)
+        beside = "<|audio_start|><|audio_pad|><|audio_end|>"
+        return [
+            Heard(f"The film {film} is about", [own], [long]),
+            Heard(f"Hello {film} how {beside} are", [own, *more], [short]),
+        ]
+
+    def given(self, processor, prompt):
+        given = {**self.options()}
+        if isinstance(prompt, Heard):
+            among = [0, *[None] * (len(prompt.items) - 1)]
+            given |= {"audio": prompt.items, "audio_from_video_indices": among,
+                      "load_audio_from_video": True}  # fmt: skip
+        elif prompt.items:
+            given["images"] = prompt.items
+        if prompt.videos:
+            given["videos"] = [video.frames for video in prompt.videos]
+            given["videos_kwargs"] = {**given["videos_kwargs"], "do_sample_frames": False}
+            given["video_metadata"] = [video.metadata() for video in prompt.videos]
+        made = processor(text=[prompt.text], add_special_tokens=False, return_tensors="pt", **given)
+        heard = {"use_audio_in_video": torch.tensor(True)} if isinstance(prompt, Heard) else {}
+        return {**made, **heard}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_looked_at_before_an_image(monkeypatch):
+    """Tokens before the first image attend to nothing, in Meta's code: transformers lets them
+    attend to all images alike, and masks no more than what follows.
+    """
+    layer = hf.models.mllama.modeling_mllama.MllamaCrossAttentionDecoderLayer
+    forward = layer.forward
+
+    def masked(self, *args, full_text_row_masked_out_mask=None, **more):
+        def hook(module, given, found):
+            kept = full_text_row_masked_out_mask
+            return found if kept is None else (found[0] * kept[:, 0], found[1])
+
+        handle = self.cross_attn.register_forward_hook(hook)
+        mask = {"full_text_row_masked_out_mask": full_text_row_masked_out_mask}
+        try:
+            return forward(self, *args, **mask, **more)
+        finally:
+            handle.remove()
+
+    monkeypatch.setattr(layer, "forward", masked)
+
+
+@pytest.fixture(autouse=True)
+def clips_of_frames_are_counted_once(monkeypatch):
+    """Transformers 5.23 expects a clip's tokens as often as it has frames, and finds fewer."""
+
+    def features(self, pixel_values, image_grid_thw=None, return_dict=True, **more):
+        found = self.vision_tower(pixel_values, grid_thw=image_grid_thw)
+        found.pooler_output = [self.mm_projector(found.pooler_output).squeeze(1)]
+        return found
+
+    kimi = hf.models.kimi_k25.modeling_kimi_k25.Kimi_K25Model
+    monkeypatch.setattr(kimi, "get_image_features", features)
+
+
+SQUARE = {"height": 28, "width": 28}
 ONEVISION = {"image_token": "<image>", "video_token": "<video>"}
 INTERNVL = {
     "context_image_token": "<IMG_CONTEXT>", "start_image_token": "<img>",
     "end_image_token": "</img>", "video_token": "<video>",
 }  # fmt: skip
+PALIGEMMA = {"image_token": "<image>", "bos_token": "<bos>"}
 PIXTRAL = {"image_token": "[IMG]", "0": "[IMG_BREAK]", "1": "[IMG_END]"}
 GEMMA = {
     "boi_token": "<start_of_image>",
     "eoi_token": "<end_of_image>",
     "image_token": "<image_soft_token>",
 }
+GEMMA4 = {
+    "boi_token": "<|image>", "eoi_token": "<image|>", "image_token": "<|image|>",
+    "0": "<|video|>", "audio_token": "<|audio|>", "boa_token": "<|audio>",
+    "eoa_token": "<audio|>",
+}  # fmt: skip
+COMMAND_A = {
+    "image_token": "<|IMG_PATCH|>", "boi_token": "<|START_OF_IMG|>",
+    "eoi_token": "<|END_OF_IMG|>", "img_line_break_token": "<|IMG_LINE_BREAK|>",
+}  # fmt: skip
+LLAMA4 = {
+    "image_token": "<|image|>", "0": "<|patch|>", "1": "<|image_start|>", "2": "<|image_end|>",
+    "3": "<|tile_x_separator|>", "4": "<|tile_y_separator|>",
+}  # fmt: skip
+MLLAMA = {"bos_token": "<|begin_of_text|>", "image_token": "<|image|>", "0": "<|python_tag|>"}
 AYA = {
     "0": "<|IMG_PATCH|>", "image_token": "<image>", "1": "<|START_OF_IMG|>",
     "2": "<|END_OF_IMG|>", "3": "TILE_GLOBAL", "4": "TILE_1", "5": "TILE_2",
@@ -154,43 +410,154 @@ QWEN = {
     "vision_bos_token": "<|vision_start|>",
     "vision_eos_token": "<|vision_end|>",
 }
+GLM = {
+    "image_token": "<|image|>", "video_token": "<|video|>", "0": "<|begin_of_image|>",
+    "1": "<|end_of_image|>", "2": "<|begin_of_video|>", "3": "<|end_of_video|>",
+}  # fmt: skip
+#: Transformers takes no images beside videos.
+GLM_SEEN = {
+    "mark": "<|begin_of_image|><|image|><|end_of_image|>",
+    "video_mark": "<|begin_of_video|><|video|><|end_of_video|>",
+    "mixes": False,
+}
+LIGHTON = {"image_token": "[IMG]", "image_break_token": "[BR]", "image_end_token": "[END]"}
+OVIS = {
+    "image_token": "<image>", "0": "<IMG_ATOM>", "1": "<IMG_START>", "2": "<IMG_GRID>",
+    "3": "<IMG_COL>", "4": "<IMG_ROW>", "5": "<IMG_END>",
+}  # fmt: skip
+OMNI = {
+    **QWEN,
+    "audio_token": "<|audio_pad|>",
+    "audio_bos_token": "<|audio_start|>",
+    "audio_eos_token": "<|audio_end|>",
+}
+SEEN = {
+    "mark": "<|vision_start|><|image_pad|><|vision_end|>",
+    "video_mark": "<|vision_start|><|video_pad|><|vision_end|>",
+    "loads": "",
+}
 IMAGE = {"image_token": "<image>"}
+PHI = {"image_token": "<|image|>", "audio_token": "<|audio|>"}
+MINICPM = {
+    "image_token": "<|image_pad|>", "video_token": "<|video_pad|>",
+    "image_start_token": "<image>", "image_end_token": "</image>",
+    "slice_start_token": "<slice>", "slice_end_token": "</slice>",
+    "image_id_start_token": "<image_id>", "image_id_end_token": "</image_id>",
+}  # fmt: skip
+KIMI = {
+    "image_token": "<|media_pad|>", "video_token": "<|kimi_k25_video_placeholder|>",
+    "0": "<|media_begin|>", "1": "<|media_content|>", "2": "<|media_end|>",
+}  # fmt: skip
+#: Processors that take several videos at once only where they have as many frames.
+EQUAL = {"videos": ((3, 44, 30), (3, 30, 44))}
+#: Of models with recurrent layers.
+STATES = {"reuses": False}
 #: Architecture -> its special tokens, what makes its processor, and the rest of `ImageFamily`.
 FAMILIES = {
     "LlavaForConditionalGeneration": (IMAGE, clip, {}),
     "LlavaNextForConditionalGeneration": (IMAGE, llava_next, {}),
-    "LlavaOnevisionForConditionalGeneration": (ONEVISION, onevision, {}),
+    "LlavaNextVideoForConditionalGeneration": (ONEVISION, next_video, EQUAL),
+    "LlavaOnevisionForConditionalGeneration": (ONEVISION, onevision, EQUAL),
+    "Glm4vForConditionalGeneration": (GLM, glm("glm4v"), GLM_SEEN),
+    "Glm4vMoeForConditionalGeneration": (GLM, glm("glm4v"), GLM_SEEN),
+    "Glm46VForConditionalGeneration": (GLM, glm("glm46v"), GLM_SEEN),
     "Qwen2VLForConditionalGeneration": (QWEN, qwen("Qwen2VLProcessor"), {}),
     "Qwen2_5_VLForConditionalGeneration": (QWEN, qwen("Qwen2_5_VLProcessor"), {}),
     "Qwen3VLForConditionalGeneration": (QWEN, qwen("Qwen3VLProcessor"), {}),
     "Qwen3VLMoeForConditionalGeneration": (QWEN, qwen("Qwen3VLProcessor"), {}),
+    "Qwen2_5OmniThinkerForConditionalGeneration": (
+        OMNI,
+        qwen("Qwen2_5OmniProcessor"),
+        {**SEEN, "changes": {"seconds_per_chunk": 1, "position_id_per_seconds": 10}},
+    ),
+    "Qwen3OmniMoeThinkerForConditionalGeneration": (OMNI, qwen("Qwen3OmniMoeProcessor"), SEEN),
+    "Qwen3_5ForConditionalGeneration": (QWEN, qwen("Qwen3VLProcessor"), STATES),
+    "Qwen3_5MoeForConditionalGeneration": (QWEN, qwen("Qwen3VLProcessor"), STATES),
     "Gemma3ForConditionalGeneration": (GEMMA, gemma, {"chunk": 20}),
     "Idefics3ForConditionalGeneration": (IDEFICS, idefics("idefics3", "Idefics3"), {}),
-    "SmolVLMForConditionalGeneration": (IDEFICS, idefics("smolvlm", "SmolVLM"), {}),
+    "SmolVLMForConditionalGeneration": (
+        {**IDEFICS, "video_token": "<video>"},
+        idefics("smolvlm", "SmolVLM"),
+        {"videos": ((2, 44, 30), (2, 30, 44)), "mixes": False},
+    ),
     "Mistral3ForConditionalGeneration": (PIXTRAL, pixtral(2), {}),
     "AyaVisionForConditionalGeneration": (AYA, aya, {}),
-    "InternVLForConditionalGeneration": (INTERNVL, internvl, {}),
+    "InternVLForConditionalGeneration": (INTERNVL, internvl, EQUAL),
+    "LightOnOcrForConditionalGeneration": (LIGHTON, lighton, {}),
+    "DeepseekVLForConditionalGeneration": (IMAGE, deepseek, {}),
+    "DeepseekOcr2ForConditionalGeneration": (
+        IMAGE,
+        deepseek_ocr,
+        {"sizes": ((44, 40), (80, 40), (40, 48)), "chunk": 150},
+    ),
+    "PaddleOCRVLForConditionalGeneration": (IMAGE, paddle, {}),
+    "Ovis2ForConditionalGeneration": (OVIS, ovis, {}),
+    "Cohere2VisionForConditionalGeneration": (COMMAND_A, command_a, {}),
+    "Llama4ForConditionalGeneration": (LLAMA4, llama4, {}),
+    "Kimi_K25ForConditionalGeneration": (KIMI, kimi, {"videos": ((4, 44, 30), (8, 30, 44))}),
+    "MiniCPMV4_6ForConditionalGeneration": (MINICPM, minicpm, STATES),
+    "Phi4MultimodalForCausalLM": (PHI, phi, {"loads": "", "sizes": ((56, 42), (19, 60), (44, 44))}),
+    "MllamaForConditionalGeneration": (MLLAMA, mllama, {"reuses": False}),
+    "PaliGemmaForConditionalGeneration": (PALIGEMMA, paligemma, {"chunk": 60, "prefix": True}),
+    "Gemma4ForConditionalGeneration": (GEMMA4, gemma4, {"chunk": 80}),
+}
+#: Those whose prompts are more.
+OTHERS = {
+    "Kimi_K25ForConditionalGeneration": Clips,
+    "Qwen2_5OmniThinkerForConditionalGeneration": Omni,
+    "Qwen3OmniMoeThinkerForConditionalGeneration": Omni,
+    "MllamaForConditionalGeneration": LookedAt,
+}
+#: Further names of checkpoints of these.
+ALIASES = {
+    "KimiK25ForConditionalGeneration",
+    "KimiVLForConditionalGeneration",
+    "Qwen2_5OmniForConditionalGeneration",
+    "Qwen2_5OmniModel",
+    "Qwen3OmniMoeForConditionalGeneration",
 }
 
 
-def test_every_model_that_takes_media_is_in_the_table():
+#: Of `test_image_vectors.py`.
+EMBEDDERS = {
+    "CLIPModel", "ColModernVBertForRetrieval", "ColPaliForRetrieval", "ColQwen2ForRetrieval",
+    "JinaEmbeddingsV4Model",    "Siglip2Model", "SiglipModel",
+}  # fmt: skip
+#: Of `test_bridged_images.py`.
+BRIDGE = {"transformers"}
+
+
+def test_every_model_that_takes_images_is_in_the_table():
     """And says in both places the same of what it takes."""
     plugins = manager.current()
-    assert {declared.name for declared in plugins.names("media_families")} == set(FAMILIES)
-    for name in FAMILIES:
-        assert plugins.load("media_families", name).kinds == plugins.load("models", name).media
+    names = [declared.name for declared in plugins.names("media_families")]
+    kinds = {name: plugins.load("media_families", name).kinds for name in names}
+    known = {*FAMILIES, *ALIASES, *EMBEDDERS, *BRIDGE}
+    assert {name for name in names if "image" in kinds[name]} == known
+    for name in [*FAMILIES, *EMBEDDERS]:
+        assert kinds[name] == plugins.load("models", name).media
+
+
+def numbers_of(table, kind, part=""):
+    """(table inside, key) of what counts something."""
+    read = {field.name for field in attrs.fields(kind)}
+    for key, value in table.items():
+        if type(value) is int and key in read:
+            yield part, key
+        elif isinstance(value, dict) and attrs.has(inner := get_type_hints(kind).get(key)):
+            yield from numbers_of(value, inner, key)
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_nonsense_in_the_encoders_numbers_is_refused(architecture):
     table = driver(architecture).tiny()
-    read = {field.name for field in attrs.fields(driver(architecture).config_type.vision_type)}
     vision = table["vision_config"]
-    numbers = [key for key, value in vision.items() if type(value) is int and key in read]
+    numbers = [*numbers_of(vision, driver(architecture).config_type.vision_type)]
     assert len(numbers) > 3
-    for key in numbers:
+    for part, key in numbers:
         for wrong in ("word", float("nan"), [1], -5):
-            changed = {**table, "vision_config": {**vision, key: wrong}}
+            inner = {part: {**vision[part], key: wrong}} if part else {key: wrong}
+            changed = {**table, "vision_config": {**vision, **inner}}
             with pytest.raises(CheckpointError, match="config.json"):
                 read_config(changed, driver(architecture).config_type)
 
@@ -225,6 +592,14 @@ SHAPES = {
 }  # fmt: skip
 
 
+def test_paligemma_2_has_gemma_2s_text(tmp_path):
+    found = driver("PaliGemmaForConditionalGeneration")
+    windows = {"sliding_window": 200, "query_pre_attn_scalar": 20, "head_dim": 24}
+    changes = {**found.tiny(), "text_config": tiny_text("gemma2", **windows)}
+    _, processor, more = FAMILIES["PaliGemmaForConditionalGeneration"]
+    check_images(ImageFamily(found, PALIGEMMA, processor, changes=changes, **more), tmp_path)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_other_shapes_of_families(shape, tmp_path):
     architecture, tokens, processor, changes = SHAPES[shape]
@@ -235,4 +610,66 @@ def test_other_shapes_of_families(shape, tmp_path):
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_images_are_read_as_by_transformers(architecture, tmp_path):
     tokens, processor, more = FAMILIES[architecture]
-    check_images(ImageFamily(driver(architecture), tokens, processor, **more), tmp_path)
+    family = OTHERS.get(architecture, ImageFamily)(driver(architecture), tokens, processor, **more)
+    flags = {"mm_processor_kwargs": family.options()} if isinstance(family, Omni) else {}
+    check_images(family, tmp_path, **flags)
+
+
+def test_the_sounds_of_videos_leave_no_placeholders():
+    """As conversations have them; a video without a sound is refused."""
+    from modulm_media import Media, Sound
+
+    family = manager.current().load("media_families", "Qwen2_5OmniThinkerForConditionalGeneration")
+    family = family(None, driver("Qwen2_5OmniThinkerForConditionalGeneration").tiny())
+    film = Media("video", films(((2, 8, 8),))[0])
+    own, other = (Media("audio", Sound(sound, 16000)) for sound in sounds((0.1, 0.2)))
+    tokens = np.array([1, 485, 484, 486, 482, 481, 483, 485, 484, 486, 2])
+    options = {"use_audio_in_video": True}
+    left, media = family.gathered(tokens, [film, own, other], options)
+    assert left.tolist() == [1, 482, 481, 483, 485, 484, 486, 2]
+    assert [one.kind for one in media] == ["video", "audio"]
+    assert media[0].hash not in {film.hash, own.hash}
+    assert media[1] is other
+    plain, media = family.gathered(tokens, [film, own, other], {})
+    assert plain is tokens
+    assert media == [film, own, other]
+    with pytest.raises(RequestError, match="1 videos and 0 sounds"):
+        family.gathered(tokens, [film], options)
+
+
+def test_minicpm_with_more_tokens_and_in_prompts_that_are_filled_already(tmp_path):
+    """Fewer patches are merged; images keep the numbers that prompts have."""
+    name, text = "MiniCPMV4_6ForConditionalGeneration", "The <|image_pad|> and <|image_pad|> are"
+    folder = write_family(ImageFamily(driver(name), MINICPM, minicpm), tmp_path)
+    pictures = images(((56, 42), (30, 30)))
+    theirs = getattr(hf, name).from_pretrained(folder, attn_implementation="eager").eval()
+    given = load_processor(str(folder), str(folder))(
+        text=[text], images=pictures, add_special_tokens=False, return_tensors="pt",
+        downsample_mode="4x",
+    )  # fmt: skip
+    with torch.inference_mode():
+        expected = theirs(**given, downsample_mode="4x").logits[0, -1].log_softmax(-1)
+    ids = given["input_ids"][0].tolist()
+    options = {"multi_modal_data": {"image": pictures}}
+    wide = {**options, "mm_processor_kwargs": {"downsample_mode": "4x"}}
+    words = hf.AutoTokenizer.from_pretrained(folder)
+    parts = text.split("<|image_pad|>")
+    marks = [f"<image_id>{i}</image_id><|image_pad|>" for i in range(2)]
+    numbered = f"{parts[0]}{marks[0]}{parts[1]}{marks[1]}{parts[2]}"
+    begun = words(numbered, add_special_tokens=False)["input_ids"]
+    settings = {"device": "cpu", "dtype": "float32", "max_logprobs": -1}
+    with modulm.LLM(str(folder), **settings) as llm:
+        params = modulm.SamplingParams(max_tokens=1, temperature=0, logprobs=-1)
+        prompts = [{"prompt": text}, {"prompt_token_ids": begun}, {"prompt_token_ids": ids}]
+        found = llm.generate([{**prompt, **wide} for prompt in prompts], params, use_tqdm=False)
+        (plain,) = llm.generate([{"prompt": text, **options}], params, use_tqdm=False)
+        with pytest.raises(RequestError, match="use_image_id"):
+            llm.generate(
+                {"prompt": text, **options, "mm_processor_kwargs": {"use_image_id": False}}, params
+            )
+    for answer in found:
+        assert answer.prompt_token_ids == ids
+        (entry,) = answer.outputs[0].logprobs
+        table = torch.tensor([entry[i].logprob for i in range(512)])
+        assert (table - expected).abs().max() < 1e-3
+    assert ids.count(480) > 2 * plain.prompt_token_ids.count(480)

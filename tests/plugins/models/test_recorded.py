@@ -24,6 +24,7 @@ CALL_BY_CALL = {
     "KimiLinearForCausalLM": "a delta rule whose rows fade at speeds of their own",
     "Llama4ForCausalLM": "attention in chunks, queries that grow",
     "Ministral3ForCausalLM": "queries that grow",
+    "MllamaForCausalLM": "layers behind gates, which find out who looks at nothing",
     "NemotronHForCausalLM": "experts without a gate",
     "PhimoeForCausalLM": "a router that masks as it chooses",
 }

@@ -11,6 +11,7 @@ from modulm.contracts.pooling import PoolingRecipe
 from modulm.plugins import Choice, hookimpl
 from modulm_hooks_pooling_recipes.classifiers import Classifier, activation, read_classifier
 from modulm_hooks_pooling_recipes.colbert import ENCODER, is_colbert, read_colbert
+from modulm_hooks_pooling_recipes.jina import JINA, read_jina
 from modulm_hooks_pooling_recipes.sentence import (
     read_modules,
     read_sentence,
@@ -38,6 +39,8 @@ def modulm_pooling(checkpoint: Checkpoint, config: EngineConfig) -> PoolingRecip
     """
     if is_colbert(checkpoint.architectures):
         return read_colbert(checkpoint.path)
+    if JINA in checkpoint.architectures:
+        return read_jina(checkpoint.config, str(checkpoint.config_file))
     modules = read_modules(checkpoint.path)
     recipe = read_sentence(checkpoint.path, modules) if modules else PoolingRecipe()
     found = read_classifier(checkpoint, config, modules)

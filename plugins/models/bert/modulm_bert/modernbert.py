@@ -178,7 +178,7 @@ class ModernBertModel(Encoder):
     def __init__(self, config: ModernBertConfig, build: Builder) -> None:
         super().__init__()
         self.config = config
-        self.embed = ModernBertEmbedding(config, build.at("embeddings"))
+        self.embed: ModernBertEmbedding = ModernBertEmbedding(config, build.at("embeddings"))
         self.layers = ModuleList(
             ModernBertLayer(config, build.at(f"layers.{i}"), i)
             for i in range(config.num_hidden_layers)
@@ -191,6 +191,10 @@ class ModernBertModel(Encoder):
     def make_head(self, config: ModernBertConfig, b: Builder) -> Module | None:
         """The classifier, if there is one."""
         return None
+
+    def embeddings(self, tokens: Tensor) -> Tensor:
+        """Before the norm, which all rows of a batch pass."""
+        return self.embed.tokens.lookup(tokens)
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:

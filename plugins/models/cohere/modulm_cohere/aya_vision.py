@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from attrs import frozen
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Identity, Module
 
 from modulm.contracts.media import MediaItem
 from modulm.errors import CheckpointError
@@ -17,6 +17,7 @@ from modulm_towers import (
     ClipTower,
     MultimodalConfig,
     MultimodalModel,
+    Pieces,
     TowerConfig,
     flat_patches,
     pixel_shuffle,
@@ -24,7 +25,7 @@ from modulm_towers import (
     tiny_text,
 )
 
-__all__ = ["AyaVisionConfig", "AyaVisionForConditionalGeneration"]
+__all__ = ["AyaVisionConfig", "AyaVisionForConditionalGeneration", "GatedProjector"]
 
 
 @frozen(kw_only=True)
@@ -53,15 +54,17 @@ class AyaVisionConfig(MultimodalConfig):
         return {"layer": layer}
 
 
-class _Projector(Module):
+class GatedProjector(Module):
     """A gated map whose first half is the value, the second the gate."""
 
-    def __init__(self, config: AyaVisionConfig, b: Builder) -> None:
+    def __init__(self, config: Any, b: Builder, *, normed: bool) -> None:
         super().__init__()
         keys, hidden = config.whole, config.hidden_size
         inputs = config.vision.hidden_size * keys.downsample_factor**2
         inner = keys.alignment_intermediate_size or hidden
-        self.norm = b.layer_norm("layernorm", inputs, keys.adapter_layer_norm_eps)
+        self.norm: Module = Identity()
+        if normed:
+            self.norm = b.layer_norm("layernorm", inputs, keys.adapter_layer_norm_eps)
         self.up = b.linear("linear_1", inputs, inner, bias=True, split=False)
         self.act = activation("silu", b.ops)
         self.down = b.linear("linear_2", inner // 2, hidden, bias=True, split=False)
@@ -86,17 +89,22 @@ class AyaVisionForConditionalGeneration(MultimodalModel):
 
     def make_encoders(self, config: AyaVisionConfig, b: Builder) -> None:
         self.tower = ClipTower(config.vision, b.at("vision_tower"))
-        self.projector = _Projector(config, b.at("multi_modal_projector"))
+        self.projector = GatedProjector(config, b.at("multi_modal_projector"), normed=True)
 
-    def features(self, items: Sequence[MediaItem]) -> Sequence[Tensor]:
+    def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
         pixels, counts = stacked(self, items, "pixel_values")
-        (found,) = self.tower.states(pixels, [self.config.layer])
+        found = yield from self.states_of(pixels)
         side = self.config.vision.image_size // self.config.vision.patch_size
         grid = found.reshape(len(found), side, side, -1)
         squares = pixel_shuffle(grid, self.config.whole.downsample_factor)
         each = squares.shape[1] * squares.shape[2]
         tokens = self.projector(squares.flatten(0, 2))
         return list(tokens.split([count * each for count in counts]))
+
+    def states_of(self, pixels: Tensor) -> Pieces[Tensor]:
+        """The tower's states that are read: [n, patches, width]."""
+        (found,) = yield from self.tower.states(pixels, [self.config.layer])
+        return found
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:

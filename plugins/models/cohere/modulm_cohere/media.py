@@ -1,4 +1,4 @@
-"""How prompts of Aya Vision take images: in tiles, with a small one of all."""
+"""How prompts of Aya Vision and Command A Vision take images: in tiles, with a small one of all."""
 
 from modulm_media import MediaFamily
 

@@ -32,6 +32,7 @@ __all__ = [
     "DeepseekV2Config",
     "DeepseekV2ForCausalLM",
     "latent_settings",
+    "softmax_routing",
     "tiny_deepseek",
 ]
 
@@ -78,15 +79,23 @@ class DeepseekV2Config(DeepseekConfig):
 
     @property
     def routing(self) -> Routing:
-        """Weights are made to sum to one or scaled, not both, as the family's own code has it."""
-        grouped = self.topk_method != "greedy"
-        return Routing(
-            self.num_experts_per_tok,
-            renormalise=self.norm_topk_prob,
-            groups=self.n_group if grouped else 1,
-            top_groups=self.topk_group if grouped else 1,
-            scale=1.0 if self.norm_topk_prob else self.routed_scaling_factor,
-        )
+        """By softmax."""
+        return softmax_routing(self, self.topk_method)
+
+
+def softmax_routing(c: RoutedConfig, method: str) -> Routing:
+    """Weights are made to sum to one or scaled, not both, as the family's own code has it.
+
+    method: `topk_method`.
+    """
+    grouped = method != "greedy"
+    return Routing(
+        c.num_experts_per_tok,
+        renormalise=c.norm_topk_prob,
+        groups=c.n_group if grouped else 1,
+        top_groups=c.topk_group if grouped else 1,
+        scale=1.0 if c.norm_topk_prob else c.routed_scaling_factor,
+    )
 
 
 def latent_settings(c: DeepseekConfig) -> Mapping[str, Any]:

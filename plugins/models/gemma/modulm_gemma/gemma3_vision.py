@@ -17,6 +17,7 @@ from modulm_towers import (
     ClipTower,
     MultimodalConfig,
     MultimodalModel,
+    Pieces,
     TowerConfig,
     flat_patches,
     stacked,
@@ -80,9 +81,9 @@ class Gemma3ForConditionalGeneration(MultimodalModel):
         self.tower = ClipTower(config.vision, b.at("vision_tower"))
         self.projector = _Projector(config, b.at("multi_modal_projector"))
 
-    def features(self, items: Sequence[MediaItem]) -> Sequence[Tensor]:
+    def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
         pixels, counts = stacked(self, items, "pixel_values")
-        found: Tensor = self.projector(self.tower(pixels))
+        found: Tensor = self.projector((yield from self.tower.run(pixels)))
         return [part.flatten(0, 1) for part in found.split(counts)]
 
     @classmethod

@@ -1,13 +1,16 @@
-"""How prompts of Gemma 3 take images: the tokens of each see each other in both directions."""
+"""How prompts of Gemma 3 and PaliGemma take images: tokens see each other in both directions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from typing import Any
 
-from modulm_media import MediaFamily
+import numpy as np
 
-__all__ = ["Gemma3Family"]
+from modulm_media import Media, MediaFamily
+
+__all__ = ["ColPaliFamily", "Gemma3Family", "PaliGemmaFamily"]
 
 #: Most line ends that one token stands for.
 _LINES = 31
@@ -32,3 +35,45 @@ class Gemma3Family(MediaFamily):
     @cached_property
     def _lines(self) -> Mapping[int, int]:
         return {token: count for count, token in self._tokens.items()}
+
+
+class PaliGemmaFamily(MediaFamily):
+    """PaliGemma 1 and 2. Behind the last image a prompt's text begins, and a line end closes it."""
+
+    prefix = True
+
+    def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The processor's, less what it adds to the text around the image."""
+        found = dict(super().call(media, options))
+        ids = np.asarray(found["input_ids"])
+        found["input_ids"] = ids[:, ids[0] == self.features(media.kind)[0]]
+        found.pop("labels", None)
+        return found
+
+    def completed(self, tokens: np.ndarray, mark: np.ndarray) -> np.ndarray:
+        words = self.processor.tokenizer
+        places = np.flatnonzero(np.isin(tokens, mark))
+        if not len(places):
+            return tokens
+        end = int(places[-1]) + 1
+        if end < len(tokens) and tokens[end] == words.bos_token_id:
+            return tokens
+        line = words.encode("\n", add_special_tokens=False)
+        return np.concatenate([tokens[:end], [words.bos_token_id], tokens[end:], line])
+
+
+class ColPaliFamily(PaliGemmaFamily):
+    """ColPali, all of whose prompts are seen whole. Its processor takes images without their text,
+    so their part of it is asked.
+    """
+
+    prefix = False
+
+    def document(self, kind: str, alone: bool) -> str:
+        page: str = self.processor.visual_prompt_prefix
+        return self.mark(kind) + (page if alone else "")
+
+    def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        made = self.processor.image_processor(images=[media.value], return_tensors="pt", **options)
+        tokens = list(self.features(media.kind)) * self.processor.image_seq_length
+        return {**made, "input_ids": [tokens]}

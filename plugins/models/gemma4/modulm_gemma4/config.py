@@ -124,6 +124,7 @@ class Gemma4Config(SharingConfig):
 
     max_position_embeddings: int = size(131072)
     final_logit_softcapping: float | None = None
+    pad_token_id: int | None = 0
     use_bidirectional_attention: str | None = None
     attention_k_eq_v: bool = False
     global_head_dim: int = size(512)

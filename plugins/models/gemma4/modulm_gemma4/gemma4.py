@@ -154,12 +154,21 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
 
     def forward(self, batch: Batch) -> Tensor:
         x: Tensor = self.embed(batch)
-        own = None if self.inputs is None else self.inputs(x, batch.tokens).unbind(1)
+        own = self._own(x, batch)
         kept: dict[str, Kept] = {}
         for i, layer in enumerate(self.layers):
             x = layer(x, None if own is None else own[i], batch, kept)
         normed: Tensor = self.norm(x)
         return normed
+
+    def _own(self, x: Tensor, batch: Batch) -> tuple[Tensor, ...] | None:
+        """[tokens, width] for each layer; images and sound have what is looked up for padding."""
+        if self.inputs is None:
+            return None
+        tokens, media = batch.tokens, batch.embeds_mask
+        if media is not None:
+            tokens = tokens.masked_fill(media, self.config.pad_token_id or 0)
+        return self.inputs(x, tokens).unbind(1)
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ from modulm_towers import (
     ClipTower,
     MultimodalConfig,
     MultimodalModel,
+    Pieces,
     TowerConfig,
     flat_patches,
     pixel_shuffle,
@@ -53,9 +54,9 @@ class Idefics3ForConditionalGeneration(MultimodalModel):
         name = "connector.modality_projection.proj"
         self.projector = b.linear(name, inputs, config.hidden_size, split=False)
 
-    def features(self, items: Sequence[MediaItem]) -> Sequence[Tensor]:
+    def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
         tiles = [self.tensor(item, "pixel_values").flatten(0, 1) for item in items]
-        found = self.tower(torch.cat(tiles))
+        found = yield from self.tower.run(torch.cat(tiles))
         side = self.config.vision.image_size // self.config.vision.patch_size
         squares = pixel_shuffle(found.reshape(-1, side, side, found.shape[-1]), self._scale)
         tokens: Tensor = self.projector(squares.flatten(0, 2))
@@ -74,6 +75,8 @@ class Idefics3ForConditionalGeneration(MultimodalModel):
 
 class SmolVLMForConditionalGeneration(Idefics3ForConditionalGeneration):
     """SmolVLM 1 and 2."""
+
+    media = ("image", "video")
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from modulm.errors import RequestError
 from modulm_media import MediaFamily
 
-__all__ = ["IdeficsFamily"]
+__all__ = ["ColModernVBertFamily", "IdeficsFamily", "SmolVLMFamily"]
 
 
 class IdeficsFamily(MediaFamily):
@@ -22,3 +22,20 @@ class IdeficsFamily(MediaFamily):
                 "images that the processor pads: not yet; let it resize them", "multi_modal_data"
             )
         return {"pixel_values": np.asarray(found["pixel_values"])}
+
+
+class ColModernVBertFamily(IdeficsFamily):
+    """ColModernVBERT."""
+
+    def document(self, kind: str, alone: bool) -> str:
+        page: str = self.processor.visual_prompt_prefix
+        return page if alone else self.mark(kind)
+
+
+class SmolVLMFamily(IdeficsFamily):
+    """SmolVLM takes video: frames are images that are not cut."""
+
+    kinds = ("image", "video")
+
+    def features(self, kind: str) -> Sequence[int]:
+        return super().features("image")

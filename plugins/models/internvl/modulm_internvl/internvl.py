@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from attrs import frozen
 from torch import Tensor
-from torch.nn import Module, ModuleList
+from torch.nn import ModuleList
 
 from modulm.contracts.media import MediaItem
 from modulm.errors import CheckpointError
@@ -20,10 +20,13 @@ from modulm_towers import (
     BlockShape,
     MultimodalConfig,
     MultimodalModel,
+    Pieces,
+    Tower,
     flat_patches,
     patches,
     pixel_shuffle,
     stacked,
+    through,
     tiny_text,
 )
 
@@ -102,7 +105,7 @@ class InternVLConfig(MultimodalConfig):
         return {"layer": layer}
 
 
-class _Tower(Module):
+class _Tower(Tower):
     """A token of its own, then the patches; each branch of a layer is scaled by what it learned."""
 
     first: Tensor
@@ -126,16 +129,14 @@ class _Tower(Module):
         count = c.num_hidden_layers
         self.layers = ModuleList(Block(b.at(f"encoder.layer.{i}"), block) for i in range(count))
 
-    def forward(self, pixels: Tensor) -> Tensor:
+    def run(self, pixels: Tensor) -> Pieces[Tensor]:
         """[n, channels, height, width] -> [n, patches, hidden]."""
         n = len(pixels)
         cut = patches(pixels.to(self.dtype), self.config.patch_size[0])
         x = self.patch(cut.flatten(0, 1)).view(n, cut.shape[1], -1)
         x = torch.cat([self.first.expand(n, 1, -1), x], dim=1) + self.positions
         shape = x.shape
-        x = x.flatten(0, 1)
-        for layer in self.layers:
-            x = layer(x, [shape[1]] * n)
+        x = yield from through(self.layers, x.flatten(0, 1), [shape[1]] * n)
         out: Tensor = x.view(shape)[:, 1:]
         return out
 
@@ -145,6 +146,7 @@ class InternVLForConditionalGeneration(MultimodalModel):
 
     api = 1
     config_type: ClassVar[type] = InternVLConfig
+    media = ("image", "video")
     names = WeightNames(rewrite=(flat_patches(r"patch_embeddings\.projection\.weight$"),))
 
     def make_encoders(self, config: InternVLConfig, b: Builder) -> None:
@@ -157,10 +159,11 @@ class InternVLForConditionalGeneration(MultimodalModel):
             up="linear_1", down="linear_2", outputs=config.hidden_size,
         )  # fmt: skip
 
-    def features(self, items: Sequence[MediaItem]) -> Sequence[Tensor]:
+    def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
         pixels, counts = stacked(self, items, "pixel_values")
         side = self.config.vision.side
-        grid = self.tower(pixels).reshape(len(pixels), side, side, -1)
+        found = yield from self.tower.run(pixels)
+        grid = found.reshape(len(pixels), side, side, -1)
         squares = pixel_shuffle(grid, self.scale)
         each = squares.shape[1] * squares.shape[2]
         tokens: Tensor = self.projector(self.norm(squares.flatten(0, 2)))

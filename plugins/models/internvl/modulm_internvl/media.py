@@ -1,6 +1,6 @@
-"""How prompts of InternVL take images: in tiles, with a small one of all."""
+"""How prompts of InternVL take images, in tiles with a small one of all, and video."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,12 @@ __all__ = ["InternVLFamily"]
 
 
 class InternVLFamily(MediaFamily):
-    """InternVL, in the format of transformers."""
+    """InternVL, in the format of transformers. A frame of a video is as an image."""
+
+    kinds = ("image", "video")
+
+    def features(self, kind: str) -> Sequence[int]:
+        return super().features("image")
 
     def tensors(self, found: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
         return {"pixel_values": np.asarray(found["pixel_values"])}

@@ -112,7 +112,7 @@ class _Widened(Builder):
 
     window: int = 0
 
-    def attention_cache(self, spec: AttentionSpec) -> tuple[int, AttentionBackend]:
+    def attention_cache(self, spec: AttentionSpec, **more: Any) -> tuple[int, AttentionBackend]:
         if not self.shared.windows:
             raise UnsupportedError(
                 f"{self.prefix}: chunks of {self.window} tokens without windows: not yet; "
@@ -120,7 +120,7 @@ class _Widened(Builder):
             )
         size = spec.head_dim
         wide = evolve(spec, head_dim=size + 2, value_dim=size, window=self.window)
-        return super().attention_cache(wide)
+        return super().attention_cache(wide, **more)
 
 
 class Llama4Attention(Attention):

@@ -1,9 +1,85 @@
-"""How prompts of Mistral Small 3 take images: rows of tokens, with one more at each end."""
+"""How prompts of Llama 3.2 and 4, Mistral Small 3 and LightOnOCR take images, Voxtral's sound."""
 
-from modulm_media import MediaFamily
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-__all__ = ["MistralFamily"]
+import numpy as np
+
+from modulm.errors import RequestError
+from modulm_media import Media, MediaFamily, Processed, Sound
+
+__all__ = ["Llama4Family", "MistralFamily", "MllamaFamily", "VoxtralFamily"]
 
 
 class MistralFamily(MediaFamily):
     """All is as the processor says."""
+
+
+class Llama4Family(MediaFamily):
+    """Llama 4: tiles, and tokens between them that say how they lie."""
+
+    def tensors(self, found: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
+        return {"pixel_values": np.asarray(found["pixel_values"].float())}
+
+
+class MllamaFamily(MediaFamily):
+    """Llama 3.2 Vision: an image is one token, from which on its tiles are looked at."""
+
+    looks = True
+
+    def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        image = self.processor.image_processor
+        made = image(images=[[media.value]], return_tensors="np", **options)
+        tiles = int(made["aspect_ratio_mask"].sum())
+        return {
+            "input_ids": [self.features(media.kind)],
+            "pixel_values": np.asarray(made["pixel_values"][0, 0, :tiles], np.float32),
+            "aspect_ratio_ids": np.asarray(made["aspect_ratio_ids"][0, :1], np.int64),
+        }
+
+    def given(self, made: Processed) -> int:
+        tiles, _, height, width = made.tensors["pixel_values"].shape
+        size = self.config.get("vision_config", {}).get("patch_size", 14)
+        return int(tiles * ((height // size) * (width // size) + 1))
+
+    def completed(self, tokens: np.ndarray, mark: np.ndarray) -> np.ndarray:
+        """What begins a text, behind images that do, where it is not there."""
+        first = self.processor.tokenizer.bos_token_id
+        if first is None or first in tokens:
+            return tokens
+        behind = np.flatnonzero(tokens != mark[0])
+        return np.insert(tokens, int(behind[0]) if len(behind) else len(tokens), first)
+
+
+class VoxtralFamily(MediaFamily):
+    """Sounds are filled up to whole windows. The processor itself takes sound in conversations
+    only, as mistral-common writes them; here its feature extractor is used.
+    """
+
+    kinds = ("audio",)
+
+    def mark(self, kind: str) -> str:
+        mark: str = self.processor.tokenizer.convert_ids_to_tokens(self.features(kind)[0])
+        return mark
+
+    def mark_tokens(self, kind: str) -> Sequence[int]:
+        return self.features(kind)
+
+    def features(self, kind: str) -> Sequence[int]:
+        return (int(self.config.get("audio_token_id") or self.processor.audio_token_id),)
+
+    def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        sound, extractor = media.value, self.processor.feature_extractor
+        if not isinstance(sound, Sound):
+            raise RequestError(f"the model takes no {media.kind}", "multi_modal_data")
+        audio = self.config.get("audio_config", {})
+        frames = 2 * int(audio.get("max_source_positions", 1500))
+        made = extractor(
+            sound.at(self.rate).samples, sampling_rate=self.rate, padding=True, truncation=False,
+            pad_to_multiple_of=frames * extractor.hop_length, return_tensors="np", **options,
+        )  # fmt: skip
+        mel = made["input_features"][0]
+        windows = mel.reshape(len(mel), -1, frames).transpose(1, 0, 2)
+        numbers = len(windows) * frames // 2 * int(audio.get("hidden_size", 1280))
+        count = numbers // int(audio.get("intermediate_size", 5120))
+        return {"input_ids": [[self.features("audio")[0]] * count], "input_features": windows}

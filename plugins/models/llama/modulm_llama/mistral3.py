@@ -17,6 +17,7 @@ from modulm_layers import PlainMLP, size
 from modulm_towers import (
     MultimodalConfig,
     MultimodalModel,
+    Pieces,
     PixtralTower,
     TowerConfig,
     cropped,
@@ -88,10 +89,10 @@ class Mistral3ForConditionalGeneration(MultimodalModel):
         self.tower = PixtralTower(config.vision, b.at("vision_tower"))
         self.projector = _Projector(config, b.at("multi_modal_projector"))
 
-    def features(self, items: Sequence[MediaItem]) -> Sequence[Tensor]:
+    def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
         pictures, patch = cropped(self, items), self.config.vision.patch_size
         grids = [(p.shape[1] // patch, p.shape[2] // patch) for p in pictures]
-        (found,) = self.tower.states(pictures, [self.config.layer])
+        (found,) = yield from self.tower.states(pictures, [self.config.layer])
         merged = self.config.whole.spatial_merge_size
         counts = [rows // merged * (columns // merged) for rows, columns in grids]
         return list(self.projector(found, grids).split(counts))

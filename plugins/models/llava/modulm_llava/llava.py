@@ -18,6 +18,7 @@ from modulm_towers import (
     ClipTower,
     MultimodalConfig,
     MultimodalModel,
+    Pieces,
     PixtralTower,
     TowerConfig,
     cropped,
@@ -110,23 +111,31 @@ class LlavaForConditionalGeneration(MultimodalModel):
             outputs=hidden,
         )
 
-    def project(self, pixels: Tensor) -> Tensor:
-        """[n, channels, height, width] -> [n, patches, hidden]."""
-        found = torch.cat(self.tower.states(pixels, self.config.layers), dim=-1)
+    def seen(self, pixels: Tensor) -> Pieces[Tensor]:
+        """[n, channels, height, width] -> [n, patches, hidden of the tower]."""
+        states = yield from self.tower.states(pixels, self.config.layers)
+        found = torch.cat(states, dim=-1)
         if self.config.whole.vision_feature_select_strategy == "default":
             found = found[:, 1:]
+        return found
+
+    def project(self, pixels: Tensor) -> Pieces[Tensor]:
+        """[n, channels, height, width] -> [n, patches, hidden]."""
+        found = yield from self.seen(pixels)
         projected: Tensor = self.projector(found.flatten(0, 1))
         return projected.view(*found.shape[:2], -1)
 
-    def features(self, items: Sequence[MediaItem]) -> Sequence[Tensor]:
+    def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
         if isinstance(self.tower, PixtralTower):
             pictures = cropped(self, items)
-            found = torch.cat(self.tower.states(pictures, self.config.layers), dim=-1)
+            states = yield from self.tower.states(pictures, self.config.layers)
+            found = torch.cat(states, dim=-1)
             size = self.config.vision.patch_size
             counts = [p.shape[1] // size * (p.shape[2] // size) for p in pictures]
             return self.projector(found).split(counts)
         pixels, counts = stacked(self, items, "pixel_values")
-        return [part.flatten(0, 1) for part in self.project(pixels).split(counts)]
+        found = yield from self.project(pixels)
+        return [part.flatten(0, 1) for part in found.split(counts)]
 
     @classmethod
     def tiny(cls) -> Mapping[str, Any]:

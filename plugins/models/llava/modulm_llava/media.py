@@ -7,15 +7,22 @@ import numpy as np
 
 from modulm_media import MediaFamily
 
-__all__ = ["LlavaFamily", "LlavaOnevisionFamily"]
+__all__ = ["LlavaFamily", "LlavaNextVideoFamily", "LlavaOnevisionFamily"]
 
 
 class LlavaFamily(MediaFamily):
     """All is as the processor says."""
 
 
-class LlavaOnevisionFamily(LlavaFamily):
+class LlavaNextVideoFamily(LlavaFamily):
+    """Videos as well."""
+
+    kinds = ("image", "video")
+
+
+class LlavaOnevisionFamily(LlavaNextVideoFamily):
     """Each image of a prompt is cut into tiles, also where there are several."""
 
     def tensors(self, found: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
-        return {name: np.asarray(found[name]) for name in ("pixel_values", "image_sizes")}
+        names = ("pixel_values", "image_sizes", "pixel_values_videos")
+        return {name: np.asarray(found[name]) for name in names if name in found}

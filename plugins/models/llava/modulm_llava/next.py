@@ -18,7 +18,7 @@ from modulm_llava.llava import (
     LlavaForConditionalGeneration,
     LlavaKeys,
 )
-from modulm_towers import tiny_text
+from modulm_towers import Pieces, tiny_text
 
 __all__ = ["LlavaNextConfig", "LlavaNextForConditionalGeneration", "LlavaNextKeys", "unpadded"]
 
@@ -46,11 +46,25 @@ class LlavaNextForConditionalGeneration(LlavaForConditionalGeneration):
         super().make_encoders(config, b)
         b.parameter("image_newline", self, "newline", (config.hidden_size,))
 
-    def features(self, items: Sequence[MediaItem]) -> Sequence[Tensor]:
-        pixels = [self.tensor(item, "pixel_values")[0] for item in items]
-        sizes = [self.tensor(item, "image_sizes")[0].tolist() for item in items]
-        found = self.project(torch.cat(pixels)).split([len(tiles) for tiles in pixels])
-        return [self._packed(*pair) for pair in zip(found, sizes, strict=True)]
+    def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
+        found = []
+        for item in items:
+            picture = yield from self._picture(item)
+            found.append(picture)
+        return found
+
+    def _picture(self, item: MediaItem) -> Pieces[Tensor]:
+        """One image; or one video, of families that take them."""
+        if item.kind == "video":
+            return (yield from self.film(self.tensor(item, "pixel_values_videos")[0]))
+        size = item.tensors["image_sizes"].reshape(-1).tolist()
+        tiles = yield from self.project(self.tensor(item, "pixel_values")[0])
+        return self._packed(tiles, size)
+
+    def film(self, frames: Tensor) -> Pieces[Tensor]:
+        """frames: [n, channels, height, width] of a video -> [tokens, hidden]."""
+        found = yield from self.project(frames)
+        return found.flatten(0, 1)
 
     def _packed(self, tiles: Tensor, image: list[int]) -> Tensor:
         """tiles: [1 + tiles, patches, hidden]; image: (height, width) of the original."""

@@ -6,13 +6,14 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
 from attrs import frozen
 from torch import Tensor
 
 from modulm_llava.llava import TINY_TOWER
 from modulm_llava.next import LlavaNextConfig, LlavaNextForConditionalGeneration, LlavaNextKeys
-from modulm_towers import tiny_text
+from modulm_towers import Pieces, tiny_text
 
 __all__ = ["LlavaOnevisionConfig", "LlavaOnevisionForConditionalGeneration"]
 
@@ -47,6 +48,15 @@ class LlavaOnevisionForConditionalGeneration(LlavaNextForConditionalGeneration):
     """LLaVA-OneVision; the text model is Qwen 2."""
 
     config_type = LlavaOnevisionConfig
+    media = ("image", "video")
+
+    def film(self, frames: Tensor) -> Pieces[Tensor]:
+        tokens = yield from self.project(frames)
+        side = math.isqrt(tokens.shape[1])
+        planes = tokens.transpose(1, 2).unflatten(2, (side, side))
+        half = [math.ceil(side / 2)] * 2
+        fewer = F.interpolate(planes, half, mode="bilinear").flatten(2).transpose(1, 2)
+        return torch.cat([fewer.flatten(0, 1), self.newline[None]])
 
     def reduced(self, grid: Tensor, side: int) -> Tensor:
         rows, columns = grid.shape[:2]

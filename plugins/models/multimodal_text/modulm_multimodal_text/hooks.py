@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from modulm.config import EngineConfig
+from modulm.contracts.model import Model
+from modulm.errors import ConfigError
 from modulm.plugins import Choice, current, hookimpl
-from modulm_towers import text_architecture
+from modulm_media.flags import MediaConfig
+from modulm_towers import MultimodalModel, text_architecture
 
-__all__ = ["modulm_choose_model"]
+__all__ = ["modulm_choose_model", "modulm_model_built"]
 
 
 @hookimpl
@@ -20,3 +24,11 @@ def modulm_choose_model(architectures: Sequence[str], config: Mapping[str, Any])
         return None
     reason = f"the text model of {architectures[0]} is {text}; images and sound are not read"
     return Choice("multimodal_text", reason)
+
+
+@hookimpl
+def modulm_model_built(model: Model, config: EngineConfig) -> None:
+    """Raises ConfigError for a model that knows nothing of what was asked of its encoders."""
+    if config.group(MediaConfig).mm_encoder_only and not isinstance(model, MultimodalModel):
+        who = type(model).__name__
+        raise ConfigError("mm_encoder_only", f"{who} has no encoder of media before a text model")

@@ -1,28 +1,221 @@
-"""How prompts of Qwen-VL take images: their tokens count along time, height and width."""
+"""How prompts of Qwen-VL take images and video: tokens count along time, height and width."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
+from attrs import evolve, frozen
 
-from modulm_media import MediaFamily, Processed
+from modulm.errors import RequestError
+from modulm_media import GridFamily, Media, MediaFamily, Processed, Sound, Video
+from modulm_media.values import fingerprint, runs_of
 
-__all__ = ["QwenVLFamily"]
+__all__ = [
+    "ColQwenFamily",
+    "HearingFamily",
+    "JinaFamily",
+    "OmniFamily",
+    "Qwen3OmniFamily",
+    "Qwen25VLFamily",
+    "QwenVLFamily",
+]
+
+#: Keywords by which the sound of videos is heard: vLLM's, and transformers' own.
+_WITH_SOUND = ("use_audio_in_video", "load_audio_from_video")
 
 
-class QwenVLFamily(MediaFamily):
-    """Qwen2-VL, 2.5 and 3."""
+class QwenVLFamily(GridFamily):
+    """Qwen2-VL, and Qwen3-VL, which has the time of each frame before it as text."""
+
+    def document(self, kind: str, alone: bool) -> str:
+        return _between(self.mark(kind))
+
+
+class Qwen25VLFamily(QwenVLFamily):
+    """Qwen2.5-VL: a position in time stands for a part of a second."""
+
+    def pace(self, item: Processed) -> float:
+        if "second_per_grid_ts" not in item.tensors:
+            return 1.0
+        each = int(self.config.get("vision_config", {}).get("tokens_per_second", 4))
+        return each * float(item.tensors["second_per_grid_ts"].reshape(-1)[0])
+
+
+class JinaFamily(Qwen25VLFamily):
+    """Jina Embeddings v4."""
+
+    kinds = ("image",)
+
+    def document(self, kind: str, alone: bool) -> str:
+        page = super().document(kind, alone)
+        return f"<|im_start|>user\n{page}Describe the image.<|im_end|>\n" if alone else page
+
+
+class HearingFamily(MediaFamily):
+    """Qwen2-Audio and Audio Flamingo 3."""
+
+    kinds = ("audio",)
+
+
+@frozen(eq=False)
+class _Film(Video):
+    """A video with its sound."""
+
+    sound: Sound | None = None
+
+
+class OmniFamily(QwenVLFamily):
+    """Qwen2.5-Omni: sound counts as text does, an image takes no time, a video as many positions as
+    its seconds say. With `use_audio_in_video` the first sounds of a prompt are those of its videos,
+    and stand between their frames.
+    """
+
+    kinds = ("image", "video", "audio")
+    #: Positions of a second.
+    rhythm: ClassVar[float] = 25
+    #: Whether the two tokens before a video with sound have one position, and the two behind it.
+    twins: ClassVar[bool] = True
+
+    def __init__(self, processor: Any, config: Mapping[str, Any]) -> None:
+        super().__init__(processor, config.get("thinker_config", config))
+
+    def features(self, kind: str) -> Sequence[int]:
+        own = super().features(kind)
+        return (*own, *super().features("audio")) if kind == "video" else own
+
+    def gathered(
+        self, tokens: np.ndarray, media: Sequence[Media], options: Mapping[str, Any]
+    ) -> tuple[np.ndarray, Sequence[Media]]:
+        if not any(options.get(name) for name in _WITH_SOUND):
+            return tokens, media
+        videos = [one for one in media if one.kind == "video"]
+        sounds = [one for one in media if one.kind == "audio"]
+        if len(sounds) < len(videos):
+            words = f"use_audio_in_video: {len(videos)} videos and {len(sounds)} sounds"
+            raise RequestError(words, "multi_modal_data")
+        films = [_with_sound(*pair) for pair in zip(videos, sounds, strict=False)]
+        rest = [one for one in media if one.kind == "image"] + sounds[len(videos) :]
+        return self._without_marks(tokens, len(sounds), len(videos)), [*films, *rest]
+
+    def _without_marks(self, tokens: np.ndarray, sounds: int, less: int) -> np.ndarray:
+        """The tokens without the marks of the first sounds, where all sounds have one."""
+        (mark,) = self.features("audio")
+        ends = [self.config.get(f"audio_{end}_token_id") for end in ("start", "end")]
+        inside = np.flatnonzero(tokens == mark)
+        if len(inside) != sounds:
+            return tokens
+        drop = [
+            place
+            for at in inside[:less]
+            for place, known in zip((at - 1, at, at + 1), (ends[0], mark, ends[1]), strict=True)
+            if 0 <= place < len(tokens) and tokens[place] == known
+        ]
+        return np.delete(tokens, drop)
+
+    def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        options = {name: value for name, value in options.items() if name not in _WITH_SOUND}
+        if not isinstance(media.value, _Film) or media.value.sound is None:
+            return super().call(media, options)
+        more = {
+            "audio": [media.value.sound.at(self.rate).samples],
+            "sampling_rate": self.rate,
+            "audio_from_video_indices": [0],
+            "load_audio_from_video": True,
+        }
+        return super().call(media, {**more, **options})
+
+    def process(self, media: Media, options: Mapping[str, Any]) -> Processed:
+        found = super().process(media, options)
+        if not isinstance(media.value, _Film):
+            return found
+        heard = found.tokens[found.embedded] == super().features("audio")[0]
+        return evolve(found, tensors={**found.tensors, "heard": heard})
 
     def positions(
         self, tokens: np.ndarray, items: Sequence[tuple[int, Processed]]
     ) -> np.ndarray | None:
-        from modulm_towers.grid import grid_positions
+        seen = [(first, item) for first, item in items if item.kind != "audio"]
+        if not seen:
+            return None
+        found = np.zeros((3, len(tokens)), dtype=np.int64)
+        at = position = 0
+        for start, item in seen:
+            ((first, end),) = item.runs
+            first, end = start + first, start + end
+            found[:, at:first] = position + np.arange(first - at)
+            position += first - at
+            twins = self.twins and "heard" in item.tensors
+            if twins:
+                position -= 1
+                found[:, first - 1] -= 1
+            places, last = self._places(item)
+            found[:, first:end] = position + places
+            position, at = position + last + 1, end
+            if twins:
+                found[:, end], at = position, end + 1
+        found[:, at:] = position + np.arange(len(tokens) - at)
+        return found
 
+    def _places(self, item: Processed) -> tuple[np.ndarray, int]:
+        """([3, tokens] positions of an image or video from its first, the largest of those that
+        come last: of the frames, or of the sound).
+        """
         merge = int(self.config.get("vision_config", {}).get("spatial_merge_size", 2))
-        places = []
-        for first, item in items:
-            inside = first + np.flatnonzero(item.embedded)
-            grids = item.tensors[f"{item.kind}_grid_thw"].tolist()
-            places.append((int(inside[0]), int(inside[-1]) + 1, grids))
-        return grid_positions(len(tokens), places, merge)
+        ((frames, rows, columns),) = item.tensors[f"{item.kind}_grid_thw"].tolist()
+        shape = (frames, rows // merge, columns // merge)
+        grid = np.indices(shape).reshape(3, -1)
+        if item.kind == "video":
+            each = np.float32(item.tensors["video_second_per_grid"].reshape(-1)[0])
+            rhythm = np.float32(self.config.get("position_id_per_seconds", self.rhythm))
+            grid[0] = (grid[0].astype(np.float32) * each * rhythm).astype(np.int64)
+        heard = item.tensors.get("heard")
+        if heard is None:
+            return grid, int(grid.max())
+        places = np.zeros((3, len(heard)), dtype=np.int64)
+        places[:, ~heard] = grid
+        places[:, heard] = np.arange(int(heard.sum()))
+        first = runs_of(heard == heard[-1])[-1][0]
+        return places, int(places[:, first:].max())
+
+
+class Qwen3OmniFamily(OmniFamily):
+    """Qwen3-Omni. Its positions are whole numbers here, where transformers has parts of one: with
+    `fps` that do not divide 26.
+    """
+
+    rhythm = 13
+    twins = False
+
+
+def _with_sound(video: Media, sound: Media) -> Media:
+    """One item of both; without a value where one of them has none."""
+    value, heard, name = video.value, sound.value, fingerprint(video.hash, sound.hash)
+    if not isinstance(value, Video) or not isinstance(heard, Sound):
+        return Media("video", None, video.uuid or sound.uuid, name)
+    film = _Film(value.frames, value.fps, value.indices, value.total, heard)
+    return Media("video", film, video.uuid, name)
+
+
+class ColQwenFamily(MediaFamily):
+    """ColQwen2, which counts its tokens as those of a text. Its processor takes images without
+    their text, so their part of it is asked.
+    """
+
+    def features(self, kind: str) -> Sequence[int]:
+        return (int(self.processor.image_token_id),)
+
+    def document(self, kind: str, alone: bool) -> str:
+        page: str = self.processor.visual_prompt_prefix
+        return page if alone else _between(self.mark(kind))
+
+    def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        reader = self.processor.image_processor
+        made = reader(images=[media.value], return_tensors="pt", **options)
+        count = int(made["image_grid_thw"].prod()) // reader.merge_size**2
+        return {**made, "input_ids": [list(self.features(media.kind)) * count]}
+
+
+def _between(mark: str) -> str:
+    return f"<|vision_start|>{mark}<|vision_end|>"

@@ -17,6 +17,8 @@ from modulm_towers import (
     Block,
     BlockNames,
     BlockShape,
+    Pieces,
+    Tower,
     axial_turns,
     grid_places,
     interpolated,
@@ -83,7 +85,7 @@ class QwenTowerConfig:
         return (self.window_size or 0) // self.spatial_merge_size // self.patch_size
 
 
-class QwenTower(Module):
+class QwenTower(Tower):
     """A block of another kind for each generation; `kind` is "2", "2.5" or "3"."""
 
     def __init__(self, c: QwenTowerConfig, b: Builder, kind: str) -> None:
@@ -113,7 +115,7 @@ class QwenTower(Module):
             merger(b.at(f"deepstack_merger_list.{i}"), names, wide=True) for i in deep
         )
 
-    def forward(self, pixels: Tensor, grids: Sequence[Sequence[int]]) -> Tensor:
+    def run(self, pixels: Tensor, grids: Sequence[Sequence[int]]) -> Pieces[Tensor]:
         """pixels: [patches, numbers of one]; grids: (frames, rows, columns) of each image or video
         -> [tokens, hidden], side by side with what deeper layers of the text model are given.
         """
@@ -138,6 +140,7 @@ class QwenTower(Module):
             x = block(x, whole if sees_all else lengths, turns)
             if index in c.deepstack_visual_indexes and len(self.deep):
                 found.append(self.deep[c.deepstack_visual_indexes.index(index)](x))
+            yield len(x)
         out: Tensor = self.merger(x)
         if order is not None:
             out = out[order.argsort().to(self.device)]

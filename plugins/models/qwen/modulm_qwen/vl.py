@@ -14,8 +14,9 @@ from torch.nn import Module
 from modulm.contracts.media import MediaItem
 from modulm.contracts.model import Batch
 from modulm.nn import Builder, Rewrite, WeightNames
+from modulm_qwen.qwen3_5 import Qwen35ForCausalLM, Qwen35MoeForCausalLM
 from modulm_qwen.vision import QwenTower, QwenTowerConfig
-from modulm_towers import MultimodalConfig, MultimodalModel, flat_patches, tiny_text
+from modulm_towers import MultimodalConfig, MultimodalModel, Pieces, flat_patches, tiny_text
 
 __all__ = [
     "Qwen2VLForConditionalGeneration",
@@ -23,6 +24,8 @@ __all__ = [
     "Qwen3VLMoeConfig",
     "Qwen3VLMoeForConditionalGeneration",
     "Qwen25VLForConditionalGeneration",
+    "Qwen35ForConditionalGeneration",
+    "Qwen35MoeForConditionalGeneration",
     "QwenVLConfig",
 ]
 
@@ -49,20 +52,22 @@ class Qwen2VLForConditionalGeneration(MultimodalModel):
     api = 1
     config_type: ClassVar[type] = QwenVLConfig
     axes = 3
+    media = ("image", "video")
     kind: ClassVar[str] = "2"
     names = WeightNames(rewrite=(flat_patches(r"patch_embed\.proj\.weight$"),))
-    tower: Module
+    tower: QwenTower
 
     def make_encoders(self, config: QwenVLConfig, b: Builder) -> None:
         self.tower = QwenTower(config.vision, b.at("visual"), self.kind)
 
-    def features(self, items: Sequence[MediaItem]) -> Sequence[Tensor]:
+    def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
         pixels, grids = [], []
         for item in items:
             video = item.kind == "video"
             pixels.append(self.tensor(item, "pixel_values_videos" if video else "pixel_values"))
             grids.append(item.tensors[f"{item.kind}_grid_thw"].reshape(-1, 3).tolist())
-        found: Tensor = self.tower(torch.cat(pixels), [grid for some in grids for grid in some])
+        flat = [grid for some in grids for grid in some]
+        found = yield from self.tower.run(torch.cat(pixels), flat)
         merged = self.config.vision.spatial_merge_size**2
         return found.split([sum(t * h * w for t, h, w in some) // merged for some in grids])
 
@@ -130,7 +135,7 @@ class Qwen3VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
     def _spread(self, batch: Batch) -> Batch:
         """The batch with the embeddings themselves, and what is beside them for later layers."""
         hidden, embeds = self.config.hidden_size, batch.embeds
-        if embeds is None or embeds.shape[1] == hidden:
+        if embeds is None or embeds.shape[1] == hidden or self.only_encodes:
             return batch
         deep = {**batch.extras, "deepstack": embeds[:, hidden:]}
         return evolve(batch, embeds=embeds[:, :hidden], extras=deep)
@@ -170,6 +175,25 @@ class Qwen3VLMoeForConditionalGeneration(Qwen3VLForConditionalGeneration):
             "Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", "qwen3_vl_moe_text",
             vision=_THIRD["vision"], text={**_THIRD["text"], **experts},
         )  # fmt: skip
+
+
+class Qwen35ForConditionalGeneration(Qwen2VLForConditionalGeneration):
+    """Qwen3.5, dense or with experts: Qwen3-VL's encoder, which speaks to the first layer only."""
+
+    kind = "3"
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        return _tiny_delta("Qwen3_5ForConditionalGeneration", "qwen3_5", Qwen35ForCausalLM)
+
+
+class Qwen35MoeForConditionalGeneration(Qwen35ForConditionalGeneration):
+    """Qwen3.5 with experts."""
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        name = "Qwen3_5MoeForConditionalGeneration"
+        return _tiny_delta(name, "qwen3_5_moe", Qwen35MoeForCausalLM)
 
 
 _THIRD: Mapping[str, Any] = {
@@ -212,3 +236,17 @@ def _tiny(
         "text_config": tiny_text(text_type, **{"rope_parameters": dict(_ROPE), **(text or {})}),
         "vision_config": {**_TOWER, **vision},
     }
+
+
+def _tiny_delta(
+    architecture: str, model_type: str, text: type[Qwen35ForCausalLM]
+) -> Mapping[str, Any]:
+    table = dict(text.tiny())
+    vision = {k: v for k, v in _THIRD["vision"].items() if k != "deepstack_visual_indexes"}
+    vision["out_hidden_size"] = table["hidden_size"]
+    made = dict(_tiny(architecture, model_type, table["model_type"], vision=vision))
+    del table["architectures"]
+    # Of a head's numbers a half is turned.
+    sections = {"mrope_section": [3, 3, 2], "mrope_interleaved": True}
+    table["rope_parameters"] = {**_ROPE, **sections, "partial_rotary_factor": 0.5}
+    return {**made, "text_config": table}

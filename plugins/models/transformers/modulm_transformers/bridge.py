@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -28,10 +28,10 @@ from modulm_transformers.encoder import TransformersForPooling
 from modulm_transformers.kept_scales import KeptScales
 from modulm_transformers.load import explained, replace_linears, whole_model
 
-__all__ = ["RemoteForCausalLM", "TransformersForCausalLM"]
+__all__ = ["NAME", "RemoteForCausalLM", "TransformersForCausalLM"]
 
 #: The name under which transformers finds our attention function.
-_NAME = "modulm"
+NAME = "modulm"
 _PROBE = 3
 #: Tensors beside queries, keys and values that say what we know from the step.
 _HARMLESS = frozenset({"cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "position_ids"})
@@ -43,9 +43,16 @@ class TransformersForCausalLM(Module, Model):
     api = 1
     config_type = TransformersConfig
 
+    #: How the library's own attention is done where ours does not take its place.
+    around: ClassVar[str | None] = NAME
+
     def __new__(cls, config: TransformersConfig, build: Builder) -> Any:
-        """One name serves both kinds; what does not generate is a model of the other."""
-        return super().__new__(cls) if config.generates else TransformersForPooling(config, build)
+        """One name serves all kinds: what does not generate, and what sees, is another class."""
+        from modulm_transformers.media import seeing
+
+        if not config.generates:
+            return TransformersForPooling(config, build)
+        return super().__new__(seeing(config) if config.sees else cls)
 
     def __init__(self, config: TransformersConfig, build: Builder) -> None:
         super().__init__()
@@ -67,9 +74,9 @@ class TransformersForCausalLM(Module, Model):
     def load(self, checkpoint: Path) -> bool:
         shared = self.build.shared
         _register()
-        self.whole = whole_model(self.config, checkpoint, shared, attention=_NAME)
+        self.whole = whole_model(self.config, checkpoint, shared, attention=self.around)
         prefix = self.whole.base_model_prefix
-        self.base = getattr(self.whole, prefix)
+        self._take_decoder(prefix)
         replace_linears(self.whole, self.build)
         self._learn_layers()
         if any(backend.spec.scales for _, backend in self.layers.values()):
@@ -78,6 +85,10 @@ class TransformersForCausalLM(Module, Model):
         setattr(self.whole, prefix, _HiddenStates())
         return True
 
+    def _take_decoder(self, prefix: str) -> None:
+        """`base` is what each step runs: all of the model but its head."""
+        self.base = getattr(self.whole, prefix)
+
     @torch.inference_mode()
     def _learn_layers(self) -> None:
         """Run a few tokens and note what each attention layer asks for."""
@@ -85,7 +96,8 @@ class TransformersForCausalLM(Module, Model):
         tokens = torch.arange(_PROBE, device=self.build.shared.device)
         name = self.config.model.__name__
         with explained(f"{name}: transformers' code for it does not run on our memory"):
-            self._run({"input_ids": tokens[None] % self.config.vocab_size}, tokens, trace)
+            given = {"input_ids": tokens[None] % self.config.vocab_size}
+            self._run(given, tokens[None], trace)
         if not trace.layers:
             raise UnsupportedError(f"{name} does not hand its attention our arguments")
         self.layers = trace.layers
@@ -97,10 +109,15 @@ class TransformersForCausalLM(Module, Model):
             own = self.base.get_input_embeddings()(batch.tokens)
             mixed = torch.where(batch.embeds_mask[:, None], batch.embeds.to(own.dtype), own)
             given = {"inputs_embeds": mixed[None]}
-        return self._run(given, batch.positions, _Step(batch, self.layers, self.scales))
+        step = _Step(batch, self.layers, self.scales)
+        return self._run(given, self._positions(batch), step)
+
+    def _positions(self, batch: Batch) -> Tensor:
+        """[1, tokens], as the decoder takes them."""
+        return batch.positions[None]
 
     def _run(self, given: Mapping[str, Tensor], positions: Tensor, step: Any) -> Tensor:
-        output = self.base(**given, position_ids=positions[None], use_cache=False, modulm=step)
+        output = self.base(**given, position_ids=positions, use_cache=False, modulm=step)
         hidden: Tensor = output[0][0]
         return hidden
 
@@ -250,5 +267,5 @@ def _register() -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionInterface.register(_NAME, _attend)
-    AttentionMaskInterface.register(_NAME, _no_mask)
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, _no_mask)

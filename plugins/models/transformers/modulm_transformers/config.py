@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,6 +35,8 @@ class TransformersConfig:
     max_length: int
     sliding_window: int | None
     generates: bool = True
+    sees: bool = False
+    axes: int = 1
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], file: str) -> TransformersConfig:
@@ -72,7 +75,22 @@ class TransformersConfig:
             min(lengths, default=_FALLBACK_LENGTH),
             window if isinstance(window, int) and window > 0 else None,
             generates,
+            **_media(name, settings, text),
         )
+
+
+def _media(name: str, settings: Any, text: Any) -> dict[str, Any]:
+    """Whether the library has encoders for images around the decoder, and its axes of positions."""
+    from transformers import MODEL_MAPPING
+
+    around = MODEL_MAPPING.get(type(settings), None)
+    if text is settings or not hasattr(around, "get_image_features"):
+        return {}
+    counts = hasattr(around, "get_rope_index")
+    taken = signature(around.forward).parameters
+    if "token_type_ids" in taken or ("mm_token_type_ids" in taken and not counts):
+        raise UnsupportedError(f"{name}: images that attend in both directions: not yet")
+    return {"sees": True, "axes": 3 if counts else 1}
 
 
 @frozen(eq=False)

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from attrs import evolve
 
-from modulm.contracts.pooler import PoolingInputs, PoolingJob
+from modulm.contracts.pooler import PairContent, PoolingInputs, PoolingJob
 from modulm.contracts.sampling import PoolingParams
 from modulm.engine.types.outputs import PoolingOutput, PoolingRequestOutput, ScoringOutput
 from modulm.errors import ContextLengthExceeded, RequestError
 from modulm_chat.conversation import encode_chat
 
 if TYPE_CHECKING:
+    from modulm.contracts.requests import PromptLike
     from modulm.engine.types.engine_info import EngineInfo
     from modulm.text.tokenizer import Tokenizer
 
@@ -24,6 +25,7 @@ __all__ = ["StandardInputs"]
 _FIRST, _SECOND = ("query",), ("document", "passage", "corpus")
 _Outputs = Sequence[PoolingRequestOutput]
 _Part = tuple[list[int], PoolingParams]
+_Side = str | PairContent
 
 
 class StandardInputs(PoolingInputs):
@@ -92,8 +94,8 @@ class StandardInputs(PoolingInputs):
 
     def pairs(
         self,
-        left: Sequence[str],
-        right: Sequence[str],
+        left: Sequence[_Side],
+        right: Sequence[_Side],
         params: PoolingParams,
         *,
         template: str | None = None,
@@ -116,21 +118,29 @@ class StandardInputs(PoolingInputs):
         similar = _SIMILARITIES[self._rules.similarity] if task == "embed" else _late
         unit = True if similar is _cosine else None
         own = evolve(params, task=task, normalize=unit, use_activation=None)
-        keys: dict[tuple[str, str | None], int] = {}
+        keys: dict[tuple[_Side, str | None], int] = {}
         ends = [
-            (keys.setdefault((a, self._role(_FIRST, own)), len(keys)),
-             keys.setdefault((b, self._role(_SECOND, own)), len(keys)))
+            (keys.setdefault((a, self._role(_FIRST, own, a)), len(keys)),
+             keys.setdefault((b, self._role(_SECOND, own, b)), len(keys)))
             for a, b in together
         ]  # fmt: skip
-        parts = [self.read(text, evolve(own, prompt_name=name)) for text, name in keys]
+        parts = [self._alone(side, evolve(own, prompt_name=name)) for side, name in keys]
         return PoolingJob(
             parts, lambda found: [_score(found[a], found[b], similar) for a, b in ends]
         )
 
     # How it is done.
 
-    def _role(self, names: Sequence[str], params: PoolingParams) -> str | None:
-        """The checkpoint's prompt for one side of a pair, if the request names none."""
+    def _alone(self, side: _Side, params: PoolingParams) -> tuple[PromptLike, PoolingParams]:
+        """The prompt of one side."""
+        return _with_media(*self.read(_text(side), _uncut(params, side)), side)
+
+    def _role(self, names: Sequence[str], params: PoolingParams, side: _Side) -> str | None:
+        """The checkpoint's prompt for one side of a pair, if the request names none; they are for
+        texts.
+        """
+        if isinstance(side, PairContent) and params.prompt_name is None:
+            return ""
         known = (name for name in names if name in self._rules.prompts)
         return next(known, None) if params.prompt_name is None else params.prompt_name
 
@@ -149,34 +159,42 @@ class StandardInputs(PoolingInputs):
 
     def _pair(
         self,
-        pair: tuple[str, str],
+        pair: tuple[_Side, _Side],
         params: PoolingParams,
         template: str | None,
         variables: Mapping[str, Any] | None,
-    ) -> _Part:
+    ) -> tuple[PromptLike, PoolingParams]:
+        params = _uncut(params, *pair)
         if template is None:
-            joined = ["".join(pair)] if self._rules.joined else pair
+            texts = [_text(side) for side in pair]
+            joined = ["".join(texts)] if self._rules.joined else texts
             ids, second = self._fit(joined, params)
-            return ids, evolve(params, second_text=second)
+            return _with_media(ids, evolve(params, second_text=second), *pair)
         first, second_text = pair
         ids = self._rendered(first, second_text, template, variables)
         limit = self.limit(params)
+        if isinstance(first, PairContent) or isinstance(second_text, PairContent):
+            return _with_media(ids, params, *pair)
         if limit is not None and len(ids) > limit:
             kept = self.tokenizer.encode(second_text, False)[: limit - len(ids)]
             ids = self._rendered(first, self.tokenizer.decode(kept), template, variables)
         return ids, params
 
     def _rendered(
-        self, first: str, second: str, template: str, variables: Mapping[str, Any] | None
+        self, first: _Side, second: _Side, template: str, variables: Mapping[str, Any] | None
     ) -> list[int]:
-        texts = {"query": first, "document": second}
-        messages = [{"role": role, "content": text} for role, text in texts.items()]
+        sides = {"query": first, "document": second}
+        media = any(isinstance(side, PairContent) for side in sides.values())
+        messages = [
+            {"role": role, "content": side.parts if isinstance(side, PairContent) else side}
+            for role, side in sides.items()
+        ]
         ids, _ = encode_chat(
             messages,
             tokenizer=self.tokenizer,
             template=template,
             add_generation_prompt=False,
-            content="string",
+            content="auto" if media else "string",
             kwargs=variables,
         )
         return ids
@@ -193,6 +211,27 @@ class StandardInputs(PoolingInputs):
         return PoolingRequestOutput(
             found[0].request_id, PoolingOutput(mean.astype(np.float32)), ids
         )
+
+
+def _text(side: _Side) -> str:
+    return side.text if isinstance(side, PairContent) else side
+
+
+def _uncut(params: PoolingParams, *sides: _Side) -> PoolingParams:
+    """The parameters. Raises RequestError where they cut what has media in it."""
+    if params.truncate_prompt_tokens and any(isinstance(side, PairContent) for side in sides):
+        raise RequestError("prompts with media cannot be truncated", "truncate_prompt_tokens")
+    return params
+
+
+def _with_media(
+    ids: list[int], params: PoolingParams, *sides: _Side
+) -> tuple[PromptLike, PoolingParams]:
+    """The prompt of these ids with the media of its sides."""
+    media = [one for side in sides if isinstance(side, PairContent) for one in side.media]
+    if not media:
+        return ids, params
+    return {"prompt_token_ids": ids, "multi_modal_data": tuple(media)}, params
 
 
 def _scores(found: _Outputs) -> list[PoolingRequestOutput]:

@@ -57,8 +57,10 @@ class PoolerConfig:
     `activation`: by default softmax, or sigmoid if there is one class or `multi_label` (each class
     for itself). step_tag_id: of the tasks that rate tokens, only tokens with this id are rated
     (tok_pooling_type "ALL": all of them). task: what the model is used for, where it has several;
-    the vectors of this task, else of "embed", pass the layers. A request's own parameters come
-    first.
+    the vectors of this task, else of "embed", pass the layers. media: vectors of tokens are those
+    of media alone (others are zero), and stay as they are. pooled_span: the ids of two tokens, from
+    the first to the second of which one vector is pooled where a prompt has them. A request's own
+    parameters come first.
     """
 
     pooling_type: tuple[str, ...] = field(
@@ -84,10 +86,14 @@ class PoolerConfig:
         default=None, validator=validators.optional(validators.in_(("ALL", "STEP")))
     )
     task: str = "embed"
+    media: bool = False
+    pooled_span: tuple[int, ...] | None = field(default=None, converter=_ids)
 
     def __attrs_post_init__(self) -> None:
         if "ALL" in self.pooling_type and len(self.pooling_type) > 1:
             raise ValueError("pooling_type: ALL stands alone")
+        if self.pooled_span is not None and len(self.pooled_span) != 2:
+            raise ValueError("pooled_span: the ids of two tokens are needed")
         if not self.logit_sigma:
             raise ValueError("logit_sigma: must not be 0")
         if self.tok_pooling_type == "STEP" and self.step_tag_id is None:
@@ -135,6 +141,16 @@ class _Collected:
     weighted: torch.Tensor | None = None
     parts: list[torch.Tensor] = field(factory=list)
     seen: int = 0
+    inside: np.ndarray | None = None
+    passed: int = 0
+
+    def within(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Those of the row's next tokens that are pooled."""
+        if self.inside is None:
+            return hidden
+        start, self.passed = self.passed, self.passed + len(hidden)
+        places = np.flatnonzero(self.inside[start : self.passed])
+        return hidden[torch.from_numpy(places).to(hidden.device)]
 
     def feed(self, hidden: torch.Tensor, modes: Sequence[str]) -> None:
         """hidden: [tokens, hidden], the next tokens of the row."""
@@ -186,6 +202,16 @@ def _sum(before: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
     return torch.cat([start, values]).cumsum(dim=0)[-1:]
 
 
+def _between(prompt: np.ndarray, first: int, last: int) -> np.ndarray | None:
+    """[tokens] bool: from a first token to the last one behind it; None for a prompt without."""
+    begun, ended = np.flatnonzero(prompt == first), np.flatnonzero(prompt == last)
+    if not len(begun) or not len(ended) or ended[-1] < begun[0]:
+        return None
+    places = np.arange(len(prompt))
+    inside: np.ndarray = (places >= begun[0]) & (places <= ended[-1])
+    return inside
+
+
 class StandardRows(RowPooler):
     """Collects hidden states by row and makes the result at the row's last token.
 
@@ -208,7 +234,9 @@ class StandardRows(RowPooler):
 
     def admit(self, row: int, params: PoolingParams, prompt: np.ndarray) -> None:
         """A pooling row starts, from its first token. prompt: [tokens] int64."""
-        self._rows[row] = _Collected(params, prompt)
+        span = None if params.task in _PER_TOKEN else self.config.pooled_span
+        inside = None if span is None else _between(prompt, *span)
+        self._rows[row] = _Collected(params, prompt, inside=inside)
 
     def release(self, row: int) -> None:
         """The row is gone; unknown rows are ignored."""
@@ -217,7 +245,7 @@ class StandardRows(RowPooler):
     def feed(self, row: int, hidden: torch.Tensor) -> None:
         """hidden: [tokens, hidden], the next tokens of the row."""
         state = self._rows[row]
-        state.feed(hidden, self._modes(state.params))
+        state.feed(state.within(hidden), self._modes(state.params))
 
     def finish(self, rows: Sequence[int]) -> dict[int, np.ndarray]:
         """By row: [vector] fp32, or [tokens, vector] for the tasks that give one per token."""
@@ -236,6 +264,8 @@ class StandardRows(RowPooler):
             each = params.task in _PER_TOKEN
             logits = self._logits(pooled, [row] * len(pooled)) if each else pooled
             pooled = self.config.scores(logits, params.use_activation)
+        elif self.config.media:
+            pooled = pooled[pooled.any(dim=-1)]
         else:
             pooled = self._embed(pooled, params)
         result = pooled.float().cpu().numpy()

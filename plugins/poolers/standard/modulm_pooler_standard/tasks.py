@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 __all__ = ["conversion", "convert", "pooling_table", "pooling_tasks"]
 
 _CAUSAL, _CLASSIFIER, _BARE = "ForCausalLM", "ForSequenceClassification", "Model"
+#: Of decoders that take media.
+_SEEING = "ForConditionalGeneration"
+_DECODERS = (_CAUSAL, _SEEING)
 _REWARD, _PROCESS = "ForRewardModel", "ForProcessRewardModel"
 #: What the architectures of a decoder's family are for, by the end of their names.
 _ENDINGS = {_PROCESS: "reward", _REWARD: "reward", _CLASSIFIER: "classify", _BARE: "embed"}
@@ -34,20 +37,21 @@ def conversion(
 
     By `--convert`, by `--runner pooling`, by the checkpoint's other files, or because config.json
     names the bare decoder, the classifier or the reward model of a family whose `...ForCausalLM`
-    is installed. Otherwise None. Raises UnsupportedError.
+    or `...ForConditionalGeneration` is installed. Otherwise None. Raises UnsupportedError.
     """
     wanted, name = config.model.convert, names[0]
     if wanted not in ("auto", "none", *_KINDS):
         raise UnsupportedError(f"convert: {wanted}: not yet; there are {', '.join(_KINDS)}")
-    if wanted == "none" or any(n in installed and not n.endswith(_CAUSAL) for n in names):
+    if wanted == "none" or any(n in installed and not n.endswith(_DECODERS) for n in names):
         return None
-    if name.endswith(_CAUSAL):
+    if name.endswith(_DECODERS):
         pooled = "embed" if config.model.runner == "pooling" else None
         kind = (recipe.kind or pooled) if wanted == "auto" else wanted
         return None if kind is None else (name, kind)
     for ending, own in _ENDINGS.items():
-        base = name.removesuffix(ending) + _CAUSAL
-        if name.endswith(ending) and base in installed:
+        found = [name.removesuffix(ending) + end for end in _DECODERS]
+        base = next((base for base in found if base in installed), None)
+        if name.endswith(ending) and base is not None:
             return base, own if wanted == "auto" else wanted
     return None
 
@@ -55,7 +59,12 @@ def conversion(
 def convert(
     driver: type[Model], kind: str, table: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> type[Model]:
-    """The driver as a pooling model; table: config.json; settings: of the pooler."""
+    """The driver as a pooling model; table: config.json; settings: of the pooler.
+
+    Raises UnsupportedError.
+    """
+    if driver.media:
+        driver = _seeing(driver, str(table["architectures"][0]))
     if settings.get("returned_token_ids") and kind in _TASKS:
         return as_is(driver, _TASKS[kind])
     if kind == "reward":
@@ -64,6 +73,15 @@ def convert(
         rewards = (2 if steps else 1) if deep else _classes(table)
         return as_reward(driver, rewards, deep=deep)
     return as_classifier(driver, _classes(table)) if kind == "classify" else as_embedder(driver)
+
+
+def _seeing(driver: type[Model], name: str) -> type[Model]:
+    """The driver, named `name` in config.json, with the prompts of its family."""
+    if "image" not in driver.media:
+        raise UnsupportedError(f"{driver.__name__} as a model that pools: not yet")
+    ending = next((end for end in _ENDINGS if name.endswith(end)), None)
+    family = name if ending is None else name.removesuffix(ending) + _SEEING
+    return type(driver.__name__, (driver,), {"media_family": driver.media_family or family})
 
 
 def pooling_tasks(
@@ -96,6 +114,8 @@ def pooling_table(
 ) -> dict[str, Any]:
     """The pooler's settings, by their names in `--pooler-config`, with the model's own way."""
     table: dict[str, Any] = {"pooling_type": model.pooling}
+    if model.pooling == "MEDIA":
+        table = {"media": True}
     if checkpoint.config.get("problem_type") == "multi_label_classification":
         table["multi_label"] = True
     if "reward" in model.tasks and not settings.get("returned_token_ids"):

@@ -1,0 +1,36 @@
+"""How prompts of DeepSeek-VL and DeepSeek-OCR 2 take images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from modulm_media import Media, MediaFamily
+
+__all__ = ["DeepseekOcr2Family", "DeepseekVLFamily"]
+
+#: Tokens of a view of at most so many patches, and of a larger one.
+_FEW, _MANY = 144, 256
+
+
+class DeepseekVLFamily(MediaFamily):
+    """All is as the processor says."""
+
+
+class DeepseekOcr2Family(MediaFamily):
+    """As the processor says, for views of the sizes for which the model has queries."""
+
+    def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        found = super().call(media, options)
+        names = ("pixel_values", "pixel_values_local")
+        views = [self._tokens(np.asarray(found[name])) for name in names if name in found]
+        if sum(views) + 1 != np.asarray(found["input_ids"]).size:
+            raise ValueError("size, tile_size: the model has 144 or 256 queries for a view")
+        return found
+
+    def _tokens(self, pixels: np.ndarray) -> int:
+        """pixels: [views, channels, height, width]."""
+        side = -(-pixels.shape[-1] // (self.processor.patch_size * self.processor.downsample_ratio))
+        return len(pixels) * (_FEW if side * side <= _FEW else _MANY)

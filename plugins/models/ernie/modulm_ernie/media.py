@@ -1,0 +1,13 @@
+"""How prompts of PaddleOCR-VL take images: their tokens count along time, height and width."""
+
+from __future__ import annotations
+
+from modulm_media import GridFamily
+
+__all__ = ["PaddleOCRFamily"]
+
+
+class PaddleOCRFamily(GridFamily):
+    """PaddleOCR-VL."""
+
+    kinds = ("image",)

@@ -1,0 +1,188 @@
+"""PaddleOCR-VL (arXiv 2510.14528): NaViT's encoder of images of any size before a small ERNIE."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from attrs import field, frozen
+from torch import Tensor
+from torch.nn import ModuleList
+
+from modulm.contracts.media import MediaItem
+from modulm.errors import CheckpointError
+from modulm.nn import Builder, WeightNames
+from modulm_layers import PlainMLP, size
+from modulm_towers import (
+    Block,
+    BlockShape,
+    MultimodalConfig,
+    MultimodalModel,
+    Pieces,
+    Tower,
+    axial_turns,
+    flat_patches,
+    grid_places,
+    lengths_of,
+    patches,
+    through,
+    tiny_text,
+)
+
+__all__ = ["PaddleOCRVLConfig", "PaddleOCRVLForConditionalGeneration"]
+
+_EPS = 1e-5
+Grids = Sequence[Sequence[int]]
+
+
+@frozen(kw_only=True)
+class _TowerConfig:
+    """`vision_config`."""
+
+    hidden_size: int = size()
+    intermediate_size: int = size()
+    num_hidden_layers: int = size()
+    num_attention_heads: int = size()
+    num_channels: int = size(3)
+    image_size: int = size(384)
+    patch_size: int = size(14)
+    spatial_merge_size: int = size(2)
+    hidden_act: str = "gelu_pytorch_tanh"
+    layer_norm_eps: float = 1e-6
+    rope_parameters: dict[str, Any] = field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        if self.hidden_size % self.num_attention_heads or self.head_dim % 4:
+            raise ValueError(
+                f"num_attention_heads: {self.num_attention_heads} heads of {self.hidden_size} "
+                "cannot be rotated"
+            )
+        if self.patch_size > self.image_size:
+            raise ValueError("patch_size: larger than image_size")
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def side(self) -> int:
+        """Along a side of the square of learned positions."""
+        return self.image_size // self.patch_size
+
+
+@frozen(eq=False, kw_only=True)
+class PaddleOCRVLConfig(MultimodalConfig):
+    """config.json of PaddleOCR-VL."""
+
+    vision_type: ClassVar[type] = _TowerConfig
+
+    @classmethod
+    def more(cls, keys: Mapping[str, Any], file: str) -> dict[str, Any]:
+        if keys["text_config"].get("use_bias"):
+            raise CheckpointError(f"{file}: use_bias: true: not yet")
+        return {}
+
+
+class _Tower(Tower):
+    """Patches of all images end to end, row by row."""
+
+    positions: Tensor
+
+    def __init__(self, c: _TowerConfig, b: Builder) -> None:
+        super().__init__()
+        self.config, self.dtype, at = c, b.shared.dtype, b.at("embeddings")
+        pixels = c.num_channels * c.patch_size**2
+        self.patch = at.linear("patch_embedding", pixels, c.hidden_size, bias=True, split=False)
+        shape = (c.side**2, c.hidden_size)
+        at.parameter("position_embedding.weight", self, "positions", shape)
+        block = BlockShape(
+            hidden=c.hidden_size, inner=c.intermediate_size, heads=c.num_attention_heads,
+            act=c.hidden_act, eps=c.layer_norm_eps,
+        )  # fmt: skip
+        count = c.num_hidden_layers
+        self.layers = ModuleList(Block(b.at(f"encoder.layers.{i}"), block) for i in range(count))
+        self.post = b.layer_norm("post_layernorm", c.hidden_size, c.layer_norm_eps)
+
+    def run(self, pixels: Tensor, grids: Grids) -> Pieces[Tensor]:
+        """pixels: [patches, numbers of one]; grids: (frames, rows, columns) of patches of each
+        image -> [patches, hidden].
+        """
+        c = self.config
+        x = self.patch(pixels.to(self.dtype))
+        x = x + torch.cat([self._positions(grid) for grid in grids]).to(x.dtype)
+        theta = float(c.rope_parameters.get("rope_theta", 10000.0))
+        places = torch.cat([grid_places(grid, 1) for grid in grids])
+        turns = axial_turns(places, c.head_dim, theta).to(x.device)
+        x = yield from through(self.layers, x, lengths_of(grids), turns)
+        out: Tensor = self.post(x)
+        return out
+
+    def _positions(self, grid: Sequence[int]) -> Tensor:
+        """[patches, hidden]: the learned square stretched to the grid, pixels seen as areas."""
+        frames, rows, columns = grid
+        square = self.positions.float().view(1, self.config.side, self.config.side, -1)
+        found = F.interpolate(square.permute(0, 3, 1, 2), (rows, columns), mode="bilinear")
+        return found[0].flatten(1).T.repeat(frames, 1)
+
+
+class PaddleOCRVLForConditionalGeneration(MultimodalModel):
+    """PaddleOCR-VL; its text model is Llama's block with positions on three axes."""
+
+    api = 1
+    config_type: ClassVar[type] = PaddleOCRVLConfig
+    axes = 3
+    names = WeightNames(
+        rename=((r"^visual\.vision_model\.", "visual."), (r"^mlp_AR\.", "projector.")),
+        ignore=(r"^visual\.(head\.|embeddings\.(position_ids|packing_position_embedding))",),
+        rewrite=(flat_patches(r"\.patch_embedding\.weight$"),),
+    )
+
+    def make_encoders(self, config: PaddleOCRVLConfig, b: Builder) -> None:
+        vision, at = config.vision, b.at("projector")
+        self.tower = _Tower(vision, b.at("visual"))
+        self.norm = at.layer_norm("pre_norm", vision.hidden_size, _EPS)
+        inner = vision.hidden_size * vision.spatial_merge_size**2
+        self.projector = PlainMLP(
+            at, inner, inner, "gelu", up="linear_1", down="linear_2", outputs=config.hidden_size
+        )
+
+    def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
+        merge = self.config.vision.spatial_merge_size
+        pixels = torch.cat([self.tensor(item, "pixel_values").flatten(1) for item in items])
+        grids = [item.tensors["image_grid_thw"].reshape(-1, 3).tolist() for item in items]
+        flat = [grid for some in grids for grid in some]
+        seen = yield from self.tower.run(pixels, flat)
+        found = self.norm(seen).split([t * h * w for t, h, w in flat])
+        squares = [_squares(part, grid, merge) for part, grid in zip(found, flat, strict=True)]
+        tokens: Tensor = self.projector(torch.cat(squares))
+        return tokens.split([sum(t * h * w for t, h, w in some) // merge**2 for some in grids])
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+        return {
+            "architectures": ["PaddleOCRVLForConditionalGeneration"],
+            "model_type": "paddleocr_vl",
+            "image_token_id": 480,
+            "tie_word_embeddings": False,
+            "text_config": tiny_text("paddleocr_vl_text", head_dim=16, rope_parameters=rope),
+            "vision_config": {
+                "model_type": "paddleocr_vl_vision",
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "image_size": 16,
+                "patch_size": 4,
+            },
+        }
+
+
+def _squares(x: Tensor, grid: Sequence[int], merge: int) -> Tensor:
+    """[patches, hidden], row by row -> [tokens, merge * merge * hidden]."""
+    frames, rows, columns = grid
+    cut = patches(x.view(frames, rows, columns, -1).permute(0, 3, 1, 2), merge)
+    return cut.unflatten(2, (x.shape[1], -1)).transpose(2, 3).flatten(2).flatten(0, 1)

@@ -1,0 +1,120 @@
+"""The vision encoder of GLM-4.1V and later (arXiv 2507.01006)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from attrs import field, frozen
+from torch import Tensor
+from torch.nn import ModuleList
+
+from modulm.nn import Builder
+from modulm_layers import AttentionNames, GatedMLP, size
+from modulm_towers import (
+    Block,
+    BlockNames,
+    BlockShape,
+    Pieces,
+    Tower,
+    axial_turns,
+    grid_places,
+    lengths_of,
+    through,
+)
+
+__all__ = ["GlmTower", "GlmTowerConfig"]
+
+_NAMES = BlockNames(
+    "norm1", "attn", AttentionNames("q", "k", "v", "proj", "qkv"), "norm2", "mlp",
+    "up_proj", "down_proj",
+)  # fmt: skip
+
+
+@frozen(kw_only=True)
+class GlmTowerConfig:
+    """`vision_config`. Patches are as large as the processor's; `image_size` says how many learned
+    positions there are along a side.
+    """
+
+    depth: int = size(24)
+    hidden_size: int = size(1536)
+    out_hidden_size: int = size(4096)
+    intermediate_size: int = size(13696)
+    num_heads: int = size(12)
+    in_channels: int = size(3)
+    image_size: int = size(336)
+    patch_size: int = size(14)
+    spatial_merge_size: int = size(2)
+    temporal_patch_size: int = size(2)
+    attention_bias: bool = False
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-5
+    rope_parameters: dict[str, Any] = field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 4:
+            raise ValueError(
+                f"num_heads: {self.num_heads} heads of {self.hidden_size} cannot be rotated"
+            )
+
+
+class GlmTower(Tower):
+    """Patches of images of any size, turned by their places and given learned ones as well."""
+
+    def __init__(self, c: GlmTowerConfig, b: Builder) -> None:
+        super().__init__()
+        self.config, self.dtype, self.device = c, b.shared.dtype, b.shared.device
+        width, merged = c.hidden_size, c.out_hidden_size
+        pixels = c.in_channels * c.temporal_patch_size * c.patch_size**2
+        self.patch = b.linear("patch_embed.proj", pixels, width, bias=True, split=False)
+        self.patch_norm = b.rms_norm("post_conv_layernorm", width, c.rms_norm_eps)
+        learned = ((c.image_size // c.patch_size) ** 2, width)
+        b.parameter("embeddings.position_embedding.weight", self, "positions", learned)
+        shape = BlockShape(
+            hidden=width, inner=merged, heads=c.num_heads, act=c.hidden_act, eps=c.rms_norm_eps,
+            rms=True, gated=True, bias=c.attention_bias, out_bias=False, mlp_bias=False,
+            names=_NAMES,
+        )  # fmt: skip
+        self.blocks = ModuleList(Block(b.at(f"blocks.{i}"), shape) for i in range(c.depth))
+        self.norm = b.rms_norm("post_layernorm", width, c.rms_norm_eps)
+        square = c.spatial_merge_size**2 * width
+        self.merge = b.linear("downsample", square, merged, bias=True, split=False)
+        at = b.at("merger")
+        self.proj = at.linear("proj", merged, merged, split=False)
+        self.proj_norm = at.layer_norm("post_projection_norm", merged, 1e-5)
+        self.mlp = GatedMLP(at, merged, c.intermediate_size, c.hidden_act)
+
+    def run(self, pixels: Tensor, grids: Sequence[Sequence[int]]) -> Pieces[Tensor]:
+        """pixels: [patches, numbers of one]; grids: (frames, rows, columns) of each image or video
+        -> [tokens, hidden of the text model].
+        """
+        c = self.config
+        places = [grid_places(grid, c.spatial_merge_size) for grid in grids]
+        pairs = zip(grids, places, strict=True)
+        learned = torch.cat([self._learned(grid, place) for grid, place in pairs])
+        x = self.patch_norm(self.patch(pixels.to(self.dtype)))
+        x = x + learned.to(x.dtype)
+        theta = float(str(c.rope_parameters.get("rope_theta", 10000.0)))
+        turns = axial_turns(torch.cat(places), c.hidden_size // c.num_heads, theta)
+        turns, lengths = turns.to(self.device), lengths_of(grids)
+        x = yield from through(self.blocks, x, lengths, turns)
+        x = self.merge(self.norm(x).reshape(-1, self.merge.spec.inputs))
+        out: Tensor = self.mlp(F.gelu(self.proj_norm(self.proj(x))))
+        return out
+
+    def _learned(self, grid: Sequence[int], places: Tensor) -> Tensor:
+        """[patches, hidden] fp32: the square of learned positions, bicubic at the patches' places.
+
+        places: [patches, 2], row and column.
+        """
+        side = round(len(self.positions) ** 0.5)
+        table = self.positions.float().T.reshape(1, -1, side, side)
+        sizes = torch.tensor(grid[1:], dtype=torch.float32)
+        spread = ((places + 0.5) / sizes * 2 - 1).flip(-1).to(table.device)
+        found = F.grid_sample(
+            table, spread[None, :, None], "bicubic", padding_mode="border", align_corners=False
+        )
+        return found[0, :, :, 0].T

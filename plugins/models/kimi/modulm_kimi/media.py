@@ -1,0 +1,37 @@
+"""How prompts of Kimi-VL and Kimi K2.5 take images and video."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from modulm_media import Media, MediaFamily
+
+__all__ = ["KimiK25Family", "KimiVLFamily"]
+
+
+class KimiVLFamily(MediaFamily):
+    """Kimi-VL: as the processor says."""
+
+
+class KimiK25Family(KimiVLFamily):
+    """Kimi K2.5: a video is clips of a few frames with their times before them."""
+
+    kinds = ("image", "video")
+
+    def features(self, kind: str) -> Sequence[int]:
+        """A video's token may lie beyond the vocabulary; images' stands in its place there."""
+        own = super().features(kind)
+        words = self.config.get("text_config", {}).get("vocab_size")
+        return own if words is None or own[0] < words else super().features("image")
+
+    def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        token = getattr(self.processor, f"{media.kind}_token_id")
+        if token is None or token == self.processor.tokenizer.unk_token_id:
+            raise ValueError(f"its tokenizer has no token {self.mark(media.kind)}")
+        found = super().call(media, options)
+        tokens = np.asarray(found["input_ids"])
+        (shown,) = self.features(media.kind)
+        return {**found, "input_ids": np.where(tokens == token, shown, tokens)}

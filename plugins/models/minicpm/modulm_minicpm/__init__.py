@@ -1,0 +1,1 @@
+"""MiniCPM-V for modulm."""

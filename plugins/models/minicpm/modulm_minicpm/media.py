@@ -1,0 +1,43 @@
+"""How prompts of MiniCPM-V take images and video: in slices, each image with a number before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from modulm_media import Media, MediaFamily
+
+__all__ = ["MiniCPMVFamily"]
+
+
+class MiniCPMVFamily(MediaFamily):
+    """MiniCPM-V 4.6."""
+
+    kinds = ("image", "video")
+
+    def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Without the number, which counts the items before it: `completed` writes that."""
+        if "use_image_id" in options:
+            raise ValueError("use_image_id: the checkpoint says whether images have numbers")
+        return super().call(media, {**options, "use_image_id": False})
+
+    def completed(self, tokens: np.ndarray, mark: np.ndarray) -> np.ndarray:
+        if not self.processor.default_use_image_id:
+            return tokens
+        words = self.processor.tokenizer
+        opens, closes = words.image_id_start_token, words.image_id_end_token
+        # What stands for an item already begins, or goes on, with one of these.
+        begun = words.convert_tokens_to_ids(words.image_start_token)
+        inside = {begun, words.convert_tokens_to_ids(words.slice_start_token), int(mark[0])}
+        closed = words.convert_tokens_to_ids(closes)
+        pieces, last, count = [], 0, 0
+        for at in np.flatnonzero(tokens == mark[0]).tolist():
+            before = int(tokens[at - 1]) if at else -1
+            if before not in inside | {closed}:
+                number = words.encode(f"{opens}{count}{closes}", add_special_tokens=False)
+                pieces += [tokens[last:at], np.array(number, dtype=np.int64)]
+                last = at
+            count += before not in inside - {begun}
+        return np.concatenate([*pieces, tokens[last:]])

@@ -1,0 +1,1 @@
+"""Ovis 2 for modulm."""

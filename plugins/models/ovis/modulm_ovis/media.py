@@ -1,0 +1,23 @@
+"""How prompts of Ovis take images: tiles, between tokens that the encoder's table embeds too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from modulm_media import MediaFamily
+
+__all__ = ["OvisFamily"]
+
+
+class OvisFamily(MediaFamily):
+    """Ovis 2. The encoder is told the tokens, since it embeds all of them."""
+
+    def features(self, kind: str) -> Sequence[int]:
+        return (int(self.config["image_token_id"]), *self.config["visual_indicator_token_ids"])
+
+    def tensors(self, found: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
+        tokens = np.asarray(found["input_ids"][0], dtype=np.int64)
+        return {"pixel_values": np.asarray(found["pixel_values"]), "tokens": tokens}

@@ -1,0 +1,25 @@
+"""How prompts of Phi-4 multimodal take images and sound."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import numpy as np
+
+from modulm_media import MediaFamily
+
+__all__ = ["PhiFamily"]
+
+
+class PhiFamily(MediaFamily):
+    """Phi-4 multimodal, which hears otherwise where it sees."""
+
+    kinds = ("image", "audio")
+
+    @property
+    def rate(self) -> int:
+        """Samples a second of the sound that the processor takes."""
+        return int(self.processor.audio_processor.sampling_rate)
+
+    def beside(self, kind: str, kinds: Collection[str]) -> Mapping[str, np.ndarray]:
+        return {"beside_images": np.array("image" in kinds)} if kind == "audio" else {}

@@ -1,0 +1,142 @@
+"""The audio encoders of Qwen2.5-Omni and Qwen3-Omni (arXiv 2503.20215, 2509.17765): sounds of any
+length, in chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from attrs import frozen
+from torch import Tensor
+from torch.nn import Module
+
+from modulm.nn import Builder
+from modulm_layers import PlainMLP, size
+from modulm_towers import (
+    Convolution,
+    Pieces,
+    WhisperTower,
+    WhisperTowerConfig,
+    halved,
+    sinusoids,
+    through,
+    whisper_blocks,
+)
+
+__all__ = ["OmniHearingConfig", "Qwen3Hearing", "Qwen3HearingConfig", "Qwen25Hearing"]
+
+#: Chunks that are convolved at a time.
+_CHUNKS = 32
+
+
+@frozen(kw_only=True)
+class OmniHearingConfig(WhisperTowerConfig):
+    """`audio_config` of Qwen2.5-Omni; n_window: half the frames of a chunk."""
+
+    n_window: int = size(100)
+    output_dim: int = size()
+
+
+@frozen(kw_only=True)
+class Qwen3HearingConfig(OmniHearingConfig):
+    """`audio_config` of Qwen3-Omni; n_window_infer: frames that see each other."""
+
+    n_window: int = size(50)
+    n_window_infer: int = size(800)
+    downsample_hidden_size: int = size(480)
+
+
+class Qwen25Hearing(WhisperTower):
+    """Chunks are convolved and attended to by themselves, each with positions from 0; two of
+    these become one token.
+    """
+
+    def __init__(self, c: OmniHearingConfig, b: Builder) -> None:
+        super().__init__(c, b, post="ln_post", learned=False)
+        self.chunk = 2 * c.n_window
+        self.projector = b.linear("proj", c.d_model, c.output_dim, bias=True, split=False)
+
+    def hear(self, sounds: Sequence[Tensor]) -> Pieces[list[Tensor]]:
+        """[bins, frames] of each sound -> [tokens, outputs] of each."""
+        rows: list[Tensor] = []
+        lengths: list[int] = []
+        counts: list[int] = []
+        for mel in sounds:
+            whole = mel.shape[1] // self.chunk
+            before = len(lengths)
+            if whole:
+                cut = mel[:, : whole * self.chunk].unflatten(1, (whole, self.chunk))
+                x = self.stem(cut.transpose(0, 1))
+                rows.append(x.flatten(0, 1))
+                lengths += [x.shape[1]] * whole
+            if mel.shape[1] % self.chunk:
+                rows.append(self.stem(mel[None, :, whole * self.chunk :])[0])
+                lengths.append(len(rows[-1]))
+            counts.append(sum(lengths[before:]))
+        states = yield from self.states(torch.cat(rows), lengths)
+        parts = torch.split(states, counts)
+        pooled = [halved(part) for part in parts]
+        found = self.projector(self.norm(torch.cat(pooled)))
+        return list(torch.split(found, [len(part) for part in pooled]))
+
+
+class Qwen3Hearing(Module):
+    """Chunks are convolved along time and frequency, eight frames to a token, each with positions
+    from 0; those of a window of several chunks see each other.
+    """
+
+    def __init__(self, c: Qwen3HearingConfig, b: Builder) -> None:
+        super().__init__()
+        self.dtype, self.chunk = b.shared.dtype, 2 * c.n_window
+        self.ratio = max(c.n_window_infer // self.chunk, 1)
+        wide = c.downsample_hidden_size
+        self.convolutions = torch.nn.ModuleList(
+            Convolution(b, f"conv2d{i + 1}", wide if i else 1, wide, (3, 3), stride=2, padding=1)
+            for i in range(3)
+        )
+        self.out = b.linear("conv_out", wide * _thirds(c.num_mel_bins), c.d_model, split=False)
+        self.layers = whisper_blocks(c, b)
+        self.norm = b.layer_norm("ln_post", c.d_model, 1e-5)
+        self.projector = PlainMLP(
+            b, c.d_model, c.d_model, c.activation_function,
+            up="proj1", down="proj2", outputs=c.output_dim,
+        )  # fmt: skip
+
+    def hear(self, sounds: Sequence[Tensor]) -> Pieces[list[Tensor]]:
+        """[bins, frames] of each sound -> [tokens, outputs] of each."""
+        rows = [self._stem(mel) for mel in sounds]
+        window = _thirds(self.chunk) * self.ratio
+        lengths = [
+            min(window, len(row) - first) for row in rows for first in range(0, len(row), window)
+        ]
+        x = yield from through(self.layers, torch.cat(rows), lengths)
+        found: Tensor = self.projector(self.norm(x))
+        return list(torch.split(found, [len(row) for row in rows]))
+
+    def _stem(self, mel: Tensor) -> Tensor:
+        """[bins, frames] -> [tokens, width], chunks with their positions; where there are several
+        the last is filled with zeros.
+        """
+        frames = mel.shape[1]
+        count = -(-frames // self.chunk)
+        mel = F.pad(mel, (0, count * self.chunk - frames)) if count > 1 else mel
+        cut = mel.unflatten(1, (count, -1)).transpose(0, 1)[:, None].to(self.dtype)
+        found = []
+        for part in cut.split(_CHUNKS):
+            x = part
+            for convolution in self.convolutions:
+                x = F.gelu(convolution(x))
+            found.append(self.out(x.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)))
+        x = torch.cat(found).unflatten(0, (count, -1))
+        x = x + sinusoids(x.shape[1], x.shape[2]).to(x.device, x.dtype)
+        last = frames - (count - 1) * self.chunk
+        return x.flatten(0, 1)[: (count - 1) * x.shape[1] + _thirds(last)]
+
+
+def _thirds(count: int) -> int:
+    """What is left of a length after three convolutions that halve it."""
+    for _ in range(3):
+        count = (count + 1) // 2
+    return count

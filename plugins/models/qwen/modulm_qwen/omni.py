@@ -1,0 +1,196 @@
+"""Qwen2.5-Omni and Qwen3-Omni (arXiv 2503.20215, 2509.17765): the part that reads, sees, hears and
+writes, which they call the thinker. What speaks is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from attrs import evolve, frozen
+from torch import Tensor
+
+from modulm.contracts.media import MediaItem
+from modulm.nn import Builder, WeightNames
+from modulm_qwen.hearing import (
+    OmniHearingConfig,
+    Qwen3Hearing,
+    Qwen3HearingConfig,
+    Qwen25Hearing,
+)
+from modulm_qwen.vl import (
+    Qwen3VLForConditionalGeneration,
+    Qwen25VLForConditionalGeneration,
+    QwenVLConfig,
+)
+from modulm_towers import Pieces, flat_patches, silent_keys, tiny_hearing, tiny_text
+
+__all__ = ["OmniConfig", "Qwen3OmniConfig", "Qwen3OmniThinker", "Qwen25OmniThinker"]
+
+_SPEAKING = (r"^(talker|token2wav|code2wav)\.", r"^audio_tower\.audio_bos_eos_token\.")
+#: Qwen3-Omni's names of what Qwen3-VL has too.
+_MERGERS = (
+    (r"^visual\.merger_list\.", "visual.deepstack_merger_list."),
+    (r"^(visual\.(?:merger|deepstack_merger_list\.\d+))\.ln_q\.", r"\1.norm."),
+    (r"^(visual\.(?:merger|deepstack_merger_list\.\d+))\.mlp\.0\.", r"\1.linear_fc1."),
+    (r"^(visual\.(?:merger|deepstack_merger_list\.\d+))\.mlp\.2\.", r"\1.linear_fc2."),
+)
+
+
+@frozen(eq=False, kw_only=True)
+class OmniConfig(QwenVLConfig):
+    """config.json of the whole model, or of the thinker alone."""
+
+    audio_type: ClassVar[type | None] = OmniHearingConfig
+    thinker: ClassVar[str] = "Qwen2_5OmniThinkerForConditionalGeneration"
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any], file: str) -> Self:
+        inner = table.get("thinker_config", table)
+        named = {"tie_word_embeddings": False, **inner, "architectures": [cls.thinker]}
+        return super().from_table(named, file)
+
+
+@frozen(eq=False, kw_only=True)
+class Qwen3OmniConfig(OmniConfig):
+    """config.json of Qwen3-Omni."""
+
+    audio_type = Qwen3HearingConfig
+    thinker = "Qwen3OmniMoeThinkerForConditionalGeneration"
+
+
+class _Hears:
+    """What models that see have in common where they also hear."""
+
+    names: ClassVar[WeightNames]
+    ears: Qwen25Hearing | Qwen3Hearing
+
+    @classmethod
+    def weights(cls, config: Any) -> WeightNames:
+        names: WeightNames = super().weights(config)  # type: ignore[misc]
+        return evolve(names, rename=((r"^thinker\.", ""), *names.rename))
+
+    def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
+        heard = [item for item in items if "input_features" in item.tensors]
+        seen = [item for item in items if item.kind != "audio"]
+        shown: dict[int, Tensor] = {}
+        spoken: dict[int, Tensor] = {}
+        if seen:
+            frames = yield from super().features(seen)  # type: ignore[misc]
+            shown = {id(item): own for item, own in zip(seen, frames, strict=True)}
+        if heard:
+            sounds = yield from self.ears.hear([self._sound(item) for item in heard])
+            spoken = {id(item): own for item, own in zip(heard, sounds, strict=True)}
+        return [_woven(item, shown.get(id(item)), spoken.get(id(item))) for item in items]
+
+    def _sound(self, item: MediaItem) -> Tensor:
+        """[bins, frames] of a sound, without what fills its window."""
+        frames = int(item.tensors["feature_attention_mask"].sum())
+        mel: Tensor = self.tensor(item, "input_features")  # type: ignore[attr-defined]
+        return mel[0, :, :frames]
+
+
+class Qwen25OmniThinker(_Hears, Qwen25VLForConditionalGeneration):
+    """Qwen2.5-Omni."""
+
+    config_type = OmniConfig
+    media = ("image", "video", "audio")
+    names = WeightNames(
+        ignore=_SPEAKING, rewrite=(flat_patches(r"patch_embed\.proj\.weight$"), silent_keys())
+    )
+
+    def make_encoders(self, config: Any, b: Builder) -> None:
+        super().make_encoders(config, b)
+        self.ears = Qwen25Hearing(config.audio, b.at("audio_tower"))
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        seen = super().tiny()
+        return {
+            **_tokens("index"),
+            "architectures": ["Qwen2_5OmniThinkerForConditionalGeneration"],
+            "model_type": "qwen2_5_omni_thinker",
+            "text_config": {**seen["text_config"], "model_type": "qwen2_5_omni_text"},
+            "vision_config": {
+                **seen["vision_config"],
+                "model_type": "qwen2_5_omni_vision_encoder",
+            },
+            "audio_config": tiny_hearing("qwen2_5_omni_audio_encoder", n_window=12, output_dim=64),
+        }
+
+
+class Qwen3OmniThinker(_Hears, Qwen3VLForConditionalGeneration):
+    """Qwen3-Omni, with experts."""
+
+    config_type = Qwen3OmniConfig
+    media = ("image", "video", "audio")
+    names = WeightNames(
+        rename=_MERGERS,
+        ignore=_SPEAKING,
+        rewrite=(flat_patches(r"patch_embed\.proj\.weight$"),),
+    )
+
+    def make_encoders(self, config: Any, b: Builder) -> None:
+        super().make_encoders(config, b)
+        self.ears = Qwen3Hearing(config.audio, b.at("audio_tower"))
+
+    def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
+        levels = len(self.config.vision.deepstack_visual_indexes)
+        wide = self.config.hidden_size * (1 + levels)
+        found = yield from super().features(items)
+        return [F.pad(own, (0, wide - own.shape[1])) for own in found]
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        seen = super().tiny()
+        text = {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "head_dim": 16,
+            "rope_parameters": dict(seen["text_config"]["rope_parameters"]),
+        }
+        return {
+            **_tokens("id"),
+            "architectures": ["Qwen3OmniMoeThinkerForConditionalGeneration"],
+            "model_type": "qwen3_omni_moe_thinker",
+            "text_config": tiny_text("qwen3_omni_moe_text", **text),
+            "vision_config": {
+                **seen["vision_config"],
+                "model_type": "qwen3_omni_moe_vision_encoder",
+            },
+            "audio_config": tiny_hearing(
+                "qwen3_omni_moe_audio_encoder",
+                n_window_infer=200,
+                output_dim=64,
+                downsample_hidden_size=8,
+            ),
+        }
+
+
+def _woven(item: MediaItem, shown: Tensor | None, spoken: Tensor | None) -> Tensor:
+    """What an item shows, what it says, or both in the order of a video with sound."""
+    if shown is None or spoken is None:
+        return torch.cat([own for own in (shown, spoken) if own is not None])
+    heard = torch.from_numpy(np.array(item.tensors["heard"])).to(shown.device)
+    found = shown.new_zeros(len(heard), shown.shape[1])
+    found[~heard] = shown
+    found[heard] = F.pad(spoken, (0, shown.shape[1] - spoken.shape[1])).to(shown.dtype)
+    return found
+
+
+def _tokens(ending: str) -> dict[str, Any]:
+    """The special tokens of tiny checkpoints."""
+    return {
+        f"image_token_{ending}": 480,
+        f"video_token_{ending}": 481,
+        "vision_start_token_id": 482,
+        "vision_end_token_id": 483,
+        f"audio_token_{ending}": 484,
+        "audio_start_token_id": 485,
+        "audio_end_token_id": 486,
+        "tie_word_embeddings": False,
+    }

@@ -1,0 +1,1 @@
+"""CLIP and SigLIP for modulm."""

@@ -1,0 +1,43 @@
+"""How prompts of CLIP and SigLIP take images: one alone, without a text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from modulm.errors import RequestError
+from modulm_media import Media, MediaFamily
+
+__all__ = ["ClipFamily", "NaflexFamily"]
+
+
+class ClipFamily(MediaFamily):
+    """CLIP and SigLIP. An image stands at one token, the one that ends a text."""
+
+    def mark(self, kind: str) -> str:
+        mark: str = self.processor.tokenizer.eos_token
+        return mark
+
+    def features(self, kind: str) -> Sequence[int]:
+        return (int(self.processor.tokenizer.eos_token_id),)
+
+    def completed(self, tokens: np.ndarray, mark: np.ndarray) -> np.ndarray:
+        """The image alone: what the tokenizer puts around an empty text is left out."""
+        if not np.isin(tokens, self.processor.tokenizer.all_special_ids).all():
+            raise RequestError("a prompt is a text or an image, not both", "prompt")
+        return mark
+
+    def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        made = self.processor.image_processor(media.value, return_tensors="pt", **options)
+        return {**made, "input_ids": [list(self.features(media.kind))]}
+
+
+class NaflexFamily(ClipFamily):
+    """SigLIP 2 for images of any size, without the patches that fill images up."""
+
+    def tensors(self, found: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
+        shape = np.asarray(found["spatial_shapes"])
+        patches = np.asarray(found["pixel_values"])[0, : int(shape.prod())]
+        return {"pixel_values": patches, "spatial_shapes": shape}

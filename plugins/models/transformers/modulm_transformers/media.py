@@ -1,0 +1,145 @@
+"""Models of transformers that see: their own code makes the embeddings that stand for images.
+
+The library's model turns tokens and what the processor made of an image into the embeddings that
+its decoder is given. That is run for one item's tokens, and stopped where the decoder begins; the
+decoder itself runs as that of a model without images does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from modulm.contracts.media import MediaItem
+from modulm.contracts.model import Batch
+from modulm.errors import UnsupportedError
+from modulm_towers import tiny_text
+from modulm_transformers.bridge import NAME, TransformersForCausalLM
+from modulm_transformers.config import TransformersConfig
+from modulm_transformers.load import explained
+from modulm_transformers.media_family import EMBEDDED, MEDIA_FAMILY, TOKENS
+
+__all__ = ["SeesOnAxes", "TransformersWithImages", "seeing"]
+
+#: What a decoder is given beside embeddings that says nothing about an image.
+_OF_TEXT = frozenset(
+    {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position"}
+    | {"past_key_values", "use_cache", "kwargs"}
+)
+
+
+class TransformersWithImages(TransformersForCausalLM):
+    """A decoder of transformers with the encoders that the library has for it."""
+
+    media = ("image", "video")
+    media_family = MEDIA_FAMILY
+    around = None
+
+    def _take_decoder(self, prefix: str) -> None:
+        """The model around the decoder makes embeddings; the decoder is what each step runs."""
+        self.embedder = getattr(self.whole, prefix)
+        self.base = self.embedder.get_decoder()
+        name = self.config.model.__name__
+        if self.base is self.embedder:
+            raise UnsupportedError(f"{name} has no decoder of its own")
+        more = [name for name in signature(self.base.forward).parameters if name not in _OF_TEXT]
+        if more:
+            raise UnsupportedError(f"{name} gives its decoder {', '.join(more)}: not yet")
+        self.base.set_attn_implementation(NAME)
+
+    def encode(self, items: Sequence[MediaItem]) -> Sequence[Tensor]:
+        return [self._embedded(item) for item in items]
+
+    @torch.inference_mode()
+    def _embedded(self, item: MediaItem) -> Tensor:
+        """[item.length, hidden]: the item's tokens as the decoder is given them.
+
+        Raises UnsupportedError where the decoder is given more than that.
+        """
+        tensors = {name: self._tensor(value) for name, value in item.tensors.items()}
+        tokens, inside = tensors.pop(TOKENS), tensors.pop(EMBEDDED)
+        for name in ("item_tokens", "item_embedded"):
+            tensors.pop(name, None)
+        # Given, so that the model makes none: what is kept does not depend on them.
+        places = tokens.new_zeros(
+            (self.axes, 1, len(tokens)) if self.axes > 1 else (1, len(tokens))
+        )
+        tensors |= {"input_ids": tokens[None], "position_ids": places}
+        name = self.config.model.__name__
+        with explained(f"{name}: transformers' code for {item.kind}"), _stopped(self.base):
+            try:
+                self.embedder(**tensors, use_cache=False)
+            except _Reached as reached:
+                given = reached.given
+        beside = [key for key, value in given.items() if key not in _OF_TEXT and _tells(value)]
+        if beside:
+            raise UnsupportedError(f"{name} gives its decoder {beside[0]} of an image: not yet")
+        embedded = inside.nonzero()[:, 0]
+        return given["inputs_embeds"][0, int(embedded[0]) : int(embedded[-1]) + 1]
+
+    def _tensor(self, value: np.ndarray) -> Tensor:
+        found = torch.from_numpy(np.array(value)).to(self.build.shared.device)
+        return found.to(self.build.shared.dtype) if found.is_floating_point() else found
+
+    @classmethod
+    def tiny(cls) -> Mapping[str, Any]:
+        vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+        vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 7}
+        return {
+            "architectures": ["VipLlavaForConditionalGeneration"],
+            "model_type": "vipllava",
+            "image_token_index": 480,
+            "vision_feature_layers": [-2, -3],
+            "text_config": tiny_text(),
+            "vision_config": {**vision, "model_type": "clip_vision_model"},
+        }
+
+
+class SeesOnAxes(TransformersWithImages):
+    """One whose decoder counts positions in time, height and width."""
+
+    axes = 3
+
+    def _positions(self, batch: Batch) -> Tensor:
+        found = batch.axis_positions
+        return super()._positions(batch) if found is None else found[:, None]
+
+
+def seeing(config: TransformersConfig) -> type[TransformersWithImages]:
+    """The class for a model that sees."""
+    return SeesOnAxes if config.axes > 1 else TransformersWithImages
+
+
+class _Reached(Exception):
+    """The decoder is about to run; given: what by."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        super().__init__("the decoder was reached")
+        self.given = given
+
+
+@contextmanager
+def _stopped(decoder: Module) -> Iterator[None]:
+    """Within it the decoder raises _Reached instead of running."""
+
+    def stop(_: Module, args: tuple[Any, ...], given: Mapping[str, Any]) -> NoReturn:
+        raise _Reached(given)
+
+    handle = decoder.register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _tells(value: Any) -> bool:
+    """Whether an argument holds tensors."""
+    inner = value if isinstance(value, list | tuple) else [value]
+    return any(isinstance(one, Tensor) for one in inner)

@@ -1,0 +1,77 @@
+"""How prompts of transformers' models take images: the checkpoint's processor says all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from inspect import signature
+from typing import Any
+
+import numpy as np
+
+from modulm.errors import RequestError
+from modulm_media import MediaFamily
+from modulm_media.values import Processed
+
+__all__ = ["EMBEDDED", "MEDIA_FAMILY", "TOKENS", "BridgedFamily"]
+
+#: The name of this family among the media families.
+MEDIA_FAMILY = "transformers"
+#: The names of an item's own tokens, and of which of them stand for it, among its tensors.
+TOKENS, EMBEDDED = "bridged_tokens", "bridged_embedded"
+
+
+class BridgedFamily(MediaFamily):
+    """Prompts of whatever model: its own code is given an item's tokens with its tensors."""
+
+    kinds = ("image", "video")
+
+    def mark(self, kind: str) -> str:
+        found = getattr(self.processor, f"{kind}_token", None)
+        if not isinstance(found, str):
+            raise RequestError(f"the model's processor has no token for {kind}", kind)
+        return found
+
+    def features(self, kind: str) -> Sequence[int]:
+        """Of videos also those of images: some models show them as one image after another."""
+        own = super().features(kind) if self._known(kind) else ()
+        return (*own, *super().features("image")) if kind == "video" else own
+
+    def tensors(self, found: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
+        tokens = np.asarray(found["input_ids"][0], dtype=np.int64).ravel()
+        own = {TOKENS: tokens, EMBEDDED: np.isin(tokens, self.features("video"))}
+        return {**super().tensors(found), **own}
+
+    @cached_property
+    def _counts(self) -> Any:
+        """transformers' function for positions on several axes; None where they count on."""
+        import torch
+        from transformers import CONFIG_MAPPING, MODEL_MAPPING
+
+        settings = CONFIG_MAPPING[str(self.config["model_type"])].from_dict(dict(self.config))
+        model = MODEL_MAPPING[type(settings)]
+        if not hasattr(model, "get_rope_index"):
+            return None
+        with torch.device("meta"):
+            return model(settings).get_rope_index
+
+    def positions(
+        self, tokens: np.ndarray, items: Sequence[tuple[int, Processed]]
+    ) -> np.ndarray | None:
+        if self._counts is None:
+            return None
+        import torch
+
+        kinds = self.processor.create_mm_token_type_ids([tokens.tolist()])
+        given = {"input_ids": torch.from_numpy(tokens)[None]}
+        given["mm_token_type_ids"] = torch.tensor(kinds)
+        for _, item in items:
+            for name in signature(self._counts).parameters.keys() & item.tensors.keys():
+                before = (given[name],) if name in given else ()
+                given[name] = torch.cat([*before, torch.from_numpy(item.tensors[name])])
+        positions, _ = self._counts(**given)
+        return np.asarray(positions[:, 0])
+
+    def _known(self, kind: str) -> bool:
+        names = (f"{kind}_token_id", f"{kind}_token_index")
+        return any(name in self.config for name in names) or hasattr(self.processor, names[0])

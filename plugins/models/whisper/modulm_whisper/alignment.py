@@ -1,0 +1,98 @@
+"""Where in a sound its tokens are said: cross attention of the heads that follow what is heard.
+
+A request of the task `align` is a prompt with its answer; `pool_from` is the answer's first token,
+`extra_args["frames"]` how many of the encoder's outputs are of the sound and not of the silence
+behind it. The result is [tokens, frames] float32, one row for each token of the answer.
+
+Source: Radford et al., arXiv 2212.04356, and the program published with it: weights of the heads
+that generation_config.json names, normalised over the tokens, smoothed by a median over frames,
+and their mean. Front ends import this file, too: torch is imported by what a worker calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from modulm.contracts.pooler import Head, Layer, Pooler, PoolingInputs, RowPooler
+from modulm.errors import RequestError, UnsupportedError
+
+if TYPE_CHECKING:
+    from modulm.config import EngineConfig
+    from modulm.contracts.model import Model
+    from modulm.contracts.pooling import PoolingRecipe
+    from modulm.engine.types.engine_info import EngineInfo
+    from modulm.loading.checkpoint import Checkpoint
+    from modulm.text.tokenizer import Tokenizer
+
+__all__ = ["AlignmentPooler"]
+
+_TASK = "align"
+#: Frames of the median where config.json does not say it.
+_FILTER = 7
+
+
+class AlignmentPooler(Pooler):
+    """For decoders that look at an encoder's output in `layers[i].cross`."""
+
+    name = "whisper_alignment"
+    api = 1
+
+    def conversion(
+        self,
+        config: EngineConfig,
+        names: Sequence[str],
+        installed: Collection[str],
+        recipe: PoolingRecipe,
+    ) -> tuple[str, str] | None:
+        return None
+
+    def convert(
+        self,
+        driver: type[Model],
+        purpose: str,
+        table: Mapping[str, object],
+        settings: Mapping[str, object],
+    ) -> type[Model]:
+        raise UnsupportedError(f"{self.name} converts no models")
+
+    def tasks(
+        self, checkpoint: Checkpoint, model: Model, given: Mapping[str, object]
+    ) -> tuple[str, ...]:
+        return (*model.tasks, _TASK) if self._heads(checkpoint, model) else model.tasks
+
+    def settings(
+        self, checkpoint: Checkpoint, model: Model, given: Mapping[str, object]
+    ) -> dict[str, object]:
+        width = checkpoint.config.get("median_filter_width", _FILTER)
+        return {"heads": self._heads(checkpoint, model), "filter": width}
+
+    def rows(
+        self, settings: Mapping[str, object], head: Head, layers: Sequence[Layer]
+    ) -> RowPooler:
+        from modulm_whisper.alignment_rows import AlignmentRows
+
+        return AlignmentRows(settings)
+
+    def inputs(
+        self, info: EngineInfo, tokenizer: Tokenizer | None, template: str | None = None
+    ) -> PoolingInputs:
+        raise RequestError("the model pools no texts", "task")
+
+    def _heads(self, checkpoint: Checkpoint, model: Any) -> list[list[int]]:
+        """(layer, head) of those that are named; none where they are of another model, as students
+        of larger ones have them, or where ranks share the heads.
+        """
+        layers, heads = len(model.layers), model.config.decoder_attention_heads
+        named = checkpoint.generation_config.get("alignment_heads")
+        if not isinstance(named, list) or model.layers[0].cross.heads != heads:
+            return []
+        found = [pair for pair in named if _is_pair(pair)]
+        there = all(0 <= layer < layers and 0 <= head < heads for layer, head in found)
+        return found if there and len(found) == len(named) else []
+
+
+def _is_pair(found: object) -> bool:
+    return (
+        isinstance(found, list) and len(found) == 2 and all(isinstance(one, int) for one in found)
+    )

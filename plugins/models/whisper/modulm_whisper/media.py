@@ -1,0 +1,41 @@
+"""How prompts of Whisper take sound."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, cast
+
+import numpy as np
+
+from modulm.errors import RequestError
+from modulm_media import Media, MediaFamily, Processed
+from modulm_media.values import Sound
+
+__all__ = ["WhisperFamily"]
+
+
+class WhisperFamily(MediaFamily):
+    """Prompts are what the decoder begins with; the sound goes to the encoder, 30 seconds of it."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("audio",)
+    crosses: ClassVar[bool] = True
+
+    def process(self, media: Media, options: Mapping[str, Any]) -> Processed:
+        sound = cast("Sound", media.value).at(self.rate)
+        hears = self.processor.feature_extractor
+        if len(sound.samples) > hears.n_samples:
+            raise RequestError(
+                f"audio of {sound.seconds:.1f} seconds: the model hears {hears.chunk_length} at "
+                "once; /v1/audio/transcriptions cuts longer sound",
+                "multi_modal_data",
+            )
+        try:
+            found = hears(sound.samples, sampling_rate=self.rate, return_tensors="np", **options)
+        except Exception as error:
+            words = f"the model's processor does not take this audio: {error}"
+            raise RequestError(words[:300], "multi_modal_data") from error
+        mel = np.asarray(found["input_features"], dtype=np.float32)
+        nothing = np.zeros(0, dtype=np.int64)
+        # The second convolution halves the time.
+        given = mel.shape[-1] // 2
+        return Processed("audio", nothing, nothing.astype(bool), {"mel": mel[0]}, given=given)

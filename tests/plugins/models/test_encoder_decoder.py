@@ -1,0 +1,247 @@
+"""Every encoder with a decoder, with its real processor, against transformers: one row each."""
+
+from __future__ import annotations
+
+import numpy as np
+import openai
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file, save_file
+
+import modulm
+from modulm import BeamSearchParams, SamplingParams
+from modulm.config.sources import keywords
+from modulm.errors import ModulmError, RequestError
+from modulm.testing.checkpoints import make_tiny
+from modulm_server.engine.async_llm import AsyncLLM
+from modulm_server.testing import serve_in_thread
+
+#: Architecture -> what changes in its config.json. Those that hear are given sounds.
+FAMILIES = {
+    "WhisperForConditionalGeneration": {"max_target_positions": 192},
+    "BartForConditionalGeneration": {"max_position_embeddings": 192},
+    "MBartForConditionalGeneration": {"max_position_embeddings": 192},
+    "M2M100ForConditionalGeneration": {"max_position_embeddings": 192},
+    "MarianMTModel": {"max_position_embeddings": 192},
+    "T5ForConditionalGeneration": {"n_positions": 192},
+}
+#: Architecture, what changes, and whether a head is stored that is not the embedding.
+VARIANTS = {
+    "mT5": ("MT5ForConditionalGeneration", {"feed_forward_proj": "gated-gelu"}, False),
+    "UMT5": ("UMT5ForConditionalGeneration", {"feed_forward_proj": "gated-silu"}, False),
+    "FLAN-T5": (
+        "T5ForConditionalGeneration",
+        {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+        True,
+    ),
+}
+HEARS = {"WhisperForConditionalGeneration"}
+#: What decoders begin with, and the tokens of what encoders read.
+BEGUN = ([1, 5, 6, 7], [1], [1, 9, 300])
+TEXTS = (list(range(20, 37)), [40, 41], list(range(50, 90)))
+SETTINGS = {"device": "cpu", "dtype": "float32", "max_logprobs": -1, "block_size": 32}
+TOLERANCE = 1e-3
+SEARCH = {
+    "num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 6, "min_length": 0,
+    "do_sample": False, "forced_bos_token_id": None, "forced_eos_token_id": None,
+    "no_repeat_ngram_size": 0, "length_penalty": 1.0, "early_stopping": False,
+}  # fmt: skip
+
+
+class Family:
+    """A tiny checkpoint in both engines, and three prompts for it."""
+
+    def __init__(self, folder, architecture, changes, headed=False):
+        make_tiny(folder, architecture, **changes)
+        if headed:
+            tensors = load_file(folder / "model.safetensors")
+            tensors["lm_head.weight"] = tensors["shared.weight"].flip(0) / 9
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        self.folder, self.vocabulary, self.architecture = folder, 512, architecture
+        self.model = getattr(hf, architecture).from_pretrained(folder, dtype=torch.float32).eval()
+        if architecture in HEARS:
+            bins, positions = self.model.config.num_mel_bins, self.model.config.max_source_positions
+            hears = hf.WhisperFeatureExtractor(feature_size=bins, chunk_length=positions // 50)
+            hears.save_pretrained(folder)
+            random = np.random.default_rng(0)
+            sounds = [random.standard_normal(n).astype(np.float32) / 9 for n in (5000, 14000, 8000)]
+            self.given = [
+                {"input_features": hears(s, sampling_rate=16000, return_tensors="pt")[
+                    "input_features"]} for s in sounds
+            ]  # fmt: skip
+            self.prompts = [
+                {"prompt_token_ids": begun, "multi_modal_data": {"audio": (sound, 16000)}}
+                for begun, sound in zip(BEGUN, sounds, strict=True)
+            ]
+        else:
+            self.given = [{"input_ids": torch.tensor([ids])} for ids in TEXTS]
+            self.prompts = [
+                {"encoder_prompt": {"prompt_token_ids": ids}, "decoder_prompt": begun}
+                for begun, ids in zip(BEGUN, TEXTS, strict=True)
+            ]
+
+    def ask(self, prompts=None, most=8, n=1, **flags):
+        params = SamplingParams(temperature=0, max_tokens=most, logprobs=-1, ignore_eos=True, n=n)
+        with modulm.LLM(str(self.folder), **SETTINGS, **flags) as llm:
+            counted = Counted()
+            llm.count_by(counted)
+            answers = llm.generate(self.prompts if prompts is None else prompts, params)
+        return answers, counted.preempted
+
+    def expected(self, place, tokens):
+        """[tokens, vocabulary] log probabilities of what transformers' decoder would say next."""
+        with torch.inference_mode():
+            found = self.model(**self.given[place], decoder_input_ids=torch.tensor([tokens]))
+        return found.logits[0].log_softmax(-1)
+
+
+class Counted:
+    preempted = 0
+
+    def step(self, stats):
+        self.preempted += stats.preempted
+
+    def gaps(self, seconds): ...
+
+    def finished(self, request): ...
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory):
+    return Family(tmp_path_factory.mktemp("crossed"), request.param, FAMILIES[request.param])
+
+
+@pytest.fixture(scope="module")
+def answers(family):
+    return family.ask()[0]
+
+
+def table(choice, vocabulary):
+    return torch.tensor(
+        [[entry[i].logprob for i in range(vocabulary)] for entry in choice.logprobs]
+    )
+
+
+def same(found, answers):
+    for one, other in zip(found, answers, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        left, right = (table(answer.outputs[0], 512) for answer in (one, other))
+        assert (left - right).abs().max() < TOLERANCE
+
+
+def test_answers_are_those_of_transformers(family, answers) -> None:
+    for place, answer in enumerate(answers):
+        (choice,) = answer.outputs
+        begun = answer.prompt_token_ids
+        expected = family.expected(place, [*begun, *choice.token_ids[:-1]])[len(begun) - 1 :]
+        assert (table(choice, family.vocabulary) - expected).abs().max() < TOLERANCE
+        assert choice.token_ids == expected.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_give_the_answers_of_transformers(variant, tmp_path) -> None:
+    family = Family(tmp_path, *VARIANTS[variant])
+    test_answers_are_those_of_transformers(family, family.ask()[0])
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "cpu_paged"])
+def test_prompts_in_pieces_and_both_backends(family, answers, backend) -> None:
+    if backend == "cpu_paged" and "T5" in family.architecture:
+        with pytest.raises(ModulmError, match="biases"):
+            family.ask(attention_backend=backend)
+        return
+    found, _ = family.ask(long_prefill_token_threshold=2, attention_backend=backend)
+    same(found, answers)
+
+
+def test_preempted_rows_are_encoded_again(family, answers) -> None:
+    found, _ = family.ask(most=100)
+    # Room for three encoders' outputs, and less than all that the decoders go on to say.
+    again, preempted = family.ask(most=100, num_gpu_blocks_override=8)
+    assert preempted
+    same(again, found)
+    assert [a.outputs[0].token_ids[:8] for a in found] == [a.outputs[0].token_ids for a in answers]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "WhisperForConditionalGeneration",
+        "BartForConditionalGeneration",
+        "T5ForConditionalGeneration",
+    ],
+    indirect=True,
+)
+def test_ranks_share_heads_that_look_at_an_encoder(family, answers) -> None:
+    found, _ = family.ask(tensor_parallel_size=2)
+    same(found, answers)
+
+
+@pytest.mark.parametrize("family", ["T5ForConditionalGeneration"], indirect=True)
+def test_completions_are_answers_to_their_prompts(family) -> None:
+    prompts = ["Hello! How are you?", "The capital of France"]
+    with modulm.LLM(str(family.folder), **SETTINGS) as llm:
+        params = SamplingParams(temperature=0, max_tokens=6)
+        wanted = [answer.outputs[0].text for answer in llm.generate(prompts, params)]
+    flags = {"served_model_name": "m", "disable_frontend_multiprocessing": True, **SETTINGS}
+    config = keywords(model=str(family.folder), **flags).config
+    engine = AsyncLLM.from_config(config)
+    asked = {"model": "m", "prompt": prompts, "max_tokens": 6, "temperature": 0}
+    try:
+        with (
+            serve_in_thread(engine, config) as live,
+            openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client,
+        ):
+            answer = client.completions.create(**asked)
+            streamed = ["", ""]
+            for chunk in client.completions.create(**asked, stream=True):
+                for choice in chunk.choices:
+                    streamed[choice.index] += choice.text
+    finally:
+        engine.shutdown()
+    assert [choice.text for choice in answer.choices] == streamed == wanted
+
+
+def test_several_answers_and_row_by_row(family, answers) -> None:
+    found, _ = family.ask(n=2, batch_invariant=True)
+    same(found, answers)
+    assert all(a.outputs[0].token_ids == a.outputs[1].token_ids for a in found)
+
+
+def test_beams_are_those_of_transformers(family) -> None:
+    given, begun = family.given[0], BEGUN[0]
+    with torch.inference_mode():
+        found = hf.GenerationMixin.generate(
+            family.model, **given, **SEARCH, decoder_input_ids=torch.tensor([begun])
+        )
+    ends = family.model.generation_config.eos_token_id
+    ends = {ends} if isinstance(ends, int) else set(ends)
+    with modulm.LLM(str(family.folder), **SETTINGS) as llm:
+        params = BeamSearchParams(beam_width=3, max_tokens=6)
+        (answer,) = llm.beam_search([family.prompts[0]], params)
+    mine = [beam.tokens[len(begun) :] for beam in answer.sequences]
+    wanted = []
+    for tokens in found[:, len(begun) :].tolist():
+        stop = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
+        wanted.append(tokens[:stop])
+    assert mine == wanted
+
+
+def test_what_lacks_something_to_encode_is_refused(family) -> None:
+    with modulm.LLM(str(family.folder), **SETTINGS) as llm:
+        greedy = SamplingParams(temperature=0, max_tokens=2)
+        if "audio" in str(family.prompts[0]):
+            with pytest.raises(RequestError, match="the model answers to audio, and none is given"):
+                llm.generate({"prompt_token_ids": [1]}, greedy)
+            short, long = ((np.zeros(n, np.float32), 16000) for n in (8000, 40000))
+            for given, why in (([short, short], "2 items: the model takes one audio"),
+                               (long, "hears 1 at once")):  # fmt: skip
+                with pytest.raises(RequestError, match=why):
+                    llm.generate({"prompt_token_ids": [1], "multi_modal_data": {"audio": given}})
+        else:
+            with pytest.raises(RequestError, match="at most"):
+                llm.generate({"prompt_token_ids": [7] * 2000}, greedy)
+            with pytest.raises(RequestError, match="vocabulary"):
+                llm.generate({"prompt_token_ids": [700]}, greedy)
+        assert len(llm.generate(family.prompts[:1], greedy)[0].outputs[0].token_ids)
