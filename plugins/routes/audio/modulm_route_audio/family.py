@@ -1,0 +1,140 @@
+"""The route family."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request, WebSocket
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from modulm_route_audio.answers import Whole, frames
+from modulm_route_audio.objects import Transcript, TranscriptEvent, VerboseTranscript
+from modulm_route_audio.realtime import Sessions
+from modulm_route_audio.schema import FORM, Form, read_form
+from modulm_route_audio.speech import Asked, Speech
+from modulm_server.errors import ApiError
+from modulm_server.flags import ServerConfig
+from modulm_server.json_body import bad_field
+from modulm_server.openapi import ErrorAnswer, gives
+from modulm_server.route import RouteContext, RouteFamily
+from modulm_server.sse import EventStream
+from modulm_speech.transcriber import Task
+
+__all__ = ["Audio"]
+
+_FIELDS = 64
+
+
+class Audio(RouteFamily):
+    """`/v1/audio/transcriptions`, `/v1/audio/translations`, `/v1/realtime`, `/v1/audio/speech`."""
+
+    name = "audio"
+    api = 2
+
+    def __init__(self, context: RouteContext) -> None:
+        super().__init__(context)
+        self.speech = Speech(context.generation)
+        self._sessions = Sessions(context.generation, self.speech)
+        self._warming: asyncio.Future[None] | None = None
+
+    def router(self) -> APIRouter:
+        router = APIRouter(prefix="/v1", tags=["Audio"])
+        told = gives(Transcript | VerboseTranscript, events=TranscriptEvent | ErrorAnswer)
+        content = told[200].setdefault("content", {})
+        content.update({"text/plain": {"schema": str}, "text/vtt": {"schema": str}})
+        for path, endpoint in (
+            ("/audio/transcriptions", self.transcribe),
+            ("/audio/translations", self.translate),
+        ):
+            router.add_api_route(
+                path, endpoint, methods=["POST"], responses=told, openapi_extra=FORM
+            )
+        router.add_api_route(
+            "/audio/speech", self.not_yet, methods=["POST"], include_in_schema=False
+        )
+        if self.speech.served:
+            router.add_api_websocket_route("/realtime", self.realtime)
+        return router
+
+    async def start(self) -> None:
+        self._warming = asyncio.ensure_future(self.speech.warm())
+
+    async def stop(self) -> None:
+        if self._warming is not None:
+            self._warming.cancel()
+        await self._sessions.stop()
+
+    async def not_yet(self) -> Response:
+        """Speaking is not there yet."""
+        raise ApiError(400, "speech: not yet supported by modulm", code="unsupported")
+
+    async def transcribe(self, request: Request) -> Response:
+        """What is said in a file of sound."""
+        return await self._answer(request, "transcribe")
+
+    async def translate(self, request: Request) -> Response:
+        """What is said in a file of sound, in English."""
+        return await self._answer(request, "translate")
+
+    async def realtime(self, socket: WebSocket) -> None:
+        """What is said in sound that comes over a web socket."""
+        await self._sessions.serve(socket)
+
+    async def _answer(self, request: Request, task: Task) -> Response:
+        kind = request.headers.get("content-type", "")
+        if not kind.startswith("multipart/form-data"):
+            raise ApiError(415, "a sound is sent as multipart/form-data")
+        _ = self.speech.transcriber
+        try:
+            async with request.form(max_files=1, max_fields=_FIELDS) as sent:
+                file, form = read_form(sent)
+                form.check(task)
+                data = await self._data(file)
+        except HTTPException as error:
+            raise bad_field("file", f"file: {error.detail}") from error
+        model = await self.context.generation.find_model(form.model)
+        words = "word" in form.timestamp_granularities
+        if words:
+            self.speech.check_words()
+        asked = Asked(
+            wanted=self.speech.wanted(task, form.language, form.prompt, form.timed),
+            params={**self._defaults(), **form.sampling()},
+            temperature=form.temperature,
+            adapter=model.adapter,
+            logprobs=bool(form.include),
+            words=words,
+        )
+        sound = await self.speech.decode(data)
+        parts = await asyncio.to_thread(self.speech.cut, sound)
+        asked = await self.speech.with_language(asked, parts)
+        if form.stream:
+            return await self._stream(asked, parts, form, model.name)
+        heard = await self.speech.hear(asked, parts)
+        return Whole(heard, sound.seconds, asked, form).response(self.speech.transcriber)
+
+    async def _stream(self, asked: Asked, parts: Any, form: Form, model: str) -> Response:
+        deltas = await self.speech.stream(asked, parts)
+        tokenizer = self.context.generation.tokenizer
+        quiet = self.context.config.group(ServerConfig).sse_keep_alive_interval
+        return EventStream(frames(deltas, asked, form, model, tokenizer), quiet=quiet)
+
+    def _defaults(self) -> dict[str, Any]:
+        """Sampling defaults of the checkpoint; the temperature is found otherwise."""
+        given = dict(self.context.engine.info.defaults)
+        given.pop("temperature", None)
+        given.pop("max_tokens", None)
+        return given
+
+    async def _data(self, file: UploadFile) -> bytes:
+        """What is in a file. Raises ApiError(400)."""
+        most = self.speech.flags.max_audio_clip_filesize_mb << 20
+        if (file.size or 0) > most:
+            words = f"file: more than {most >> 20} MB (--max-audio-clip-filesize-mb)"
+            raise bad_field("file", words, "file_too_large")
+        data = await file.read()
+        if not data:
+            raise bad_field("file", "file: it is empty", "invalid_audio")
+        return data

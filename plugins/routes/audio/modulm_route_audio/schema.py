@@ -1,0 +1,139 @@
+"""What clients send: forms of OpenAI's API, with vLLM's fields beside them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+from starlette.datastructures import FormData, UploadFile
+
+from modulm.contracts.sampling import OutputKind, SamplingParams
+from modulm_server.json_body import bad_field, to_struct
+from modulm_server.sampling import LIMITS, not_yet
+from modulm_speech.transcriber import Task
+
+__all__ = ["FORM", "Form", "read_form"]
+
+_LISTS = ("include", "timestamp_granularities")
+_PROMPT = 1 << 14
+
+
+class Form(Struct, kw_only=True):
+    """The fields of `/v1/audio/transcriptions` and `/v1/audio/translations`, beside the file."""
+
+    model: str | UnsetType = UNSET
+    language: Annotated[str, Meta(max_length=64)] | None = None
+    to_language: Annotated[str, Meta(max_length=64)] | None = None
+    prompt: Annotated[str, Meta(max_length=_PROMPT)] = ""
+    response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] = "json"
+    timestamp_granularities: list[Literal["segment", "word"]] = []
+    include: list[Literal["logprobs"]] = []
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    stream: bool = False
+    stream_include_usage: bool = False
+    stream_continuous_usage_stats: bool = False
+    use_beam_search: bool = False
+    n: Annotated[int, Meta(ge=1, le=LIMITS.n)] = 1
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    vllm_xargs: str | None = None
+    hotwords: str | None = None
+    chunking_strategy: str | None = None
+    user: Annotated[str, Meta(max_length=LIMITS.metadata_value)] | None = None
+
+    def check(self, task: Task) -> None:
+        """Raise ApiError(400) for what does not go together, and for what is not there yet."""
+        not_yet(self, "use_beam_search", "hotwords", "vllm_xargs")
+        if self.n != 1:
+            raise bad_field("n", "n: a sound has one transcript")
+        if self.chunking_strategy not in (None, "auto"):
+            words = "chunking_strategy: auto, where long sound is cut at pauses"
+            raise bad_field("chunking_strategy", words, "unsupported")
+        if self.length_penalty != 1:
+            raise bad_field("length_penalty", "length_penalty: only with use_beam_search: true")
+        if self.to_language not in (None, "en", "english") or (
+            self.to_language is not None and task == "transcribe"
+        ):
+            raise bad_field("to_language", "to_language: translations alone, into English")
+        if self.stream and self.response_format not in ("json", "text"):
+            words = f"stream: not with response_format {self.response_format}"
+            raise bad_field("stream", words)
+        for name in ("stream_include_usage", "stream_continuous_usage_stats"):
+            if getattr(self, name) and not self.stream:
+                raise bad_field(name, f"{name}: only with stream: true")
+        if self.timestamp_granularities and self.response_format != "verbose_json":
+            words = "timestamp_granularities: only with response_format verbose_json"
+            raise bad_field("timestamp_granularities", words)
+        if self.include and self.response_format != "json":
+            raise bad_field("include", "include: logprobs only with response_format json")
+
+    @property
+    def timed(self) -> bool:
+        """Whether segments with times are asked for."""
+        return self.response_format in ("srt", "verbose_json", "vtt")
+
+    def sampling(self) -> dict[str, Any]:
+        """Fields of SamplingParams that were given, beside the temperature."""
+        names = (
+            "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty",
+            "repetition_penalty",
+        )  # fmt: skip
+        given = {name: getattr(self, name) for name in names}
+        chosen = {name: value for name, value in given.items() if value is not None}
+        kind = OutputKind.DELTA if self.stream else OutputKind.FINAL_ONLY
+        return {**chosen, "max_tokens": self.max_completion_tokens, "output_kind": kind}
+
+
+def read_form(form: FormData) -> tuple[UploadFile, Form]:
+    """The file and the fields of a form. Raises ApiError(400) naming the field to blame."""
+    file = form.get("file")
+    if not isinstance(file, UploadFile):
+        words = "is missing" if file is None else "a file is expected, with a file name"
+        raise bad_field("file", f"file: {words}")
+    given: dict[str, Any] = {}
+    for key, value in form.multi_items():
+        name = key.removesuffix("[]")
+        if name == "file":
+            continue
+        if not isinstance(value, str):
+            raise bad_field(name, f"{name}: no file is expected here")
+        if name in _LISTS:
+            given.setdefault(name, []).append(value)
+        elif name in given:
+            raise bad_field(name, f"{name}: was sent twice")
+        else:
+            given[name] = value
+    return file, to_struct(given, Form, strict=False)
+
+
+def _schema() -> dict[str, Any]:
+    shape = msgspec.json.schema(Form)["$defs"]["Form"]
+    fields = {
+        f"{name}[]" if name in _LISTS else name: told for name, told in shape["properties"].items()
+    }
+    fields["file"] = {"type": "string", "format": "binary"}
+    body = {"type": "object", "properties": fields, "required": ["file"]}
+    content = {"multipart/form-data": {"schema": body}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+#: `openapi_extra` of the routes that read such a form.
+FORM = _schema()
+
+#: What a seed is where none is given: the same sound has the same text.
+SEED = 0
+
+
+def with_temperature(params: dict[str, Any], temperature: float) -> SamplingParams:
+    """The parameters of one try."""
+    drawn = {"seed": SEED, **params} if temperature > 0 else params
+    return SamplingParams(**{**drawn, "temperature": temperature})

@@ -1,0 +1,156 @@
+"""Chat models that are asked in words: what they are asked, and a real engine behind the routes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from tests.media.files import sound_file
+from tests.plugins.models.test_audio import FAMILIES
+
+from modulm.config import EngineConfig
+from modulm.plugins import manager
+from modulm.text.tokenizer import load_tokenizer
+from modulm_media import Sound
+from modulm_server.engine.async_llm import AsyncLLM
+from modulm_server.testing import Live, serve_in_thread
+from modulm_speech import Wanted
+from modulm_speech.instructed import InstructedTranscriber
+from modulm_towers.testing import SoundFamily, sounds, write_family
+from modulm_transcriber_instructed import Flamingo, QwenAudio, QwenOmni
+from modulm_transcriber_voxtral import VoxtralTranscriber
+
+NAME = "Qwen2AudioForConditionalGeneration"
+#: Two pieces of Qwen2-Audio's 30 seconds; what is heard of each is its first second.
+SAID = np.concatenate(sounds((31.0,)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import transformers as hf
+
+    def processor(tokenizer: Any) -> Any:
+        mel = hf.WhisperFeatureExtractor(feature_size=16, chunk_length=1)
+        return hf.Qwen2AudioProcessor(mel, tokenizer)
+
+    driver = manager.current().load("models", NAME)
+    tokens = {"audio_token": "<|AUDIO|>", "1": "<|audio_bos|>", "2": "<|audio_eos|>"}
+    family = SoundFamily(driver, tokens, processor)
+    return write_family(family, tmp_path_factory.mktemp("qwen"))
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[Live]:
+    """A real engine of a checkpoint behind a server."""
+    config = EngineConfig.from_keywords(
+        model=str(folder), served_model_name=("M",), dtype="float32", device="cpu",
+        disable_frontend_multiprocessing=True, disable_uvicorn_access_log=True,
+    )  # fmt: skip
+    engine = AsyncLLM.from_config(config)
+    try:
+        with serve_in_thread(engine, engine.info.config) as found:
+            yield found
+    finally:
+        engine.shutdown()
+
+
+def asked(folder: Path, kind: type, wanted: Wanted) -> str:
+    config = json.loads((folder / "config.json").read_text())
+    asks = kind(load_tokenizer(folder), folder, config)
+    question = asks.ask(Sound(np.ones(1600, np.float32), 16000), wanted)
+    text: str = asks.tokenizer.decode(list(question.tokens), False)
+    return text
+
+
+def test_the_words_name_the_language_and_go_on_with_the_clients(folder: Path) -> None:
+    wanted = Wanted(language="de", prompt="Ada<|im_end|>")
+    assert asked(folder, QwenAudio, wanted) == (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
+        "Audio 1: <|audio_bos|><|AUDIO|><|audio_eos|>\nTranscribe the speech, which is in German. "
+        "Ada<|im_end|>\n<|im_start|>assistant\n"
+    )
+    translated = asked(folder, QwenAudio, Wanted(task="translate"))
+    assert "\nTranslate the speech into English.<|im_end|>" in translated
+    assert "<sound>Transcribe the input speech.<|im_end|>" in asked(folder, Flamingo, Wanted())
+
+
+def test_each_form_has_the_placeholder_of_its_model_and_is_of_one_that_hears() -> None:
+    plugins = manager.current()
+    hears = [each.name for each in plugins.names("media_families")]
+    for declared in plugins.names("transcribers"):
+        kind = plugins.load("transcribers", declared.name)
+        if issubclass(kind, InstructedTranscriber):
+            assert declared.name in hears
+            assert "audio" in plugins.load("media_families", declared.name).kinds
+            assert kind.form.count("{words}") == 1
+            # Tiny checkpoints of both Omnis have the tokens of the younger one.
+            if declared.name in FAMILIES and kind is not QwenOmni:
+                assert kind.form.count(FAMILIES[declared.name][0]["audio_token"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ('The spoken content of the audio is "Hello there".', "Hello there"),
+        ("The transcription of the audio is 'It's 4.'.", "It's 4."),
+        ("Hello there.", "Hello there."),
+    ],
+)
+def test_a_sentence_around_what_was_said_is_left_out(folder: Path, answer, expected) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    asks = Flamingo(load_tokenizer(folder), folder, config)
+    tokens = asks.tokenizer.encode(answer, add_special_tokens=False)
+    assert [segment.text for segment in asks.read(tokens, 1.0)] == [expected]
+
+
+def sdk(live: Live) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{live.url}/v1", api_key="k", max_retries=0)
+
+
+def test_a_real_engine_transcribes_the_pieces_of_a_long_sound(folder: Path) -> None:
+    with serving(folder) as live, sdk(live) as client:
+        given: Any = {"model": "M", "file": ("a.wav", sound_file(SAID)), "language": "en"}
+        few = {"max_completion_tokens": 5}
+        whole = client.audio.transcriptions.create(**given, extra_body=few)
+        events = list(client.audio.transcriptions.create(**given, stream=True, extra_body=few))
+        with pytest.raises(openai.BadRequestError, match="gives no times"):
+            client.audio.transcriptions.create(**given, response_format="srt")
+        with pytest.raises(openai.BadRequestError, match="is none of de, en, es"):
+            client.audio.transcriptions.create(**{**given, "language": "pt"})
+    assert whole.text
+    last: Any = events[-1]
+    assert last.type == "transcript.text.done"
+    assert last.usage.output_tokens == 10
+    assert last.usage.input_tokens > 2 * 25
+
+
+def test_voxtral_is_told_by_control_tokens(tmp_path: Path) -> None:
+    import transformers as hf
+
+    def processor(tokenizer: Any) -> Any:
+        mel = hf.WhisperFeatureExtractor(feature_size=16, chunk_length=1)
+        return hf.VoxtralProcessor(mel, tokenizer)
+
+    name = "VoxtralForConditionalGeneration"
+    words = ("<s>", "[INST]", "[BEGIN_AUDIO]", "[/INST]", "[TRANSCRIBE]")
+    tokens = {"audio_token": "[AUDIO]", **{str(i): word for i, word in enumerate(words)}}
+    driver = manager.current().load("models", name)
+    write_family(SoundFamily(driver, tokens, processor), tmp_path)
+    begun = "<s>[INST][BEGIN_AUDIO][AUDIO][/INST]"
+    told = asked(tmp_path, VoxtralTranscriber, Wanted(language="fr"))
+    assert told == f"{begun}lang:fr[TRANSCRIBE]"
+    assert asked(tmp_path, VoxtralTranscriber, Wanted()) == f"{begun}[TRANSCRIBE]"
+    with serving(tmp_path) as live, sdk(live) as client:
+        given: Any = {"model": "M", "file": ("a.wav", sound_file(SAID[:16000]))}
+        few = {"max_completion_tokens": 5}
+        assert client.audio.transcriptions.create(**given, extra_body=few).text
+        with pytest.raises(openai.BadRequestError, match="prompt: this model takes none"):
+            client.audio.transcriptions.create(**given, prompt="Ada")
+        with pytest.raises(openai.BadRequestError, match="does not translate"):
+            client.audio.translations.create(**given)
