@@ -16,6 +16,7 @@ ModulmError
 │   └── NotFound              the request names something that does not exist
 └── EngineError               the engine failed a step
     ├── RowError              one row of a step failed; the others are unhurt
+    ├── ReplicaDied           the one of several engines that ran a request is gone
     ├── EngineStalled         the engine does not answer; it may come back
     └── EngineDead            the engine cannot go on
 
@@ -38,6 +39,7 @@ __all__ = [
     "PluginIncompatible",
     "PluginNotFound",
     "QueueFull",
+    "ReplicaDied",
     "RequestError",
     "RowError",
     "UnsupportedError",
@@ -124,6 +126,10 @@ class EngineError(ModulmError):
 
 class RowError(EngineError):
     """One row of a step failed (bad grammar, bad processor, NaN logits); the others are unhurt."""
+
+
+class ReplicaDied(EngineError):
+    """The one of several engines that ran a request cannot go on; the others do."""
 
 
 class EngineStalled(EngineError):

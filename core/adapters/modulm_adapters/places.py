@@ -61,11 +61,13 @@ def inside(path: Path, folders: Sequence[Path]) -> Path:
     try:
         allowed = [folder.resolve() for folder in folders]
         found = path.resolve()
-        if not any(found.is_relative_to(folder) for folder in allowed):
+        several = (found.parent / "adapter_config.json").is_file()
+        files = found.parent if several and not found.is_dir() else found
+        if not all(any(one.is_relative_to(a) for a in allowed) for one in (found, files)):
             raise CheckpointError(f"{path} is outside of the folders that adapters may come from")
-        if not found.is_dir():
+        if not files.is_dir():
             raise CheckpointError(f"{path} is no folder")
-        for file in found.iterdir():
+        for file in files.iterdir():
             if not any(file.resolve().is_relative_to(folder) for folder in allowed):
                 raise CheckpointError(
                     f"{path}: {file.name} leads outside of the folders that adapters may come from"

@@ -6,12 +6,12 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from attrs import evolve, frozen
 
-from modulm.contracts.pooler import PoolingInputs, PoolingJob
+from modulm.contracts.pooler import PairContent, PoolingInputs, PoolingJob
 from modulm.contracts.requests import Finish, PromptLike, Reason, Request
 from modulm.contracts.sampling import LogitsProcessor, OutputKind, PoolingParams, SamplingParams
 from modulm.engine.sampling.validation import (
@@ -33,13 +33,19 @@ from modulm_frontend.prompt_media import (
     NO_MEDIA,
     PromptMedia,
     messages_media,
+    pair_contents,
     placed_media,
+    split_prompt,
 )
 from modulm_media import Media, MediaReader
+from modulm_media.flags import MediaConfig
+from modulm_media.requested import io_options
 
 if TYPE_CHECKING:
     from modulm.plugins.manager import PluginManager
     from modulm.text.tokenizer import Tokenizer
+    from modulm_media.messages import MediaSource
+    from modulm_media.opener import MediaOpener
 
 __all__ = ["BeamSearchRequest", "InputProcessor", "PendingRequest"]
 
@@ -50,7 +56,6 @@ _KEYS = (
     frozenset({"prompt", "prompt_token_ids", "prompt_embeds", "prompt_is_token_ids", "cache_salt"})
     | MEDIA_KEYS
 )
-_LATER = {"encoder_prompt": "encoder-decoder prompts"}
 
 
 @frozen(eq=False)
@@ -126,9 +131,9 @@ class BeamSearchRequest:
 
     def _told(self, position: Position) -> Position:
         """The position with the tokens' texts."""
-        decode = self.state.tokenizer.decode if self.state.tokenizer is not None else None
+        text = self.state.tokenizer.token_text if self.state.tokenizer is not None else None
         return {
-            token: evolve(entry, decoded_token=decode([token], False) if decode else None)
+            token: evolve(entry, decoded_token=text(token) if text else None)
             for token, entry in position.items()
         }
 
@@ -225,6 +230,7 @@ class InputProcessor:
         self, prompt: PromptLike, truncate: int | None = None, room: int = 1
     ) -> tuple[str | None, np.ndarray, str | None, PromptMedia]:
         """(text, token ids as int64, cache salt, media) of a prompt in any of its forms."""
+        prompt, begun = split_prompt(prompt)
         text, ids, salt = self._given(prompt)
         media = NO_MEDIA
         if isinstance(prompt, Mapping) and "prompt_embeds" in prompt:
@@ -233,10 +239,43 @@ class InputProcessor:
         ids = self._encode(text) if ids is None else ids
         if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
             ids, media = placed_media(prompt, ids, self.media, truncate)
+        elif (reader := self.media) is not None and reader.reads_text:
+            ids, media = self._encoded_text(reader, ids, begun, truncate)
+        elif begun is not None:
+            raise RequestError("the model has no encoder that reads texts", "encoder_prompt")
+        elif reader is not None and reader.crosses and not media.items:
+            takes = " or ".join(reader.kinds)
+            raise RequestError(f"the model answers to {takes}, and none is given", "prompt")
         most, vocabulary = self.info.max_model_len, self.info.vocabulary
         kept = _array(cut) if len(cut := truncated(ids, truncate, most, room)) <= most else cut
         check_prompt(kept, vocabulary=vocabulary, max_model_len=most, room=room)
         return text, np.asarray(kept, dtype=np.int64), salt, media
+
+    def _encoded_text(
+        self,
+        reader: MediaReader,
+        ids: Sequence[int] | np.ndarray,
+        begun: Any,
+        truncate: int | None,
+    ) -> tuple[np.ndarray, PromptMedia]:
+        """(what the decoder begins with, what its encoder reads). Raises RequestError."""
+        if truncate is not None:
+            words = "what an encoder reads cannot be truncated"
+            raise RequestError(words, "truncate_prompt_tokens")
+        check_prompt(ids, vocabulary=self.info.vocabulary, max_model_len=len(ids) + 1, room=1)
+        if begun is not None:
+            text, first, _ = self._given(begun)
+            begun = first if first is not None else self._begun(text)
+        found = reader.read_text(ids, begun)
+        return found.tokens, PromptMedia(found.items)
+
+    def _begun(self, text: Any) -> list[int]:
+        """The tokens of what a decoder begins with, as they are written."""
+        if not isinstance(text, str):
+            raise RequestError("decoder_prompt: text or token ids are expected", "decoder_prompt")
+        if self.tokenizer is None:
+            raise RequestError("there is no tokenizer: give token ids", "decoder_prompt")
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def pooling_job(self, prompt: PromptLike, params: PoolingParams) -> PoolingJob:
         """What to ask of the engine to pool a prompt. Raises RequestError."""
@@ -247,6 +286,8 @@ class InputProcessor:
             if not isinstance(text, str):
                 raise RequestError("prompt must be text, token ids, or a table of them", "prompt")
             ids, params = self.texts.read(text, params)
+        if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
+            return PoolingJob([({**prompt, "prompt": None, "prompt_token_ids": ids}, params)])
         return self.texts.job(ids, params)
 
     @cached_property
@@ -260,12 +301,41 @@ class InputProcessor:
         return MediaReader.open(self.info, self.tokenizer, self._plugins)
 
     def take_media(self, messages: Any) -> tuple[Any, tuple[Media, ...]]:
-        """(messages, media) of a conversation: placeholders stand where its media were.
+        """(messages, media) of a conversation of this program's: placeholders stand where its
+        media were, which are fetched and decoded.
 
         Raises RequestError, ImportError without modulm-chat.
         """
-        listed = isinstance(messages, Sequence) and not isinstance(messages, str)
-        return messages_media(messages, self.media) if listed else (messages, ())
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            return messages, ()
+        plain, sources = messages_media(messages, self.media)
+        return plain, self._opener.open_now(sources, self._io) if sources else ()
+
+    def pair_contents(self, given: Any, name: str) -> list[str | PairContent]:
+        """One side of pairs of this program's, whose media are fetched and decoded.
+
+        Raises RequestError.
+        """
+        made = pair_contents(given, name, lambda: self.media)
+        sources = [one for own in made if isinstance(own, PairContent) for one in own.media]
+        wanted = cast("list[MediaSource]", sources)
+        opened = iter(self._opener.open_now(wanted, self._io) if wanted else ())
+        return [
+            evolve(own, media=tuple(next(opened) for _ in own.media))
+            if isinstance(own, PairContent)
+            else own
+            for own in made
+        ]
+
+    @cached_property
+    def _opener(self) -> MediaOpener:
+        from modulm_media.opener import MediaOpener
+
+        return MediaOpener(self.info.config.group(MediaConfig), own=True)
+
+    @property
+    def _io(self) -> Mapping[str, Mapping[str, Any]]:
+        return io_options(self.info.config.group(MediaConfig), None, "media_io_kwargs")
 
     @staticmethod
     def _given(prompt: PromptLike) -> tuple[Any, Any, str | None]:
@@ -409,7 +479,5 @@ def _array(ids: Sequence[int] | np.ndarray) -> Sequence[int] | np.ndarray:
 
 def _check_keys(prompt: Mapping[str, Any]) -> None:
     for key in prompt:
-        if key in _LATER:
-            raise RequestError(f"{_LATER[key]}: not yet", key)
         if key not in _KEYS:
             raise RequestError(f"a prompt has no field {key!r:.60}", "prompt")

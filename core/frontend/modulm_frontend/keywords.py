@@ -16,15 +16,26 @@ class LLMFlags(TypedDict, total=False):
     """Every keyword is optional; what it means is in docs/config.md."""
 
     additional_config: Mapping[str, Any] | str
+    allowed_local_media_path: str | None
+    allowed_media_domains: Sequence[str] | str | None
+    allowed_media_networks: Sequence[str] | str
     async_scheduling: bool | None
     attention_backend: str | None
     attention_options: Mapping[str, Any] | str
+    audio_fetch_timeout: float
     batch_invariant: bool
     block_size: int | None
     calculate_kv_scales: bool
     convert: Literal["auto", "none", "embed", "classify", "reward", "mm_encoder_only"]
+    cp_kv_cache_interleave_size: int
     cpu_threads: int | None
+    data_parallel_group: str | None
+    data_parallel_rank_local: int
+    data_parallel_size: int
+    data_parallel_size_local: int | None
+    decode_context_parallel_size: int
     device: str
+    disable_chunked_mm_input: bool
     disable_frontend_multiprocessing: bool
     disable_log_stats: bool
     disable_sliding_window: bool
@@ -32,8 +43,10 @@ class LLMFlags(TypedDict, total=False):
     download_dir: str | None
     dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
     enable_chunked_prefill: bool | None
+    enable_expert_parallel: bool
     enable_log_requests: bool
     enable_lora: bool
+    enable_mm_embeds: bool
     enable_prefix_caching: bool | None
     enable_prompt_embeds: bool
     enable_sleep_mode: bool
@@ -46,6 +59,7 @@ class LLMFlags(TypedDict, total=False):
     hf_overrides: Mapping[str, Any] | str
     hf_token: str | bool | None
     ignore_patterns: Sequence[str] | str
+    image_fetch_timeout: float
     kernels: Sequence[str] | str | None
     kv_cache_dtype: Literal[
         "auto",
@@ -76,11 +90,15 @@ class LLMFlags(TypedDict, total=False):
     lora_target_modules: Sequence[str] | str | None
     mamba_block_size: int | None
     mamba_cache_mode: Literal["none", "all", "align"] | None
+    max_audio_decode_duration_s: float
     max_cpu_loras: int | None
+    max_image_pixels: int
     max_logprobs: int
     max_long_partial_prefills: int
     max_lora_rank: int
     max_loras: int
+    max_media_download_size_mb: int
+    max_media_request_download_size_mb: int
     max_model_len: int | str | None
     max_num_batched_tokens: int | None
     max_num_partial_prefills: int
@@ -88,6 +106,14 @@ class LLMFlags(TypedDict, total=False):
     max_num_queued_tokens: int | None
     max_num_scheduled_tokens: int | None
     max_num_seqs: int | None
+    max_video_frames: int
+    media_decode_processes: int
+    media_decode_timeout: float
+    media_io_kwargs: Mapping[str, Any] | str
+    media_url_allow_redirects: bool
+    mm_encoder_chunk: int
+    mm_encoder_only: bool
+    mm_encoder_tp_mode: Literal["weights", "data"]
     mm_processor_cache_gb: float
     mm_processor_kwargs: Mapping[str, Any] | str
     model_class_overrides: Mapping[str, Any] | str
@@ -98,6 +124,7 @@ class LLMFlags(TypedDict, total=False):
     numa_bind_cpus: Sequence[str] | str | None
     numa_bind_nodes: Sequence[int] | str | None
     override_generation_config: Mapping[str, Any] | str
+    pipeline_layer_partition: Sequence[int] | str
     pipeline_parallel_size: int
     plugin_config: Mapping[str, Any] | str
     plugins: Sequence[str] | str | None
@@ -125,5 +152,8 @@ class LLMFlags(TypedDict, total=False):
     tokenizer_mode: str
     tokenizer_revision: str | None
     trust_remote_code: bool
+    trust_request_mm_kwargs: bool
     use_tqdm_on_load: bool
+    video_fetch_timeout: float
     watermark: float
+    worker_cls: str

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import count
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, Unpack
 
 from attrs import evolve
 from tqdm import tqdm
@@ -25,7 +25,13 @@ from modulm.engine.types.outputs import (
     RequestOutput,
     Statistics,
 )
-from modulm.errors import EngineDead, ModulmError, RequestError, UnsupportedError
+from modulm.errors import (
+    ConfigError,
+    EngineDead,
+    ModulmError,
+    RequestError,
+    UnsupportedError,
+)
 from modulm.plugins import manager
 from modulm.plugins.moved import public_name
 from modulm_frontend.beam_search import BeamSearchParams
@@ -47,6 +53,8 @@ if TYPE_CHECKING:
 __all__ = ["LLM"]
 
 T = TypeVar("T")
+#: A text, or a table with `text`, or with `content`, parts as messages have them.
+PairSide: TypeAlias = "str | Mapping[str, Any]"
 
 
 class LLM:
@@ -70,6 +78,12 @@ class LLM:
         return llm
 
     def _open(self, config: EngineConfig) -> None:
+        parallel = config.parallel
+        if parallel.data_parallel_size > 1 and parallel.data_parallel_group is None:
+            raise ConfigError(
+                "data_parallel_size",
+                "replicas are for servers: make one LLM for each, or use `modulm serve`",
+            )
         plugins = manager.current()
         self._core = EngineCore(config, plugins, self, "offline")
         self.info = self._core.info
@@ -298,8 +312,8 @@ class LLM:
 
     def score(
         self,
-        data_1: str | Sequence[str],
-        data_2: str | Sequence[str],
+        data_1: PairSide | Sequence[PairSide],
+        data_2: PairSide | Sequence[PairSide],
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: PoolingParams | None = None,
@@ -307,14 +321,16 @@ class LLM:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput]:
-        """How well texts go together: `outputs.score`, one per pair.
+        """How well texts go together: `outputs.score`, one per pair; also with media, as
+        {"content": [parts as in messages]}.
 
         One text in `data_1` goes with each of `data_2`. A model with one class is given each
         pair, made into a prompt by `chat_template` if there is one; of an embedding model it is
         the similarity of two embeddings, the cosine if its files say nothing else. lora_request:
         for all pairs.
         """
-        left, right = paired(data_1, data_2)
+        contents = self._input_processor.pair_contents
+        left, right = paired(contents(data_1, "data_1"), contents(data_2, "data_2"))
         job = self._input_processor.texts.pairs(
             left,
             right,

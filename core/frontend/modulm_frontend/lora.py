@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from modulm.contracts.requests import Request
     from modulm.engine.core.engine_core import EngineCore
 
-__all__ = ["LoRARequest", "OfflineAdapters", "active_from", "invocation_tokens"]
+__all__ = ["LoRARequest", "OfflineAdapters", "active_from", "files_of", "invocation_tokens"]
 
 
 @frozen
@@ -74,12 +74,18 @@ def _with(request: Request, key: str, invocation: tuple[int, ...]) -> Request:
     return evolve(request, adapter=None if first is None else key, adapter_from=first or 0)
 
 
+def files_of(path: Path) -> Path:
+    """The folder with the files of the adapter at `path`: of one among several, the one above."""
+    several = not path.is_dir() and (path.parent / "adapter_config.json").is_file()
+    return path.parent if several else path
+
+
 def invocation_tokens(path: Path) -> tuple[int, ...]:
     """The tokens that activate an adapter (aLoRA, arXiv 2504.12397), () for one that always is.
 
     Raises CheckpointError for a folder without a configuration.
     """
-    file = path / "adapter_config.json"
+    file = files_of(path) / "adapter_config.json"
     try:
         given = json.loads(file.read_bytes()).get("alora_invocation_tokens") or ()
         return tuple(map(int, given))

@@ -151,7 +151,7 @@ def position(entry: RowLogprobs, tokenizer: Tokenizer | None) -> Position:
     ranks = [entry.rank, *range(1, len(ids))]
     for token, value, rank in zip(ids, values, ranks, strict=True):
         if token not in found:
-            text = None if tokenizer is None else tokenizer.decode([token], False)
+            text = None if tokenizer is None else tokenizer.token_text(token)
             found[token] = Logprob(value, rank, text)
     return found
 
@@ -209,6 +209,11 @@ class RequestState:
         if self.drafts:
             for choice in self.choices:
                 choice.drafted = SpecDecodeMetrics(self.drafts)
+
+    def begin_again(self) -> None:
+        """Forget what came: another engine runs all of it, from the start."""
+        self.cached, self.fresh = None, 0
+        self.__attrs_post_init__()
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -384,6 +389,25 @@ class OutputProcessor:
             state.fail(error)
         self._sequences.clear()
         return states
+
+    def lost(self, sequences: Sequence[str]) -> list[RequestState]:
+        """Nothing more comes of these sequences: the requests that had them."""
+        found = (self._sequences.get(identity) for identity in sequences)
+        return list({id(entry[0]): entry[0] for entry in found if entry is not None}.values())
+
+    def begin_again(self, state: RequestState) -> None:
+        """Expect events for all sequences of a request, of which nobody has seen anything."""
+        self.remove(state)
+        state.begin_again()
+        self.add(state)
+
+    def fail(self, state: RequestState, error: Exception) -> list[str]:
+        """No engine goes on with a request: it ends with the error. The ids of its sequences that
+        had not ended.
+        """
+        state.fail(error)
+        self._finished(state)
+        return self.remove(state)
 
     def process(self, events: StepEvents) -> tuple[list[RequestState], list[str]]:
         """Take a step's events: the requests with something new, and ids to abort, which a stop

@@ -7,6 +7,7 @@ knows dtype, device, ranks, quantization, attention backend and the names of the
 from modulm_layers.activation import activation, gated
 from modulm_layers.attention import Attention, AttentionNames
 from modulm_layers.config import DecoderConfig, only, size
+from modulm_layers.crossed import CrossAttention, CrossedLayer
 from modulm_layers.decoder import (
     DecoderForCausalLM,
     ParallelLayer,
@@ -20,6 +21,7 @@ from modulm_layers.mla import LatentAttention
 from modulm_layers.mlp import GatedMLP, PlainMLP
 from modulm_layers.moe import ExpertNames, Gate, MoE, Routing
 from modulm_layers.positions import LearnedPositions
+from modulm_layers.relative import RelativePositions
 from modulm_layers.rewrites import split_heads, transpose
 from modulm_layers.rope import Rope, cos_sin, parse_rope
 from modulm_layers.routed import (
@@ -35,6 +37,8 @@ __all__ = [
     "AttentionNames",
     "BidirectionalAttention",
     "CausalConv",
+    "CrossAttention",
+    "CrossedLayer",
     "DecoderConfig",
     "DecoderForCausalLM",
     "Encoder",
@@ -48,6 +52,7 @@ __all__ = [
     "ParallelLayer",
     "PlainMLP",
     "PreNormLayer",
+    "RelativePositions",
     "Rope",
     "RoutedConfig",
     "Routing",

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-from attrs import evolve, frozen
+from attrs import astuple, evolve, frozen
 from torch import Tensor
 from torch.nn import Module, Parameter
 
@@ -24,6 +24,7 @@ from modulm_layers.kv_scales import (
 if TYPE_CHECKING:
     from modulm.contracts.model import Batch
     from modulm.nn.builder import Builder
+    from modulm_layers.relative import RelativePositions
     from modulm_layers.rope import Rope
 
 __all__ = ["Attention", "AttentionNames", "alibi_slopes"]
@@ -50,8 +51,9 @@ class Attention(Module):
     the rotation (with `norm_last` after it), over each head or (`norm_whole`) over all heads at
     once; `window`: tokens that a query sees, its own included; `softcap` bounds the scores by tanh;
     `sinks`: a learned score per head of a token without value; `alibi` multiplies the usual slopes,
-    0 for none; `clip` bounds the projections; `gate` names a projection of the input whose sigmoid
-    scales what was attended. `scale` multiplies the scores, 1 / sqrt(head_dim) if it is None.
+    0 for none; `relative`: positions told by what they add to scores; `clip` bounds the
+    projections; `gate` names a projection of the input whose sigmoid scales what was attended.
+    `scale` multiplies the scores, 1 / sqrt(head_dim) if it is None.
     """
 
     sinks: Tensor | None
@@ -77,6 +79,7 @@ class Attention(Module):
         softcap: float = 0.0,
         sinks: bool = False,
         alibi: float = 0.0,
+        relative: RelativePositions | None = None,
         clip: float | None = None,
         causal: bool = True,
         qk_norm: tuple[Norm, Norm] | None = None,
@@ -111,6 +114,7 @@ class Attention(Module):
             b.cut_parameter("sinks", self, "sinks", (own,), dtype=torch.float32)
         slopes = alibi * alibi_slopes(heads, group.rank, group.size)
         self.alibi = slopes.to(b.shared.device) if alibi else None
+        self.relative = relative
         spec = AttentionSpec(
             heads=self.heads,
             kv_heads=self.kv_heads,
@@ -122,10 +126,12 @@ class Attention(Module):
             softcap=softcap,
             sinks=sinks,
             alibi=bool(alibi),
+            biases=relative is not None,
             causal=causal,
             scales=b.shared.kv_dtype.startswith("float8"),
         )
-        self.cache, self.backend = b.attention_cache(spec)
+        copies = max(group.size // kv_heads, 1)
+        self.cache, self.backend = b.attention_cache(spec, copies=copies)
         for kept, part in (("k", names.k), ("v", names.v)):
             self.register_parameter(f"{kept}_scale", None)
             if self.backend.spec.scales:
@@ -164,9 +170,11 @@ class Attention(Module):
             _, k, v = self._project(qkv.clone(), positions)
             self.k_scale = Parameter(calculated_scale(k, K_LARGEST), requires_grad=False)
             self.v_scale = Parameter(calculated_scale(v, V_LARGEST), requires_grad=False)
-        brought = (self.sinks, self.alibi, self.k_scale, self.v_scale)
-        plain = all(tensor is None for tensor in brought)
-        inputs = PLAIN if plain else AttentionInputs(*brought)
+        inputs = AttentionInputs(self.sinks, self.alibi, self.k_scale, self.v_scale)
+        if self.relative is not None:
+            inputs = evolve(inputs, biases=self.relative.table)
+        if all(tensor is None for tensor in astuple(inputs, recurse=False)):
+            inputs = PLAIN
         prepare = QKVPrepare(
             cos_sin=None if self.rotation is None else self.rotation.cos_sin, neox=self.neox
         )

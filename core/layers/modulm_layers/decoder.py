@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from attrs import evolve
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
@@ -15,6 +17,7 @@ from modulm.nn.names import WeightNames
 from modulm_layers.attention import Attention
 from modulm_layers.config import DecoderConfig
 from modulm_layers.mlp import GatedMLP
+from modulm_layers.stages import even_stages, weight_of
 
 if TYPE_CHECKING:
     from modulm.nn.builder import Builder
@@ -53,12 +56,26 @@ class DecoderForCausalLM(Module, Model):
         self.config = config
         embeds = stages.first or (stages.last and config.tie_word_embeddings)
         self.embed = self.make_embedding(config, b.stage(embeds))
+        if count >= stages.size > 1 and not stages.layers:
+            stages = evolve(stages, layers=self._even_stages(config, b, build, stages.size))
         own = stages.stage(count)
         layers = [self.layer(config, b.at(f"layers.{i}").stage(i in own), i) for i in range(count)]
         self.layers = ModuleList(layers[own.start : own.stop])
         self.norm = self.make_norm(config, b.stage(stages.last))
         self.head = self.make_head(config, build.stage(stages.last))
         self._caches = tuple(build.shared.caches)
+
+    def _even_stages(self, config: Any, b: Builder, build: Builder, stages: int) -> tuple[int, ...]:
+        """Layers of each stage: the first holds the embedding as well, the last norm and head."""
+        layers = [
+            weight_of(partial(_layer, self.layer, config, i), b.at(f"layers.{i}"))
+            for i in range(config.num_hidden_layers)
+        ]
+        first = weight_of(partial(self.make_embedding, config), b)
+        last = weight_of(partial(self.make_norm, config), b)
+        tied = config.tie_word_embeddings
+        last += first if tied else weight_of(partial(self.make_head, config), build)
+        return even_stages(layers, stages, first=first, last=last)
 
     def make_embedding(self, config: Any, b: Builder) -> Embedding:
         """The module that turns a batch into vectors; `b` stands at the decoder."""
@@ -161,6 +178,10 @@ class ParallelLayer(Module):
         x, stream = self.norm.add(x, residual)
         inner = x if self.mlp_norm is None else self.mlp_norm(stream)
         return self.norm.ops.add(self.attn(x, batch), self.mlp(inner)), stream
+
+
+def _layer(make: Any, config: Any, index: int, b: Builder) -> object:
+    return make(config, b, index)
 
 
 def standard_attention(

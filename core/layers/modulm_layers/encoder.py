@@ -72,7 +72,10 @@ def _segment(length: int, spans: Sequence[tuple[int, int]], device: torch.device
 
 
 class BidirectionalAttention(Module):
-    """Attention in which a token sees all of its row, or the `window` tokens on either side."""
+    """Attention in which a token sees all of its row, or the `window` tokens on either side.
+
+    kv_heads: of keys and values, as many as of queries if 0; head_dim: hidden / heads if 0.
+    """
 
     def __init__(
         self,
@@ -81,22 +84,27 @@ class BidirectionalAttention(Module):
         hidden: int,
         heads: int,
         names: AttentionNames,
+        kv_heads: int = 0,
+        head_dim: int = 0,
         bias: bool = True,
         rope: Rope | None = None,
         window: int | None = None,
     ) -> None:
         super().__init__()
         group = b.shared.mesh.tensor
-        self.heads, self.size = group.part(heads, b.prefix), hidden // heads
+        self.heads, self.size = group.part(heads, b.prefix), head_dim or hidden // heads
+        self.kv_heads = b.share(kv_heads or heads, 1)
         self.ops, self.window = b.ops, window
-        parts = {names.q: hidden, names.k: hidden, names.v: hidden}
-        self.qkv = b.linear(names.qkv, hidden, parts, bias=bias)
-        self.out = b.row_linear(names.out, hidden, hidden, bias=bias)
+        whole, kept = heads * self.size, (kv_heads or heads) * self.size
+        parts = {names.q: whole, names.k: kept, names.v: kept}
+        self.qkv = b.linear(names.qkv, hidden, parts, bias=bias, least=self.size)
+        self.out = b.row_linear(names.out, whole, hidden, bias=bias)
         self.rotation = None if rope is None else b.rope(rope)
 
     def forward(self, x: Tensor, batch: Batch, rows: tuple[Segment, ...]) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
-        q, k, v = self.qkv(x).view(-1, 3, self.heads, self.size).unbind(1)
+        qkv = self.qkv(x).view(len(x), -1, self.size)
+        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         if self.rotation is not None:
             q, k = q.contiguous(), k.contiguous()
             self.ops.rotary(q, k, batch.positions, self.rotation.cos_sin, True)
@@ -111,14 +119,16 @@ class BidirectionalAttention(Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, segment: Segment) -> Tensor:
         """[rows, length, heads, head_dim] of one segment."""
-        shape = (segment.rows, segment.length, self.heads, self.size)
+        shape = (segment.rows, segment.length, -1, self.size)
         q, k, v = (t[segment.places].view(shape).transpose(1, 2) for t in (q, k, v))
         mask = segment.mask
         if self.window is not None and segment.length > self.window + 1:
             at = torch.arange(segment.length, device=q.device)
             near = (at[:, None] - at[None, :]).abs() <= self.window
             mask = near if mask is None else mask & near
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+        grouped = self.heads != self.kv_heads
+        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+        return seen.transpose(1, 2)
 
 
 class Encoder(Module, Model):

@@ -75,7 +75,7 @@ class LatentAttention(Module):
             selection=selection,
             scales=b.shared.kv_dtype.startswith("float8"),
         )
-        self.cache, self.backend = b.attention_cache(spec)
+        self.cache, self.backend = b.attention_cache(spec, copies=b.ranks)
         self.register_parameter("k_scale", None)
         self.finds_scales = self.backend.spec.scales and b.shared.calculate_kv_scales
         if self.backend.spec.scales:

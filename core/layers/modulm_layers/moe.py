@@ -111,6 +111,9 @@ class MoE(Module):
             rows=True,
         )
         self.fused_experts = b.fused_experts(self.gate_up, self.down)
+        own, ranks = self.down.spec.expert_shard, self.down.reduce
+        # A bias is added by one of the ranks that share an expert.
+        self.adds_bias = ranks is None or ranks.first or own.size < own.whole
         self.shared = shared
         self.gate = asdict(Gate(gate_name(act)) if isinstance(act, str) else act)
         self.register_parameter("choice_bias", None)
@@ -128,7 +131,7 @@ class MoE(Module):
             gate_up.method.experts(gate_up),
             down.method.experts(down),
             gate_up_bias=gate_up.bias,
-            down_bias=down.bias if down.reduce is None or down.reduce.first else None,
+            down_bias=down.bias if self.adds_bias else None,
             **self.gate,
         )
         mixed = self.summed(mixed)

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from modulm.config.schema.device import DeviceConfig
+from modulm.config.schema.parallel import ParallelConfig
 from modulm.contracts.platform import Binding
 from modulm.errors import ConfigError
 
-__all__ = ["binding_of"]
+__all__ = ["binding_of", "share_of"]
+
+
+def share_of(parallel: ParallelConfig, rank: int) -> tuple[int, int]:
+    """Which part of its machine the worker `rank` has, and how many parts there are."""
+    parts = parallel.ranks * (parallel.data_parallel_size_local or 1)
+    return parallel.data_parallel_rank_local * parallel.ranks + rank, parts
 
 
 def binding_of(device: DeviceConfig, rank: int = 0, ranks: int = 1) -> Binding | None:

@@ -36,6 +36,7 @@ Use = Literal["offline", "server"]
 
 _LENGTH_KEYS = (
     "max_position_embeddings",
+    "max_target_positions",
     "n_positions",
     "max_seq_len",
     "max_sequence_length",
@@ -229,8 +230,10 @@ def _proposals(state: _Open, plugins: PluginManager) -> _Open:
 
 def _text_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part that describes the language model, in files that nest it."""
-    nested = hf_config.get("text_config")
-    return nested if isinstance(nested, Mapping) else hf_config
+    for key in ("thinker_config", "vlm_config", "text_config"):
+        nested = hf_config.get(key)
+        hf_config = nested if isinstance(nested, Mapping) else hf_config
+    return hf_config
 
 
 def _dtype(
@@ -328,8 +331,12 @@ def _rest(state: _Open, platform: Platform, plugins: PluginManager) -> _Open:
     state = state.settle("enable_prefix_caching", True, "prompts that begin alike share blocks")
     if state.is_open("device"):
         state = state.decide("device", platform.name, "the platform in use")
+    parallel = state.config.parallel
+    if parallel.tensor_parallel_size % parallel.decode_context_parallel_size:
+        words = f"does not divide --tensor-parallel-size {parallel.tensor_parallel_size}"
+        raise ConfigError("decode_context_parallel_size", words)
     if state.config.parallel.distributed_executor_backend is None:
-        ranks = state.config.parallel.ranks
+        ranks = parallel.ranks * (parallel.data_parallel_size if parallel.shared_experts else 1)
         name, reason = ("uni", "one device takes part") if ranks == 1 else ("mp", f"{ranks} ranks")
         _check_executor(plugins, name)
         state = state.decide("distributed_executor_backend", name, reason)

@@ -107,6 +107,11 @@ class AdapterBank(ABC):
         """The same for a pair of stacks of experts."""
         return None
 
+    def elsewhere(self, spec: LinearSpec) -> None:
+        """Called for each layer that another pipeline stage has: what adapters change of it is none
+        of this rank's business.
+        """
+
     def open(self, names: Naming) -> None:
         """Called once the model has its weights; `names` are the rules for names and layouts of
         its checkpoints, by which adapters name what they change.

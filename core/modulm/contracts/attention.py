@@ -45,14 +45,19 @@ class AttentionSpec:
     and so its value, is kept per head as integers times max |x| / 127, in "int4" / 7. With
     `scales` a key is kept divided by `AttentionInputs.k_scale`, a value by `v_scale`.
 
-    Fields with a default are features, see `features`. `sinks`, `alibi` and `scales` announce
-    tensors of AttentionInputs, and so does `selection`: queries see only chosen runs of that many
-    tokens of their row (sparse attention). `spans` announces `StepLayout.spans`. With `cross` the
-    keys are those of the row's encoder, `StepLayout.encoder_lens` of them, and queries see all.
+    Fields with a default are features, see `features`. `sinks`, `alibi`, `biases` and `scales`
+    announce tensors of AttentionInputs, and so does `selection`: queries see only chosen runs of
+    that many tokens of their row (sparse attention). `spans` announces `StepLayout.spans`. With
+    `cross` the keys are those of the row's encoder, `StepLayout.encoder_lens` of them and at most
+    `cross`, and queries see all.
 
     A layer with `picks` does not attend: it keeps one key per token and no value, and finds for
     each query the `picks` tokens whose sum over heads of `AttentionInputs.head_weights` times
     max(0, scale q k) is the largest (the indexer of DeepSeek Sparse Attention, 2025).
+
+    With `partial` the cache holds some of each row's tokens, `StepLayout.seen` says how many of
+    them a query sees, and `AttentionInputs.lse` is filled, so that parts can be merged. It goes
+    with `value_dim`, `softcap`, `latent` and `scales`, and with nothing else.
     """
 
     heads: int
@@ -71,8 +76,10 @@ class AttentionSpec:
     scales: bool = False
     selection: int = 0
     spans: bool = False
-    cross: bool = False
+    cross: int = 0
     picks: int = 0
+    biases: bool = False
+    partial: bool = False
 
     @property
     def features(self) -> frozenset[str]:
@@ -107,6 +114,10 @@ class StepLayout:
     encoder_lens: [rows] int32, tokens of each row's encoder, for layers of cross attention: then
     block_tables are those of the encoder's tokens, and slots has one entry for each key that the
     step brings, which may be none.
+
+    seen: [tokens] int32, for `partial`: each query sees so many of the first cached tokens of its
+    row, maybe none. Then context_lens are those of the tokens that are held, and what is not to be
+    held has slots in the null block.
     """
 
     block_size: int
@@ -116,6 +127,7 @@ class StepLayout:
     slots: np.ndarray
     spans: np.ndarray | None = None
     encoder_lens: np.ndarray | None = None
+    seen: np.ndarray | None = None
 
 
 class AttentionPlan(Recordable):
@@ -129,11 +141,14 @@ class AttentionPlan(Recordable):
 class AttentionInputs:
     """What a layer brings to attention beside queries, keys and values; the spec announces each.
 
-    sinks, alibi: [heads] fp32. k_scale, v_scale: [1] or [kv_heads] fp32, see `AttentionSpec`.
+    sinks, alibi: [heads] fp32. biases: [heads, n] fp32, added to the scores of each head by how far
+    before the query a key stands; those n tokens away or more, and those behind the query, have the
+    last and the first. k_scale, v_scale: [1] or [kv_heads] fp32, see `AttentionSpec`.
     selected: [tokens, kv_heads or 1, n] int32, numbers of the row's runs of `spec.selection`
     tokens that a query sees (of those it may see at all), none twice, -1 for no run. head_weights:
-    [tokens, heads] fp32, for a spec with `picks`. A layer whose inputs are all constant makes this
-    value once.
+    [tokens, heads] fp32, for a spec with `picks`. lse: [tokens, heads] fp32, for one with
+    `partial`, is filled with the log of the sum of the exponents of what each query saw; -inf, and
+    0 in `out`, where that is nothing. A layer whose inputs are all constant makes this value once.
     """
 
     sinks: torch.Tensor | None = None
@@ -142,6 +157,8 @@ class AttentionInputs:
     v_scale: torch.Tensor | None = None
     selected: torch.Tensor | None = None
     head_weights: torch.Tensor | None = None
+    biases: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
 
 
 #: A layer that brings nothing.

@@ -106,9 +106,11 @@ class Plan:
     for other groups, and () where no row has drafts. The states have the bits of single steps.
 
     encode: (row, index of the item) of the media whose encoder runs in this step, before the
-    model. drop_media: hashes whose encoder output nobody needs any more. adapters: (slot, name) of
-    adapters that take a slot in this step, before anything runs; slots count from 1. transfers:
-    what a KV connector moves beside the step.
+    model. encode_rows: 0, or it is enough that this many rows go through a layer of an encoder in
+    this step: what is left of the items, and of those begun before, is for the steps that follow.
+    drop_media: hashes whose encoder output, or what is done of it, nobody needs any more.
+    adapters: (slot, name) of adapters that take a slot in this step, before anything runs; slots
+    count from 1. transfers: what a KV connector moves beside the step.
     """
 
     step: int
@@ -126,6 +128,7 @@ class Plan:
     drop_media: tuple[bytes, ...] = ()
     adapters: tuple[tuple[int, str], ...] = ()
     transfers: TransferPlan | None = None
+    encode_rows: int = 0
 
     @property
     def idle(self) -> bool:
@@ -158,6 +161,8 @@ class StepResult:
     transfers: what a KV connector has moved since the last step. seconds: time the step took in
     the executor. refused: row -> the field to blame, of those of `errors` that asked for what
     cannot be ("" if it is several fields together); the others are not the request's fault.
+    encoded: hashes of media that were encoded in pieces, the last of which was in this step.
+    routed: [experts] int64, how many times tokens chose each expert, where that is counted.
     """
 
     step: int
@@ -171,6 +176,8 @@ class StepResult:
     transfers: TransferResult | None = None
     seconds: float = 0.0
     refused: Mapping[int, str] = field(factory=dict)
+    encoded: tuple[bytes, ...] = ()
+    routed: np.ndarray | None = None
 
 
 @frozen
@@ -201,7 +208,8 @@ class ModelDescription:
     """What an executor says of the model that it has loaded. Plain values.
 
     tasks: what requests may ask for; width: of embeddings; pooling: how, by the names of
-    `--pooler-config`; weight_bytes: what the weights take; decisions: why it runs the way it does.
+    `--pooler-config`; weight_bytes: what the weights take; decisions: why it runs the way it does;
+    media_family: `Model.media_family`.
     """
 
     dtype: str = ""
@@ -212,6 +220,7 @@ class ModelDescription:
     device: str = ""
     weight_bytes: int = 0
     decisions: tuple[Decision, ...] = ()
+    media_family: str = ""
 
 
 class Executor(ABC):
@@ -223,6 +232,8 @@ class Executor(ABC):
 
     name: ClassVar[str]
     api: ClassVar[int | tuple[int, int]]
+    #: Whether only an engine without a server can be run: others run the same beside this one.
+    offline_only: ClassVar[bool] = False
 
     @abstractmethod
     def start(self, config: EngineConfig) -> Capacity:

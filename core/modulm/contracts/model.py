@@ -13,7 +13,7 @@ from modulm.contracts.recording import Recordable
 from modulm.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -98,7 +98,9 @@ class Batch(Recordable):
     tokens] int64 in steps with tokens whose positions differ from axis to axis, else None.
     extras: named tensors that only some models read ("token_types", ...). adapters: [tokens] int32,
     the slot of each token's adapter, or None if none is used. carried: what the pipeline stage
-    before this one gave, empty in the first.
+    before this one gave, empty in the first. encoded: [n, width], what encoders gave for the rows
+    that begin in this step, in their order: of these, layers of cross attention keep keys and
+    values; None where no row does.
     """
 
     tokens: torch.Tensor
@@ -114,6 +116,7 @@ class Batch(Recordable):
     extras: Mapping[str, torch.Tensor] = field(factory=dict)
     adapters: torch.Tensor | None = None
     carried: tuple[torch.Tensor, ...] = ()
+    encoded: torch.Tensor | None = None
 
     def plan(self, cache: int) -> Any:
         """The plan for the layer that owns cache `cache`: the kind that its spec asks for."""
@@ -121,7 +124,8 @@ class Batch(Recordable):
 
     def key(self) -> Hashable | None:
         keys = tuple([plan.key() for plan in self.plans])
-        apart = self.carried or self.embeds is not None or self.axis_positions is not None
+        given = (self.embeds, self.axis_positions, self.encoded)
+        apart = self.carried or any(tensor is not None for tensor in given)
         return None if None in keys or apart else (keys, tuple(self._own()))
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -196,6 +200,8 @@ class Model(ABC):
     config_type: ClassVar[type]
     #: What the model is for: "generate", or a pooling task ("embed", "classify", "score", ...).
     tasks: ClassVar[tuple[str, ...]] = ("generate",)
+    #: The pooler of what it can be asked for beside text; empty: it is for nothing else.
+    pooler: ClassVar[str] = ""
     #: "package.module:attribute" of what the kit compares with where transformers has no such
     #: model (`modulm.testing.oracles`).
     oracle: ClassVar[str] = ""
@@ -207,6 +213,8 @@ class Model(ABC):
     remote_code: ClassVar[bool] = False
     #: Kinds of media that `encode` takes ("image", "audio", "video").
     media: ClassVar[tuple[str, ...]] = ()
+    #: The name of the media family of its prompts; empty: config.json's architecture.
+    media_family: ClassVar[str] = ""
 
     @classmethod
     @abstractmethod
@@ -256,6 +264,17 @@ class Model(ABC):
         Items of several kinds may be mixed; what is given together may be computed together.
         """
         raise UnsupportedError(f"{type(self).__name__} takes no images, video or sound")
+
+    def encode_in_pieces(
+        self, items: Sequence[MediaItem]
+    ) -> Generator[int, None, Sequence[torch.Tensor]]:
+        """What `encode` gives, bit for bit, with stops at which other work may be done: each tells
+        how many rows (patches, frames) have been through a layer since the last one, at least 1.
+
+        The stops depend on the items alone, so that ranks make the same ones. This one has none.
+        """
+        yield from ()
+        return self.encode(items)
 
     @abstractmethod
     def forward(self, batch: Batch) -> torch.Tensor:

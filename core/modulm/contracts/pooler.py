@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, TypeAlias, TypeVar
 
 from attrs import frozen
 
@@ -20,16 +20,24 @@ if TYPE_CHECKING:
     import torch
 
     from modulm.config import EngineConfig
+    from modulm.contracts.executor import Plan
+    from modulm.contracts.kernels import Forward
     from modulm.contracts.model import Model
     from modulm.contracts.pooling import PoolingRecipe
+    from modulm.contracts.requests import PromptLike
     from modulm.engine.types.engine_info import EngineInfo
     from modulm.engine.types.outputs import PoolingRequestOutput
     from modulm.loading.checkpoint import Checkpoint
     from modulm.text.tokenizer import Tokenizer
 
-__all__ = ["API", "Head", "Layer", "Pooler", "PoolingInputs", "PoolingJob", "RowPooler", "paired"]
+__all__ = [
+    "API", "Head", "Layer", "PairContent", "Pooler", "PoolingInputs", "PoolingJob", "RowPooler",
+    "paired",
+]  # fmt: skip
 
 API = 1
+
+T = TypeVar("T")
 
 #: [n, inputs] -> [n, outputs].
 Layer: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
@@ -102,6 +110,10 @@ class RowPooler(ABC):
     def admit(self, row: int, params: PoolingParams, prompt: np.ndarray) -> None:
         """A pooling row starts, from its first token. prompt: [tokens] int64."""
 
+    def watched(self, model: Model, forward: Forward, plan: Plan) -> Forward:
+        """The forward pass of a step with rows that pool, for what no hidden state shows."""
+        return forward
+
     @abstractmethod
     def release(self, row: int) -> None:
         """The row is gone; unknown rows are ignored."""
@@ -116,10 +128,22 @@ class RowPooler(ABC):
 
 
 @frozen(eq=False)
+class PairContent:
+    """One side of a pair with images, sound or video. text: the prompt that it is by itself; parts:
+    of a message's content, for templates. media: in the order of their places, as the caller gave
+    them; a prompt made of sides with media is a table that has theirs as `multi_modal_data`.
+    """
+
+    text: str
+    parts: Sequence[Mapping[str, object]]
+    media: tuple[object, ...]
+
+
+@frozen(eq=False)
 class PoolingJob:
     """Prompts to pool with their parameters, and how answers are made of what comes of them."""
 
-    parts: Sequence[tuple[list[int], PoolingParams]]
+    parts: Sequence[tuple[PromptLike, PoolingParams]]
     join: Callable[[Sequence[PoolingRequestOutput]], list[PoolingRequestOutput]] = list
 
 
@@ -144,22 +168,22 @@ class PoolingInputs(ABC):
     @abstractmethod
     def pairs(
         self,
-        left: Sequence[str],
-        right: Sequence[str],
+        left: Sequence[str | PairContent],
+        right: Sequence[str | PairContent],
         params: PoolingParams,
         *,
         template: str | None = None,
         variables: Mapping[str, object] | None = None,
     ) -> PoolingJob:
-        """Scores of pairs of texts; template: before all others, variables: more of them for it."""
+        """Scores of pairs; template: before all others, variables: more of them for it."""
 
 
 def paired(
-    first: str | Sequence[str], second: str | Sequence[str], name: str = "data_2"
-) -> tuple[Sequence[str], Sequence[str]]:
+    first: str | Sequence[T], second: str | Sequence[T], name: str = "data_2"
+) -> tuple[Sequence[str | T], Sequence[str | T]]:
     """Two lists of one length; a single first text goes with every second one."""
-    left = [first] if isinstance(first, str) else list(first)
-    right = [second] if isinstance(second, str) else list(second)
+    left: list[str | T] = [first] if isinstance(first, str) else list(first)
+    right: list[str | T] = [second] if isinstance(second, str) else list(second)
     if len(left) == 1:
         left = left * len(right)
     if not left or len(left) != len(right):

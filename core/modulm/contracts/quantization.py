@@ -72,8 +72,8 @@ class LinearSpec:
     `experts` > 0 means that many maps of this shape stacked in front.
     `part_names` are the paths that a checkpoint gives the parts (those of the first expert, and
     `expert_names` those of all, with {expert} for its number).
-    `shards` and `input_shard` are where the parts and inputs of this rank lie in the whole ones;
-    without them they are whole.
+    `shards`, `input_shard` and `expert_shard` are where the parts, inputs and experts of this rank
+    lie in the whole ones; without them they are whole.
     """
 
     name: str
@@ -87,6 +87,12 @@ class LinearSpec:
     _shards: tuple[Shard, ...] = ()
     _input_shard: Shard | None = None
     expert_names: tuple[str, ...] = ()
+    _expert_shard: Shard | None = None
+
+    @property
+    def expert_shard(self) -> Shard:
+        """What this rank holds of the experts."""
+        return self._expert_shard or Shard(0, self.experts, self.experts)
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -298,7 +304,8 @@ class QuantizationMethod(ABC):
         """The stack that `kind == "expert"` created, as the op `fused_experts` takes it.
 
         That is the op's own packed form, or anything that gives the weight [outputs, inputs] of
-        one expert by its index.
+        one expert by its index. Experts that move between ranks are in a tensor [experts, ...], or
+        in what has the methods of `modulm_distributed.balance.MovableStack`.
         """
         raise UnsupportedError(f"quantization method {self.name} does not hold experts: not yet")
 

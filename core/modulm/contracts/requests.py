@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 import numpy as np
 from attrs import field, frozen
 
+from modulm.contracts.media import crossed_runs
 from modulm.contracts.sampling import PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
@@ -64,6 +65,11 @@ class Request:
     def prompt_len(self) -> int:
         """Tokens in the prompt."""
         return len(self.prompt)
+
+    @property
+    def crossed(self) -> tuple[int, ...]:
+        """What its encoder gives to layers of cross attention, run by run (see `crossed_runs`)."""
+        return tuple(sum(item.length for item in run) for run in crossed_runs(self.media))
 
     @property
     def constraint(self) -> StructuredOutputs | None:
@@ -139,7 +145,8 @@ class StepStats(NamedTuple):
     drafted, accepted: tokens that were verified, and those of them that were right; drafts: rows
     that had such tokens; accepted_at: of these, how many had the first, second ... token right.
     queried, hit: tokens looked up and found in the prefix cache by requests that joined.
-    plan_seconds, run_seconds: host time of planning, time in the executor.
+    plan_seconds, run_seconds: host time of planning, time in the executor. routed: how many times
+    tokens chose each expert, where that is counted.
     """
 
     step: int
@@ -157,6 +164,7 @@ class StepStats(NamedTuple):
     accepted: int = 0
     drafts: int = 0
     accepted_at: tuple[int, ...] = ()
+    routed: tuple[int, ...] = ()
 
 
 @frozen(eq=False)

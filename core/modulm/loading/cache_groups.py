@@ -23,13 +23,15 @@ __all__ = ["CacheGroup", "extended", "group_caches"]
 class CacheGroup:
     """Layers with equal specs. `layers` are indices into the model's caches.
 
-    followers: layers with other specs that keep their own by the same block table, by backend.
+    window: tokens that a layer sees, None for all; in a group of cross attention the most that an
+    encoder gives. followers: layers with other specs that keep their own by the same block table,
+    by backend.
     `block_bytes` is what one block takes in all layers together, those left out that share an
     earlier layer's cache; for states one "block" is a slot, which holds the state after at most
     block_size tokens more than the block before.
     """
 
-    kind: Literal["attention", "state"]
+    kind: Literal["attention", "cross", "state"]
     layers: tuple[int, ...]
     spec: AttentionSpec | StateSpec
     backend: AttentionBackend | None
@@ -76,9 +78,9 @@ def group_caches(
                     f"per block, its backend {other.name} takes {other.block_size}"
                 )
             size += len(at) * other.layout(1).block_bytes
-        block, window = backend.block_size, spec.window
+        block, window = backend.block_size, spec.cross or spec.window
         common = (tuple(layers), spec, backend, block, window, size, tuple(followers))
-        groups.append(CacheGroup("attention", *common))
+        groups.append(CacheGroup("cross" if spec.cross else "attention", *common))
     return tuple(groups)
 
 

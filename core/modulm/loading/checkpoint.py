@@ -168,7 +168,9 @@ def _folder_or_hub(name: str, config: EngineConfig, plugins: PluginManager | Non
 
 
 def _info(path: Path, file: Path, config: Mapping[str, Any]) -> CheckpointInfo:
-    quantization = config.get("quantization_config")
+    inner = config.get("text_config")
+    given = config if "quantization_config" in config or not isinstance(inner, Mapping) else inner
+    quantization = given.get("quantization_config")
     if quantization is not None and not isinstance(quantization, Mapping):
         raise CheckpointError(f"{file}: quantization_config: a table is needed")
     stored = config.get("dtype") or config.get("torch_dtype") or "float32"

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from modulm.contracts.platform import Platform
     from modulm.contracts.pooling import PoolingRecipe
     from modulm.loading.checkpoint import Checkpoint
+    from modulm.parallel import Mesh
     from modulm.plugins.manager import PluginManager
 
 __all__ = ["Choices", "Methods"]
@@ -189,10 +190,10 @@ class Choices:
         self.decisions.append(Decision("adapters", verdicts, bank.name, "has a configuration"))
         return bank
 
-    def backend(self, spec: AttentionSpec, ops: OpTable) -> AttentionBackend:
+    def backend(self, spec: AttentionSpec, ops: OpTable, mesh: Mesh) -> AttentionBackend:
         """The attention backend of a spec; layers with equal specs share one."""
         if spec not in self.backends:
-            self.backends[spec] = self._choose_backend(spec, ops)
+            self.backends[spec] = mesh.attention(spec, partial(self._choose_backend, ops=ops))
         return self.backends[spec]
 
     def _choose_backend(self, spec: AttentionSpec, ops: OpTable) -> AttentionBackend:
@@ -243,8 +244,10 @@ class Methods:
 
     def decisions(self) -> Iterator[Decision]:
         """What is decided of each kind of layers, and which they are."""
-        every = [name for names in self.found.values() for name in names]
-        for told, names in self.found.items():
+        # A layer is asked for once more where stages are weighed.
+        found = {told: [*dict.fromkeys(names)] for told, names in self.found.items()}
+        every = [name for names in found.values() for name in names]
+        for told, names in found.items():
             reason = f"{told.reason}; {_in_short(names, every)}".removeprefix("; ")
             yield evolve(told, reason=reason)
 
@@ -283,6 +286,6 @@ def _describe(spec: AttentionSpec) -> str:
     words += [f"window {spec.window}"] if spec.window else []
     words += [f"softcap {spec.softcap:g}"] if spec.softcap else []
     words += [f"latent {spec.latent}"] if spec.latent else []
-    words += [name for name in ("sinks", "alibi") if getattr(spec, name)]
+    words += [name for name in ("sinks", "alibi", "biases") if getattr(spec, name)]
     words += [] if spec.causal else ["both directions"]
     return ", ".join(words)

@@ -23,7 +23,6 @@ from modulm.parallel import Mesh
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
     from modulm.contracts.adapter import AdapterBank
-    from modulm.contracts.attention import AttentionBackend, AttentionSpec
     from modulm.contracts.loader import WeightLoader
     from modulm.contracts.model import Model
     from modulm.contracts.platform import Platform
@@ -98,6 +97,12 @@ def load_model(
         _check_memory(size, platform)
     block = _state_block(config, built.shared.max_length)
     groups = group_caches(built.model.caches, built.choices.backends, block)
+    context = built.shared.mesh.context
+    if context.size > 1 and not any(spec.partial for spec in built.choices.backends):
+        raise UnsupportedError(
+            "decode_context_parallel_size: no layer of this model keeps all of the text before it, "
+            "and what others keep is not cut"
+        )
     _fill_tables(built.shared, groups, platform)
     if plan is not None:
         fill(plan, built.loader, device=platform.device, progress=config.load.use_tqdm_on_load)
@@ -106,7 +111,7 @@ def load_model(
     plugins.hook.modulm_model_loaded(model=built.model, config=config)
     recipe = built.choices.recipe
     plain = generates(config, built.model, checkpoint.architecture)
-    pooler = None if plain else open_pooler(config, plugins)
+    pooler = None if plain else open_pooler(config, plugins, built.model)
     given = pooling_settings(config, recipe)
     return Loaded(
         model=built.model,
@@ -206,17 +211,15 @@ def _shared(
         mesh=mesh,
         max_length=length,
         choose_method=methods.of,
-        choose_backend=partial(_backend, choices, ops),
+        choose_backend=partial(choices.backend, ops=ops, mesh=mesh),
         kv_dtype=kv_dtype,
         kv_skipped=config.cache.kv_cache_dtype_skip_layers,
         calculate_kv_scales=config.cache.calculate_kv_scales,
         windows=not config.model.disable_sliding_window,
         adapters=choices.adapters(ops),
+        config=config,
+        plain=methods.plain,
     )
-
-
-def _backend(choices: Choices, ops: OpTable, spec: AttentionSpec) -> AttentionBackend:
-    return choices.backend(spec, ops)
 
 
 def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint, platform: Platform) -> str:

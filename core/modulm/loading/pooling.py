@@ -19,9 +19,12 @@ __all__ = ["generates", "may_convert", "open_pooler", "pooling_settings"]
 _KEY, _STANDARD = "pooler", "standard"
 
 
-def open_pooler(config: EngineConfig, plugins: PluginManager) -> Pooler:
-    """The pooler that `--pooler-config` names. Raises PluginNotFound with its distribution."""
-    name = (config.model.pooler_config or {}).get(_KEY, _STANDARD)
+def open_pooler(config: EngineConfig, plugins: PluginManager, model: Model | None = None) -> Pooler:
+    """The pooler that `--pooler-config` names, else that of a model that generates as well. Raises
+    PluginNotFound with its distribution.
+    """
+    own = model.pooler if model is not None and "generate" in model.tasks else ""
+    name = (config.model.pooler_config or {}).get(_KEY, own or _STANDARD)
     pooler: Pooler = plugins.load("poolers", name)()
     return pooler
 
@@ -43,12 +46,13 @@ def may_convert(
 
 
 def generates(config: EngineConfig, model: Model, architecture: str) -> bool:
-    """Whether the model is for nothing but text. Raises ConfigError if `--runner` wants that and
-    it cannot.
+    """Whether the model is for nothing but text, and no pooler is named. Raises ConfigError if
+    `--runner` wants that and it cannot.
     """
     if "generate" not in model.tasks and config.model.runner == "generate":
         raise ConfigError("runner", f"{architecture} cannot generate; use pooling")
-    return model.tasks == ("generate",) and not config.model.pooler_config
+    plain = model.tasks == ("generate",) and not model.pooler
+    return plain and not config.model.pooler_config
 
 
 def pooling_settings(config: EngineConfig, recipe: PoolingRecipe) -> dict[str, Any]:

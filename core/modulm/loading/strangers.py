@@ -42,9 +42,14 @@ def weights_hint(path: Path) -> str:
 
 
 def model_kind(config: Mapping[str, Any]) -> str | None:
-    """What a model is that is neither a decoder nor an encoder of text, by its config.json."""
+    """What a model is that none of the installed packages has, by its config.json, and what helps.
+
+    None for decoders and encoders of text.
+    """
+    hints = (install_hint("models", name) for name in config.get("architectures") or ())
+    install = next(filter(None, hints), "")
     if "num_mel_bins" in config or "feat_extract_norm" in config:
-        return "a speech model, which hears or makes sound; give transcripts to a model of text"
+        return f"a speech model: {install or 'give transcripts to a model of text'}"
     if config.get("is_encoder_decoder"):
-        return "an encoder-decoder; decoders run here, and encoders for embeddings"
+        return f"an encoder-decoder: {install or 'no package of this project has its architecture'}"
     return None

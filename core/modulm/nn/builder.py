@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from attrs import evolve, field, frozen
@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from modulm.contracts.model import CacheSpec
-from modulm.contracts.quantization import OUTPUTS, LinearSpec, ParamSpec
-from modulm.errors import CheckpointError
+from modulm.contracts.quantization import OUTPUTS, LinearSpec, ParamSpec, Shard
+from modulm.errors import CheckpointError, UnsupportedError
 from modulm.nn.adapted import adapted, same_method
 from modulm.nn.embedding import Embedding, Head
 from modulm.nn.linear import Linear, Router
@@ -23,11 +23,12 @@ from modulm.nn.weight_slots import Part, Slot, Unit
 from modulm.parallel import ProcessGroup
 
 if TYPE_CHECKING:
+    from modulm.config import EngineConfig
     from modulm.contracts.adapter import AdapterBank
     from modulm.contracts.attention import AttentionBackend, AttentionSpec
     from modulm.contracts.kernels import Ops
     from modulm.contracts.model import StateSpec
-    from modulm.contracts.quantization import QuantizationMethod, Shard
+    from modulm.contracts.quantization import QuantizationMethod
     from modulm.nn.rotary import RotaryKind, RotaryTable
     from modulm.parallel import Mesh
 
@@ -47,7 +48,8 @@ class Shared:
 
     `choose_method` gives the quantization method of a layer, `choose_backend` the attention
     backend of a spec; both remember why. `max_length` is the longest sequence admitted. Without
-    `windows` every layer sees all of it. With `spans` layers take `StepLayout.spans`.
+    `windows` every layer sees all of it. With `spans` layers take `StepLayout.spans`; "windows":
+    those that have one. `config`: the engine's, for flags of a model's package.
     """
 
     dtype: torch.dtype
@@ -61,8 +63,13 @@ class Shared:
     kv_skipped: tuple[str, ...] = ()
     calculate_kv_scales: bool = False
     windows: bool = True
-    spans: bool = False
+    spans: bool | Literal["windows"] = False
     adapters: AdapterBank | None = None
+    #: The same, told only of layers that another stage has.
+    told: AdapterBank | None = None
+    config: EngineConfig | None = None
+    #: The method of layers that are stored as they are.
+    plain: QuantizationMethod | None = None
     units: list[Unit] = field(factory=list)
     caches: list[CacheSpec] = field(factory=list)
     ropes: dict[RotaryKind, RotaryTable] = field(factory=dict)
@@ -91,8 +98,8 @@ class Builder:
         if here:
             return self
         units, away = self.shared.units, self.shared.elsewhere
-        shared = evolve(self.shared, adapters=None, caches=[], units=away, elsewhere=units)
-        return evolve(self, shared=shared)
+        shared = evolve(self.shared, caches=[], units=away, elsewhere=units)
+        return evolve(self, shared=evolve(shared, adapters=None, told=self.shared.adapters))
 
     def name(self, path: str) -> str:
         """The full weight name of `path`."""
@@ -181,7 +188,8 @@ class Builder:
         rows: bool = False,
     ) -> Linear:
         """`experts` linear maps stacked, which `fused_experts` applies; cut by outputs between
-        ranks, or (`rows`) by inputs: what the op gives is then a part of a sum (`reduce`).
+        ranks, or (`rows`) by inputs: what the op gives is then a part of a sum (`reduce`). Where
+        experts are spread a rank has some of them whole.
 
         `stored` says how the checkpoint names one of them, from here, with {expert} and {part}:
         "experts.{expert}.{part}"; it may also hold the stack [experts, outputs, inputs] under
@@ -191,8 +199,12 @@ class Builder:
         parts = {name: outputs} if isinstance(outputs, int) else outputs
         paths = tuple(self.name(stored.replace("{part}", part)) for part in parts)
         group = self.shared.mesh.tensor
-        more: dict[str, Any] = {"kind": "expert", "experts": experts}
-        if rows:
+        own = self.shared.mesh.expert.shard(experts, f"{self.name(name)}: experts")
+        spread = own.size < experts
+        more: dict[str, Any] = {"kind": "expert", "experts": own.size, "expert_shard": own}
+        if spread:
+            spec = self._spec(name, inputs, outputs, **more)
+        elif rows:
             share = group.shard(inputs, self.name(name))
             spec = self._spec(name, share.size, outputs, input_shard=share, **more)
         else:
@@ -200,10 +212,16 @@ class Builder:
         first = tuple(path.format(expert=0) for path in paths)
         spec = evolve(spec, part_names=first, expert_names=paths)
         layer = self._weights(Linear(spec, self._method(spec), None), paths)
-        if rows and group.size > 1:
+        if spread:  # the names of those that other ranks load
+            whole = evolve(spec, experts=experts, expert_shard=None)
+            self.stage(False)._weights(Linear(whole, layer.method, None), paths)
+        if rows and group.size > 1 and self.shared.mesh.data.size == 1:
             layer.reduce = group
         if bias is not None:
-            self.cut_parameter(bias, layer, "bias", spec.shards, before=(experts,))
+            if spread:
+                self.cut_parameter(bias, layer, "bias", (own,), (spec.outputs,))
+            else:
+                self.cut_parameter(bias, layer, "bias", spec.shards, before=(experts,))
         return layer
 
     def fused_experts(self, gate_up: Linear, down: Linear) -> FusedExperts:
@@ -211,6 +229,13 @@ class Builder:
         bank = self.shared.adapters
         changed = None if bank is None else bank.experts(gate_up.spec, down.spec)
         plain: FusedExperts = self.ops.fused_experts
+        own = down.spec.expert_shard
+        if own.size < own.whole:
+            if bank is not None:
+                raise UnsupportedError("enable_expert_parallel: with adapters: not yet")
+            if (spread := self.shared.mesh.spread) is not None:
+                return spread.layer(plain, own, self.prefix)
+            return partial(_own_experts, plain, own)
         return plain if changed is None else partial(changed, plain)
 
     # Tables, norms, single tensors.
@@ -230,20 +255,23 @@ class Builder:
         bias: bool = False,
         scale: float = 1.0,
         cap: float = 0.0,
+        instead: Sequence[str] = (),
     ) -> Head:
-        """The layer that gives logits; `tied` to an embedding it uses that table as its weight."""
+        """The layer that gives logits; `tied` to an embedding it uses that table as its weight.
+        instead: full names of layers one of which is read where nothing is stored for this one.
+        """
         group = self.shared.mesh.tensor
-        split = tied is None and vocabulary % group.size == 0
+        split = vocabulary % group.size == 0 and (tied is None or _by_rows(tied))
         spec = self._spec(name, hidden, vocabulary, bias=bias, split=split, kind="lm_head")
         gathered = group if split else ProcessGroup()
         head = Head(spec, self._method(spec), gathered, scale=scale, cap=cap)
         if tied is None:
-            return self._weights(head)
+            return self._weights(head, instead=instead)
         unit = Unit(self.name(name), head, waits_for=self._unit_of(tied))
         unit.finish = partial(_tie, head, tied, spec)
         self.shared.units.append(unit)
         if bias:
-            unit.slots.append(self._slot(head, "bias", (vocabulary,), f"{name}.bias"))
+            self.cut_parameter(f"{name}.bias", head, "bias", spec.shards)
         return head
 
     def rms_norm(self, name: str, size: int, eps: float, *, offset: float = 0.0) -> RMSNorm:
@@ -313,20 +341,21 @@ class Builder:
         return self.shared.ropes.setdefault(rope, rope.table())
 
     def attention_cache(
-        self, spec: AttentionSpec, *, follows: str | None = None
+        self, spec: AttentionSpec, *, follows: str | None = None, copies: int = 1
     ) -> tuple[int, AttentionBackend]:
         """Register a layer that keeps keys and values: its cache's index and its backend.
 
-        `follows`: see CacheSpec.
+        `follows`: see CacheSpec. copies: how many ranks would keep the same.
         """
         if not self.shared.windows:
             spec = evolve(spec, window=None)
-        if self.shared.spans:
+        if self.shared.spans and (spec.window or self.shared.spans != "windows"):
             spec = evolve(spec, spans=True)
         number = next((part for part in self.prefix.split(".") if part.isdigit()), "")
         skipped = {number, "sliding_window" if spec.window else number}
         if skipped & set(self.shared.kv_skipped):
             spec = evolve(spec, kv_dtype=spec.dtype, scales=False)
+        spec = self.shared.mesh.cut_cache(spec, copies, self.prefix)
         return self.cache(spec, follows=follows), self.shared.choose_backend(spec)
 
     def cache(self, spec: AttentionSpec | StateSpec, *, follows: str | None = None) -> int:
@@ -368,6 +397,8 @@ class Builder:
 
     def _method(self, spec: LinearSpec) -> QuantizationMethod:
         """What holds and applies a layer: every one passes here, and adapters with it."""
+        if self.shared.told is not None:
+            self.shared.told.elsewhere(spec)
         return adapted(self.shared.choose_method(spec), spec, self.shared.adapters)
 
     def _unit_of(self, module: Module) -> Unit:
@@ -387,7 +418,7 @@ class Builder:
         part = Part(self.name(stored), shape)
         return Slot(module, attribute, shape, self.shared.dtype, ((part,),))
 
-    def _weights(self, layer: L, paths: Sequence[str] = ()) -> L:
+    def _weights(self, layer: L, paths: Sequence[str] = (), instead: Sequence[str] = ()) -> L:
         """Slots for what the layer's method wants, and for the bias; paths: as the parts lie."""
         spec, method = layer.spec, layer.method
         unit = Unit(spec.name, layer, finish=partial(method.finish, layer, spec))
@@ -396,11 +427,29 @@ class Builder:
             wanted["bias"] = ParamSpec((OUTPUTS,), spec.dtype)
         for attribute, param in wanted.items():
             shape, dtype = param.shape(spec), getattr(torch, param.dtype)
-            ways = layout(param, param.stored or attribute, spec, paths or spec.part_names)
+            stored = param.stored or attribute
+            ways = layout(param, stored, spec, paths or spec.part_names)
+            for other in instead:
+                ways += layout(param, stored, spec, (other,))
             _register(layer, attribute, shape, dtype)
             unit.slots.append(Slot(layer, attribute, shape, dtype, ways, param.optional))
         self.shared.units.append(unit)
         return layer
+
+
+def _own_experts(
+    fused: FusedExperts,
+    own: Shard,
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    *stacks: object,
+    **more: Any,
+) -> Tensor:
+    """What this rank's experts add: the others have no weight in it."""
+    places = ids - own.start
+    here = (places >= 0) & (places < own.size)
+    return fused(x, weights * here, places.where(here, 0), *stacks, **more)
 
 
 def _register(module: Module, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -411,10 +460,22 @@ def _register(module: Module, name: str, shape: tuple[int, ...], dtype: torch.dt
     module.register_parameter(name, torch.nn.Parameter(empty, requires_grad=False))
 
 
+def _by_rows(table: Embedding) -> bool:
+    """Whether all that a table holds is cut where its rows are."""
+    wanted = table.method.create(table.spec).values()
+    return all(param.axes[:1] == (OUTPUTS,) for param in wanted)
+
+
 def _tie(head: Head, table: Embedding, spec: LinearSpec) -> None:
-    """Give the head the table's weight and let its method repack what it then holds."""
+    """Give the head the table's weight, or this rank's rows of it, and let its method repack what
+    it then holds.
+    """
+    (shard,) = spec.shards
+    whole = shard.size == shard.whole
     for name, tensor in table.named_parameters(recurse=False):
-        head.register_parameter(name, tensor)
+        rows = tensor.detach()[shard.start : shard.start + shard.size]
+        own = tensor if whole else torch.nn.Parameter(rows, requires_grad=False)
+        head.register_parameter(name, own)
     head.method.finish(head, spec)
-    if same_method(head.method, table.method):
+    if whole and same_method(head.method, table.method):
         head.method.share(head, table)

@@ -36,7 +36,7 @@ def layout(
     one = _way(param, spec, paths, alone)
     each = [
         Part(
-            f"{part.name.format(expert=expert)}.{stored}",
+            f"{part.name.format(expert=spec.expert_shard.start + expert)}.{stored}",
             part.shape,
             part.source,
             (slice(expert, expert + 1), *part.target),
@@ -110,7 +110,8 @@ def _way(
             break
         places = [_place(axis, spec, piece) for axis in param.axes]
         if stacked:
-            places.insert(0, (spec.experts, _ALL, _ALL))
+            own = spec.expert_shard
+            places.insert(0, (own.whole, slice(own.start, own.start + own.size), _ALL))
         shape = tuple(stored for stored, _, _ in places)
         source = tuple(taken for _, taken, _ in places)
         target = tuple(place for _, _, place in places)

@@ -7,7 +7,7 @@ Norms and rotations are computed in fp32 whatever the dtype of their input.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ __all__ = [
     "scale",
     "take_columns",
     "unpack_linear",
+    "varlen_attention",
 ]
 
 
@@ -207,6 +208,27 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, neox: bool 
         )
         turned = (first * cos - second * sin, second * cos + first * sin)
         part.copy_(torch.cat(turned, -1) if neox else torch.stack(turned, -1).flatten(-2))
+
+
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float | None = None
+) -> Tensor:
+    """Rows of these lengths lie end to end, and in each all tokens see all; no cache.
+
+    q: [tokens, heads, size]; k, v: [tokens, kv heads, size] -> as q. scale: 1 / sqrt(size) if None.
+    """
+    if len(set(lengths)) > 1:
+        found, first = [], 0
+        for length in lengths:
+            own = slice(first, first + length)
+            found.append(varlen_attention(q[own], k[own], v[own], [length], scale))
+            first += length
+        return torch.cat(found)
+    shape = (len(lengths), -1)
+    q, k, v = (t.reshape(*shape, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    seen = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=grouped)
+    return seen.transpose(1, 2).flatten(0, 1)
 
 
 def latent_prepare(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from attrs import field, frozen
 
@@ -10,11 +10,14 @@ from modulm.contracts.quantization import Shard
 from modulm.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    import numpy as np
     from torch import Tensor
 
-__all__ = ["Mesh", "ProcessGroup"]
+    from modulm.contracts.attention import AttentionBackend, AttentionSpec
+
+__all__ = ["Mesh", "ProcessGroup", "SpreadExperts"]
 
 T = TypeVar("T")
 
@@ -29,6 +32,10 @@ class ProcessGroup:
 
     rank: int = 0
     size: int = 1
+    #: Layers of each rank where they run one after the other; none: as equal as possible.
+    layers: tuple[int, ...] = field(default=(), kw_only=True)
+    #: What says how many ranks there are, for people.
+    flag: str = field(default="tensor_parallel_size", kw_only=True)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, on each of them."""
@@ -76,13 +83,23 @@ class ProcessGroup:
         if pieces % ranks:
             unit = "" if least in (None, 1) else f" in pieces of {least}"
             raise UnsupportedError(
-                f"tensor_parallel_size: {what}: {total}{unit} cannot be cut for {ranks} ranks"
+                f"{self.flag}: {what}: {total}{unit} cannot be cut for {ranks} ranks"
             )
         size = total // ranks
         return Shard(self.rank * size, size, total)
 
     def stage(self, layers: int) -> range:
-        """The layers of this rank where they run one rank after the other, the first ones more."""
+        """The layers of this rank where they run one rank after the other, the first ones more.
+        Raises UnsupportedError if those that are given are not all of them.
+        """
+        if self.layers:
+            if len(self.layers) != self.size or sum(self.layers) != layers:
+                raise UnsupportedError(
+                    f"pipeline_layer_partition: {layers} layers for {self.size} stages, not "
+                    f"{', '.join(map(str, self.layers))}"
+                )
+            first = sum(self.layers[: self.rank])
+            return range(first, first + self.layers[self.rank])
         each, more = divmod(layers, self.size)
         first = self.rank * each + min(self.rank, more)
         return range(first, first + each + (self.rank < more))
@@ -103,13 +120,24 @@ class ProcessGroup:
         return x
 
 
+class SpreadExperts(Protocol):
+    """How tokens reach experts that are spread over ranks."""
+
+    def layer(self, fused: Callable[..., Tensor], own: Shard, name: str) -> Callable[..., Tensor]:
+        """The op `fused_experts` for a layer's experts, of which this rank loads `own`."""
+
+    def report(self) -> np.ndarray | None:
+        """[experts] int64: tokens that chose each since the last report, in all layers."""
+
+
 @frozen
 class Mesh:
     """The groups of this process, by what their ranks share.
 
-    tensor: each layer; pipeline: the model, some layers each; data: nothing, each has its own
-    requests; expert: the experts of a layer; context: the tokens of a sequence; world: the model,
-    so all of tensor and pipeline.
+    tensor: each layer; pipeline: the model, some layers each; data: the experts, while each has
+    requests of its own; expert: the experts of a layer; context: the tokens of a sequence; world:
+    the model, so all of tensor and pipeline. spread: None where each rank computes the experts that
+    it loads.
     """
 
     tensor: ProcessGroup = field(factory=ProcessGroup)
@@ -118,8 +146,21 @@ class Mesh:
     expert: ProcessGroup = field(factory=ProcessGroup)
     context: ProcessGroup = field(factory=ProcessGroup)
     world: ProcessGroup = field(factory=ProcessGroup)
+    spread: SpreadExperts | None = None
 
     @property
     def gives(self) -> bool:
         """Whether this rank has the logits, samples, and gives a step's result."""
         return self.pipeline.last and self.tensor.first
+
+    def cut_cache(self, spec: AttentionSpec, copies: int, what: str) -> AttentionSpec:
+        """The spec of a layer whose cache `copies` ranks of `tensor` would hold alike: `partial` if
+        each holds some of the tokens instead. Raises UnsupportedError if it cannot be cut.
+        """
+        return spec
+
+    def attention(
+        self, spec: AttentionSpec, choose: Callable[[AttentionSpec], AttentionBackend]
+    ) -> AttentionBackend:
+        """The backend for layers of a spec; choose: the one for what a single rank attends to."""
+        return choose(spec)

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["digest_of", "mix", "token_of"]
+from modulm.contracts.media import DIGEST, MediaItem
+
+__all__ = ["digest_of", "encoded_tokens", "mix", "token_of"]
 
 _PRIME = np.uint64(0x9E3779B97F4A7C15)
 
@@ -38,3 +40,12 @@ def digest_of(parts: Sequence[tuple[int, np.ndarray]], seed: int | None) -> int:
 def token_of(digest: int, vocabulary: int, reserved: int) -> int:
     """The token that a digest stands for; never one below `reserved`."""
     return reserved + digest % (vocabulary - reserved)
+
+
+def encoded_tokens(item: MediaItem) -> list[int]:
+    """What stands in the fake model's cache for the tokens of an item."""
+    if not item.encoded:
+        parts = (item.hash[at : at + DIGEST] for at in range(0, len(item.hash), DIGEST))
+        return [600 + mix(int.from_bytes(part, "little")) % 1000 for part in parts]
+    seed = int.from_bytes(item.hash, "little")
+    return [600 + mix(seed + place) % 1000 for place in range(item.length)]

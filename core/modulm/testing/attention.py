@@ -55,6 +55,8 @@ SPECS: Mapping[str, AttentionSpec] = {
     "sinks": evolve(_BASE, sinks=True),
     "sinks and window": evolve(_BASE, sinks=True, window=9),
     "alibi": evolve(_BASE, alibi=True),
+    "biases": evolve(_BASE, biases=True),
+    "biases and softcap": evolve(_BASE, biases=True, softcap=2.0),
     "both directions": evolve(_BASE, causal=False),
     "smaller values": evolve(_BASE, value_dim=32),
     "latent": evolve(_BASE, kv_heads=1, head_dim=96, latent=64),
@@ -65,8 +67,11 @@ SPECS: Mapping[str, AttentionSpec] = {
     "selected tokens, window": evolve(_BASE, selection=1, kv_heads=1, window=9),
     "spans": evolve(_BASE, spans=True),
     "spans and window": evolve(_BASE, spans=True, window=9),
-    "cross": evolve(_BASE, cross=True),
+    "cross": evolve(_BASE, cross=64),
     "picks": evolve(_BASE, kv_heads=1, picks=12),
+    "parts": evolve(_BASE, partial=True),
+    "parts, softcap": evolve(_BASE, partial=True, softcap=2.0),
+    "parts of latents": evolve(_BASE, kv_heads=1, head_dim=96, latent=64, partial=True),
 }
 
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 5e-3}
@@ -85,9 +90,11 @@ _STEPS: Sequence[Sequence[int]] = (
 _ROWS = 5
 _QUICK = 3
 _LENGTH = 128
+#: In place of the log of nothing.
+_NOTHING = -1e4
 
 #: Features of layers that do not ask for `forward_qkv`.
-_UNFUSED = {"latent", "value_dim", "scales", "selection", "spans", "cross", "picks"}
+_UNFUSED = {"latent", "value_dim", "scales", "selection", "spans", "cross", "picks", "partial"}
 
 
 def check_attention(
@@ -197,6 +204,8 @@ class _Case:
             v_scale=scales[1] if spec.scales else None,
             selected=self._selected(step) if spec.selection else None,
             head_weights=self._head_weights(step) if spec.picks else None,
+            biases=self._biases() if spec.biases else None,
+            lse=self._lse(step) if spec.partial else None,
         )
 
     def _selected(self, step: StepLayout) -> Tensor:
@@ -207,6 +216,15 @@ class _Case:
         earlier = earlier.masked_fill(earlier == own, -1)
         chosen = torch.cat([own, earlier, torch.full_like(own, -1)], -1)
         return chosen.int().to(self.platform.device)
+
+    def _biases(self) -> Tensor:
+        """[heads, 20], of either sign: rows are longer than that."""
+        draw = torch.Generator().manual_seed(9)
+        made = 2 * torch.randn(self.spec.heads, 20, generator=draw)
+        return made.to(self.platform.device)
+
+    def _lse(self, step: StepLayout) -> Tensor:
+        return torch.zeros(int(step.query_starts[-1]), self.spec.heads, device=self.platform.device)
 
     def _head_weights(self, step: StepLayout) -> Tensor:
         """[tokens, heads], of either sign."""
@@ -273,7 +291,12 @@ def _compare_step(
         _compare_picks(case, q, mirror, plan, out, inputs, where)
         return
     unscaled = evolve(inputs, k_scale=None, v_scale=None)
+    if inputs.lse is not None:
+        unscaled = evolve(unscaled, lse=torch.zeros_like(inputs.lse))
     case.compare(out, attend(case.spec, q, mirror, plan, torch.empty_like(out), unscaled), where)
+    if inputs.lse is not None and unscaled.lse is not None:
+        found, wanted = (lse.clamp_min(_NOTHING) for lse in (inputs.lse, unscaled.lse))
+        case.compare(found, wanted, f"{where}, log of the sum")
 
 
 def _compare_picks(
@@ -339,8 +362,25 @@ def _layouts(
         )
         if spec.spans:
             step = evolve(step, spans=_spans(done[rows], ends))
+        if spec.partial:
+            step = _halved(step, places)
         yield _crossed(step, tables[rows], rows, done[rows] == 0) if spec.cross else step
         done[rows] = ends
+
+
+def _halved(step: StepLayout, places: Sequence[np.ndarray]) -> StepLayout:
+    """The step of a rank that keeps every second token of a row, from the second one on."""
+    size = step.block_size
+    slots = [
+        np.where(place % 2, row[place // 2 // size].astype(np.int64) * size + place // 2 % size, 0)
+        for row, place in zip(step.block_tables, places, strict=True)
+    ]
+    return evolve(
+        step,
+        context_lens=step.context_lens // 2,
+        slots=np.concatenate(slots),
+        seen=((np.concatenate(places) + 1) // 2).astype(np.int32),
+    )
 
 
 def _spans(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -386,6 +426,8 @@ def _check_copy(case: _Case, backend: AttentionBackend, cache: Tensor, mirror: T
     )
     if case.spec.spans:
         step = evolve(step, spans=np.zeros((0, 3), dtype=np.int32))
+    if case.spec.partial:
+        step = evolve(step, seen=step.context_lens)
     _compare_step(case, backend, (cache, mirror), step, 30, "after copy_blocks")
 
 

@@ -20,10 +20,10 @@ from attrs import define, field, frozen
 from modulm.config import EngineConfig
 from modulm.contracts.connector import KVMover, TransferResult
 from modulm.contracts.executor import Capacity, Executor, Plan, RowLogprobs, RowStart, StepResult
-from modulm.contracts.media import DIGEST, MediaItem
 from modulm.contracts.sampling import PoolingParams, StructuredOutputs
 from modulm.errors import EngineError
-from modulm.testing.arithmetic import digest_of, mix, token_of
+from modulm.testing.arithmetic import digest_of, encoded_tokens, token_of
+from modulm.testing.media import LAYERS, run_layers
 
 __all__ = [
     "FakeDrafter",
@@ -126,15 +126,6 @@ def reference_tokens(
     return history[len(prompt) :]
 
 
-def encoded_tokens(item: MediaItem) -> list[int]:
-    """What stands in the fake model's cache for the tokens of an item."""
-    if not item.encoded:
-        parts = (item.hash[at : at + DIGEST] for at in range(0, len(item.hash), DIGEST))
-        return [600 + mix(int.from_bytes(part, "little")) % 1000 for part in parts]
-    seed = int.from_bytes(item.hash, "little")
-    return [600 + mix(seed + place) % 1000 for place in range(item.length)]
-
-
 class FakeExecutor(Executor):
     """Runs plans on the arithmetic model and checks every plan it is given.
 
@@ -145,7 +136,7 @@ class FakeExecutor(Executor):
     the next ones that will come, proposes up to `drafts`; stray_drafts: results also propose for
     rows that did not run. mover: of a KV connector, whose tensors are the tokens and positions that
     blocks hold. adapters: slots that plans may give. encoder: embeddings that a step may give, and
-    that may be kept.
+    that may be kept; an item has as many rows, which go through LAYERS layers.
     """
 
     name = "fake"
@@ -187,6 +178,8 @@ class FakeExecutor(Executor):
         self.slots: list[str | None] = [None] * (adapters + 1)
         self.encoder = encoder
         self.encoded: dict[bytes, int] = {}
+        #: Hash -> layers that are left, of items that are encoded in pieces.
+        self.begun: dict[bytes, int] = {}
         self.encodings = 0
         self.steps = 0
         self.resume = threading.Event()
@@ -238,7 +231,7 @@ class FakeExecutor(Executor):
         self._rows_change(plan)
         for slot, name in plan.adapters:
             self.slots[slot] = name
-        self._encode(plan)
+        encoded = self._encode(plan)
         if self.step_delay:
             time.sleep(self.step_delay)
         if index in self.fail_steps:
@@ -253,6 +246,7 @@ class FakeExecutor(Executor):
             transfers=self._transfer(plan),
             drafts=self._propose(plan) if self.drafter is not None else {},
             seconds=time.perf_counter() - began,
+            encoded=encoded,
             **result,
         )
 
@@ -324,9 +318,10 @@ class FakeExecutor(Executor):
                 f"step {plan.step}: {len(plan.tables)} tables for {len(self.groups)} cache groups"
             )
 
-    def _encode(self, plan: Plan) -> None:
+    def _encode(self, plan: Plan) -> tuple[bytes, ...]:
         for hashed in plan.drop_media:
             del self.encoded[hashed]
+            self.begun.pop(hashed, None)
         items = [self.rows[row].start.media[index] for row, index in plan.encode]
         for item in items:
             if item.hash in self.encoded:
@@ -337,6 +332,8 @@ class FakeExecutor(Executor):
             raise FakeFault(f"step {plan.step} encodes more than {self.encoder[0]} tokens")
         if sum(self.encoded.values()) > self.encoder[1]:
             raise FakeFault(f"after step {plan.step} more than {self.encoder[1]} tokens are kept")
+        self.begun |= dict.fromkeys((item.hash for item in items), LAYERS)
+        return run_layers(self.begun, self.encoded, plan.encode_rows)
 
     def _embedded(self, plan: Plan, row: RowStart, start: int, tokens: np.ndarray) -> np.ndarray:
         """The tokens with those of media replaced by what was encoded."""
@@ -346,7 +343,7 @@ class FakeExecutor(Executor):
                 raise FakeFault(f"step {plan.step} {row.request}: ends inside of a span at {end}")
             first, last = max(start, item.start), min(end, item.start + item.length)
             if first < last:
-                if item.encoded and item.hash not in self.encoded:
+                if item.encoded and (item.hash not in self.encoded or item.hash in self.begun):
                     raise FakeFault(f"step {plan.step} {row.request}: {item.hash!r} not encoded")
                 given = encoded_tokens(item)[first - item.start : last - item.start]
                 found[first - start : last - start] = given

@@ -7,7 +7,7 @@ themselves, whatever the steps cut, the caches keep and the scheduler puts off.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -16,18 +16,29 @@ import torch
 from modulm.contracts.media import MediaItem
 from modulm.contracts.model import Model
 
-__all__ = ["PLACEHOLDER", "item_of", "place_items", "seeing"]
+__all__ = ["LAYERS", "PLACEHOLDER", "item_of", "place_items", "run_layers", "seeing"]
 
 #: The token that stands in a prompt where an item's words are to be put.
 PLACEHOLDER = 3
+#: Of the fake executor's encoder.
+LAYERS = 3
 
 
 def seeing(base: type[Model]) -> type[Model]:
-    """The decoder with an encoder of media. `encoded` counts the items that it has encoded."""
+    """The decoder with an encoder of media, in pieces of a word. `encoded` counts the items that it
+    has encoded.
+    """
 
     class Seeing(base):  # type: ignore[valid-type, misc]
         media: ClassVar[tuple[str, ...]] = ("image",)
         encoded: ClassVar[list[bytes]] = []
+
+        def encode_in_pieces(
+            self, items: Sequence[MediaItem]
+        ) -> Generator[int, None, Sequence[torch.Tensor]]:
+            for item in items:
+                yield from [1] * item.length
+            return self.encode(items)
 
         def encode(self, items: Sequence[MediaItem]) -> Sequence[torch.Tensor]:
             self.encoded.extend(item.hash for item in items)
@@ -36,6 +47,20 @@ def seeing(base: type[Model]) -> type[Model]:
             return torch.split(both, [item.length for item in items])
 
     return Seeing
+
+
+def run_layers(begun: dict[bytes, int], sizes: Mapping[bytes, int], rows: int) -> tuple[bytes, ...]:
+    """Take items through their layers until so many rows went through one (0: to their ends); those
+    that are done. begun: hash -> layers that are left; sizes: hash -> rows.
+    """
+    before, ran = set(begun), 0
+    while begun and (not rows or ran < rows):
+        hashed = next(iter(begun))
+        ran += sizes[hashed]
+        begun[hashed] -= 1
+        if not begun[hashed]:
+            del begun[hashed]
+    return tuple(before - begun.keys())
 
 
 def item_of(words: Sequence[int], start: int) -> MediaItem:

@@ -12,7 +12,7 @@ from math import prod
 from typing import cast
 
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 from torch import Tensor
 
 from modulm.contracts.attention import (
@@ -42,7 +42,7 @@ __all__ = [
 
 @frozen(eq=False)
 class ReferencePlan(AttentionPlan):
-    """A StepLayout as tensors; `spans` [n, 3] and `encoder_lens` [rows] or None."""
+    """A StepLayout as tensors; `spans` [n, 3], `encoder_lens` [rows], `seen` [tokens] or None."""
 
     block_tables: Tensor
     query_starts: Tensor
@@ -50,34 +50,37 @@ class ReferencePlan(AttentionPlan):
     slots: Tensor
     spans: Tensor | None = None
     encoder_lens: Tensor | None = None
+    seen: Tensor | None = None
 
     @classmethod
     def of(cls, step: StepLayout, device: torch.device) -> ReferencePlan:
         """The layout on a device."""
         arrays = (step.block_tables, step.query_starts, step.context_lens, step.slots)
-        more = (step.spans, step.encoder_lens)
+        more = (step.spans, step.encoder_lens, step.seen)
         return cls(
             *(torch.from_numpy(array).to(device) for array in arrays),
             *(None if array is None else torch.from_numpy(array).to(device) for array in more),
         )
 
     def key(self) -> Hashable:
-        return self.spans is None, self.encoder_lens is None
+        return tuple(tensor is None for tensor in self._more)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        found = (self.query_starts, self.context_lens, self.slots, self.spans, self.encoder_lens)
+        found = (self.query_starts, self.context_lens, self.slots, *self._more)
         return tuple(tensor for tensor in found if tensor is not None)
+
+    @property
+    def _more(self) -> tuple[Tensor | None, ...]:
+        return self.spans, self.encoder_lens, self.seen
 
     def tables(self) -> tuple[Tensor, ...]:
         return (self.block_tables,)
 
     def over(self, tensors: Sequence[Tensor], tables: Sequence[Tensor]) -> ReferencePlan:
         left = iter(tensors)
-        made = ReferencePlan(tables[0], next(left), next(left), next(left))
-        spans = None if self.spans is None else next(left)
-        return evolve(
-            made, spans=spans, encoder_lens=None if self.encoder_lens is None else next(left)
-        )
+        made = (next(left), next(left), next(left))
+        more = (None if tensor is None else next(left) for tensor in self._more)
+        return ReferencePlan(tables[0], *made, *more)
 
 
 class ReferenceAttention(AttentionBackend):
@@ -99,6 +102,8 @@ class ReferenceAttention(AttentionBackend):
             "spans",
             "cross",
             "picks",
+            "biases",
+            "partial",
         ]
     )
 
@@ -214,6 +219,8 @@ def attend(
         distance = queries[:, None] - torch.arange(length, device=q.device)
         if inputs.alibi is not None:
             scores -= inputs.alibi[:, None, None] * distance
+        if inputs.biases is not None:
+            scores += inputs.biases[:, distance.clamp(0, inputs.biases.shape[1] - 1)]
         visible = _visible(spec, plan, row, distance)
         if inputs.selected is not None:
             visible = visible & _selected(spec, inputs.selected[own], length, q.shape[1])
@@ -221,7 +228,9 @@ def attend(
         if inputs.sinks is not None:
             column = inputs.sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
             scores = torch.cat([scores, column], dim=-1)
-        weights = scores.softmax(-1)[..., :length]
+        if inputs.lse is not None:
+            inputs.lse[own] = scores.logsumexp(-1).transpose(0, 1)
+        weights = scores.softmax(-1)[..., :length].nan_to_num(0.0)
         out[own] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
     return out
 
@@ -274,6 +283,10 @@ def _visible(spec: AttentionSpec, plan: ReferencePlan, row: int, distance: Tenso
     visible = torch.ones_like(distance, dtype=torch.bool)
     if spec.cross:
         return visible
+    if plan.seen is not None:
+        first, end = plan.query_starts[row : row + 2].tolist()
+        keys = torch.arange(distance.shape[1], device=distance.device)
+        return keys < plan.seen[first:end, None]
     if spec.causal:
         visible &= distance >= 0
     if spec.window is not None:

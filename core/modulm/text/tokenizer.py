@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -219,6 +219,11 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; what is not UTF-8 becomes U+FFFD."""
         return self._codec.decode(ids, skip_special_tokens)
+
+    @cached_property
+    def token_text(self) -> Callable[[int], str]:
+        """Text of one token, special or not; remembered, as logprobs ask for the same ones."""
+        return cache(lambda index: self.decode([index], False))
 
     def id_to_token(self, index: int) -> str | None:
         """The token as the vocabulary writes it, or None for an id without one."""

@@ -42,6 +42,8 @@ ACCEPTED = [
         " --enable-request-id-headers --disable-fastapi-docs --log-config-file log.json"
     ),
     "serve m --served-model-name gpt-4 gpt-4o --api-key a b --seed 7 -asc 2",
+    "serve m --distributed-executor-backend ray -tp 2",
+    "serve facebook/opt-13b --data-parallel-size 4 --data-parallel-size-local 2",
     "chat --url http://localhost:8000/v1 --model-name m --system-prompt 'Be kind.'",
     'chat --quick "hi"',
     "complete --url http://localhost:8000/v1 --quick 'The future of AI is' --max-tokens 20",
@@ -86,15 +88,13 @@ NOTED = [
     ),
 ]
 REFUSED = [
-    ("serve facebook/opt-13b --data-parallel-size 4", "--data-parallel-size: not yet"),
-    ("serve gpt2 -dcp 2", "--decode-context-parallel-size: not yet"),
-    ("serve m --distributed-executor-backend ray", "no installed plugin provides executor 'ray'"),
+    ("serve gpt2 -pcp 2", "--prefill-context-parallel-size: not yet"),
+    ("serve m --distributed-executor-backend dask", "no installed plugin provides executor 'dask'"),
     ('serve m --enable-lora --default-mm-loras \'{"image": "x"}\'', "--default-mm-loras: not yet"),
     ("serve m --enable-lora --max-loras 4 --max-cpu-loras 2", "--max-cpu-loras: 2 is less than"),
     ("serve m --enable-lora --max-lora-rank 1024", "--max-lora-rank: 1024 is above"),
     ('serve m --rope-scaling \'{"rope_type": "linear"}\'', "--rope-scaling: refused: --hf-over"),
     ("serve m --num-lookahead-slots 2", "--num-lookahead-slots: refused: use --speculative-con"),
-    ("serve m --data-parallel-size 2", "--data-parallel-size: not yet"),
     ("serve m --otlp-traces-endpoint a:1", "--otlp-traces-endpoint: 'a:1' must begin with http:"),
     ("serve m --collect-detailed-traces all", "--collect-detailed-traces: not yet"),
     ("serve m --tool-call-parser none-such", "--tool-call-parser: no installed plugin"),
@@ -182,7 +182,7 @@ def test_a_file_as_vllm_s_documents_write_it(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("prot: 1", "did you mean"),
-        ("data-parallel-size: 2", "--data-parallel-size: not yet"),
+        ("collect-detailed-traces: all", "--collect-detailed-traces: not yet"),
         ("port: [1]", "--port"),
     ],
 )

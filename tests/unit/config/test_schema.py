@@ -19,6 +19,7 @@ from modulm.errors import ConfigError, PluginConflict
 from modulm.plugins.manager import PluginManager, using
 from modulm.structure import parse_int
 from modulm_adapters.flags import LoRAConfig
+from modulm_fleet.flags import FleetConfig
 from modulm_gpu.flags import CompilationConfig
 from modulm_hooks_otlp.flags import TracesConfig
 from modulm_media.flags import MediaConfig
@@ -146,6 +147,7 @@ def test_every_line_of_the_file_of_known_flags_is_used_or_checked_against_its_pa
     """Flags of packages are in the file for those who have not installed them."""
     packages = {
         "modulm-adapters": LoRAConfig,
+        "modulm-fleet": FleetConfig,
         "modulm-gpu": CompilationConfig,
         "modulm-media": MediaConfig,
         "modulm-hooks-otlp": TracesConfig,

@@ -114,8 +114,9 @@ def test_an_image_runs_serve_as_nobody_special(name: str, keys: Path) -> None:
 def test_an_image_is_made_of_what_is_there(name: str) -> None:
     text = (DEPLOY / name).read_text()
     extras = run(sys.executable, "-c", _EXTRAS)
-    for extra in re.findall(r"modulm\[([\w-]+)\]", text):
-        assert extra in extras.split()
+    assert '"modulm[${EXTRAS}]"' in text
+    (default,) = re.findall(r"^ARG EXTRAS=([\w-]+)$", text, re.M)
+    assert default in extras.split()
     (options,) = re.findall(r"tools/wheels\.py /wheels(.*)\\$", text, re.M)
     told = run(sys.executable, ROOT / "tools/wheels.py", "--help")
     assert all(option in told for option in options.split())
@@ -214,6 +215,75 @@ def test_kubernetes_schemas() -> None:
     schemas = pytest.importorskip("kubernetes_validate", reason="no schemas of Kubernetes here")
     for manifest in manifests().values():
         schemas.validate(manifest, "1.31", strict=True)
+
+
+# Ray
+
+
+def ray_applications(text: str, keys: Path) -> Any:
+    """The applications of a configuration of Ray Serve, each built as Ray Serve builds it."""
+    schema = pytest.importorskip("ray.serve.schema", reason="ray is in the dev group")
+    from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as build
+    from ray.serve._private.utils import import_attr
+
+    text = text.replace("/etc/modulm/keys", str(keys / "keys"))
+    checked = schema.ServeDeploySchema.model_validate(yaml.safe_load(text))
+    return checked, [
+        build(import_attr(each.import_path), each.args) for each in checked.applications
+    ]
+
+
+def ray_options(application: Any) -> dict[str, Any]:
+    """The deployments of an application by name."""
+    front = application._bound_deployment
+    below = [bound._bound_deployment for bound in front.init_args[1:]]
+    return {each.name: each for each in (front, *below)}
+
+
+def test_ray_serve(keys: Path) -> None:
+    checked, (application,) = ray_applications((DEPLOY / "ray/serve.yaml").read_text(), keys)
+    found = ray_options(application)
+    assert set(found) == {"front", "qwen", "demo"}
+    scales = found["qwen"]._deployment_config.autoscaling_config
+    assert (scales.min_replicas, scales.max_replicas) == (1, 4)
+    assert scales.target_ongoing_requests == 24
+    assert checked.http_options.port == catalog().specs["port"].default
+
+
+def test_ray_service(keys: Path, reference: Any) -> None:
+    service = yaml.safe_load((DEPLOY / "ray/rayservice.yaml").read_text())
+    assert (service["apiVersion"], service["kind"]) == ("ray.io/v1", "RayService")
+    checked, (application,) = ray_applications(service["spec"]["serveConfigV2"], keys)
+    replica = ray_options(application)["qwen"]
+    cluster = service["spec"]["rayClusterConfig"]
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    assert f"ray=={cluster['rayVersion']}" in pins
+    (workers,) = cluster["workerGroupSpecs"]
+    pods = [group["template"]["spec"] for group in (cluster["headGroupSpec"], workers)]
+    for pod in pods:
+        (container,) = pod["containers"]
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        assert ports["serve"] == checked.http_options.port
+        for probe in ("livenessProbe", "readinessProbe"):
+            port = container[probe]["httpGet"]["port"]
+            assert isinstance(port, int) or port in ports
+        mounts = {mount["name"] for mount in container["volumeMounts"]}
+        assert mounts == {volume["name"] for volume in pod["volumes"]}
+    limits = pods[1]["containers"][0]["resources"]["limits"]
+    assert int(limits["cpu"]) >= replica.ray_actor_options["num_cpus"]
+    patience = replica._deployment_config.graceful_shutdown_timeout_s
+    assert pods[1]["terminationGracePeriodSeconds"] > patience
+    assert workers["maxReplicas"] == replica._deployment_config.autoscaling_config.max_replicas
+
+
+def test_ray_pods_have_kubernetes_schemas() -> None:
+    schemas = pytest.importorskip("kubernetes_validate", reason="no schemas of Kubernetes here")
+    cluster = yaml.safe_load((DEPLOY / "ray/rayservice.yaml").read_text())["spec"]
+    cluster = cluster["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = {"apiVersion": "v1", "kind": "Pod", **group["template"]}
+        pod["metadata"]["name"] = "x"
+        schemas.validate(pod, "1.31", strict=True)
 
 
 # systemd

@@ -112,8 +112,10 @@ def weights_alone(folder: Path, plain: Path) -> Path:
     return folder / "model.safetensors"
 
 
-SPEECH = {"architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper",
-          "is_encoder_decoder": True, "num_mel_bins": 80}  # fmt: skip
+SPEECH = {"architectures": ["Wav2Vec2ForCTC"], "model_type": "wav2vec2",
+          "feat_extract_norm": "group"}  # fmt: skip
+WHISPER = {"architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper",
+           "is_encoder_decoder": True, "num_mel_bins": 80}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -123,10 +125,12 @@ SPEECH = {"architectures": ["WhisperForConditionalGeneration"], "model_type": "w
         (diffusion, "", ("diffusion pipeline", "models that write text")),
         (of(**SPEECH), "", ("speech model", "transcripts")),
         (of(**SPEECH), "-modulm-transformers", ("speech model", "transcripts")),
-        (of(architectures=["T5ForConditionalGeneration"], model_type="t5",
-            is_encoder_decoder=True), "", ("encoder-decoder", "decoders run here")),
+        (of(**WHISPER), "-modulm-whisper", ("speech model", "pip install modulm-whisper")),
+        (of(architectures=["BartForConditionalGeneration"], model_type="bart",
+            is_encoder_decoder=True), "-modulm-bart",
+         ("encoder-decoder", "pip install modulm-bart")),
         (of(architectures=["OwnEncoderDecoder"], model_type="own", is_encoder_decoder=True), "",
-         ("encoder-decoder", "decoders run here")),
+         ("encoder-decoder", "no package")),
         (without("*token*"), "", ("no tokenizer", "--tokenizer", "--skip-tokenizer-init")),
         (without("config.json"), "", ("config.json", "--hf-config-path")),
         (without("*"), "", ("config.json", "no checkpoint")),

@@ -131,7 +131,7 @@ def test_unregister_for_the_process():
 REPLAY = """
 import sys, pickle
 from modulm.plugins import PluginManager
-manager = PluginManager.replay(pickle.loads(bytes.fromhex(sys.argv[1])))
+manager = PluginManager.replay(pickle.loads(bytes.fromhex(sys.stdin.read())))
 print(manager.load("schedulers", "near").name, manager.load("schedulers", "filed").name)
 import json
 print(json.__file__)
@@ -162,9 +162,10 @@ def test_a_worker_finds_what_stands_beside_the_program_and_nothing_else_there(
         manager.register("schedulers", "near", "near_module:Near")
         packed = frames.pack_plugins(manager.snapshot())
     sent = pickle.dumps(frames.unpack_plugins(packed)).hex()
-    command = [sys.executable, "-c", REPLAY, sent]
-    env = isolated()
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", REPLAY]
+    done = subprocess.run(
+        command, input=sent, env=isolated(), capture_output=True, text=True, check=False
+    )
     assert done.stdout.splitlines()[0] == "near near", done.stderr
     assert str(tmp_path) not in done.stdout
 

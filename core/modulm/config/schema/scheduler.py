@@ -50,6 +50,10 @@ class SchedulerConfig(FlagGroup):
     enable_chunked_prefill: bool | None = flag(
         None, "Split long prompts over steps; None: yes where the model allows it."
     )
+    mm_encoder_chunk: int = flag(
+        8192, "Patches, times layers, of encoders in a step beside other rows; 0: all.", least=0
+    )
+    disable_chunked_mm_input: bool = flag(False, "Compute the tokens of a media item in one step.")
     scheduler_cls: str | None = flag(None, "A whole scheduler of your own: pkg.mod:Class.")
     scheduler_reserve_full_isl: bool = flag(
         True, "Admit a prompt only when all of it fits into the cache."

@@ -58,6 +58,9 @@ def limits_of(config: EngineConfig, use: Use) -> Limits:
         hash=cache.prefix_caching_hash_algo,
         queued_requests=scheduler.max_num_queued_reqs if use == "server" else None,
         queued_tokens=scheduler.max_num_queued_tokens if use == "server" else None,
+        stages=config.parallel.pipeline_parallel_size,
+        encoder_rows=scheduler.mm_encoder_chunk,
+        whole_media=scheduler.disable_chunked_mm_input,
     )
 
 
@@ -78,6 +81,8 @@ class EngineCore:
         plugins.config_final(self.config)
         name = self.config.parallel.distributed_executor_backend or "uni"
         self.executor: Executor = plugins.load("executors", name)()
+        if use == "server" and self.executor.offline_only:
+            raise ConfigError("distributed_executor_backend", f"{name} is for LLM, not for servers")
         capacity = self.executor.start(self.config)
         policy: Policy = plugins.load("schedulers", self.config.scheduler.scheduling_policy)()
         made = _scheduler_class(self.config)
@@ -89,7 +94,8 @@ class EngineCore:
             connector: KVConnector = connecting[0](connecting[1])
             scheduler = made(limits, capacity, policy, connector.index())
         _check_length(config.model.max_model_len, capacity, scheduler.max_len)
-        depth = 2 if self.config.scheduler.async_scheduling else 1
+        depth = 2 if self.config.scheduler.async_scheduling and limits.stages == 1 else 1
+        depth = max(depth, limits.stages)
         self.loop = EngineLoop(scheduler, self.executor, listener, plugins.notify, depth)
         notes = (*map(str, resolved.notices), *capacity.notes)
         info = _info(self.config, checkpoint, capacity, scheduler, self.executor, notes)

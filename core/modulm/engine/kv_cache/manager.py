@@ -17,7 +17,7 @@ import numpy as np
 from modulm.contracts.executor import Capacity
 from modulm.engine.kv_cache.block_pool import NULL, BlockPool
 from modulm.engine.kv_cache.prefix_index import PrefixIndex
-from modulm.errors import EngineError
+from modulm.errors import EngineError, RequestError
 from modulm.ops.chunked_scan import SEGMENT
 
 __all__ = ["BlockTables", "Hit", "KVCacheManager"]
@@ -253,10 +253,51 @@ class _State(_Window):
         super().release(row)
 
 
+class _Cross(BlockTables):
+    """The keys and values of what the row's encoder gave: all there from its first step on.
+
+    lengths: [rows] slots for outputs of the encoder. No other row finds them.
+    """
+
+    def __init__(self, size: int, blocks: int, rows: int, longest: int) -> None:
+        super().__init__(size, blocks, rows, longest)
+        self.longest = longest
+        self.lengths = np.zeros(rows, dtype=np.int64)
+
+    def room_for(self, runs: Sequence[int]) -> int:
+        """Slots for that many outputs in each run: the first has blocks up to its last, the others
+        begin with a block.
+        """
+        last = sum(-(-length // self.size) * self.size for length in runs[:-1])
+        return last + sum(runs[-1:])
+
+    def most(self, chunk: int) -> int:
+        return _BOUNDLESS if (self.pool.blocks - 1) * self.size >= self.longest else 0
+
+    def claim(self, known: int, end: int) -> int:
+        return end
+
+    def match(self, names: Sequence[bytes]) -> int:
+        return 0
+
+    def found(self, names: Sequence[bytes]) -> list[int]:
+        return []
+
+    def lack(self, rows: np.ndarray, ends: np.ndarray) -> np.ndarray | None:
+        lack: np.ndarray = -(-self.lengths[rows] // self.size) - self.held[rows]
+        return lack if lack.any() else None
+
+    def release(self, row: int) -> None:
+        super().release(row)
+        self.lengths[row] = 0
+
+
 def _build(spec: tuple[str, int, int | None, int], rows: int, max_len: int) -> BlockTables:
     kind, size, window, blocks = spec
     if kind == "state":
         return _State(size, blocks, rows, max_len)
+    if kind == "cross":
+        return _Cross(size, blocks, rows, window or 0)
     if kind != "attention":
         raise EngineError(f"cache groups of kind {kind!r} are not known")
     if window is None:
@@ -271,7 +312,10 @@ class KVCacheManager:
         max_len = capacity.max_model_len
         self.groups = tuple(_build(spec, rows, max_len) for spec in capacity.groups)
         self._states = [group for group in self.groups if isinstance(group, _State)]
-        lost = [group for group in self._states if not group.kept]
+        self._cross = [group for group in self.groups if isinstance(group, _Cross)]
+        #: Most outputs of an encoder that layers of cross attention look at; 0 if there are none.
+        self.crossed = min((group.longest for group in self._cross), default=0)
+        lost = [*self._cross, *(group for group in self._states if not group.kept)]
         #: Distinct block sizes: a row needs one chain of names for each.
         self.sizes = tuple(sorted({group.size for group in self.groups if group not in lost}))
         #: Whether prefixes can be reused at all.
@@ -279,9 +323,18 @@ class KVCacheManager:
         #: Tokens at whose multiples a prompt is best cut, so that results do not depend on the cut.
         self.unit = SEGMENT if self._states else 1
         #: Whether all groups keep blocks of tokens, of one size.
-        self.uniform = len(self.sizes) == 1 and not self._states
+        self.uniform = len(self.sizes) == 1 and not (self._states or self._cross)
         self._changes = 0
         self._gathered: tuple[np.ndarray, int, tuple[np.ndarray, ...]] | None = None
+
+    def check_crossed(self, given: Sequence[int]) -> None:
+        """Raise RequestError unless there is room for what layers of cross attention look at;
+        given: outputs of an encoder, run by run.
+        """
+        needed = max((group.room_for(given) for group in self._cross), default=sum(given))
+        if needed > self.crossed:
+            words = f"an encoder's input of {sum(given)} tokens: at most {self.crossed}"
+            raise RequestError(words, "prompt")
 
     @property
     def usage(self) -> float:
@@ -310,13 +363,18 @@ class KVCacheManager:
             return Hit(0, tuple([] for _ in self.groups))
         return Hit(tokens, tuple(g.found(names[g.size][: tokens // g.size]) for g in self.groups))
 
-    def admit(self, row: int, hit: Hit, known: int, end: int, spare: float) -> bool:
-        """Blocks for a new row of `known` tokens whose first step reaches `end`.
+    def admit(
+        self, row: int, hit: Hit, known: int, end: int, spare: float, encoded: Sequence[int] = ()
+    ) -> bool:
+        """Blocks for a new row of `known` tokens whose first step reaches `end`; encoded: what its
+        encoder gives to cross attention, run by run.
 
         False, and no change, when less than the share `spare` of a pool would stay free.
         """
         self._changes += 1
         one = np.array([row])
+        for cross in self._cross:
+            cross.lengths[row] = cross.room_for(encoded)
         for group, blocks in zip(self.groups, hit.blocks, strict=True):
             group.adopt(row, blocks)
         lacks = [g.lack(one, np.array([g.claim(known, end)])) for g in self.groups]
@@ -350,6 +408,8 @@ class KVCacheManager:
         """[rows] how long each can become with the blocks that it has."""
         room = np.full(len(rows), _BOUNDLESS)
         for group in self.groups:
+            if isinstance(group, _Cross):
+                continue
             np.minimum(room, group.room[rows], out=room)
         return room
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
-from zlib import crc32
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 
 from modulm.contracts.model import CacheSpec, StateSpec
-from modulm.errors import ConfigError, UnsupportedError
+from modulm.errors import ConfigError
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
@@ -33,15 +32,36 @@ _UNSHARED = (
 _KEPT_SLOTS = 4
 #: The fewest with which one sequence can go on: see `manager._State`.
 _LEAST_KEPT = 3
+Kind = Literal["attention", "state", "cross"]
+_KINDS: tuple[Kind, ...] = ("attention", "state", "cross")
+#: Kind, block size and window.
+GroupShape = tuple[Kind, int, int | None]
 
 
 @frozen
 class Sizing:
-    """blocks: one number per group, the null block included; max_model_len: what fits."""
+    """blocks: one number per group, the null block included; max_model_len: what fits; groups: of
+    all ranks; places: of this rank's groups among them.
+    """
 
     blocks: tuple[int, ...]
     max_model_len: int
     notes: tuple[str, ...] = ()
+    groups: tuple[GroupShape, ...] = ()
+    places: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls, groups: Sequence[CacheGroup], blocks: Sequence[int], length: int, notes: Sequence[str]
+    ) -> Sizing:
+        """Of the groups of a rank that is alone."""
+        shapes = tuple((g.kind, g.block_size, g.window) for g in groups)
+        return cls(tuple(blocks), length, tuple(notes), shapes, tuple(range(len(shapes))))
+
+    @property
+    def own(self) -> list[int]:
+        """Blocks of this rank's groups."""
+        return [self.blocks[place] for place in self.places]
 
 
 def cache_budget(
@@ -86,11 +106,12 @@ def share_out(
     notes: tuple[str, ...] = () if kept else (_UNSHARED,)
     wanted = rows * ((_KEPT_SLOTS if kept else 1) + drafts)
     if override is not None:
-        blocks = tuple(wanted + 1 if g.kind == "state" else max(override, 2) for g in groups)
+        least = {g: _needs(g, max_model_len, chunk) + 1 if g.kind == "cross" else 2 for g in groups}
+        blocks = tuple(wanted + 1 if g.kind == "state" else max(override, least[g]) for g in groups)
         fits = _longest(groups, blocks, max_model_len, chunk)
         if fits != max_model_len:
             notes = (*notes, _shrunk(max_model_len, fits, "given blocks"))
-        return Sizing(blocks, fits, notes)
+        return Sizing.of(groups, blocks, fits, notes)
     length = max_model_len
     nulls = sum(g.block_bytes for g in groups if g.kind != "state")
     room = budget - nulls - _bytes_of_one(groups, length, chunk)
@@ -111,23 +132,38 @@ def share_out(
         slots + 1 if g.kind == "state" else int(sequences * _needs(g, length, chunk)) + 1
         for g in groups
     )
-    return Sizing(blocks, length, notes)
+    return Sizing.of(groups, blocks, length, notes)
 
 
-def agreed(sizing: Sizing, groups: Sequence[CacheGroup], ranks: ProcessGroup) -> Sizing:
-    """What fits on every rank. Raises UnsupportedError where ranks have other groups of caches."""
+def agreed(sizing: Sizing, ranks: ProcessGroup) -> Sizing:
+    """What fits on every rank, of the groups of all of them: those of the first rank in its order,
+    then what others have besides. A rank's caches have places among them.
+    """
     if ranks.size == 1:
         return sizing
-    own = crc32(repr([(g.kind, g.block_size, g.window) for g in groups]).encode())
-    of_all = ranks.all_gather(torch.tensor([[own]]))
-    if (of_all != own).any():
-        raise UnsupportedError(
-            "pipeline_parallel_size: its stages have other kinds of caches than one another: give "
-            "a number of stages that cuts the layers where their pattern repeats"
-        )
-    found = ranks.all_gather(torch.tensor([*sizing.blocks, sizing.max_model_len])[None])
-    *blocks, length = found.view(ranks.size, -1).amin(0).tolist()
-    return evolve(sizing, blocks=tuple(blocks), max_model_len=length)
+    own = torch.tensor([[len(sizing.groups), sizing.max_model_len]])
+    counts, lengths = ranks.all_gather(own).view(-1, 2).unbind(-1)
+    table = torch.full((max(int(counts.max()), 1), 4), -1)
+    for row, (group, blocks) in enumerate(zip(sizing.groups, sizing.blocks, strict=True)):
+        table[row] = torch.tensor([_KINDS.index(group[0]), group[1], group[2] or -1, blocks])
+    tables = ranks.all_gather(table.view(1, -1)).view(ranks.size, *table.shape)
+    groups: list[GroupShape] = []
+    fitting: list[int] = []
+    places: list[int] = []
+    for rank, count in enumerate(counts.tolist()):
+        taken: list[int] = []
+        for kind, size, window, blocks in tables[rank, :count].tolist():
+            shape = (_KINDS[kind], size, None if window < 0 else window)
+            same = (i for i, other in enumerate(groups) if other == shape and i not in taken)
+            place = next(same, len(groups))
+            if place == len(groups):
+                groups.append(shape)
+                fitting.append(blocks)
+            fitting[place] = min(fitting[place], blocks)
+            taken.append(place)
+        places = taken if rank == ranks.rank else places
+    length = int(lengths.min())
+    return Sizing(tuple(fitting), length, sizing.notes, tuple(groups), tuple(places))
 
 
 def _slots(groups: Sequence[CacheGroup], room: int, wanted: int, kept: bool) -> int:
@@ -142,6 +178,8 @@ def _needs(group: CacheGroup, length: int, chunk: int) -> int:
 
     A window and the chunks of two steps, which may all straddle blocks, are held at once.
     """
+    if group.kind == "cross":
+        return -(-(group.window or 0) // group.block_size)
     full: int = -(-length // group.block_size)
     if group.window is None:
         return full

@@ -155,9 +155,9 @@ def check_pooling(
     tasks: what the model is for; hidden: width of its vectors; offered: widths they may be cut
     to, if not all.
     """
-    if params.task not in tasks:
+    if params.task not in (known := sorted({*tasks} - {"generate"})):
         raise RequestError(
-            f"task {params.task!r:.40} is not one that the model has: {', '.join(sorted(tasks))}",
+            f"task {params.task!r:.40} is not one that the model has: {', '.join(known) or 'none'}",
             "task",
         )
     if params.dimensions is not None:

@@ -16,7 +16,10 @@ class Limits:
     partial, long_partial: how many prompts, and how many longer than `long`, may be unfinished at
     once (None: any number); spare: share of blocks left free when a request joins others;
     reserve: admit a request only if all its tokens fit now; prefixes, hash: prefix reuse;
-    queued_requests, queued_tokens: bounds of the queue (None: none).
+    queued_requests, queued_tokens: bounds of the queue (None: none); stages: plans under way at
+    once of which each has other rows; encoder_rows: rows (patches, frames) times layers of encoders
+    that run in a step in which rows decode (0: encoders run whole); whole_media: no chunk of a
+    prompt ends inside of an item.
     """
 
     rows: int = 256
@@ -31,3 +34,6 @@ class Limits:
     hash: str = "sha256"
     queued_requests: int | None = None
     queued_tokens: int | None = None
+    stages: int = 1
+    encoder_rows: int = 0
+    whole_media: bool = False

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from modulm.contracts.connector import KVIndex
-from modulm.contracts.executor import PENDING, Capacity, Plan, RowStart, StepResult
+from modulm.contracts.executor import PENDING, Capacity, Plan, StepResult
 from modulm.contracts.policy import Policy, Scheduler
 from modulm.contracts.requests import Finish, Reason, Request, Start, StepEvents, StepStats
 from modulm.engine.kv_cache.manager import Hit, KVCacheManager
@@ -31,7 +31,7 @@ from modulm.engine.scheduling.limits import Limits
 from modulm.engine.scheduling.prefix_reuse import PrefixReuse
 from modulm.engine.scheduling.request_queue import Entry, RequestQueue
 from modulm.engine.scheduling.row_table import RowTable
-from modulm.engine.scheduling.step import NextStep, StepInFlight
+from modulm.engine.scheduling.step import NextStep, StepInFlight, row_start
 from modulm.engine.scheduling.token_runs import TokenRuns
 from modulm.engine.scheduling.transfers import KVTransfers
 from modulm.errors import EngineError, QueueFull, RequestError, RowError
@@ -69,6 +69,8 @@ class BudgetScheduler(Scheduler):
         self._arrivals = self._steps = self._preempted = 0
         # Counts releases: while it stands still, every planned row is still the same sequence.
         self._generation = 0
+        # Whether a row that samples waits for its token before it is planned again.
+        self._one_by_one = self.drafting.most > 0 or limits.stages > 1
         self._order: np.ndarray | None = None
         self._order32 = np.zeros(0, dtype=np.int32)
         self._ones = np.ones(limits.rows, dtype=np.int64)
@@ -123,6 +125,7 @@ class BudgetScheduler(Scheduler):
             raise RequestError("the engine runs without adapters", "model")
         if request.media:
             self.encoders.check(request)
+        self.cache.check_crossed(request.crossed)
         self.check_room(1, request.prompt_len)
         entry = Entry(request, self._arrivals, limit)
         self._arrivals += 1
@@ -147,6 +150,8 @@ class BudgetScheduler(Scheduler):
     def forget_prefixes(self) -> None:
         self.prefix_reuse.forget()
         self.adapters.forget()
+        if not self._running:
+            self.encoders.fail()
 
     # A step is planned.
 
@@ -162,7 +167,7 @@ class BudgetScheduler(Scheduler):
         if self.drafting.most and len(step.rows):
             self.drafting.add(step, self.limits.tokens - int(step.counts.sum()))
         if self.encoders.enabled and len(step.rows):
-            step.encode, step.drop_media = self.encoders.plan()
+            step.encode, step.encode_rows, step.drop_media = self.encoders.plan(self._steps)
         if self.adapters.most:
             step.adapters = self.adapters.given()
         if self.transfers.index is not None:
@@ -182,17 +187,23 @@ class BudgetScheduler(Scheduler):
         table, rows = self.table, self._ordered()
         starts = table.computed[rows]
         known = table.known[rows]
-        if self.encoders.enabled:
-            self.encoders.begin(table.computed)
         # A row whose last token is being sampled already has nothing left to compute.
         open_ends = known < table.limit[rows]
-        if self.drafting.most or self.transfers.loading:
+        if self._one_by_one or self.transfers.loading:
             open_ends &= ~table.waiting[rows]
+            # Each stage has its part of the rows.
+            open_ends &= open_ends.cumsum() <= -(-len(rows) // self.limits.stages)
+        if self.encoders.enabled:
+            decoding = int(np.count_nonzero(open_ends)) > len(self._prefilling)
+            self.encoders.begin(table.computed, decoding)
         if not self._prefilling and len(rows) <= self.limits.tokens and open_ends.all():
             return NextStep(rows, starts, self._ones[: len(rows)], one_each=True)
         wants = np.where(open_ends, known - starts, 0)
         if self.limits.long:
             np.minimum(wants, self.limits.long, out=wants)
+        if self.encoders.rows and self.encoders.in_pieces:
+            # What waits for a last piece leaves its part of the budget to others.
+            self._encode(rows, starts, wants)
         before = np.cumsum(wants) - wants
         counts = self._cut(starts, np.clip(self.limits.tokens - before, 0, wants), known)
         if not self.limits.chunked:
@@ -276,7 +287,9 @@ class BudgetScheduler(Scheduler):
             elif media and count:
                 fitting, picks = self.encoders.fit(media, hit.tokens, count)
                 count = fitting if self.limits.chunked or fitting == count else 0
-            if not count or not self._admit(entry, hit, count):
+            # Rows that wait for media do so in a place of their own, and let others pass.
+            waits = bool(media) and self.encoders.in_pieces and len(step.rows) > 0
+            if count is None or not (count or waits) or not self._admit(entry, hit, count):
                 break
             if media and not load and entry.row is not None:
                 self.encoders.pick(entry.row, hit.tokens, count, picks)
@@ -325,7 +338,7 @@ class BudgetScheduler(Scheduler):
         for row in step.rows.tolist():
             if row in loaded:
                 entry, cached = self._running[row], loaded.pop(row)
-                step.admit = (*step.admit, _row_start(entry))
+                step.admit = (*step.admit, row_start(entry))
                 if not entry.preemptions:
                     step.started.append(Start(entry.request.id, cached, now))
 
@@ -334,7 +347,7 @@ class BudgetScheduler(Scheduler):
         known = entry.tokens if self.limits.reserve else hit.tokens + count
         spare = self.limits.spare if self._running else 0.0
         row = self.table.next_row
-        if not self.cache.admit(row, hit, known, hit.tokens + count, spare):
+        if not self.cache.admit(row, hit, known, hit.tokens + count, spare, entry.request.crossed):
             return False
         self.table.admit(entry.request, entry.history, hit.tokens, entry.limit)
         self.prefix_reuse.admit(entry, row, hit)
@@ -352,12 +365,13 @@ class BudgetScheduler(Scheduler):
     def _extended(self, step: NextStep, joined: list[tuple[Entry, Hit, int]]) -> NextStep:
         """The step with the rows that were just admitted."""
         now = time.monotonic()
-        rows = [entry.row for entry, _, _ in joined]
+        run = [both for both in joined if both[2]]
+        rows = [entry.row for entry, _, _ in run]
         return NextStep(
             np.concatenate([step.rows, rows]).astype(np.int64),
-            np.concatenate([step.starts, [hit.tokens for _, hit, _ in joined]]).astype(np.int64),
-            np.concatenate([step.counts, [count for _, _, count in joined]]).astype(np.int64),
-            admit=tuple(_row_start(entry) for entry, _, _ in joined),
+            np.concatenate([step.starts, [hit.tokens for _, hit, _ in run]]).astype(np.int64),
+            np.concatenate([step.counts, [count for _, _, count in run]]).astype(np.int64),
+            admit=tuple(row_start(entry) for entry, _, _ in joined),
             started=[
                 Start(entry.request.id, hit.tokens, now)
                 for entry, hit, _ in joined
@@ -382,7 +396,7 @@ class BudgetScheduler(Scheduler):
             if self.encoders.rows:
                 for row in sampled.tolist():
                     self.encoders.release(row)
-        if self.drafting.most:
+        if self._one_by_one:
             table.waiting[sampled] = True
         table.computed[rows] = ends
         table.tokens[sampled, places] = PENDING
@@ -403,6 +417,7 @@ class BudgetScheduler(Scheduler):
             step.drop_media,
             step.adapters,
             step.transfers,
+            step.encode_rows,
         )
         if not plan.idle:
             self._steps += 1
@@ -419,6 +434,8 @@ class BudgetScheduler(Scheduler):
         """Take the result of the oldest plan that has none yet."""
         flight = self._take_in_flight(plan)
         table = self.table
+        if result.encoded:
+            self.encoders.finished(plan.step, result.encoded)
         failed = self._fail_rows(flight, result) if result.errors else []
         runs = TokenRuns.of(flight, result)
         if flight.generation != self._generation:
@@ -432,7 +449,7 @@ class BudgetScheduler(Scheduler):
             left = runs.cut(ended.nonzero()[0].tolist())
             stopped, ended = stopped[left], ended[left]
         table.tokens[runs.owners, runs.places] = runs.tokens
-        if self.drafting.most:
+        if self._one_by_one:
             self._settle(runs, result)
         if result.transfers is not None:
             self.transfers.end(result.transfers)
@@ -548,13 +565,13 @@ class BudgetScheduler(Scheduler):
             hit=hits,
             plan_seconds=flight.seconds,
             run_seconds=result.seconds,
+            routed=() if result.routed is None else tuple(result.routed.tolist()),
             **drafting_figures(drafted),
         )
 
     def _end(self, row: int, token: int, stopped: bool) -> Finish:
-        request = self._running[row].request
         if stopped:
-            return self._finish(row, "stop", stop=request.stop_reason(token))
+            return self._finish(row, "stop", stop=self._running[row].request.stop_reason(token))
         return self._finish(row, "length")
 
     def _finish(
@@ -580,24 +597,3 @@ class BudgetScheduler(Scheduler):
         self.drafting.release(row)
         self.cache.release(row)
         return self.table.release(row)
-
-
-def _row_start(entry: Entry) -> RowStart:
-    request = entry.request
-    if entry.row is None:
-        raise EngineError(f"request {request.id!r} is admitted without a row or a grammar")
-    return RowStart(
-        row=entry.row,
-        request=request.id,
-        params=request.params,
-        prompt=request.prompt,
-        output=entry.history[request.prompt_len :],
-        seed=request.seed,
-        stop_ids=request.stop_ids(),
-        bad_words=request.bad_words,
-        adapter=request.adapter, adapter_from=request.adapter_from,
-        media=request.media,
-        positions=request.positions,
-        position_offset=request.position_offset,
-        salt=request.salt,
-    )  # fmt: skip

@@ -8,8 +8,10 @@ from attrs import define, field
 from modulm.contracts.connector import TransferPlan
 from modulm.contracts.executor import Plan, RowStart
 from modulm.contracts.requests import Start
+from modulm.engine.scheduling.request_queue import Entry
+from modulm.errors import EngineError
 
-__all__ = ["NextStep", "StepInFlight"]
+__all__ = ["NextStep", "StepInFlight", "row_start"]
 
 
 @define(eq=False)
@@ -28,6 +30,7 @@ class NextStep:
     drafted: np.ndarray | None = None
     state_slots: tuple[np.ndarray | None, ...] = ()
     encode: tuple[tuple[int, int], ...] = ()
+    encode_rows: int = 0
     drop_media: tuple[bytes, ...] = ()
     adapters: tuple[tuple[int, str], ...] = ()
     transfers: TransferPlan | None = None
@@ -48,3 +51,23 @@ class StepInFlight:
     generation: int
     started: list[Start]
     seconds: float
+
+
+def row_start(entry: Entry) -> RowStart:
+    """What the entry's row brings. Raises EngineError while it has none."""
+    request = entry.request
+    if entry.row is None:
+        raise EngineError(f"request {request.id!r} is admitted without a row or a grammar")
+    return RowStart(
+        row=entry.row, request=request.id,
+        params=request.params,
+        prompt=request.prompt,
+        output=entry.history[request.prompt_len :],
+        seed=request.seed,
+        stop_ids=request.stop_ids(),
+        bad_words=request.bad_words,
+        adapter=request.adapter, adapter_from=request.adapter_from,
+        media=request.media,
+        positions=request.positions, position_offset=request.position_offset,
+        salt=request.salt,
+    )  # fmt: skip

@@ -6,6 +6,7 @@ Both codecs are made of this: of front ends with an engine, and of an engine wit
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 import attrs
@@ -33,9 +34,7 @@ _ARRAY = 1
 
 def _extension(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        head = msgspec.msgpack.encode((value.dtype.str, value.shape))
-        data = np.ascontiguousarray(value).tobytes()
-        return msgspec.msgpack.Ext(_ARRAY, b"".join((len(head).to_bytes(2, "big"), head, data)))
+        return msgspec.msgpack.Ext(_ARRAY, _head(value.dtype, value.shape) + value.tobytes())
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"a {type(value).__name__} is not plain data")
@@ -44,9 +43,23 @@ def _extension(value: Any) -> Any:
 def _array(code: int, data: memoryview) -> np.ndarray:
     """A copy, so that it can be written to and lies on a boundary of its type."""
     start = 2 + int.from_bytes(data[:2], "big")
-    dtype, shape = msgspec.msgpack.decode(data[2:start])
-    array: np.ndarray = np.frombuffer(data[start:], dtype=np.uint8).copy().view(dtype)
-    return array.reshape(shape)
+    dtype, shape = _kind(bytes(data[2:start]))
+    array: np.ndarray = np.frombuffer(bytearray(data[start:]), dtype=dtype)
+    return array if len(shape) == 1 else array.reshape(shape)
+
+
+@lru_cache(maxsize=1024)
+def _head(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
+    """What stands before an array's numbers: its type and shape, after how long that is."""
+    head = msgspec.msgpack.encode((dtype.str, shape))
+    return len(head).to_bytes(2, "big") + head
+
+
+@lru_cache(maxsize=1024)
+def _kind(head: bytes) -> tuple[np.dtype, tuple[int, ...]]:
+    """What `_head` was made of, of what comes after its length."""
+    name, shape = msgspec.msgpack.decode(head)
+    return np.dtype(name), tuple(shape)
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_extension)
@@ -95,13 +108,16 @@ def unpack_params(packed: list[Any]) -> SamplingParams | PoolingParams:
 
 
 def pack_media(items: Iterable[MediaItem]) -> list[Any]:
-    return [[i.kind, i.hash, i.start, i.length, dict(i.tensors), i.spans] for i in items]
+    return [
+        [i.kind, i.hash, i.start, i.length, dict(i.tensors), i.spans, i.cross, i.seen]
+        for i in items
+    ]
 
 
 def unpack_media(packed: list[Any]) -> tuple[MediaItem, ...]:
     return tuple(
-        MediaItem(kind, digest, start, length, tensors, tuple(map(tuple, spans)))
-        for kind, digest, start, length, tensors, spans in packed
+        MediaItem(kind, digest, start, length, tensors, tuple(map(tuple, spans)), cross, seen)
+        for kind, digest, start, length, tensors, spans, cross, seen in packed
     )
 
 

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from modulm.loading import CacheGroup
     from modulm.parallel import Mesh
 
-__all__ = ["BatchBuilder", "GroupPlanner", "alone"]
+__all__ = ["BatchBuilder", "GroupPlanner", "Runs", "alone"]
+
+#: What a row looks at by cross attention: of each item of each run (see `crossed_runs`) the first
+#: token that does, and how many outputs of the encoder it is.
+Runs = Sequence[Sequence[tuple[int, int]]]
 
 
 def alone(plan: Plan, *, whole: bool) -> Iterator[Plan]:
@@ -65,12 +69,18 @@ class GroupPlanner:
     table: int
 
     @classmethod
-    def all(cls, groups: Sequence[CacheGroup]) -> tuple[GroupPlanner, ...]:
-        """One per group, then one per backend of layers that follow a group's block table."""
-        own = [cls(g.block_size, g.backend, index) for index, g in enumerate(groups)]
+    def all(
+        cls, groups: Sequence[CacheGroup], places: Sequence[int] | None = None
+    ) -> tuple[GroupPlanner, ...]:
+        """One per group, then one per backend of layers that follow a group's block table.
+
+        places: of the groups among those of all ranks, whose tables a plan has.
+        """
+        at = range(len(groups)) if places is None else places
+        own = [cls(g.block_size, g.backend, place) for g, place in zip(groups, at, strict=True)]
         followers = [
-            cls(g.block_size, backend, index)
-            for index, g in enumerate(groups)
+            cls(g.block_size, backend, place)
+            for g, place in zip(groups, at, strict=True)
             for backend, _ in g.followers
         ]
         return (*own, *followers)
@@ -148,9 +158,16 @@ class BatchBuilder:
         )
         return wider, np.pad(sample, (0, max(len(counts) - len(sample), 0)))
 
-    def build(self, plan: Plan, sample: np.ndarray, spans: np.ndarray | None = None) -> Batch:
+    def build(
+        self,
+        plan: Plan,
+        sample: np.ndarray,
+        spans: np.ndarray | None = None,
+        crossed: Sequence[Runs] | None = None,
+    ) -> Batch:
         """The tensors of `plan`. sample: [n] int64, the step's tokens whose logits are wanted;
-        spans: as in `StepLayout`.
+        spans: as in `StepLayout`; crossed: of each row what its encoder gave to cross
+        attention, None where nobody's did.
 
         The tensors are valid until the next call.
         """
@@ -176,7 +193,7 @@ class BatchBuilder:
             positions=tensors[0],
             query_starts=tensors[1],
             caches=self.caches,
-            plans=self._plans(plan, owners, positions, query_starts, spans),
+            plans=self._plans(plan, owners, positions, query_starts, spans, crossed),
             groups=self.owners,
             sample=tensors[2],
         )
@@ -195,7 +212,7 @@ class BatchBuilder:
 
     def share(self, plan: Plan, mesh: Mesh) -> None:
         """Tell all ranks the last tokens, where the plan has some of them pending."""
-        if (plan.tokens == PENDING).any():
+        if mesh.world.size > 1 and (plan.tokens == PENDING).any():
             source = mesh.world.size - mesh.tensor.size
             self._last.copy_(mesh.world.broadcast(self._last, source))
 
@@ -223,6 +240,7 @@ class BatchBuilder:
         positions: np.ndarray,
         query_starts: np.ndarray,
         spans: np.ndarray | None,
+        crossed: Sequence[Runs] | None,
     ) -> tuple[AttentionPlan | StatePlan, ...]:
         context_lens = (plan.starts + plan.counts).astype(np.int32)
         plans: list[AttentionPlan | StatePlan] = []
@@ -231,6 +249,10 @@ class BatchBuilder:
             if group.backend is None:
                 drafts = plan.state_slots[group.table] if plan.state_slots else None
                 plans.append(self._state_plan(plan, table, query_starts, group.block_size, drafts))
+                continue
+            if group.backend.spec.cross:
+                layout = _crossed(plan, table, context_lens, crossed or (), group.block_size)
+                plans.append(group.backend.plan(layout))
                 continue
             size = group.block_size
             slots = self._slots[index, : len(positions)]
@@ -278,3 +300,41 @@ class BatchBuilder:
             sources=came,
             kept=tuple(kept),
         )
+
+
+def _crossed(
+    plan: Plan, table: np.ndarray, context_lens: np.ndarray, crossed: Sequence[Runs], size: int
+) -> StepLayout:
+    """The step for layers of cross attention: rows that begin in it bring their encoder's keys, and
+    each run of these begins with a block. Tokens that look at other keys than those before them are
+    rows of their own; those that look at none, and padding, do at one key of the null block, whose
+    keys and values are zeros.
+    """
+    seen: list[tuple[int, int, int, int]] = []  # row, tokens, the first block, keys
+    brought: list[np.ndarray] = [np.zeros(0, np.int64)]
+    starts, ends = plan.starts.tolist(), context_lens.tolist()
+    for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        block, at, look = 0, start, (0, 0)
+        for run in crossed[row] if row < len(crossed) else ():
+            keys = 0
+            for first, length in run:
+                if first > at:
+                    seen.append((row, min(first, end) - at, *look))
+                    at = min(first, end)
+                keys += length
+                look = (block, keys)
+            if start == 0:
+                places = np.arange(keys)
+                blocks = table[row, block + places // size].astype(np.int64)
+                brought.append(blocks * size + places % size)
+            block += -(-keys // size)
+        seen.append((row, end - at, *look))
+    rows, counts, blocks, keys = np.array([one for one in seen if one[1]], np.int32).T
+    wide = table if table.shape[1] else np.zeros((len(table), 1), np.int32)
+    tables = wide[rows] * (keys > 0)[:, None]
+    for place in np.flatnonzero(blocks):
+        own = table[rows[place], blocks[place] :]
+        tables[place] = np.pad(own, (0, blocks[place]))
+    query_starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    lens = np.maximum(keys, 1)
+    return StepLayout(size, tables, query_starts, lens, np.concatenate(brought), encoder_lens=lens)

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from attrs import evolve, frozen
 
+from modulm.contracts.attention import AttentionSpec
 from modulm.contracts.executor import Plan, RowStart
-from modulm.contracts.media import MediaItem
+from modulm.contracts.media import MediaItem, crossed_runs
 from modulm.contracts.model import Batch, Model
+from modulm.engine.worker.input_batch import Runs
 from modulm.errors import EngineError
 
 __all__ = ["PromptInputs"]
+
+Pieces: TypeAlias = Generator[int, None, Sequence[torch.Tensor]]
 
 
 @frozen(eq=False)
 class _PromptParts:
     """What a row brought. embeds: index of an item -> the embeddings that came with it, [tokens,
-    hidden]; positions: [axes, tokens], of its prompt.
+    hidden]; positions: [axes, tokens], of its prompt; runs: see `Runs`.
     """
 
     media: tuple[MediaItem, ...]
     embeds: Mapping[int, torch.Tensor]
     positions: np.ndarray | None
     offset: int
+    runs: Runs
 
 
 class PromptInputs:
@@ -39,6 +46,11 @@ class PromptInputs:
         self._device = device
         self._rows: dict[int, _PromptParts] = {}
         self._outputs: dict[bytes, torch.Tensor] = {}
+        self._broken: dict[bytes, Exception] = {}
+        #: Hash -> the item and what goes on with it, of items of which pieces are left.
+        self.begun: dict[bytes, tuple[MediaItem, Pieces]] = {}
+        specs = [cache.spec for cache in model.caches]
+        self._crosses = any(isinstance(spec, AttentionSpec) and spec.cross for spec in specs)
 
     def admit(self, start: RowStart) -> None:
         """A row starts; rows of plain tokens are not kept."""
@@ -49,24 +61,57 @@ class PromptInputs:
         }
         if start.media or start.positions is not None:
             self._rows[start.row] = _PromptParts(
-                start.media, embeds, start.positions, start.position_offset
+                start.media,
+                embeds,
+                start.positions,
+                start.position_offset,
+                [[(i.seen, i.length) for i in run] for run in crossed_runs(start.media)],
             )
 
     def release(self, row: int) -> None:
         """The row is gone; outputs of encoders stay until the scheduler drops them."""
         self._rows.pop(row, None)
 
-    def encode(self, plan: Plan) -> None:
-        """Drop and make what the plan says. Raises EngineError for an encoder's wrong output."""
+    def encode(self, plan: Plan) -> tuple[bytes, ...]:
+        """Drop and make what the plan says; what was made in pieces, the last of which was now.
+
+        Raises EngineError for an encoder's wrong output.
+        """
         for hashed in plan.drop_media:
-            self._outputs.pop(hashed, None)
+            for kept in (self._outputs, self._broken, self.begun):
+                kept.pop(hashed, None)
         items = {
             item.hash: item
             for row, index in plan.encode
             if (item := self._rows[row].media[index]).hash not in self._outputs
         }
-        if items:
+        if plan.encode_rows:
+            pieces = self._model.encode_in_pieces
+            self.begun |= {hashed: (item, pieces((item,))) for hashed, item in items.items()}
+        elif items:
             self._keep(tuple(items.values()), self._model.encode(tuple(items.values())))
+        return tuple(self._go_on(plan.encode_rows or math.inf))
+
+    def _go_on(self, rows: float) -> Iterator[bytes]:
+        """Until so many rows have been through a layer; the hashes of what came to its end."""
+        while self.begun and rows > 0:
+            hashed, (item, pieces) = next(iter(self.begun.items()))
+            try:
+                ran = self._piece(item, pieces)
+            except Exception as error:  # of the step that needs it, not of those in this one
+                self._broken[hashed], ran = error, 0
+            rows -= ran
+            if not ran:
+                del self.begun[hashed]
+                yield hashed
+
+    def _piece(self, item: MediaItem, pieces: Pieces) -> int:
+        """Rows that went through a layer; 0: that was the last, and what it gave is kept."""
+        try:
+            return next(pieces)
+        except StopIteration as end:
+            self._keep((item,), end.value)
+            return 0
 
     def _keep(self, items: Sequence[MediaItem], outputs: Sequence[torch.Tensor]) -> None:
         for item, output in zip(items, outputs, strict=True):
@@ -94,10 +139,36 @@ class PromptInputs:
         ]
         return np.array(found, dtype=np.int32) if found else None
 
+    def crossed(self, plan: Plan) -> Sequence[Runs] | None:
+        """Of each row of the plan what it looks at by cross attention; None for a model that has
+        none.
+        """
+        if not self._crosses:
+            return None
+        rows = map(self._rows.get, plan.rows.tolist())
+        return [() if brought is None else brought.runs for brought in rows]
+
+    def encoded(self, plan: Plan) -> torch.Tensor | None:
+        """`Batch.encoded`: [n, width] of the rows that begin in this step; None where none does.
+
+        Raises EngineError where an item's output is needed and is not there.
+        """
+        if not self._crosses:
+            return None
+        found = [
+            self._output(item)
+            for row, start in zip(plan.rows.tolist(), plan.starts.tolist(), strict=True)
+            if start == 0 and row in self._rows
+            for item in self._rows[row].media
+            if item.cross
+        ]
+        return torch.cat(found) if found else None
+
     def put(self, batch: Batch, plan: Plan) -> Batch:
-        """The batch with what stands in the plan's prompts instead of tokens."""
+        """The batch with what stands in the plan's prompts instead of tokens, and beside them."""
         if not self._rows:
             return batch
+        batch = evolve(batch, encoded=self.encoded(plan))
         found = self.embeds(plan)
         if found is not None:
             batch = evolve(batch, embeds=found[0], embeds_mask=found[1])
@@ -136,6 +207,8 @@ class PromptInputs:
                 continue
             start, count = int(plan.starts[i]), int(plan.counts[i])
             for index, item in enumerate(brought.media):
+                if item.cross:
+                    continue
                 begin, end = max(start, item.start), min(start + count, item.start + item.length)
                 if begin < end:
                     output = self._output(item) if item.encoded else brought.embeds[index]
@@ -146,6 +219,8 @@ class PromptInputs:
 
     def _output(self, item: MediaItem) -> torch.Tensor:
         output = self._outputs.get(item.hash)
+        if output is None and item.hash in self._broken:
+            raise self._broken[item.hash]
         if output is None:
             raise EngineError(f"an item of kind {item.kind!r} was needed before it was encoded")
         return output

@@ -74,7 +74,7 @@ class ModelRunner:
         rows, tokens = _check(config, loaded.model, drafter)
         self.model = loaded.model
         self._direct = _direct(self.model, drafter)
-        self._forward, self._adapted = _recorded(loaded, self._direct, config.model.enforce_eager)
+        self._forward, self._adapted = _recorded(loaded, self._direct, config)
         #: What the drafter wants of single layers, of the step that ran last.
         self._layers: tuple[torch.Tensor, ...] = ()
         self.platform = platform
@@ -93,13 +93,12 @@ class ModelRunner:
                 drafts=drafts,
                 override=config.cache.num_gpu_blocks_override,
             )
-            sizing = agreed(own, groups, mesh.world)
+            sizing = agreed(own, mesh.world)
         self.sizing = sizing
-        caches, owners = allocate(specs, groups, sizing.blocks, platform)
+        caches, owners = allocate(specs, groups, sizing.own, platform)
         self.capacity = Capacity(
             groups=tuple(
-                (g.kind, g.block_size, g.window, blocks)
-                for g, blocks in zip(groups, sizing.blocks, strict=True)
+                (*shape, blocks) for shape, blocks in zip(sizing.groups, sizing.blocks, strict=True)
             ),
             vocabulary=loaded.vocabulary,
             max_model_len=sizing.max_model_len,
@@ -108,10 +107,10 @@ class ModelRunner:
             ahead=drafts if len(specs) > len(self.model.caches) else 0,
             adapters=0 if loaded.adapters is None else loaded.adapters.slots,
             # An item is encoded whole, so what one step takes is also what has to be kept.
-            encoder_tokens=tokens if self.model.media else 0,
-            encoder_cache=tokens if self.model.media else 0,
+            encoder_tokens=(encoded := _encoded(self.model, groups, tokens)),
+            encoder_cache=encoded,
         )
-        planners = GroupPlanner.all(groups)
+        planners = GroupPlanner.all(groups, sizing.places)
         # A recorded step may be filled up with rows of padding.
         self.builder = BatchBuilder(
             planners, caches, owners, rows=rows + tokens, tokens=tokens, platform=platform
@@ -167,12 +166,11 @@ class ModelRunner:
     def _begin(self, plan: Plan) -> Callable[[], StepResult]:
         began = time.perf_counter()
         with self.platform.queue():
-            self._change_rows(plan)
-            if self._mesh.world.size > 1:
-                self.builder.share(plan, self._mesh)
-            if len(plan.rows):
-                return self._launched(plan, began)
-            return partial(self._nothing_run, plan)
+            encoded = self._change_rows(plan)
+            self.builder.share(plan, self._mesh)
+            nothing = partial(self._nothing_run, plan)
+            work = self._launched(plan, began) if len(plan.rows) else nothing
+            return work if not encoded else lambda: evolve(work(), encoded=encoded)
 
     def _nothing_run(self, plan: Plan) -> StepResult:
         moved = None if self._mover is None else self._mover.ended()
@@ -289,6 +287,7 @@ class ModelRunner:
             refused={row: w.field for row, w in errors.items() if isinstance(w, Refusal)},
             drafts=proposed,
             transfers=None if self._mover is None else self._mover.ended(),
+            routed=None if self._mesh.spread is None else self._mesh.spread.report(),
             seconds=time.perf_counter() - began,
         )
 
@@ -306,12 +305,15 @@ class ModelRunner:
         forward = self._forward if slots is None else self._adapted
         if self._pooling or (slots is not None and not self.adapters.recordable):
             forward = self._direct
+        if self._pooling and self.pooler is not None:
+            forward = self.pooler.watched(self.model, forward, plan)
         whole, places = plan, sample
         if isinstance(forward, RecordedForward):
             whole, places = self.builder.padded(plan, sample, forward.padded(plan.counts))
             slots = slots if slots is None else self.adapters.of_tokens(whole)
         adapters = self.adapters.begin(slots)
-        batch = self.builder.build(whole, places, self._inputs.spans(whole))
+        inputs = self._inputs
+        batch = self.builder.build(whole, places, inputs.spans(whole), inputs.crossed(whole))
         if adapters is not None:
             batch = evolve(batch, adapters=adapters)
         if any(self._pooling.values()):
@@ -399,19 +401,21 @@ class ModelRunner:
             )
         return width
 
-    def _change_rows(self, plan: Plan) -> None:
+    def _change_rows(self, plan: Plan) -> tuple[bytes, ...]:
+        """Do what comes before the rows run; `StepResult.encoded`."""
         for row in plan.release:
             self._release(row)
         self.adapters.fill(plan)
         for start in plan.admit:
             self._admit(start, plan.step)
-        if plan.encode:
+        if plan.encode or self._inputs.begun:
             self.adapters.begin(None)
-        self._inputs.encode(plan)
+        encoded = self._inputs.encode(plan)
         if plan.transfers is not None:
             if self._mover is None:
                 raise EngineError("the plan moves blocks and there is no KV connector")
             self._mover.begin(plan.transfers)
+        return encoded
 
     def _release(self, row: int) -> None:
         self._failed.pop(row, None)
@@ -522,14 +526,17 @@ def _check(config: EngineConfig, model: Model, drafter: Drafter | None) -> tuple
         who = type(model).__name__
         raise ConfigError("enable_prompt_embeds", f"{who} needs more of tokens than embeddings")
     parallel = config.parallel
-    if (
-        drafter is not None
-        and parallel.ranks > 1
-        and (drafter.caches or parallel.pipeline_parallel_size > 1)
-    ):
+    several = parallel.ranks > 1 or parallel.shared_experts
+    if drafter is not None and several and (drafter.caches or parallel.pipeline_parallel_size > 1):
         what = "with caches of its own, or over pipeline stages"
         raise ConfigError("speculative_config", f"a drafter {what}, on several ranks: not yet")
     return rows, tokens
+
+
+def _encoded(model: Model, groups: Sequence[CacheGroup], tokens: int) -> int:
+    """Outputs that encoders may give in a step of at most `tokens` tokens."""
+    longest = max((group.window or 0 for group in groups if group.kind == "cross"), default=0)
+    return max(tokens, longest) if model.media else 0
 
 
 def _direct(model: Model, drafter: Drafter | None) -> Forward:
@@ -550,10 +557,12 @@ def _kept(
     return (*specs, *drafter.caches), groups
 
 
-def _recorded(loaded: Loaded, forward: Forward, eager: bool) -> tuple[Forward, Forward]:
-    """The model for plain steps, and for steps with adapters."""
+def _recorded(loaded: Loaded, forward: Forward, config: EngineConfig) -> tuple[Forward, Forward]:
+    """The model for plain steps, and for steps with adapters. Steps of replicas that share experts
+    are not recorded: how much they exchange differs from one to the next.
+    """
     recorded = loaded.ops.recorded
-    if eager:
+    if config.model.enforce_eager or config.parallel.shared_experts:
         return forward, forward
     return recorded(forward), forward if loaded.adapters is None else recorded(forward)
 

@@ -9,10 +9,11 @@ import gc
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from modulm.config.binding import binding_of
+from modulm.config.binding import binding_of, share_of
 from modulm.config.resolve import choose_platform
 from modulm.contracts.executor import ModelDescription, StepResult
 from modulm.engine.sampling.defaults import end_ids
+from modulm.engine.sampling.logits_processors import class_at
 from modulm.engine.structured_output.compiler import RequestGrammars, open_compiler
 from modulm.engine.types.engine_info import open_tokenizer
 from modulm.engine.worker.model_runner import ModelRunner
@@ -36,7 +37,13 @@ if TYPE_CHECKING:
     from modulm.loading import Loaded
     from modulm.plugins.manager import PluginManager
 
-__all__ = ["Worker"]
+__all__ = ["Worker", "worker_class"]
+
+
+def worker_class(config: EngineConfig) -> type[Worker]:
+    """The one that `--worker-cls` names. Raises ConfigError if there is none."""
+    path = config.parallel.worker_cls
+    return Worker if path == "auto" else class_at(path, Worker, "worker_cls")
 
 
 class Worker:
@@ -45,8 +52,8 @@ class Worker:
     config: with its automatic values resolved. drafter: proposes tokens after each step; without
     one, the drafter that the configuration has a table for, or that a plugin makes. Asleep, it
     has released its caches (level 1) and its weights as well (level 2); awake again, it has as
-    many blocks as before. rank: of `config.parallel.ranks`, all on this host; open_mesh: connects
-    them.
+    many blocks as before. rank: of `config.parallel.ranks`; open_mesh: connects them; share: which
+    part of this machine it has, of how many, where not all ranks are on it.
     """
 
     def __init__(
@@ -56,6 +63,7 @@ class Worker:
         drafter: Drafter | None = None,
         rank: int = 0,
         open_mesh: Callable[[Platform], Mesh] | None = None,
+        share: tuple[int, int] | None = None,
     ) -> None:
         self.config = config
         self._plugins = plugins
@@ -67,10 +75,10 @@ class Worker:
         self._connector: KVConnector | None = connecting and connecting[0](connecting[1])
         self._mover: KVMover | None = None
         self._platform, self._chosen = choose_platform(config, plugins)
-        ranks = config.parallel.ranks
-        if ranks > 1:
-            self._platform.take_share(rank, ranks)
-        binding = binding_of(config.device, rank, ranks)
+        part, parts = share or share_of(config.parallel, rank)
+        if parts > 1:
+            self._platform.take_share(part, parts)
+        binding = binding_of(config.device, part, parts)
         if binding is not None:
             self._platform.bind(binding)
         self._platform.start(threads=config.device.cpu_threads)
@@ -133,6 +141,7 @@ class Worker:
             device=self._platform.describe(),
             weight_bytes=loaded.weight_bytes,
             decisions=(self._chosen, *loaded.decisions),
+            media_family=loaded.model.media_family,
         )
 
     def _opened_mover(self) -> KVMover | None:

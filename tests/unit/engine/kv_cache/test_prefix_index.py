@@ -16,7 +16,7 @@ from modulm.contracts.requests import Request
 from modulm.contracts.sampling import PoolingParams, SamplingParams
 from modulm.engine.kv_cache.manager import Hit, KVCacheManager
 from modulm.engine.kv_cache.prefix_index import Chain, PrefixIndex, hasher
-from modulm.errors import ConfigError
+from modulm.errors import ConfigError, RequestError
 
 TOKENS = list(range(100, 120))
 
@@ -175,6 +175,22 @@ def kept_states(blocks: int, rows: int = 3, size: int = SEGMENT) -> KVCacheManag
     """Full attention in blocks of 32 beside states that are kept every `size` tokens."""
     groups = (("attention", 32, None, 99), ("state", size, None, blocks))
     return KVCacheManager(Capacity(groups, 10, 640), rows)
+
+
+def test_runs_that_are_looked_at_begin_with_blocks() -> None:
+    seen = ((1, 5), (2, 3), (9, 4))
+    media = [MediaItem("image", b"x", 0, n, {}, cross=True, seen=at) for at, n in seen]
+    request = Request(id="r", prompt=[1] * 12, params=SamplingParams(), media=tuple(media))
+    assert request.crossed == (8, 4)
+    groups = (("attention", 4, None, 9), ("cross", 6, 18, 9))
+    manager = KVCacheManager(Capacity(groups, 10, 40), 2)
+    manager.check_crossed(())
+    manager.check_crossed(request.crossed)
+    assert manager.admit(0, Hit(0, ([], [])), 12, 12, 0.0, request.crossed)
+    # Two blocks for the first eight, and one for the others.
+    assert np.count_nonzero(manager.groups[1].tables[0]) == 3
+    with pytest.raises(RequestError, match="13 tokens: at most 18"):
+        manager.check_crossed((1, 1, 11))
 
 
 def test_the_state_of_a_length_is_found_when_all_before_it_are_gone() -> None:

@@ -59,6 +59,7 @@ def test_media_are_there_when_they_are_needed(depth: int, connected: bool) -> No
         limits = Limits(
             rows=draw.randint(1, 5), tokens=draw.randint(12, 80), long=draw.choice([0, 0, 8]),
             reserve=draw.random() < 0.5, prefixes=connected or draw.random() < 0.7,
+            encoder_rows=draw.choice([0, 1, 4, 30]), whole_media=draw.random() < 0.3,
         )  # fmt: skip
         budget = (draw.randint(6, 12), draw.randint(6, 24))
         connector = FakeConnector(lambda i: i % 3, lambda i: i % 4 == 0)
@@ -154,3 +155,128 @@ def test_a_failed_step_encodes_again() -> None:
     assert seen.finished["a"].reason == "error"
     assert seen.finished["b"].reason == "length"
     executor.stop()
+
+
+def test_a_slept_engine_encodes_again() -> None:
+    executor = FakeExecutor((Group(4, 64),), encoder=(8, 8))
+    engine, _ = make_engine(executor)
+    for name in "ab":
+        ask(engine, name, [PLACEHOLDER] * 5, item("x", 0))
+        while engine.tick():
+            pass
+        engine.scheduler.forget_prefixes()
+    assert executor.encodings == 2
+    executor.stop()
+
+
+SEEN = [9, 9, *[PLACEHOLDER] * 4, 9]
+
+
+def streaming(depth: int, **limits: object):
+    """An engine in which a row decodes and encoders have 3 layers, each of them a piece for an
+    item of 4.
+    """
+    executor = FakeExecutor((Group(4, 64),), encoder=(16, 16), keep_plans=True)
+    engine, seen = make_engine(executor, Limits(encoder_rows=4, **limits), None, depth)
+    ask(engine, "text", [5, 6], tokens=30)
+    for _ in range(3):
+        engine.tick()
+    executor.plans.clear()
+    return executor, engine, seen
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_rows_decode_between_the_pieces_of_an_item(depth) -> None:
+    executor, engine, seen = streaming(depth)
+    ask(engine, "seen", SEEN, item("x", 2))
+    ask(engine, "after", [8, 8], tokens=2)
+    while engine.tick():
+        pass
+    firsts = [plan.encode_rows for plan in executor.plans]
+    started = next(i for i, plan in enumerate(executor.plans) if plan.encode)
+    ended = max(i for i, plan in enumerate(executor.plans) if len(plan.tokens) > 3)
+    # The item's tokens are computed behind its third piece, or where that is first known of.
+    assert firsts[started:ended] == [4] * (2 + depth)
+    assert not any(firsts[ended:])
+    text = executor.plans[started].rows[0]
+    assert all(text in plan.rows for plan in executor.plans[started : ended + 1])
+    # Who asks behind it does not wait for it.
+    order = list(seen.finished)
+    assert order.index("after") < order.index("seen")
+    words = [9, 9, *encoded_tokens(item("x", 2)), 9]
+    assert seen.tokens["seen"] == reference_tokens(words, 3)
+    assert seen.tokens["text"] == reference_tokens([5, 6], 30)
+    executor.stop()
+
+
+def test_an_item_that_nobody_waits_beside_is_encoded_whole() -> None:
+    executor, engine, seen = streaming(1)
+    engine.abort("text")
+    ask(engine, "seen", SEEN, item("x", 2))
+    while engine.tick():
+        pass
+    assert {plan.encode_rows for plan in executor.plans} == {0}
+    ask(engine, "text", [5, 6], tokens=30)
+    engine.tick()
+    ask(engine, "other", SEEN, item("y", 2))
+    for _ in range(2):
+        engine.tick()
+    assert executor.begun
+    engine.abort("text")
+    engine.tick()
+    assert not executor.begun, "where nobody decodes any more, what is left is done at once"
+    while engine.tick():
+        pass
+    words = [9, 9, *encoded_tokens(item("y", 2)), 9]
+    assert seen.tokens["other"] == reference_tokens(words, 3)
+    executor.stop()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("ticks", range(1, 7))
+def test_an_abort_between_pieces_drops_what_was_done(depth, ticks) -> None:
+    executor, engine, seen = streaming(depth)
+    ask(engine, "gone", SEEN, item("x", 2))
+    for _ in range(ticks):
+        engine.tick()
+    engine.abort("gone")
+    ask(engine, "seen", [8, *SEEN[1:]], item("y", 2))
+    ask(engine, "again", SEEN, item("x", 2))
+    while engine.tick():
+        pass
+    for name, first, kind in (("seen", 8, "y"), ("again", 9, "x")):
+        words = [first, 9, *encoded_tokens(item(kind, 2)), 9]
+        assert seen.tokens[name] == reference_tokens(words, 3)
+    assert not executor.begun
+    assert executor.encoded == dict(engine.scheduler.encoders.kept)
+    executor.stop()
+
+
+def test_an_abort_drops_pieces_that_nobody_waits_for() -> None:
+    executor, engine, _ = streaming(1)
+    ask(engine, "gone", SEEN, item("x", 2))
+    engine.tick()
+    assert executor.begun == {b"x": 2}
+    engine.abort("gone")
+    engine.tick()
+    assert executor.encoded == executor.begun == {}
+    executor.stop()
+
+
+def test_chunks_do_not_end_inside_of_whole_items() -> None:
+    for whole, cuts in ((False, [6, 6, 2]), (True, [3, 5, 6])):
+        executor = FakeExecutor((Group(1, 64),), encoder=(16, 16), keep_plans=True)
+        engine, seen = make_engine(executor, Limits(tokens=6, whole_media=whole))
+        prompt = [9, 9, 9, *[PLACEHOLDER] * 5, *[PLACEHOLDER] * 4, 9, 9]
+        media = item("x", 3, 5), item("y", 8)
+        ask(engine, "a", prompt, *media, tokens=1)
+        while engine.tick():
+            pass
+        assert [len(plan.tokens) for plan in executor.plans if len(plan.tokens)] == cuts
+        words = [9] * 3 + encoded_tokens(media[0]) + encoded_tokens(media[1]) + [9, 9]
+        assert seen.tokens["a"] == reference_tokens(words, 1)
+        if whole:
+            long = Request(id="b", prompt=[7] * 9, params=SamplingParams(), media=[item("x", 0, 7)])
+            with pytest.raises(RequestError, match="7 tokens at once: a step takes 6"):
+                engine.scheduler.encoders.check(long)
+        executor.stop()

@@ -60,6 +60,7 @@ limits = st.builds(
     spare=st.sampled_from([0.0, 0.1]),
     prefixes=st.booleans(),
     hash=st.sampled_from(["sha256", "builtin"]),
+    stages=st.sampled_from([1, 1, 2, 3]),
 )
 memories = st.sampled_from([
     (Group(4, 100),),
@@ -102,6 +103,25 @@ def test_tokens_do_not_depend_on_scheduling(
             assert seen.finished[item["name"]].reason == "length"
     check_empty(engine)
     executor.stop()
+
+
+def test_stages_have_other_rows_each() -> None:
+    """While a plan is under way the next one takes rows that it left, and no token is pending."""
+    executor = FakeExecutor((Group(4, 100),))
+    engine, _ = make_engine(executor, Limits(rows=8, tokens=64, stages=3), depth=3)
+    plans = []
+    submit = executor.submit
+    executor.submit = lambda plan: plans.append(plan) or submit(plan)
+    for number in range(6):
+        engine.submit(request(f"r{number}", [9 + number, 8], 6))
+    finish_all(engine)
+    full = [plans[at : at + 3] for at in range(1, len(plans) - 3)]
+    assert any([len(plan.rows) for plan in some] == [2, 2, 2] for some in full)
+    for some in full:
+        rows = [row for plan in some for row in plan.rows.tolist()]
+        assert len(set(rows)) == len(rows)
+    assert all((plan.tokens >= 0).all() for plan in plans)
+    check_empty(engine)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

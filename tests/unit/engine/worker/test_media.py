@@ -123,7 +123,7 @@ def test_embeddings_stand_for_the_tokens_of_a_prompt(runner) -> None:
 
 
 def test_positions_on_several_axes_go_on_alike_after_the_prompt() -> None:
-    inputs = PromptInputs(SimpleNamespace(axes=3, media=()), torch.device("cpu"))
+    inputs = PromptInputs(SimpleNamespace(axes=3, media=(), caches=()), torch.device("cpu"))
     own = np.array([[0, 1, 1, 1, 4], [0, 1, 1, 2, 4], [0, 1, 2, 1, 4]])
     inputs.admit(RowStart(1, "a", PARAMS, np.zeros(5), np.zeros(0), 0, positions=own,
                           position_offset=-1))  # fmt: skip
@@ -133,12 +133,15 @@ def test_positions_on_several_axes_go_on_alike_after_the_prompt() -> None:
     )  # fmt: skip
     found = inputs.axis_positions(step)
     assert found.tolist() == [[7, 8, 1, 4, 4, 5], [7, 8, 2, 4, 4, 5], [7, 8, 1, 4, 4, 5]]
-    assert PromptInputs(SimpleNamespace(axes=1), torch.device("cpu")).axis_positions(step) is None
+    assert (
+        PromptInputs(SimpleNamespace(axes=1, caches=()), torch.device("cpu")).axis_positions(step)
+        is None
+    )
 
 
 def test_steps_behind_media_are_like_any_others() -> None:
     """So that they are recorded: positions that are alike on all axes are the step's positions."""
-    inputs = PromptInputs(SimpleNamespace(axes=3, media=()), torch.device("cpu"))
+    inputs = PromptInputs(SimpleNamespace(axes=3, media=(), caches=()), torch.device("cpu"))
     own = np.array([[0, 1, 1, 1, 4], [0, 1, 1, 2, 4], [0, 1, 2, 1, 4]])
     inputs.admit(RowStart(0, "a", PARAMS, np.zeros(5), np.zeros(0), 0, positions=own,
                           position_offset=-2))  # fmt: skip
@@ -154,7 +157,7 @@ def test_steps_behind_media_are_like_any_others() -> None:
 def test_encoders_may_give_more_columns_than_the_embedding() -> None:
     wide = MediaItem("image", b"a", 1, 2)
     plain = MediaItem(EMBEDS, b"", 4, 1, {"embeds": np.ones((1, 2), np.float32)})
-    made = SimpleNamespace(axes=1, encode=lambda items: [torch.full((2, 4), 7.0)])
+    made = SimpleNamespace(axes=1, caches=(), encode=lambda items: [torch.full((2, 4), 7.0)])
     inputs = PromptInputs(made, torch.device("cpu"))
     inputs.admit(RowStart(0, "a", PARAMS, np.zeros(5), np.zeros(0), 0, media=(wide, plain)))
     plan = evolve(_row_plan(0, 5), encode=((0, 0),))
@@ -177,7 +180,7 @@ def _batch(count: int) -> Batch:
 
 
 def test_spans_of_items_that_lie_in_a_step() -> None:
-    inputs = PromptInputs(SimpleNamespace(axes=1, media=()), torch.device("cpu"))
+    inputs = PromptInputs(SimpleNamespace(axes=1, media=(), caches=()), torch.device("cpu"))
     items = (MediaItem("image", b"a", 2, 3, spans=((2, 5),)),
              MediaItem("image", b"b", 8, 4, spans=((8, 10), (10, 12))))  # fmt: skip
     inputs.admit(RowStart(4, "a", PARAMS, np.zeros(13), np.zeros(0), 0, media=items))
@@ -188,3 +191,58 @@ def test_spans_of_items_that_lie_in_a_step() -> None:
     assert inputs.spans(step).tolist() == [[1, 8, 10]]
     inputs.release(4)
     assert inputs.spans(step) is None
+
+
+def _step(*, drop: tuple[bytes, ...] = (), release: tuple[int, ...] = (), **more) -> Plan:
+    """A plan without rows."""
+    return Plan(0, *(np.zeros(0, np.int32),) * 3, np.zeros(0, np.int64), (), np.zeros(0, bool),
+                release=release, drop_media=drop, **more)  # fmt: skip
+
+
+def test_items_in_pieces_give_what_whole_ones_give(runner) -> None:
+    tokens, items = place_items([5, 9, [60, 61, 62, 63, 64], 11])
+    wanted, values = first_token(runner, 0, tokens, (8,), encode=((0,),), media=items)
+    whole = runner._inputs._outputs[items[0].hash]
+    admit = RowStart(1, "r1", PARAMS, np.array(tokens), np.zeros(0, np.int64), 0, media=items)
+    first = plan(runner, 1, tokens, 0, 2, admit=(admit,), encode=((1, 0),), encode_rows=2,
+                 drop_media=(items[0].hash,))  # fmt: skip
+    assert runner.run(first).encoded == ()
+    assert runner.run(_step(encode_rows=2)).encoded == ()
+    assert runner.run(_step(encode_rows=2)).encoded == (items[0].hash,)
+    assert torch.equal(runner._inputs._outputs[items[0].hash], whole)
+    result = runner.run(plan(runner, 1, tokens, 2, 6))
+    assert (int(result.tokens[0]), result.encoded) == (wanted, ())
+    np.testing.assert_allclose(result.logprobs[1][0].values, values, atol=1e-5)
+    runner.run(_step(release=(1,)))
+
+
+def test_what_was_begun_is_done_at_once_or_dropped(runner) -> None:
+    tokens, items = place_items([5, [50, 51, 52], [53, 54, 55], 11])
+    admit = RowStart(2, "r2", PARAMS, np.array(tokens), np.zeros(0, np.int64), 0, media=items)
+    both = ((2, 0), (2, 1))
+    runner.run(plan(runner, 2, tokens, 0, 1, admit=(admit,), encode=both, encode_rows=1))
+    assert list(runner._inputs.begun) == [item.hash for item in items]
+    runner.run(_step(drop=(items[0].hash,)))
+    assert not runner._inputs.begun, "a step that encodes whole items finishes what was begun"
+    assert items[0].hash not in runner._inputs._outputs
+    runner.run(_step(encode=((2, 0),)))
+    assert len(runner.run(plan(runner, 2, tokens, 1, 7)).tokens) == 1
+    runner.run(_step(release=(2,)))
+
+
+def test_a_piece_that_fails_fails_the_step_that_needs_the_item(runner, monkeypatch) -> None:
+    def broken(items):
+        yield 1
+        raise ValueError("a broken picture")
+
+    monkeypatch.setattr(runner.model, "encode_in_pieces", broken)
+    tokens, items = place_items([5, [40, 41, 42], 11])
+    admit = RowStart(3, "r3", PARAMS, np.array(tokens), np.zeros(0, np.int64), 0, media=items)
+    runner.run(plan(runner, 3, tokens, 0, 1, admit=(admit,), encode=((3, 0),), encode_rows=1))
+    assert runner.run(_step(encode_rows=1)).encoded == (items[0].hash,)
+    with pytest.raises(ValueError, match="a broken picture"):
+        runner.run(plan(runner, 3, tokens, 1, 4))
+    monkeypatch.undo()
+    again = plan(runner, 3, tokens, 1, 4, drop_media=(items[0].hash,), encode=((3, 0),))
+    assert len(runner.run(again).tokens) == 1
+    runner.run(_step(release=(3,)))
