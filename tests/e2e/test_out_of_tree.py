@@ -35,8 +35,8 @@ def environment(
     python = place / "venv/bin/python"
     run(sys.executable, "-m", "modulm.cli.main", "plugins", "new", "models", "stranger",
         "--into", str(place))  # fmt: skip
-    libraries = ("adapters", "chat", "cli", "distributed", "frontend", "gpu",
-                 "layers", "media", "parsing", "quantized", "server", "tensor-files",
+    libraries = ("adapters", "chat", "cli", "distributed", "fleet", "frontend", "gpu",
+                 "layers", "media", "parsing", "quantized", "server", "speech", "tensor-files",
                  "towers")  # fmt: skip
     own = [str(ROOT), *(str(ROOT / "core" / name) for name in libraries)]
     own += [str(ROOT / "plugins" / name) for name in NEEDED]

@@ -46,6 +46,7 @@ class Browser:
             str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
             "--no-first-run", "--window-size=1200,800", f"--user-data-dir={folder}",
             "--host-resolver-rules=MAP plain.test 127.0.0.1",
+            "--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream",
             "--remote-debugging-pipe", "about:blank",
         ]  # fmt: skip
         handles = [str(to_browser), str(from_browser)]

@@ -14,11 +14,12 @@ import pytest
 from tests.server.conftest import ServerMaker
 
 from modulm.config import EngineConfig
-from modulm.errors import ConfigError
+from modulm.errors import CheckpointError, ConfigError
 from modulm.text.tokenizer import Tokenizer
-from modulm_adapters.places import LoRAModule, read_modules
+from modulm_adapters.places import LoRAModule, inside, read_modules
 from modulm_server.app import create_app
 from modulm_server.engine.adapters import Adapter
+from modulm_server.engine.adapters import _stamp as stamp
 from modulm_server.scripted import ScriptedEngine, scripted_info
 from modulm_server.testing import Live, error_of
 
@@ -394,3 +395,16 @@ def test_the_hub_is_asked_only_for_what_the_operator_names(
             EngineConfig.from_keywords(lora_resolver_repos=[wrong])
     with pytest.raises(ConfigError, match="no folder"):
         start(enable_lora=True, lora_resolver_folder=str(folder / "nowhere"))
+
+
+def test_one_of_several_adapters_in_a_folder_has_a_path_of_its_own(tmp_path: Path) -> None:
+    """And a stamp: another one of the same files is another adapter."""
+    folder = tmp_path / "adapters"
+    folder.mkdir()
+    with pytest.raises(CheckpointError, match="no folder"):
+        inside(folder / "query", [tmp_path])
+    (folder / "adapter_config.json").write_text("{}")
+    assert inside(folder / "query", [tmp_path]) == (folder / "query").resolve()
+    with pytest.raises(CheckpointError, match="outside"):
+        inside(folder / "query", [folder / "query"])
+    assert len({stamp(folder), stamp(folder / "query"), stamp(folder / "passage")}) == 3

@@ -277,11 +277,16 @@ def test_files_and_batches_belong_to_a_key(make_server: ServerMaker) -> None:
     assert list(bob.files.list()) == []
 
 
-def test_audio_is_not_there_yet(http: httpx.Client) -> None:
-    for path in ("transcriptions", "translations", "speech"):
+def test_models_that_do_not_hear_or_speak_say_so(http: httpx.Client) -> None:
+    for path, words in (
+        ("transcriptions", "does not transcribe"),
+        ("translations", "does not transcribe"),
+        ("speech", "not yet"),
+    ):
         answer = http.post(f"/v1/audio/{path}", files={"file": b"x"})
         assert answer.status_code == 400
-        assert "not yet" in error_of(answer)["message"]
+        assert words in error_of(answer)["message"]
+        assert error_of(answer)["code"] == "unsupported"
 
 
 def test_developers_routes_behind_their_switch(make_server: ServerMaker) -> None:

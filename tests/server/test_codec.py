@@ -92,6 +92,10 @@ def test_media_of_requests() -> None:
     (back,) = codec.unpack_request(crossed(codec.pack_request(request))).media
     assert (back.kind, back.hash, back.start, back.length) == ("image", b"hash", 1, 2)
     assert back.spans == ((1, 3),)
+    looked = MediaItem("image", b"hash", 0, 2, {}, cross=True, seen=5)
+    request = Request(id="r", prompt=[1, 2, 3], params=SamplingParams(), media=(looked,))
+    (found,) = codec.unpack_request(crossed(codec.pack_request(request))).media
+    assert (found.cross, found.seen) == (True, 5)
     np.testing.assert_array_equal(back.tensors["pixel_values"], pixels)
 
 
@@ -136,7 +140,7 @@ def events() -> StepEvents:
         {"a": (entry,)},
         {"b": (1, (entry,))},
         {"c": np.array([[1.0, 2.0]], dtype=np.float32)},
-        StepStats(7, 2, 1, 0.5, drafts=1, accepted_at=(1,)),
+        StepStats(7, 2, 1, 0.5, drafts=1, accepted_at=(1,), routed=(5, 0)),
         {"b": (3, 1)},
     )
 

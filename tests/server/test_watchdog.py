@@ -33,6 +33,8 @@ class Core:
     did: list[str] = field(factory=list)
     address: None = None
     number: int = 0
+    ranks: tuple[int, ...] = ()
+    down: None = None
     report: Any = None
 
     def tokenizer(self) -> None:

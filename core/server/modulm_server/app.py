@@ -85,6 +85,7 @@ class Served:
                 await family.stop()
             except Exception:
                 log.exception("route family %s did not stop cleanly", family.name)
+        self.generation.media.close()
 
 
 def create_app(engine: EngineClient, config: EngineConfig) -> Served:

@@ -87,6 +87,7 @@ class _Termination:
 
 def _serve(draft: Draft, process: EngineProcess | None, termination: _Termination) -> int:
     """The exit code of a server; `process` gets ready for its engine meanwhile."""
+    from modulm_fleet.placement import placement
     from modulm_server.app import import_routes
     from modulm_server.engine.async_llm import AsyncLLM
     from modulm_server.flags import ServerConfig
@@ -104,5 +105,13 @@ def _serve(draft: Draft, process: EngineProcess | None, termination: _Terminatio
             "`modulm serve MODEL` serves a folder or a Hugging Face id.",
             err=True,
         )
+    placed = placement(draft.config)
+    if placed.headless:
+        from modulm.plugins import manager
+        from modulm_server.headless import serve_headless
+
+        if process is not None:
+            process.close()
+        return serve_headless(draft.config, placed, manager.current())
     make_engine = partial(AsyncLLM.from_config, process=process, meanwhile=import_routes)
     return serve(draft.config, make_engine, termination.ready)

@@ -19,6 +19,7 @@ from modulm.errors import (
     ModulmError,
     NotFound,
     QueueFull,
+    ReplicaDied,
     RequestError,
     UnsupportedError,
 )
@@ -109,6 +110,7 @@ _KNOWN: tuple[tuple[type[Exception], _Context], ...] = (
     (ContextLengthExceeded, _Context(400, "context_length_exceeded")),
     (RequestError, _Context(400, None)),
     (UnsupportedError, _Context(400, "unsupported")),
+    (ReplicaDied, _Context(503, "replica_died", 1.0)),
     (EngineDead, _Context(503, "engine_dead", 10.0)),
     (EngineStalled, _Context(503, "engine_stalled", 10.0)),
 )
@@ -116,6 +118,7 @@ _KNOWN: tuple[tuple[type[Exception], _Context], ...] = (
 
 #: What strangers learn of an engine that is not there.
 _UNAVAILABLE = {
+    "replica_died": "the replica that ran this request has died: send it again",
     "engine_dead": "the engine has stopped",
     "engine_stalled": "the engine does not answer",
 }

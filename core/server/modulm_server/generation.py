@@ -24,6 +24,7 @@ from modulm_frontend.beam_search import BeamSearchParams
 from modulm_server.auth import current_owner
 from modulm_server.errors import ApiError, model_error
 from modulm_server.flags import ServerConfig
+from modulm_server.media import MediaWork
 from modulm_server.prompt_embeds import EmbedsParts, read_embeds, refuse_embeds
 from modulm_server.prompts import ChatOptions, Prompt
 from modulm_server.request_cost import check_cost
@@ -37,7 +38,9 @@ if TYPE_CHECKING:
     from modulm.contracts.sampling import PoolingParams, SamplingParams
     from modulm.engine.types.outputs import PoolingRequestOutput, RequestOutput
     from modulm.text.tokenizer import Tokenizer
+    from modulm_media.messages import MediaSource
     from modulm_server.engine.client import EngineClient
+    from modulm_server.media import TakenMedia
 
 __all__ = ["GenerationService", "Running", "ServedModel", "merged"]
 
@@ -79,10 +82,12 @@ class GenerationService:
     closing: bool = False
     finders: list[Callable[[str], Awaitable[bool]]] = field(factory=list)
     work: TextWork = field(init=False)
+    media: MediaWork = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         threads = self.config.group(ServerConfig).text_threads
         self.work = TextWork(self.engine.tokenizer, self.engine.info.max_model_len, threads)
+        self.media = MediaWork(self.engine)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -181,6 +186,7 @@ class GenerationService:
         defaults = server.default_chat_template_kwargs or {}
         untrusted = options.template is not None
         parts = None
+        messages, taken = await self.media.take(messages, options)
         if EmbedsParts.among(messages):
             refuse_embeds(self.engine.info, "messages")
             parts = EmbedsParts(messages, self.engine.info, self.tokenizer)
@@ -194,7 +200,7 @@ class GenerationService:
             return text
 
         ids, text = await self.work.run(
-            max(size, _SLOW) if untrusted or parts else size,
+            max(size, _SLOW) if untrusted or parts or taken else size,
             encode_chat,
             messages if parts is None else parts.messages,
             tokenizer=self.tokenizer,
@@ -210,7 +216,22 @@ class GenerationService:
             run=run,
             form=self.format_untrusted if untrusted else None,
         )
+        if taken is not None:
+            if parts is not None:
+                raise RequestError("messages: either embeddings or media, not both", "messages")
+            filled = await self.media.fill(ids, taken, current_owner() if self.tenants else "")
+            return Prompt(array("q", filled.tokens.tobytes()), text, media=filled)
         return Prompt(ids, text) if parts is None else Prompt(ids, parts.shown(text), parts.items())
+
+    async def with_media(
+        self,
+        prompts: Sequence[tuple[Sequence[int], Sequence[MediaSource]]],
+        taken: TakenMedia,
+    ) -> list[Prompt]:
+        """Prompts of token ids with what their media become. Raises RequestError."""
+        owner = current_owner() if self.tenants else ""
+        found = await self.media.fill_each(prompts, taken, owner)
+        return [Prompt(array("q", one.tokens.tobytes()), None, media=one) for one in found]
 
     async def embeds(self, given: Any) -> Prompt:
         """`prompt_embeds`, a tensor in base64, as a prompt. Raises ApiError(400)."""
@@ -236,9 +257,7 @@ class GenerationService:
         """
         self.check_open()
         check_cost(params, (len(prompt.ids),), self.engine.info, self.config.group(ServerConfig))
-        given: dict[str, Any] = {"prompt_token_ids": prompt.ids, "prompt": prompt.text}
-        if prompt.embeds:
-            given["prompt_embeds"] = prompt.embeds
+        given = prompt.given()
         name = uuid4().hex
         self.request_log.request(name, prompt, params)
         if self.tenants:
@@ -258,7 +277,7 @@ class GenerationService:
     ) -> PoolingRequestOutput:
         """The pooled output of a prompt. adapter: of `find_model`."""
         self.check_open()
-        given = {"prompt_token_ids": prompt.ids}
+        given = {**prompt.given(), "prompt": None}
         more = _named(adapter)
         source = self.engine.encode(given, params, uuid4().hex, priority=priority, **more)
         async with aclosing(source) as outputs:

@@ -67,7 +67,7 @@ class HostCheck:
                 f"host {escape(host, 64)!r} is not served here; --allowed-hosts names further ones",
                 code="host_not_allowed",
             )
-        if self.origins is not None and scope["method"] not in _HARMLESS:
+        if self.origins is not None and scope.get("method") not in _HARMLESS:
             for name, value in scope["headers"]:
                 if name == b"origin" and not self._welcomes(value.decode("latin-1"), host):
                     raise ApiError(

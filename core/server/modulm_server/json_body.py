@@ -80,10 +80,13 @@ def decode(body: bytes, schema: type[_Body]) -> _Body:
     return to_struct(value, schema)
 
 
-def to_struct(value: Mapping[str, Any], schema: type[_Body]) -> _Body:
-    """A decoded object as a value of the schema. Raises ApiError(400)."""
+def to_struct(value: Mapping[str, Any], schema: type[_Body], *, strict: bool = True) -> _Body:
+    """A decoded object as a value of the schema. Raises ApiError(400).
+
+    strict: False for forms, where numbers and booleans are texts.
+    """
     try:
-        made = msgspec.convert(value, schema)
+        made = msgspec.convert(value, schema, strict=strict)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from error
     _report_unknown(value, schema)

@@ -194,7 +194,8 @@ class RequestGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self.app(scope, receive, send)
+            if await self._welcome(scope, receive, send):
+                await self.app(scope, receive, send)
             return
         began = time.monotonic()
         name = scope["modulm.id"] = request_id(scope)
@@ -219,6 +220,18 @@ class RequestGuard:
             self.observe(scope, exchange.status or 499, time.monotonic() - began)
         if exchange.gone:
             log.debug("request %s: the client has left", name)
+
+    async def _welcome(self, scope: Scope, receive: Receive, send: Send) -> bool:
+        """Whether a web socket may be opened: any page may try, browsers ask nobody before."""
+        if scope["type"] != "websocket":
+            return True
+        try:
+            self.hosts.check(scope)
+        except ApiError:
+            await receive()
+            await send({"type": "websocket.close", "code": 1008})
+            return False
+        return True
 
     async def _answer(self, scope: Scope, exchange: _Exchange) -> None:
         try:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
+from starlette.routing import WebSocketRoute
 
 from modulm.config.environ import variables
 from modulm.errors import ConfigError
@@ -28,7 +29,7 @@ from modulm_parsing.choice import parser_decisions, with_parsers
 from modulm_server.api_workers import Workers
 from modulm_server.app import Served, create_app, served_names
 from modulm_server.auth import open_paths, read_keys
-from modulm_server.engine.metrics import Metrics
+from modulm_server.engine.metrics import Metrics, ReplicaMetrics
 from modulm_server.first_request import first_request
 from modulm_server.flags import ServerConfig
 from modulm_server.heap import bound_arenas, give_back
@@ -63,6 +64,8 @@ _LAST_WORDS = 3.0
 #: Seconds for connections to close once no request is running.
 _CLOSING = 5.0
 _BACKLOG = 2048
+#: Most bytes of a message of a web socket.
+_SOCKET_MESSAGE = 16 << 20
 #: Turns of uvicorn's loop, a tenth of a second each, between two lines of statistics.
 _STATS_TICKS = 100
 #: Connections that are taken in one turn of the event loop.
@@ -108,7 +111,7 @@ def serve(
             served = create_app(engine, config)
             server = make_server(served, config.group(ServerConfig))
             facts = [
-                *start_facts(engine.info),
+                *start_facts(engine.info, len(engine.replicas) or 1),
                 *(f"{d.subject}: {d.winner or 'none'} ({d.reason})" for d in parsers),
             ]
             suggested = _suggested(engine, config)
@@ -283,7 +286,7 @@ def banner(
     )
 
 
-def start_facts(info: EngineInfo) -> list[str]:
+def start_facts(info: EngineInfo, replicas: int = 1) -> list[str]:
     """What runs: device, weights, kernels and cache, a line each."""
     said = info.description
     won = {d.subject.partition(" ")[0]: d.winner or "none" for d in said.decisions}
@@ -294,6 +297,7 @@ def start_facts(info: EngineInfo) -> list[str]:
         f"weights: {info.dtype}, {said.weight_bytes >> 20} MiB, quantization {quantization}",
         f"kernels: {won.get('kernels', 'none')}; attention {won.get('attention', 'none')}",
         f"cache: {', '.join([*cache, f'context {info.max_model_len}'])}",
+        *([f"replicas: {replicas}, each of them so"] if replicas > 1 else []),
     ]
 
 
@@ -372,7 +376,8 @@ def make_server(served: Served, server: ServerConfig) -> Server:
     config = uvicorn.Config(
         served.app,
         http=_bounded(server),
-        ws="none",
+        ws="websockets-sansio" if _has_sockets(served) else "none",
+        ws_max_size=_SOCKET_MESSAGE,
         lifespan="off",
         log_config=None,
         log_level=log,
@@ -391,7 +396,7 @@ def make_server(served: Served, server: ServerConfig) -> Server:
     made = Server(config, served, server.shutdown_timeout)
     metrics = served.generation.engine.metrics
     if (
-        isinstance(metrics, Metrics)
+        isinstance(metrics, Metrics | ReplicaMetrics)
         and not served.generation.config.observability.disable_log_stats
     ):
         made.stats = StatsLog(metrics)
@@ -399,6 +404,11 @@ def make_server(served: Served, server: ServerConfig) -> Server:
         config.load()
         made.watch(_Certificates(config.ssl, server.ssl_certfile, server.ssl_keyfile))
     return made
+
+
+def _has_sockets(served: Served) -> bool:
+    """Whether a route is a web socket: what serves these is imported for them alone."""
+    return any(isinstance(route, WebSocketRoute) for route in served.api.router.routes)
 
 
 def _bounded(server: ServerConfig) -> type[asyncio.Protocol]:

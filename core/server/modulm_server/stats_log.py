@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from modulm_server.engine.metrics import Metrics
+    from modulm_server.engine.metrics import Metrics, ReplicaMetrics
 
 __all__ = ["StatsLog"]
 
@@ -16,7 +16,7 @@ log = logging.getLogger("modulm_server.stats")
 class StatsLog:
     """Logs what has changed in an engine's metrics since it last looked; nothing, if it idled."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics | ReplicaMetrics) -> None:
         self._metrics = metrics
         self._seen = metrics.totals()
         self._when: float | None = None

@@ -64,6 +64,10 @@ TORCH: dict[str, tuple[str, dict[str, Any]]] = {
         ("states", "GraniteMoeHybridForCausalLM"),
     )
 }
+#: Several ranks: a process for each, so fewer arrangements.
+RANKS = ("LlamaForCausalLM", {
+    "dtype": "bfloat16", "tensor_parallel_size": 2, "distributed_executor_backend": "mp",
+})  # fmt: skip
 PLAIN = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2)
 _names = count()
 
@@ -148,13 +152,14 @@ Benches = dict[str, Bench]
 
 
 @contextmanager
-def _benches(folder: Path, engine: tuple[str, dict[str, Any]]) -> Iterator[Benches]:
+def _benches(folder: Path, engine: tuple[str, dict[str, Any]], *names: str) -> Iterator[Benches]:
     architecture, flags = engine
     make_tiny(folder, architecture, seed=5)
     whole = {"max_num_seqs": 1, "max_num_batched_tokens": 256, "enable_prefix_caching": False}
     made = {
         name: Bench.of(folder, flags | own)
         for name, own in {"alone": whole, **ARRANGEMENTS}.items()
+        if name in ("alone", *(names or ARRANGEMENTS))
     }
     yield made
     for bench in made.values():
@@ -173,6 +178,13 @@ def on_torch(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield made
 
 
+@pytest.fixture(scope="module")
+def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Benches]:
+    folder = tmp_path_factory.mktemp("exact") / "tiny"
+    with _benches(folder, RANKS, "ahead") as made:
+        yield made
+
+
 @settings(max_examples=6, deadline=None)
 @given(workloads(), st.randoms(use_true_random=False))
 def test_compiled_kernels(on_kernels: Benches, workload: list[dict[str, Any]], random: Any) -> None:
@@ -187,6 +199,14 @@ def test_plain_torch_token_by_token(
     _check(on_torch, workload, random)
 
 
+@settings(max_examples=3, deadline=None)
+@given(workloads(), st.randoms(use_true_random=False))
+def test_ranks_that_are_processes(
+    on_ranks: Benches, workload: list[dict[str, Any]], random: Any
+) -> None:
+    _check(on_ranks, workload, random)
+
+
 def _check(benches: Benches, workload: list[dict[str, Any]], random: Any) -> None:
     """What each request got alone is what it gets in every arrangement, or its beginning."""
     places = list(range(len(workload)))
@@ -194,8 +214,10 @@ def _check(benches: Benches, workload: list[dict[str, Any]], random: Any) -> Non
         place: benches["alone"].run([{**workload[place], "abort": None, "late": 0}], [0])[0]
         for place in places
     }
-    for name in ARRANGEMENTS:
-        found = benches[name].run(workload, random.sample(places, len(places)))
+    for name, bench in benches.items():
+        if name == "alone":
+            continue
+        found = bench.run(workload, random.sample(places, len(places)))
         for place, (tokens, logprobs, prompt) in found.items():
             whole = expected[place]
             if workload[place]["abort"] is None:

@@ -176,8 +176,8 @@ def test_what_is_wrong_is_raised_before_anything_runs(llm: LLM) -> None:
         llm.generate("x", SamplingParams(temperature=-1))
     with pytest.raises(RequestError, match="the model takes no images, audio or video"):
         llm.generate({"prompt": "x", "multi_modal_data": {"image": None}}, GREEDY)
-    with pytest.raises(RequestError, match="not yet"):
-        llm.generate({"encoder_prompt": "x"}, GREEDY)
+    with pytest.raises(RequestError, match="the model has no encoder"):
+        llm.generate({"encoder_prompt": "x", "decoder_prompt": "y"}, GREEDY)
     with pytest.raises(RequestError, match="2 prompts"):
         llm.generate(["a", "b"], [GREEDY])
     check_empty(llm._core.loop)

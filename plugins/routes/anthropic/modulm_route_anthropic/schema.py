@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
+from attrs import evolve
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from modulm.contracts.sampling import OutputKind, SamplingParams, StructuredOutputs
+from modulm_media.messages import MediaSource
 from modulm_parsing import thinking_variables
 from modulm_server.constraints import (
     check_tools,
@@ -76,6 +78,8 @@ def messages_of(body: _Conversation) -> list[dict[str, Any]]:
         if isinstance(content, str):
             messages.append({"role": role, "content": content})
         elif isinstance(content, list):
+            if role != "user" and any(map(_is_image, content)):
+                raise bad_field("messages", f"messages[{index}].content: only users send images")
             blocks = [_block(index, place, block) for place, block in enumerate(content)]
             messages += _assistant(blocks) if role == "assistant" else _user(role, blocks)
         else:
@@ -90,6 +94,7 @@ def _block(index: int, place: int, block: Any) -> dict[str, Any]:
     kind = block.get("type")
     wanted: dict[str, dict[str, type]] = {
         "text": {"text": str},
+        "image": {"source": dict},
         "thinking": {"thinking": str},
         "redacted_thinking": {},
         "tool_use": {"id": str, "name": str, "input": dict},
@@ -100,7 +105,40 @@ def _block(index: int, place: int, block: Any) -> dict[str, Any]:
     for name, form in wanted[kind].items():
         if not isinstance(block.get(name), form):
             raise bad_field("messages", f"{where}.{name}: is missing or of the wrong type")
+    if kind == "image":
+        return {"type": "image", "source": _image(where, block)}
+    if kind == "tool_result":
+        return {**block, "content": _result(where, block.get("content") or "")}
     return block
+
+
+def _image(where: str, block: Mapping[str, Any]) -> MediaSource:
+    """Where an image is. Raises ApiError(400)."""
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, dict) else None
+    name = {"base64": "data", "url": "url"}.get(str(kind), "")
+    value = source.get(name) if isinstance(source, dict) else None
+    if not isinstance(value, str):
+        raise bad_field("messages", f"{where}.source: base64 with data, or url with url")
+    made = MediaSource(kind="image", field=f"{where}.source.{name}")
+    return evolve(made, data=value) if name == "data" else evolve(made, url=value)
+
+
+def _result(where: str, content: Any) -> Any:
+    """What a tool gave: text, or parts with its images."""
+    images = isinstance(content, list) and any(_is_image(block) for block in content)
+    if not images:
+        return _texts(content, "messages")
+    return [
+        _image(f"{where}.content[{at}]", block)
+        if _is_image(block)
+        else {"type": "text", "text": _texts([block], "messages")}
+        for at, block in enumerate(content)
+    ]
+
+
+def _is_image(block: Any) -> bool:
+    return isinstance(block, dict) and block.get("type") == "image"
 
 
 def _texts(value: Any, where: str) -> str:
@@ -160,11 +198,14 @@ def _user(role: str, blocks: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, 
             yield {
                 "role": "tool",
                 "tool_call_id": block["tool_use_id"],
-                "content": _texts(block.get("content") or "", "messages"),
+                "content": block["content"],
             }
-    texts = [block["text"] for block in blocks if block["type"] == "text"]
-    if texts:
-        yield {"role": role, "content": "\n".join(texts)}
+    said = [block for block in blocks if block["type"] in ("text", "image")]
+    if any(block["type"] == "image" for block in said):
+        parts = [block["source"] if block["type"] == "image" else block for block in said]
+        yield {"role": role, "content": parts}
+    elif said:
+        yield {"role": role, "content": "\n".join(block["text"] for block in said)}
 
 
 def tools_of(body: _Conversation) -> tuple[tuple[dict[str, Any], ...], Any, bool]:

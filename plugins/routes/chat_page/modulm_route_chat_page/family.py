@@ -29,6 +29,7 @@ class ChatPage(RouteFamily):
             script_src="'self'",
             style_src="'self'",
             img_src="'self' data:",
+            media_src="data:",
             font_src="'self'",
             connect_src=" ".join(["'self'", *self._origins]),
             require_trusted_types_for="'script'",
@@ -58,6 +59,6 @@ class ChatPage(RouteFamily):
         """What the page must know and no other route says. Anybody may read it."""
         return {
             "tasks": list(self.context.engine.info.tasks),
-            "attachments": ["text"],
+            "attachments": [*self.context.generation.media.kinds, "text"],
             "tool_origins": list(self._origins),
         }

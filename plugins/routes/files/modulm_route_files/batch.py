@@ -272,10 +272,15 @@ class Batch:
         """The answer; while the server is full, or the engine may come back, a batch waits."""
         for pause in _PAUSES:
             status, answer = await loopback.post(self.endpoint, body, self.owner)
-            if status != 429 and not (status == 503 and b'"engine_stalled"' in answer):
+            if status != 429 and not (status == 503 and _passes(answer)):
                 return status, answer
             await asyncio.sleep(pause)
         return await loopback.post(self.endpoint, body, self.owner)
+
+
+def _passes(answer: bytes) -> bool:
+    """Whether what was unavailable may be there again: an engine, or one of several."""
+    return b'"engine_stalled"' in answer or b'"replica_died"' in answer
 
 
 def _append(target: RawIOBase, record: bytes) -> None:

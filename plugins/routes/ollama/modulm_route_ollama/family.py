@@ -38,6 +38,7 @@ from modulm_route_ollama.schema import (
     messages_of,
     params_of,
     variables_of,
+    with_images,
 )
 from modulm_server.auth import current_owner
 from modulm_server.chat_turn import ChatTurn, Parsers
@@ -243,7 +244,8 @@ class Ollama(RouteFamily):
         text = body.prompt or ""
         if templated:
             before = [{"role": "system", "content": body.system}] if body.system else []
-            messages = [*before, {"role": "user", "content": text}]
+            content = with_images(text, body.images, "images")
+            messages = [*before, {"role": "user", "content": content}]
             prompt = await generation.from_messages(messages, ChatOptions(variables=variables))
         else:
             (prompt,) = await generation.tokenize(text, whole=True)
@@ -361,8 +363,8 @@ class Ollama(RouteFamily):
 
 def _refuse(body: GenerateRequest) -> None:
     """What is understood but not there. Raises ApiError(400)."""
-    if body.images:
-        raise bad_field("images", "images: this server takes no images")
+    if body.images and (body.raw or body.context):
+        raise bad_field("images", "images: not together with raw or context")
     if body.suffix:
         raise bad_field("suffix", "suffix: this model cannot fill in the middle")
     if body.template:

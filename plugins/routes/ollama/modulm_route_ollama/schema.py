@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from modulm.contracts.sampling import OutputKind, SamplingParams, StructuredOutputs
+from modulm_media.messages import MediaSource
 from modulm_parsing import thinking_variables
 from modulm_server.constraints import from_response_format
 from modulm_server.json_body import bad_field
@@ -24,6 +25,7 @@ __all__ = [
     "messages_of",
     "params_of",
     "variables_of",
+    "with_images",
 ]
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -197,7 +199,7 @@ def variables_of(think: Think | None, parser: str | None) -> dict[str, Any]:
 def messages_of(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages in OpenAI's form: calls get ids, and results are of the calls before them.
 
-    Raises ApiError(400) for images, and for a message without a role.
+    Raises ApiError(400).
     """
     made: list[dict[str, Any]] = []
     waiting: list[tuple[str, str]] = []
@@ -205,12 +207,11 @@ def messages_of(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         role = message.get("role")
         if role not in ("system", "user", "assistant", "tool", "developer"):
             raise bad_field("messages", f"messages[{index}].role: system, user, assistant or tool")
-        if message.get("images"):
-            raise bad_field("messages", f"messages[{index}].images: this server takes no images")
         content = message.get("content") or ""
         if not isinstance(content, str):
             raise bad_field("messages", f"messages[{index}].content: a text is expected")
-        turn: dict[str, Any] = {"role": role, "content": content}
+        shown = with_images(content, message.get("images"), f"messages[{index}].images")
+        turn: dict[str, Any] = {"role": role, "content": shown}
         if message.get("thinking"):
             turn["reasoning"] = message["thinking"]
         if calls := message.get("tool_calls"):
@@ -220,6 +221,19 @@ def messages_of(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             turn["tool_call_id"] = _answered(waiting, message.get("tool_name"), index)
         made.append(turn)
     return made
+
+
+def with_images(text: str, images: Any, where: str) -> Any:
+    """A message's content: its images, as base64 of their files, come before its text."""
+    if not images:
+        return text
+    if not isinstance(images, list) or not all(isinstance(one, str) for one in images):
+        raise bad_field(where.partition("[")[0], f"{where}: a list of files in base64 is expected")
+    sources = [
+        MediaSource(kind="image", field=f"{where}[{place}]", data=data)
+        for place, data in enumerate(images)
+    ]
+    return [*sources, {"type": "text", "text": text}] if text else sources
 
 
 def _calls(calls: Any, index: int) -> list[dict[str, Any]]:

@@ -163,7 +163,7 @@ class Chat:
     def _refuse(self, body: ChatRequest) -> None:
         """What is understood but not there."""
         not_yet(body, "audio", "prediction", "web_search_options")
-        not_yet(body, "media_io_kwargs", "mm_processor_kwargs", "functions", "function_call")
+        not_yet(body, "functions", "function_call")
         if body.modalities not in (None, ["text"]):
             raise bad_field("modalities", 'modalities: this model gives ["text"]')
         if body.service_tier not in (None, "auto", "default"):
@@ -216,6 +216,8 @@ class Chat:
             else body.add_generation_prompt,
             continue_final_message=continued,
             add_special_tokens=bool(body.add_special_tokens),
+            media_io_kwargs=body.media_io_kwargs,
+            mm_processor_kwargs=body.mm_processor_kwargs,
         )
 
     # A whole answer.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from fastapi import APIRouter
 from starlette.responses import Response
@@ -24,10 +24,21 @@ class Load(TypedDict):
     server_load: int
 
 
+class Replica(TypedDict):
+    """One of several engines: ok, stalled, starting or dead; why is in the log."""
+
+    rank: int
+    status: str
+    restarts: int
+
+
 class Health(TypedDict):
-    """What llama.cpp's clients look for; the status of the answer says it all."""
+    """What llama.cpp's clients look for; the status of the answer says it all. "degraded": some of
+    several replicas work, and the others are started again.
+    """
 
     status: str
+    replicas: NotRequired[list[Replica]]
 
 
 class Version(TypedDict):
@@ -79,9 +90,15 @@ class Ops(RouteFamily):
         return router
 
     async def health(self) -> Response:
-        """200 while the engine lives, 503 when it is dead."""
+        """200 while an engine lives, 503 when none does."""
         await self.context.engine.check_health()
         told: Health = {"status": "ok"}
+        if replicas := self.context.engine.replicas:
+            if any(replica.status != "ok" for replica in replicas):
+                told["status"] = "degraded"
+            told["replicas"] = [
+                {"rank": r.rank, "status": r.status, "restarts": r.restarts} for r in replicas
+            ]
         return json_response(told)
 
     async def ready(self) -> Response:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
 
 import numpy as np
@@ -36,7 +36,15 @@ from modulm_route_pooling.objects import (
     ScoreList,
     Usage,
 )
-from modulm_route_pooling.prompts import Part, pairs_of, prompts_of, text_of
+from modulm_route_pooling.prompts import (
+    Part,
+    Side,
+    pairs_of,
+    prompts_of,
+    shown_document,
+    size,
+    text_of,
+)
 from modulm_route_pooling.schema import (
     ClassifyRequest,
     CohereEmbedRequest,
@@ -48,9 +56,13 @@ from modulm_route_pooling.schema import (
 from modulm_route_pooling.vectors import bytes_response, is_binary, shown
 from modulm_server.generation import ServedModel
 from modulm_server.json_body import bad_field, json_response, read, takes
+from modulm_server.media import TakenMedia
 from modulm_server.openapi import gives
 from modulm_server.prompts import Prompt
 from modulm_server.route import RouteFamily
+
+if TYPE_CHECKING:
+    from modulm.contracts.requests import PromptLike
 
 __all__ = ["Pooling"]
 
@@ -143,8 +155,8 @@ class Pooling(RouteFamily):
         """How well texts go together."""
         body = await read(request, ScoreRequest)
         model = await self._model(body.model, _PAIRS)
-        left, right = await pairs_of(self.context.generation, self._texts, body)
-        scores, usage = await self._scores(left, right, body, model)
+        sides = await pairs_of(self.context.generation, self._texts, body)
+        scores, usage = await self._scores(*sides, body, model)
         data: list[Scored] = [
             {"index": index, "object": "score", "score": score}
             for index, score in enumerate(scores)
@@ -156,8 +168,8 @@ class Pooling(RouteFamily):
         """Documents, the best for a query first."""
         body = await read(request, RerankRequest)
         model = await self._model(body.model, _PAIRS)
-        left, right = await pairs_of(self.context.generation, self._texts, body)
-        scores, usage = await self._scores(left, right, body, model)
+        sides = await pairs_of(self.context.generation, self._texts, body)
+        scores, usage = await self._scores(*sides, body, model)
         order = sorted(range(len(scores)), key=lambda place: -scores[place])
         results: list[Ranked] = [
             {"index": i, "relevance_score": scores[i]} for i in order[: body.top_n or len(order)]
@@ -165,7 +177,7 @@ class Pooling(RouteFamily):
         if body.return_documents is not False:
             for result in results:
                 given = body.documents[result["index"]]
-                result["document"] = {"text": text_of("documents", given)}
+                result["document"] = shown_document(given, body.return_documents is True)
         answer: RankList = {**_head("rerank", model.name, body), "results": results, "usage": usage}
         return json_response(answer)
 
@@ -213,7 +225,7 @@ class Pooling(RouteFamily):
     async def _run(self, parts: Sequence[Part], priority: int, model: ServedModel) -> list[Any]:
         """All prompts at once; the first failure ends the others."""
         encode = partial(self.context.generation.encode, priority=priority, adapter=model.adapter)
-        tasks = [asyncio.ensure_future(encode(Prompt(ids), own)) for ids, own in parts]
+        tasks = [asyncio.ensure_future(encode(_prompt(given), own)) for given, own in parts]
         try:
             return list(await asyncio.gather(*tasks))
         except RequestError as error:
@@ -228,18 +240,26 @@ class Pooling(RouteFamily):
 
     async def _scores(
         self,
-        left: Sequence[str],
-        right: Sequence[str],
+        left: Sequence[Side],
+        right: Sequence[Side],
+        taken: TakenMedia,
         body: ScoreRequest | RerankRequest,
         model: ServedModel,
     ) -> tuple[list[float], Usage]:
         """One score per pair, and what was computed for them."""
         wanted = {"variables": body.chat_template_kwargs}
         pairs = self._texts.pairs
-        size = sum(map(len, [*left, *right]))
-        work = self.context.generation.work
-        job = await work.run(size, pairs, left, right, _params(body), **wanted)
-        outputs = await self._run(job.parts, body.priority or 0, model)
+        amount = sum(map(size, [*left, *right]))
+        generation = self.context.generation
+        job = await generation.work.run(amount, pairs, left, right, _params(body), **wanted)
+        parts = list(job.parts)
+        seen = [at for at, (given, _) in enumerate(parts) if isinstance(given, Mapping)]
+        if seen:
+            asked = [cast("Mapping[str, Any]", parts[at][0]) for at in seen]
+            prompts = [(one["prompt_token_ids"], one["multi_modal_data"]) for one in asked]
+            for at, prompt in zip(seen, await generation.with_media(prompts, taken), strict=True):
+                parts[at] = (prompt, parts[at][1])
+        outputs = await self._run(parts, body.priority or 0, model)
         usage = _usage(outputs)
         return [output.outputs.score for output in job.join(outputs)], usage
 
@@ -278,3 +298,8 @@ def _head(prefix: str, model: str, body: Any) -> Head:
 def _usage(outputs: Sequence[Any]) -> Usage:
     tokens = sum(len(output.prompt_token_ids) for output in outputs)
     return {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+def _prompt(given: Prompt | PromptLike) -> Prompt:
+    """The prompt of a part, which is one already or token ids."""
+    return given if isinstance(given, Prompt) else Prompt(cast("Sequence[int]", given))

@@ -80,6 +80,7 @@ class Document(TypedDict):
     """A document that was ranked."""
 
     text: str
+    multi_modal: NotRequired[list[Any]]
 
 
 class Ranked(TypedDict):

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
-from modulm.contracts.pooler import PoolingInputs, paired
+from modulm.contracts.pooler import PairContent, PoolingInputs, paired
+from modulm.contracts.requests import PromptLike
 from modulm.contracts.sampling import PoolingParams
 from modulm.errors import RequestError
+from modulm_media.messages import part_kind
+from modulm_route_pooling.objects import Document
 from modulm_route_pooling.schema import ClassifyRequest, EmbedRequest, RerankRequest, ScoreRequest
 from modulm_server.generation import GenerationService
 from modulm_server.json_body import bad_field
-from modulm_server.prompts import ChatOptions
+from modulm_server.media import TakenMedia
+from modulm_server.prompts import ChatOptions, Prompt
 from modulm_server.sampling import LIMITS
 
-__all__ = ["Part", "pairs_of", "prompts_of", "text_of"]
+__all__ = ["Part", "Side", "pairs_of", "prompts_of", "shown_document", "size", "text_of"]
 
 #: Texts of the greatest length that all pairs of a request may have together.
 _PAIRED = 8
 
-Part = tuple[Sequence[int], PoolingParams]
+Side: TypeAlias = "str | PairContent"
+Part: TypeAlias = "tuple[Prompt | PromptLike, PoolingParams]"
 
 #: The names under which clients send the two sides of pairs.
 _SIDES = (
@@ -43,8 +48,10 @@ async def prompts_of(
             continue_final_message=body.continue_final_message,
             add_special_tokens=body.add_special_tokens is True,
             variables=body.chat_template_kwargs or {},
+            media_io_kwargs=body.media_io_kwargs,
+            mm_processor_kwargs=body.mm_processor_kwargs,
         )
-        return [((await generation.from_messages(body.messages, options)).ids, params)]
+        return [(await generation.from_messages(body.messages, options), params)]
     given = body.input
     many = given if isinstance(given, list) and not _is_ids(given) else [given]
     if not 0 < len(many) <= LIMITS.prompts:
@@ -70,37 +77,39 @@ async def prompts_of(
 
 async def pairs_of(
     generation: GenerationService, texts: PoolingInputs, body: ScoreRequest | RerankRequest
-) -> tuple[Sequence[str], Sequence[str]]:
-    """The texts of both sides, one pair for each score. Raises ApiError(400) naming the field."""
+) -> tuple[Sequence[Side], Sequence[Side], TakenMedia]:
+    """Both sides, one pair for each score, and their media. Raises ApiError(400), RequestError."""
     if isinstance(body, RerankRequest):
         names, first, second = ("query", "documents"), body.query, body.documents
     else:
         names, first, second = _sides(body)
-    left, right = (
-        [text_of(names[side], given) for given in (value if isinstance(value, list) else [value])]
-        for side, value in enumerate((first, second))
-    )
-    for name, side in zip(names, (left, right), strict=True):
-        if not 0 < len(side) <= LIMITS.prompts:
+    for name, value in zip(names, (first, second), strict=True):
+        if isinstance(value, list) and not 0 < len(value) <= LIMITS.prompts:
             raise bad_field(name, f"{name}: 1 to {LIMITS.prompts} texts")
-        for text in side:
-            generation.work.check(len(text), name)
+    ways = body.media_io_kwargs, body.mm_processor_kwargs
+    sides, taken = await generation.media.contents(
+        dict(zip(names, (first, second), strict=True)), *ways
+    )
+    left, right = sides
+    for name, side in zip(names, sides, strict=True):
+        for content in side:
+            generation.work.check(size(content), name)
 
-    def shorten() -> tuple[list[str], list[str]]:
+    def shorten() -> tuple[list[Side], list[Side]]:
         return (
-            [_short(texts, text, body.max_tokens_per_query) for text in left],
-            [_short(texts, text, body.max_tokens_per_doc) for text in right],
+            [_short(texts, one, body, "max_tokens_per_query") for one in left],
+            [_short(texts, one, body, "max_tokens_per_doc") for one in right],
         )
 
-    left, right = await generation.work.run(sum(map(len, [*left, *right])), shorten)
+    left, right = await generation.work.run(sum(map(size, [*left, *right])), shorten)
     try:
         pairs = paired(left, right, names[1])
     except RequestError as error:
         raise bad_field(names[1], error.message) from error
-    total = sum(len(one) + len(other) for one, other in zip(*pairs, strict=True))
+    total = sum(size(one) + size(other) for one, other in zip(*pairs, strict=True))
     if total > _PAIRED * generation.work.most:
         raise bad_field(names[1], f"{names[1]}: the pairs have {total} characters together")
-    return pairs
+    return (*pairs, taken)
 
 
 def _sides(body: ScoreRequest) -> tuple[tuple[str, str], Any, Any]:
@@ -126,12 +135,32 @@ def text_of(name: str, given: Any) -> str:
     return given
 
 
-def _short(texts: PoolingInputs, text: str, most: int) -> str:
-    """The first `most` tokens of a text; 0 for all."""
+def size(side: Side) -> int:
+    """Characters of one side."""
+    return len(side.text if isinstance(side, PairContent) else side)
+
+
+def _short(
+    texts: PoolingInputs, text: Side, body: ScoreRequest | RerankRequest, field: str
+) -> Side:
+    """The first tokens of a text, as many as a field of the request says; 0 for all."""
+    most: int = getattr(body, field)
     if not most:
         return text
+    if isinstance(text, PairContent):
+        raise bad_field(field, f"{field}: what has media in it cannot be cut")
     ids = texts.tokenizer.encode(text, add_special_tokens=False)
     return text if len(ids) <= most else texts.tokenizer.decode(ids[:most])
+
+
+def shown_document(given: Any, whole: bool) -> Document:
+    """A document as an answer has it: its text, and if it is wanted `whole` its media beside."""
+    content = given.get("content") if isinstance(given, Mapping) else None
+    if not isinstance(content, list) or not any(map(part_kind, content)):
+        return {"text": text_of("documents", given)}
+    texts = [text_of("documents", part) for part in content if part_kind(part) is None]
+    text = "\n".join(texts)
+    return {"text": text, "multi_modal": content} if whole else {"text": text}
 
 
 def _is_ids(value: Any) -> bool:

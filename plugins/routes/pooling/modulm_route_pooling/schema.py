@@ -40,6 +40,8 @@ class _Texts(_Common, kw_only=True):
     add_generation_prompt: bool = False
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
 
 
 class EmbedRequest(_Texts, kw_only=True):
@@ -64,6 +66,8 @@ class ClassifyRequest(_Texts, kw_only=True):
 
 class _Pairs(_Common, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     max_tokens_per_query: Count = 0
     max_tokens_per_doc: Count = 0
 

@@ -261,7 +261,14 @@ class Responses(RouteFamily):
         turn = ChatTurn(
             generation=self.context.generation,
             prompt=await self._prompt(
-                body, messages, ChatOptions(tools=tools, variables=variables)
+                body,
+                messages,
+                ChatOptions(
+                    tools=tools,
+                    variables=variables,
+                    media_io_kwargs=body.media_io_kwargs,
+                    mm_processor_kwargs=body.mm_processor_kwargs,
+                ),
             ),
             params=params,
             parsers=self._parsers,

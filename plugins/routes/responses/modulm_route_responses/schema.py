@@ -8,6 +8,7 @@ from uuid import uuid4
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from modulm.contracts.sampling import OutputKind, SamplingParams, StructuredOutputs
+from modulm_media.messages import MediaSource, part_kind, source_of
 from modulm_route_responses.body import LOGPROBS
 from modulm_server.constraints import (
     allowed_tools,
@@ -20,6 +21,8 @@ from modulm_server.sampling import LIMITS, Budget
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from modulm_media.flags import MediaKind
 
 __all__ = [
     "ResponsesRequest",
@@ -78,6 +81,8 @@ class ResponsesRequest(Struct, kw_only=True):
     service_tier: str | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: Budget | None = None
 
@@ -125,7 +130,7 @@ def _add(messages: list[dict[str, Any]], index: int, item: Any) -> None:
         )
     elif kind == "function_call_output":
         call_id = _named(index, item, "call_id")["call_id"]
-        content = _text(index, item.get("output"))
+        content = _content(index, item.get("output"))
         messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
     elif kind == "reasoning":
         thought = _text(index, item.get("content") or item.get("summary") or [])
@@ -185,7 +190,39 @@ def _message(index: int, item: Mapping[str, Any]) -> dict[str, Any]:
     role = item.get("role")
     if role not in ("user", "assistant", "system", "developer"):
         raise bad_field("input", f"input[{index}].role: user, assistant, system or developer")
+    if role == "user":
+        return {"role": role, "content": _content(index, item.get("content"))}
     return {"role": role, "content": _text(index, item.get("content"))}
+
+
+def _content(index: int, content: Any) -> Any:
+    """Text, or text and images, sound and video where there are some."""
+    kinds = [_kind(part) for part in content] if isinstance(content, list) else []
+    if not any(kinds):
+        return _text(index, content)
+    return [
+        {"type": "text", "text": _text(index, [part])} if kind is None else _source(index, at, part)
+        for at, (kind, part) in enumerate(zip(kinds, content, strict=True))
+    ]
+
+
+def _kind(part: Any) -> MediaKind | None:
+    if isinstance(part, dict) and part.get("type") == "input_file":
+        return "image"
+    return part_kind(part)
+
+
+def _source(index: int, at: int, part: Mapping[str, Any]) -> MediaSource:
+    where = f"input[{index}].content[{at}]"
+    if part.get("file_id") is not None:
+        raise bad_field("input", f"{where}.file_id: files of the server are no media; send them")
+    if part.get("type") != "input_file":
+        return source_of(_kind(part) or "image", part, where)
+    for name in ("file_data", "file_url"):
+        url = part.get(name)
+        if isinstance(url, str):
+            return MediaSource(kind="image", field=f"{where}.{name}", url=url)
+    raise bad_field("input", f"{where}: an image is expected in file_data or file_url")
 
 
 def _named(index: int, item: Mapping[str, Any], *names: str) -> Mapping[str, Any]:

@@ -50,6 +50,7 @@ class TokenizeRequest(Struct, kw_only=True):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     tools: list[Any] | None = None
 
@@ -192,8 +193,6 @@ class Tokens(RouteFamily):
                 "chat_template: this server renders only its own; it would need "
                 "--trust-request-chat-template",
             )
-        if body.mm_processor_kwargs:
-            raise bad_field("mm_processor_kwargs", "mm_processor_kwargs: not yet supported")
         return ChatOptions(
             tools=check_tools(body.tools),
             template=body.chat_template,
@@ -202,6 +201,8 @@ class Tokens(RouteFamily):
             and not body.continue_final_message,
             continue_final_message=bool(body.continue_final_message),
             add_special_tokens=bool(body.add_special_tokens),
+            media_io_kwargs=body.media_io_kwargs,
+            mm_processor_kwargs=body.mm_processor_kwargs,
         )
 
     async def detokenize(self, request: Request) -> Response:

@@ -36,7 +36,7 @@ export class App {
   async start() {
     for (const conversation of await this.store.all()) this.conversations.set(conversation.id, mended(conversation));
     this.open(location.hash.slice(1));
-    about().then((facts) => { this.facts = facts; }, () => {});
+    about().then((facts) => { this.facts = facts; this.composer.recorder.offer(facts.attachments); }, () => {});
     await this.loadModels();
   }
 

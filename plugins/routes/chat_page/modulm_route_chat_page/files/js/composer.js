@@ -1,7 +1,8 @@
 // Where a message is written: text, files, send or stop.
 
-import { readFile } from "./attachments.js";
+import { preview, readFile } from "./attachments.js";
 import { byId, icon, iconButton, make, toast } from "./dom.js";
+import { Recorder } from "./recorder.js";
 
 export class Composer {
   /** send(text, attachments), stop(), editLast(); kinds(): of attachments that are taken. */
@@ -14,6 +15,7 @@ export class Composer {
       onchange: () => { this.attach([...this.files.files]); this.files.value = ""; } });
     this.form.append(this.files);
     byId("attach").addEventListener("click", () => this.files.click());
+    this.recorder = new Recorder((file) => this.attach([file]));
     addEventListener("dragover", (event) => event.preventDefault());
     addEventListener("drop", (event) => { event.preventDefault(); this.attach([...event.dataTransfer.files]); });
     this.text.addEventListener("paste", (event) => {
@@ -74,7 +76,7 @@ export class Composer {
   showAttached() {
     const list = byId("attachments");
     list.hidden = !this.attached.length;
-    list.replaceChildren(...this.attached.map((each) => make("li", {}, icon("clip"), each.name,
+    list.replaceChildren(...this.attached.map((each) => make("li", { class: each.kind }, each.kind === "text" ? icon("clip") : preview(each), each.kind === "text" && each.name,
       iconButton("close", `Remove ${each.name}`, () => { this.attached = this.attached.filter((other) => other !== each); this.showAttached(); }))));
   }
 

@@ -21,7 +21,8 @@ export function toMarkdown(conversation) {
     if (node.role === "user") {
       put("user", "## You", node.content);
       for (const file of node.attachments ?? [])
-        put(`attachment ${JSON.stringify(file.name)}`, `### File ${file.name}`, file.text);
+        if (file.url) put(`attachment ${JSON.stringify(file.name)}`, `### ${file.kind} ${file.name}`, file.url);
+        else put(`attachment ${JSON.stringify(file.name)}`, `### File ${file.name}`, file.text);
     } else if (node.role === "tool") put(`tool ${JSON.stringify([node.call, node.name])}`, `## Result of ${node.name}`, node.content);
     else {
       put("assistant", "## Answer", node.content);
@@ -84,11 +85,18 @@ function fromMarkdown(text) {
       last = add(conversation, last, { role: "tool", content, call, name });
     } else if (last && kind === "reasoning") last.reasoning = content;
     else if (last && kind === "calls") last.calls = JSON.parse(content);
-    else if (last) (last.attachments ??= []).push({ kind: "text", name: JSON.parse(given), text: content });
+    else if (last) (last.attachments ??= []).push(attachment(JSON.parse(given), lines[0], content));
   }
   const title = /^# (.+)$/m.exec(text);
   if (title) Object.assign(conversation, { title: title[1], named: true });
   return conversation;
+}
+
+/** An attachment as it was written: text, or the URL of what is none. */
+function attachment(name, title, content) {
+  const kind = /^### (image|audio|video) /.exec(title ?? "")?.[1];
+  const url = kind && new RegExp(`^data:${kind}/[\\w.+-]+;base64,[A-Za-z0-9+/=]+$`).test(content);
+  return url ? { kind, name, url: content } : { kind: "text", name, text: content };
 }
 
 /** Hand a file to the browser. */

@@ -1,5 +1,6 @@
 // One message on the screen.
 
+import { preview } from "./attachments.js";
 import { callsView } from "./calls.js";
 import { copyBy } from "./copy.js";
 import { icon, iconButton, make } from "./dom.js";
@@ -40,9 +41,11 @@ export class MessageView {
 
   updateQuestion() {
     const { content, attachments = [] } = this.message;
-    const files = attachments.map(({ name, text }) =>
+    const files = attachments.filter(({ kind }) => kind === "text").map(({ name, text }) =>
       make("details", { class: "file" }, make("summary", {}, icon("clip"), name), make("pre", { tabIndex: 0 }, text)));
-    this.body.replaceChildren(make("div", { class: "said" }, content), ...files);
+    const media = attachments.filter(({ kind }) => kind !== "text").map(preview);
+    this.body.replaceChildren(...(media.length ? [make("div", { class: "media" }, ...media)] : []),
+      ...(content || !media.length ? [make("div", { class: "said" }, content)] : []), ...files);
   }
 
   updateAnswer() {

@@ -1,6 +1,6 @@
 // From a conversation and its settings to the body of a request.
 
-import { attachedText } from "./attachments.js";
+import { attachedMedia, attachedText } from "./attachments.js";
 import { FIELDS, Invalid, valueOf } from "./fields.js";
 
 /** Fields that are sent under their own name. */
@@ -20,7 +20,7 @@ export function history(nodes) {
 const answered = (node) => node.state !== "failed" && Boolean(node.content || node.calls?.length);
 
 function message(node) {
-  if (node.role === "user") return { role: "user", content: node.content + attachedText(node.attachments) };
+  if (node.role === "user") return { role: "user", content: asked(node) };
   if (node.role === "tool") return { role: "tool", tool_call_id: node.call, name: node.name, content: node.content };
   const made = { role: "assistant", content: node.content };
   if (node.reasoning) made.reasoning_content = node.reasoning;
@@ -28,6 +28,13 @@ function message(node) {
     made.tool_calls = node.calls.map((call) => (
       { id: call.id, type: "function", function: { name: call.name, arguments: call.arguments } }));
   return made;
+}
+
+/** Text alone is sent as such; media come before it. */
+function asked({ content, attachments }) {
+  const text = content + attachedText(attachments), media = attachedMedia(attachments);
+  if (!media.length) return text;
+  return text ? [...media, { type: "text", text }] : media;
 }
 
 /** The body of a request. Throws Invalid for a setting that cannot be sent. */

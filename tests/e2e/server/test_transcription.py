@@ -1,0 +1,311 @@
+"""`modulm serve` with a tiny Whisper: sound in, what transformers' model would say out."""
+
+from __future__ import annotations
+
+import base64
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+from tests.media.files import sound_file
+from tests.speech.whisper import HEADS, write_whisper
+from transformers.models.whisper.tokenization_whisper import _collate_word_timestamps
+from transformers.utils import ModelOutput
+from websockets.sync.client import connect
+
+import modulm
+from modulm.text.tokenizer import load_tokenizer
+from modulm_media import Sound
+from modulm_speech import Transcriber, Wanted
+from modulm_speech.cutting import pieces
+from modulm_towers.testing import sounds
+from modulm_transcriber_whisper import WhisperTranscriber
+
+#: Tokens of an answer, seconds that the model hears at once.
+FEW, HEARD = 8, 4
+SHORT, LONG = sounds((3.0, 9.5))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whisper")
+    write_whisper(folder, HEARD)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = ["--port", port, "--served-model-name", "whisper", "--device", "cpu",
+             "--dtype", "float32", "--max-audio-clip-filesize-mb", "1"]  # fmt: skip
+    log = folder / "log"
+    with log.open("wb") as sink:
+        words = [sys.executable, "-m", "modulm.cli.main", "serve", folder, *flags]
+        process = subprocess.Popen([str(word) for word in words], stdout=sink, stderr=sink)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        while not _ready(url):
+            if process.poll() is not None:
+                pytest.fail(log.read_text())
+            time.sleep(0.1)
+        yield url
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        assert "Traceback" not in log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=1).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def sdk(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client:
+        yield client
+
+
+def config_of(folder: Path) -> Any:
+    return json.loads((folder / "config.json").read_text())
+
+
+class Reference:
+    """transformers' model of the checkpoint, and what Whisper is asked."""
+
+    def __init__(self, folder: Path) -> None:
+        import transformers as hf
+
+        self.model = hf.WhisperForConditionalGeneration.from_pretrained(
+            folder, attn_implementation="eager"
+        ).eval()
+        self.folder = folder
+        self.ends_with = config_of(folder)["eos_token_id"]
+        self.hears = hf.WhisperFeatureExtractor.from_pretrained(folder)
+        self.tokenizer = load_tokenizer(folder)
+        config = config_of(folder)
+        self.asks: Transcriber = WhisperTranscriber(self.tokenizer, folder, config)
+        self.ids = {name: self.tokenizer.token_to_id(f"<|{name}|>") for name in ("en", "de", "zh")}
+
+    def scores(self, samples: np.ndarray, tokens: list[int]) -> torch.Tensor:
+        """[vocabulary], of what comes next."""
+        made = self.hears(samples, sampling_rate=16000, return_tensors="pt")
+        with torch.no_grad():
+            found = self.model(**made, decoder_input_ids=torch.tensor([tokens]))
+        scores: torch.Tensor = found.logits[0, -1].clone()
+        return scores
+
+    def language(self, samples: np.ndarray) -> str:
+        question = self.asks.ask_language(Sound(samples, 16000))
+        scores = self.scores(samples, list(question.tokens))
+        return max(self.ids, key=lambda code: float(scores[self.ids[code]]))
+
+    def ends(self, samples: np.ndarray, begun: list[int], said: list[int]) -> list[float]:
+        """Seconds at which each of these tokens has been said, and the end behind them."""
+        made = self.hears(samples, sampling_rate=16000, return_tensors="pt")
+        heard = said[:-1] if said[-1] == self.ends_with else said
+        given = torch.tensor([[*begun, *heard, self.ends_with]])
+        with torch.no_grad():
+            out = self.model(**made, decoder_input_ids=given[:, :-1], output_attentions=True)
+        seen = ModelOutput(cross_attentions=[out.cross_attentions], sequences=given)
+        frames = -(-len(samples) // 160)
+        times = self.model._extract_token_timestamps(
+            seen, HEADS, num_frames=frames, num_input_ids=len(begun)
+        )
+        return [float(time) for time in times[0, len(begun) :]]
+
+    def text(self, samples: np.ndarray, wanted: Wanted) -> str:
+        """What is said greedily, without times."""
+        question = self.asks.ask(Sound(samples, 16000), wanted)
+        rules = question.params["extra_args"]["transcript_rules"]
+        tokens: list[int] = []
+        while len(tokens) < FEW:
+            scores = self.scores(samples, [*question.tokens, *tokens])
+            scores[[*rules["hidden"], *([] if tokens else rules["hidden_first"])]] = -torch.inf
+            scores[rules["times"] :] = -torch.inf
+            tokens.append(int(scores.argmax()))
+            if tokens[-1] == rules["end"]:
+                break
+        return self.tokenizer.decode(tokens)
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Reference:
+    return Reference(folder)
+
+
+def streamed(sdk: openai.OpenAI, samples: np.ndarray, **given: Any) -> str:
+    """The text of a stream, which is asked for once and greedily."""
+    few = {"max_completion_tokens": FEW}
+    events = list(
+        sdk.audio.transcriptions.create(
+            model="whisper", file=("a.wav", sound_file(samples, kind="FLOAT")), stream=True,
+            extra_body=few, **given,
+        )
+    )  # fmt: skip
+    last: Any = events[-1]
+    assert last.text == "".join(event.delta for event in events[:-1]).rstrip()  # type: ignore[union-attr]
+    text: str = last.text
+    return text
+
+
+def test_a_stream_says_what_transformers_model_says(sdk, reference: Reference) -> None:
+    expected = reference.text(SHORT, Wanted(language="de", prompt="Ada"))
+    assert expected.strip()
+    assert streamed(sdk, SHORT, language="de", prompt="Ada") == expected.strip()
+
+
+def test_long_sound_is_heard_in_pieces_and_its_language_is_found(sdk, reference) -> None:
+    parts = [LONG[first:end] for first, end in pieces(LONG, 16000, HEARD)]
+    assert len(parts) == 3
+    wanted = Wanted(language=reference.language(parts[0]))
+    expected = [reference.text(part, wanted).split() for part in parts]
+    assert streamed(sdk, LONG).split() == [word for words in expected for word in words]
+
+
+def test_every_format(sdk: openai.OpenAI) -> None:
+    given: Any = {"model": "whisper", "file": ("a.wav", sound_file(LONG)), "language": "en",
+                  "extra_body": {"max_completion_tokens": 12}}  # fmt: skip
+    plain = sdk.audio.transcriptions.create(**given)
+    assert plain.text
+    assert sdk.audio.transcriptions.create(**given).text == plain.text
+    assert sdk.audio.transcriptions.create(**given, response_format="text").strip() == plain.text
+    verbose = sdk.audio.transcriptions.create(**given, response_format="verbose_json")
+    assert (verbose.language, verbose.duration) == ("english", 9.5)
+    assert verbose.segments
+    times = [time for one in verbose.segments for time in (one.start, one.end)]
+    assert times == sorted(times)
+    assert 0 <= times[0] <= times[-1] <= 9.5
+    assert all(0 <= one.no_speech_prob <= 1 for one in verbose.segments)
+    count = len(verbose.segments)
+    srt: Any = sdk.audio.transcriptions.create(**given, response_format="srt")
+    vtt: Any = sdk.audio.transcriptions.create(**given, response_format="vtt")
+    assert srt.count(" --> ") == vtt.count(" --> ") == count
+    tokens = sdk.audio.transcriptions.create(**given, include=["logprobs"]).logprobs
+    assert tokens
+    assert all(one.logprob is not None and one.logprob <= 0 for one in tokens)
+
+
+def test_words_have_the_times_that_transformers_gives_them(sdk, reference: Reference) -> None:
+    """The same engine in this process says what tokens the server's answers have."""
+    drawn: dict[str, Any] = {"temperature": 0.7, "seed": 0, "max_tokens": 24}
+    most = {"max_completion_tokens": drawn["max_tokens"]}
+    given: Any = {"model": "whisper", "file": ("a.wav", sound_file(LONG, kind="FLOAT")),
+                  "language": "en", "response_format": "verbose_json", "temperature": 0.7,
+                  "extra_body": most}  # fmt: skip
+    found = sdk.audio.transcriptions.create(**given, timestamp_granularities=["word", "segment"])
+    cut = [(first / 16000, LONG[first:end]) for first, end in pieces(LONG, 16000, HEARD)]
+    wanted = Wanted(language="en", times=True)
+    asked = [reference.asks.ask(Sound(samples, 16000), wanted) for _, samples in cut]
+    with modulm.LLM(str(reference.folder), device="cpu", dtype="float32") as llm:
+        answers = llm.generate(
+            [
+                {"prompt_token_ids": one.tokens, "multi_modal_data": {"audio": (samples, 16000)}}
+                for one, (_, samples) in zip(asked, cut, strict=True)
+            ],
+            [modulm.SamplingParams(**drawn, **one.params) for one in asked],
+        )
+    shown, expected = Shown(reference.tokenizer), list[tuple[str, float, float]]()
+    for (start, samples), one, answer in zip(cut, asked, answers, strict=True):
+        said = answer.outputs[0].token_ids
+        ends = [start, *(start + end for end in reference.ends(samples, list(one.tokens), said))]
+        last = start + len(samples) / 16000
+        times = [(min(a, last), min(b, last)) for a, b in pairwise(ends)]
+        for segment in reference.asks.read(said, 4.0):
+            place = next(
+                n for n in range(24) if tuple(said[n:])[: len(segment.tokens)] == segment.tokens
+            )
+            spoken = list(segment.tokens)
+            own = times[place : place + len(spoken)]
+            words = _collate_word_timestamps(shown, spoken, own, "english", False)
+            expected += [(word["text"].strip(), *word["timestamp"]) for word in words]
+    expected = [word for word in expected if word[0]]
+    assert len(expected) > 12
+    assert [word.word for word in found.words] == [word for word, _, _ in expected]
+    got = [(word.start, word.end) for word in found.words]
+    assert got == [pytest.approx(pair, abs=2e-3) for _, *pair in expected]
+    few = sdk.audio.transcriptions.create(**given, timestamp_granularities=["word"])
+    assert (few.segments, few.words) == (None, found.words)
+    plain = sdk.audio.transcriptions.create(**given)
+    assert (plain.segments, plain.words) == (found.segments, None)
+
+
+class Shown:
+    """The tokenizer as transformers' functions call one."""
+
+    eos_token_id = 1 << 30
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def decode(self, tokens: list[int], **how: Any) -> str:
+        text: str = self.tokenizer.decode(list(tokens))
+        return text
+
+
+def test_translations(url: str) -> None:
+    form = {"response_format": "verbose_json", "max_completion_tokens": "8", "language": "de"}
+    file = {"file": sound_file(SHORT, 16000, "FLAC")}
+    found = httpx.post(f"{url}/v1/audio/translations", files=file, data=form, timeout=60).json()
+    assert (found["task"], found["language"]) == ("translate", "english")
+    assert found["text"]
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "param"),
+    [
+        (b"\0" * 5000, {}, "file"),
+        (sound_file(SHORT, 16000, "MP3")[:300], {}, "file"),
+        (sound_file(SHORT[:1000]), {}, "file"),
+        (sound_file(np.resize(LONG, 16000 * 40)), {}, "file"),
+        (sound_file(SHORT), {"language": "xx"}, "language"),
+        (
+            sound_file(SHORT),
+            {"response_format": "srt", "timestamp_granularities[]": "word"},
+            "timestamp_granularities",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(url: str, file: bytes, fields: dict[str, str], param: str) -> None:
+    answer = httpx.post(
+        f"{url}/v1/audio/transcriptions", files={"file": ("a.wav", file)}, data=fields, timeout=60
+    )
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+def test_a_web_socket(url: str, reference: Reference) -> None:
+    samples = (SHORT * 32767).astype("<i2")
+    heard = samples.astype(np.float32) / 32768
+    with connect(f"{url.replace('http', 'ws')}/v1/realtime") as it:
+        assert json.loads(it.recv(timeout=30))["type"] == "session.created"
+        it.send(json.dumps({"type": "session.update", "model": "whisper", "language": "de"}))
+        for part in np.array_split(samples, 5):
+            audio = base64.b64encode(part.tobytes()).decode()
+            it.send(json.dumps({"type": "input_audio_buffer.append", "audio": audio}))
+        it.send(json.dumps({"type": "input_audio_buffer.commit", "final": True}))
+        text, event = "", json.loads(it.recv(timeout=60))
+        while event["type"] == "transcription.delta":
+            text, event = text + event["delta"], json.loads(it.recv(timeout=60))
+    assert event["type"] == "transcription.done", event
+    assert event["text"] == text.rstrip()
+    assert event["usage"]["completion_tokens"] > FEW
+    assert text.startswith(reference.text(heard, Wanted(language="de")).strip()[:12])
