@@ -39,6 +39,11 @@ settings.load_profile("same" if FUZZ is None else "fuzz")
 FAMILIES = ("modulm", "modulm_server", "uvicorn")
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: many tests wait for the processes that they have started."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what draws examples, for `make fuzz`."""
     for item in items:

@@ -26,12 +26,14 @@ from modulm.plugins import manager
 #: programs have them and their values are refused where transformers would not follow them.
 _KEPT = {
     "attn_type_list",
+    "audio",
     "clip_qkv",
     "first_k_dense_replace",
     "full_attn_idxs",
     "is_causal",
     "max_position_embeddings",
     "mtp_layer_types",
+    "n_positions",
     "num_nextn_predict_layers",
     "original_max_position_embeddings",
     "position_embedding_type",

@@ -28,6 +28,7 @@ from modulm_chat.kinds import CHAT_TEMPLATES  # noqa: E402
 from modulm_distributed.kinds import COLLECTIVES  # noqa: E402
 from modulm_media.kinds import MEDIA_FAMILIES  # noqa: E402
 from modulm_server.kinds import ROUTES  # noqa: E402
+from modulm_speech.kinds import TRANSCRIBERS  # noqa: E402
 
 _BROUGHT = (
     ROUTES,
@@ -38,6 +39,7 @@ _BROUGHT = (
     COLLECTIVES,
     COLLECTIVES,
     MEDIA_FAMILIES,
+    TRANSCRIBERS,
 )
 ALL_KINDS = {**KINDS, **{kind.name: kind for kind in _BROUGHT}}
 #: What else is under core/: package -> the folders of plugins that may import it.
@@ -46,14 +48,17 @@ LIBRARIES: dict[str, set[str]] = {
     "modulm_chat": {"chat_templates", "commands", "compat", "parsers", "poolers"},
     "modulm_cli": {"commands", "compat"},
     "modulm_distributed": {"executors", "collectives"},
+    "modulm_fleet": set(),
     "modulm_frontend": {"commands", "compat", "hooks", "routes"},
     "modulm_gpu": {"platforms"},
     "modulm_layers": {"models", "poolers", "speculators"},
-    "modulm_media": {"models", "routes"},
+    "modulm_media": {"models", "routes", "transcribers"},
     "modulm_parsing": {"parsers", "routes", "commands", "models", "logits_processors"},
     "modulm_quantized": {"quantization", "commands"},
+    "modulm_ray_serve": set(),
     "modulm_server": {"routes", "commands", "compat"},
     "modulm_speculation": {"speculators"},
+    "modulm_speech": {"routes", "transcribers"},
     "modulm_tensor_files": {"loaders", "quantization", "commands"},
     "modulm_towers": {"models"},
 }

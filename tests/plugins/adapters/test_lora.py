@@ -42,6 +42,10 @@ def settings(family, kind):
             "alpha_pattern": {"o_proj": 9, "c_proj": 5},
         },
         "fused": {"target_modules": FUSED.get(family, apart), "use_rslora": True},
+        # The rule of Phi-4 multimodal's own adapters.
+        "layers": {
+            "target_modules": r".*model\.layers\.\d+\.(self_attn\.(qkv|o)|mlp\.(gate_up|down))_proj"
+        },
         "experts": {
             "target_modules": ["q_proj"],
             "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
@@ -110,6 +114,7 @@ CASES = [
     for family in FAMILIES
     for kind in ("dense", "fused", "embeddings", "dora", "regex", "saved")
 ] + [(family, "experts") for family in EXPERTS] + [
+    ("Phi4MultimodalForCausalLM", "layers"),
     ("Qwen2ForCausalLM", "bias"), ("Qwen2ForCausalLM", "lora_bias"),
 ]  # fmt: skip
 

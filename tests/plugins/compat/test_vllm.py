@@ -159,7 +159,7 @@ def test_every_name_is_there() -> None:
         ("from vllm import SamplingParams; SamplingParams(temperature=-1)", ValueError,
          "temperature must be"),
         ("from vllm import LLM; LLM('demo', data_parallel_size=8)", ValueError,
-         "data_parallel_size: not yet"),
+         "data_parallel_size: replicas are for servers"),
         ("from vllm import LLM; LLM('demo', max_model_length=8)", ValueError, "max_model_len"),
         ("from vllm import EngineArgs; EngineArgs(max_model_length=8)", TypeError, "max_model_len"),
         ("from vllm.sampling_params import StructuredOutputsParams as S; S(json={}, regex='a')",
@@ -512,8 +512,8 @@ def test_a_wrong_flag_is_told_under_the_commands_name(capfd: pytest.CaptureFixtu
 def test_the_command_of_the_docs_that_cannot_run_says_why(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """`vllm serve <model> --data-parallel-size 2`."""
-    code, said = run(capfd, "serve", str(tmp_path), "--data-parallel-size", "2")
+    """`vllm serve <model> --collect-detailed-traces all`."""
+    code, said = run(capfd, "serve", str(tmp_path), "--collect-detailed-traces", "all")
     assert code == 2
     assert "not yet" in said
 

@@ -60,6 +60,7 @@ class LoraBank(AdapterBank):
         self._step = Step(self.slots)
         self._layers: dict[str, LoraLayer] = {}
         self._stacks: dict[str, LinearSpec] = {}
+        self._elsewhere: list[LinearSpec] = []
         self._experts: list[LoraExperts] = []
         self._preparer: Preparer | None = None
         self._guard = threading.RLock()
@@ -109,6 +110,9 @@ class LoraBank(AdapterBank):
         self._experts.append(LoraExperts(gate_up, down, self._step))
         return self._experts[-1]
 
+    def elsewhere(self, spec: LinearSpec) -> None:
+        self._elsewhere.append(spec)
+
     def open(self, names: Naming) -> None:
         self._preparer = Preparer(
             self.config,
@@ -117,6 +121,7 @@ class LoraBank(AdapterBank):
             lengths=lambda layer: self._layers[layer].squares(),
             product=lambda layer, x: self._layers[layer].product(x),
             refused=self._refused,
+            elsewhere=self._elsewhere,
         )
 
     def _refused(self, layer: str) -> str:

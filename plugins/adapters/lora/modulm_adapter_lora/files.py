@@ -25,6 +25,7 @@ CONFIG, WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_
 
 def stamp_of(path: Path) -> tuple[tuple[str, int, int, int], ...]:
     """What changes when a file of the adapter is written or replaced."""
+    path, _ = _part_of(path)
     files = [(name, path / name) for name in (CONFIG, *WEIGHTS)]
     stats = [(name, file.stat()) for name, file in files if file.is_file()]
     return tuple((name, s.st_ino, s.st_size, s.st_mtime_ns) for name, s in stats)
@@ -41,7 +42,7 @@ _RESIDUAL = ("pissa", "corda", "olora", "loftq", "lora_ga")
 _KEY = re.compile(
     r"(?P<module>.+?)\.(?P<kind>"
     r"lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
-    r"(?:\.[^.]+)??(?:\.(?P<what>weight|bias))?"
+    r"(?:\.(?P<part>[^.]+))??(?:\.(?P<what>weight|bias))?"
 )
 
 
@@ -100,12 +101,17 @@ class AdapterFiles:
 
 
 def read_adapter(folder: Path) -> AdapterFiles:
-    """Read all of an adapter. Raises CheckpointError naming the file and what is wrong with it."""
+    """Read all of an adapter. One file may hold several, which share all but their tensors: of
+    those `folder` / NAME is the one of that name.
+
+    Raises CheckpointError naming the file and what is wrong with it.
+    """
+    folder, part = _part_of(folder)
     settings = read_settings(folder)
     file = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if file is None:
         raise CheckpointError(f"{folder}: there is no {' or '.join(WEIGHTS)}")
-    tensors = _read_tensors(file)
+    tensors = _only(_read_tensors(file), part, file)
     changes: dict[tuple[str, int], Change] = {}
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
@@ -122,6 +128,29 @@ def read_adapter(folder: Path) -> AdapterFiles:
         if change.down is None and change.magnitude is not None:
             raise CheckpointError(f"{file}: {change.module} has a magnitude and no lora_A")
     return AdapterFiles(file, settings, changes)
+
+
+def _part_of(folder: Path) -> tuple[Path, str | None]:
+    """The folder with the files, and which of several adapters in it is meant."""
+    if folder.is_dir() or not (folder.parent / CONFIG).is_file():
+        return folder, None
+    return folder.parent, folder.name
+
+
+def _only(tensors: Mapping[str, Tensor], part: str | None, file: Path) -> Mapping[str, Tensor]:
+    """The tensors of one of the adapters in a file. Raises CheckpointError."""
+    found = {name: _KEY.fullmatch(name) for name in tensors}
+    parts = {name: match["part"] for name, match in found.items() if match and match["part"]}
+    named = sorted(set(parts.values()))
+    if part is None and len(named) > 1:
+        raise CheckpointError(
+            f"{file}: holds several adapters: name one of {', '.join(named)} behind the folder, "
+            f"as {file.parent / named[0]}"
+        )
+    if part is not None and part not in named:
+        known = ", ".join(named) or "none that has a name"
+        raise CheckpointError(f"{file}: holds no adapter {part!r:.60}, but {known}")
+    return {name: t for name, t in tensors.items() if part is None or parts.get(name) == part}
 
 
 def read_settings(folder: Path) -> Settings:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,19 +84,27 @@ class Preparer:
         lengths: Lengths,
         product: Product,
         refused: Callable[[str], str],
+        elsewhere: Sequence[LinearSpec] = (),
     ) -> None:
         self._options, self._specs, self._names = options, specs, names
         self._lengths, self._product, self._refused = lengths, product, refused
         self._places = Places(specs.values())
+        self._elsewhere = Places([spec for spec in elsewhere if spec.name not in specs])
 
     def __call__(self, files: AdapterFiles) -> Prepared:
         """Raises CheckpointError naming the file, the tensor and what was expected."""
         one = _One(self, files)
         for (_, wrappers), change in files.changes.items():
-            if self._wanted(change.module, files.file):
+            if self._wanted(change.module, files.file) and not self._is_elsewhere(one, change):
                 one.take(change, wrappers)
         one.tie()
         return Prepared(one.layers)
+
+    def _is_elsewhere(self, one: _One, change: Change) -> bool:
+        """Whether another pipeline stage has the layer."""
+        name = one._named(change.module)
+        head = self._elsewhere.head if name == _HEAD else None
+        return (self._elsewhere.get(name) or head) is not None
 
     def _wanted(self, module: str, file: Path) -> bool:
         only = self._options.lora_target_modules

@@ -88,7 +88,18 @@ class CpuPagedAttention(AttentionBackend):
     name = "cpu_paged"
     api = 3
     features = frozenset(
-        {"value_dim", "window", "softcap", "sinks", "alibi", "causal", "latent", "scales", "spans"}
+        {
+            "value_dim",
+            "window",
+            "softcap",
+            "sinks",
+            "alibi",
+            "causal",
+            "latent",
+            "scales",
+            "spans",
+            "cross",
+        }
     )
 
     def __init__(
@@ -140,6 +151,8 @@ class CpuPagedAttention(AttentionBackend):
         return KVLayout(shape, spec.kv_dtype, math.prod(shape[1:]) * dtype.itemsize)
 
     def plan(self, step: StepLayout) -> _StepPlan:
+        if step.encoder_lens is not None:
+            return self._plan(evolve(step, context_lens=step.encoder_lens), causal=False)
         made = self._plan(step, self.spec.causal)
         if step.spans is None or not len(step.spans) or not self.spec.causal:
             return made
@@ -172,12 +185,14 @@ class CpuPagedAttention(AttentionBackend):
         inputs: AttentionInputs = PLAIN,
     ) -> None:
         if inputs.k_scale is None and inputs.v_scale is None:
-            self.write_kv(k, v, cache, plan.slots)
+            if len(k):
+                self.write_kv(k, v, cache, plan.slots)
             self._attend(q, cache, plan, out, inputs)
             return
         # Scores are q . (k s) = (q s) . k, and what is attended is linear in the values.
         keys, values = _scaled(k, inputs.k_scale), _scaled(v, inputs.v_scale)
-        self.write_kv(keys, values, cache, plan.slots)
+        if len(k):
+            self.write_kv(keys, values, cache, plan.slots)
         self._attend(_by_head(q, inputs.k_scale), cache, plan, out, inputs)
         out.copy_(_by_head(out, inputs.v_scale))
 
@@ -216,7 +231,7 @@ class CpuPagedAttention(AttentionBackend):
     def _attend(
         self, q: Tensor, cache: Tensor, plan: _StepPlan, out: Tensor, inputs: AttentionInputs
     ) -> None:
-        self._rows(q, cache, plan, out, inputs, self.spec.causal)
+        self._rows(q, cache, plan, out, inputs, self.spec.causal and not self.spec.cross)
         if plan.spans is not None:
             again = out.new_empty(len(plan.tokens), *out.shape[1:])  # type: ignore[arg-type]
             self._rows(q[plan.tokens], cache, plan.spans, again, inputs, causal=False)

@@ -43,6 +43,8 @@ _KV_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", 
 #: Most queries of one row in a piece, and most gathered tokens of a piece.
 _QUERIES = 256
 _GATHERED = 65536
+#: What goes with parts that are merged.
+_MERGED = {"partial", "value_dim", "softcap", "latent", "scales"}
 
 
 @frozen(eq=False)
@@ -87,12 +89,15 @@ class SdpaAttention(AttentionBackend):
             "softcap",
             "sinks",
             "alibi",
+            "biases",
             "causal",
             "latent",
             "selection",
             "picks",
             "scales",
             "spans",
+            "cross",
+            "partial",
         ]
     )
 
@@ -106,6 +111,7 @@ class SdpaAttention(AttentionBackend):
     ) -> None:
         super().__init__(spec, platform, ops, block_size, options)
         self.staging = platform.staging()
+        self.causal = spec.causal and not spec.cross
         if options:
             raise ConfigError("attention.sdpa", f"takes no options, got {sorted(options)}")
 
@@ -113,6 +119,8 @@ class SdpaAttention(AttentionBackend):
     def rejects(cls, spec: AttentionSpec, platform: Platform, ops: Ops) -> str | None:
         if spec.kv_dtype not in _KV_DTYPES:
             return f"keeps keys and values in {', '.join(_KV_DTYPES)}, not {spec.kv_dtype}"
+        if spec.partial and (alone := spec.features - _MERGED):
+            return f"makes no parts of attention with {', '.join(sorted(alone))}"
         if spec.kv_dtype in INTEGERS and (spec.latent or spec.picks):
             return f"keeps no latent and no keys that are picked by in {spec.kv_dtype}"
         if spec.kv_dtype == "int4" and (spec.head_dim % 2 or (spec.value_dim or 0) % 2):
@@ -132,6 +140,8 @@ class SdpaAttention(AttentionBackend):
         return KVLayout((blocks, self.block_size, heads, width), spec.kv_dtype, one)
 
     def plan(self, step: StepLayout) -> _StepPlan:
+        if step.encoder_lens is not None:
+            step = evolve(step, context_lens=step.encoder_lens)
         parts = list(self._pieces(step))
         arrays = [array for _, *given in parts for array in given]
         slots, *tensors = self.staging.send((step.slots, *arrays))
@@ -166,6 +176,11 @@ class SdpaAttention(AttentionBackend):
             piece = whole if inputs.selected is None else self._chosen(whole, inputs.selected)
             keys, values = self._found(held[piece.slots], q.dtype, inputs)
             queries = q[piece.tokens].view(piece.rows, -1, *q.shape[1:]).transpose(1, 2)
+            if inputs.lse is not None:
+                result, lse = self._attend_part(queries, keys, values, piece.visible)
+                inputs.lse[piece.tokens] = lse.transpose(1, 2).flatten(0, 1)
+                out[piece.tokens] = result.transpose(1, 2).reshape(-1, *out.shape[1:]).to(out.dtype)
+                continue
             result = self._attend(queries, keys, values, piece, inputs)
             out[piece.tokens] = result.transpose(1, 2).reshape(-1, *out.shape[1:])
 
@@ -242,7 +257,7 @@ class SdpaAttention(AttentionBackend):
         """q: [R, Hq, Q, D]; k: [R, Hk, L, D]; v: [R, Hk, L, Dv] -> [R, Hq, Q, Dv]."""
         spec, sinks, alibi = self.spec, inputs.sinks, inputs.alibi
         visible = piece.visible if piece.visible.dim() == 4 else piece.visible[:, None]
-        if not spec.softcap and sinks is None and alibi is None:
+        if not (spec.softcap or sinks is not None or spec.alibi or spec.biases):
             grouped = q.shape[1] != k.shape[1]
             if grouped and q.shape[2] == 1 and visible.shape[1] == 1:
                 return self._attend_folded(q, k, v, visible)
@@ -257,12 +272,32 @@ class SdpaAttention(AttentionBackend):
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
         if alibi is not None:
             scores = scores - alibi[:, None, None] * piece.distance[:, None]
+        if inputs.biases is not None:
+            near = piece.distance.clamp(0, inputs.biases.shape[1] - 1)
+            scores = scores + inputs.biases[:, near].transpose(0, 1)
         scores = scores.masked_fill(~visible, -torch.inf)
         if sinks is not None:
             column = sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
             scores = torch.cat([scores, column], dim=-1)
         weights = scores.softmax(-1)[..., : k.shape[2]]
         return torch.matmul(weights, v.float().repeat_interleave(group, 1)).to(q.dtype)
+
+    def _attend_part(
+        self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """[R, Hq, Q, Dv] and the log of the sum of exponents [R, Hq, Q], both fp32; shapes else as
+        in `_attend`, visible: [R, Q, L].
+        """
+        folded = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1]).float() * self.spec.scale
+        scores = torch.matmul(folded, k.float().transpose(-1, -2))
+        scores = scores.view(*q.shape[:3], -1)
+        if self.spec.softcap:
+            scores = self.spec.softcap * torch.tanh(scores / self.spec.softcap)
+        scores = scores.masked_fill(~visible[:, None], -torch.inf)
+        lse = scores.logsumexp(-1)
+        weights = (scores - lse[..., None]).exp().nan_to_num_(0.0)
+        found = torch.matmul(weights.view(*folded.shape[:3], -1), v.float())
+        return found.view(*q.shape[:3], -1), lse
 
     def _attend_folded(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
         """One query per row: the heads that share a key head become its queries, so that keys
@@ -291,7 +326,7 @@ class SdpaAttention(AttentionBackend):
 
     def _reach(self, ends: np.ndarray, queries: int) -> np.ndarray:
         """How many of the `ends` cached tokens the last `queries` of them look back over."""
-        if self.spec.window is None or not self.spec.causal:
+        if self.spec.window is None or not self.causal:
             return ends
         return np.minimum(ends, self.spec.window + queries - 1)
 
@@ -305,7 +340,10 @@ class SdpaAttention(AttentionBackend):
         """`queries` tokens of each row, from its `first`; rows [R], first [R]."""
         counts = np.diff(step.query_starts)[rows]
         before = step.context_lens[rows] - counts + first
-        ends = before + queries if self.spec.causal else step.context_lens[rows]
+        ends = before + queries if self.causal else step.context_lens[rows]
+        tokens = (step.query_starts[rows] + first)[:, None] + np.arange(queries)
+        if step.seen is not None:
+            ends = np.maximum(step.seen[tokens[:, -1]].astype(np.int64), 1)
         length = int(self._reach(ends, queries).max())
         spans = _spans_in(step, rows, before, queries) if queries > 1 else ()
         if spans:
@@ -317,16 +355,17 @@ class SdpaAttention(AttentionBackend):
         positions = before[:, None] + np.arange(queries)
         distance = positions[:, :, None] - keys[:, None, :]
         visible = np.broadcast_to(keys[:, None, :] >= 0, distance.shape)
-        if self.spec.causal:
+        if step.seen is not None:
+            visible = visible & (keys[:, None, :] < step.seen[tokens][:, :, None])
+        elif self.causal:
             allowed = distance >= 0
             for begin, end in spans:
                 inside = (positions >= begin) & (positions < end)
                 allowed |= inside[:, :, None] & ((keys >= begin) & (keys < end))[:, None, :]
             visible = visible & allowed
         if self.spec.window is not None:
-            back = distance if self.spec.causal else np.abs(distance)
+            back = distance if self.causal else np.abs(distance)
             visible = visible & (back < self.spec.window)
-        tokens = (step.query_starts[rows] + first)[:, None] + np.arange(queries)
         places = tokens.ravel().astype(np.int64)
         seen = visible.copy()
         return len(rows), places, keys[:, 0].copy(), slots, distance.astype(np.int32), seen

@@ -223,6 +223,26 @@ def test_one_expert_back(ops, form, parts, outputs, inputs):
         assert torch.equal(packed[expert], wanted)
 
 
+@pytest.mark.parametrize("form", [*FLOATS, *CODED])
+def test_an_expert_moves_to_another_stack(ops, form):
+    """Into room that the other has made for it; both then compute with it alike."""
+    there, _ = stack(ops, form, 2, 2, 96, 160)
+    down, _ = stack(ops, form, 4, 1, 160, 96)
+    here, _ = stack(ops, form, 3, 2, 96, 160)
+    kept = [here[expert].clone() for expert in range(3)]
+    here.grow(4)
+    here.put(3, [piece.clone() for piece in there.memory(1)])
+    assert len(here) == 4
+    assert all(torch.equal(here[expert], wanted) for expert, wanted in enumerate(kept))
+    assert torch.equal(here[3], there[1])
+    there.grow(4)
+    there.put(3, [piece.clone() for piece in here.memory(3)])
+    x = torch.randn(5, 160).to(FLOATS.get(form, torch.bfloat16))
+    weights, ids = torch.ones(5, 1), torch.full((5, 1), 3)
+    out = [ops["fused_experts"](x, weights, ids, one, down, act="silu") for one in (here, there)]
+    assert torch.equal(*out)
+
+
 @pytest.mark.parametrize("scale", [1, 2, 127, 250, 251])
 def test_exponents_at_their_ends(ops, scale):
     codes = torch.arange(32, dtype=torch.uint8).remainder(16).expand(16, 32).contiguous()
