@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from modulm_server.serve import Server
 from modulm_server.testing import Live, error_of
 
 ServerMaker = Callable[..., Live]
@@ -418,3 +419,26 @@ def test_connections_that_are_answered_stay(make_server: ServerMaker) -> None:
         assert f"content-length: {len(told)}".encode() in head
         assert json.loads(told)["error"]["code"] == "overloaded"
         assert all(next(lines) is not None for lines in running)
+
+
+class _Begins(Server):
+    """A server process just before it takes connections."""
+
+    def __init__(self) -> None:
+        self.waits: list[bool] = []
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        for sock in sockets or ():
+            self.waits.append(os.get_blocking(sock.fileno()))
+            sock.close()
+
+
+def test_a_server_process_that_begins_leaves_the_others_socket_as_it_is() -> None:
+    """Another one stood still in `accept`, with what it had taken, when this one was started."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.setblocking(False)
+        (begins := _Begins()).serve_on(socket.socket(fileno=os.dup(taken.fileno())))
+        assert begins.waits
+        assert not any(begins.waits)
+        assert not os.get_blocking(taken.fileno())

@@ -324,7 +324,12 @@ class Server(uvicorn.Server):
 
         It is listened on several times: libuv takes one connection of each per turn, and a sign of
         life would wait for as many turns as there are connections before it.
+
+        Other processes may accept from it already, and whether that waits is a property of the
+        socket, not of a descriptor: a copy of a socket that Python takes to be blocking would
+        have them stand still in `accept`.
         """
+        sock.setblocking(False)
         self.run(sockets=[sock, *(sock.dup() for _ in range(_AT_ONCE - 1))])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
