@@ -24,8 +24,6 @@ import pytest
 from modulm import LLM, SamplingParams
 from modulm.testing.checkpoints import make_tiny
 
-pytest.importorskip("ray")
-
 NETWORK = "10.213.7"
 HEAD, OTHER = f"{NETWORK}.1", f"{NETWORK}.2"
 #: Seconds until a program that says nothing is ended.

@@ -6,10 +6,6 @@ import pickle
 from collections.abc import Mapping
 from typing import Any
 
-import pytest
-
-pytest.importorskip("ray.serve", reason="ray is in the dev group")
-
 from modulm_ray_serve.affinity import Affinity, Route, route
 
 REPLICAS: Mapping[str, tuple[int, tuple[str, ...]]] = {

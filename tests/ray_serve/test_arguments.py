@@ -9,9 +9,6 @@ import pytest
 from pydantic import ValidationError
 
 from modulm.errors import ConfigError
-
-pytest.importorskip("ray.serve", reason="ray is in the dev group")
-
 from modulm_ray_serve import AppArgs, app
 from modulm_ray_serve.options import model_options
 

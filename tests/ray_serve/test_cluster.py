@@ -24,9 +24,6 @@ import pytest
 from modulm.testing.adapters import write_lora
 from modulm.testing.checkpoints import make_tiny
 
-pytest.importorskip("ray.serve", reason="ray is in the dev group")
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*metrics_interval_s")]
-
 #: Tokens of a stream that lasts longer than replicas need to go.
 LONG = 8000
 FAST = {

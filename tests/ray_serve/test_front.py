@@ -14,14 +14,11 @@ from modulm.config import EngineConfig
 from modulm.errors import EngineDead
 from modulm.testing.checkpoints import make_tokenizer
 from modulm.text.tokenizer import Tokenizer, load_tokenizer
-from modulm_server.app import create_app
-from modulm_server.scripted import Reply, ScriptedEngine, scripted_info
-
-pytest.importorskip("ray.serve", reason="ray is in the dev group")
-
 from modulm_ray_serve.affinity import Route
 from modulm_ray_serve.ingress import Front, Served
 from modulm_ray_serve.replica import Call, ModelReplica, _Answer
+from modulm_server.app import create_app
+from modulm_server.scripted import Reply, ScriptedEngine, scripted_info
 
 
 class Replica(ModelReplica):

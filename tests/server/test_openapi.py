@@ -10,13 +10,12 @@ from typing import Annotated, Any, Generic, Literal, NotRequired, TypedDict, Typ
 import httpx
 import hypothesis
 import pytest
+import schemathesis
 from hypothesis import HealthCheck, Phase, settings
+from schemathesis.specs.openapi import checks
 
 from modulm_server.openapi import Shapes, gives
 from modulm_server.testing import Live, error_of
-
-schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is in the dev group")
-from schemathesis.specs.openapi import checks  # noqa: E402
 
 #: What schemathesis holds answers to; those of this folder's servers are held to closed shapes too
 #: (`as_described` of conftest.py), and each event of a stream is.

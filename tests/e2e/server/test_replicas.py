@@ -292,7 +292,6 @@ def test_a_short_soak(serving: Serving) -> None:
 @pytest.fixture
 def parallel(tiny_folder: Path, tmp_path: Path) -> Iterator[Serving]:
     """One engine, whose layers two ranks share."""
-    pytest.importorskip("modulm_executor_mp")
     port, _ = free_ports()
     log = tmp_path / "server.log"
     command = [*flags(tiny_folder), "-tp", "2", "--port", str(port)]

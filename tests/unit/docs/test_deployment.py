@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import click
+import crossplane
+import kubernetes_validate
+import promql_parser
 import pytest
 import yaml
 
@@ -212,9 +215,8 @@ def test_kubernetes(reference: Any) -> None:
 
 
 def test_kubernetes_schemas() -> None:
-    schemas = pytest.importorskip("kubernetes_validate", reason="no schemas of Kubernetes here")
     for manifest in manifests().values():
-        schemas.validate(manifest, "1.31", strict=True)
+        kubernetes_validate.validate(manifest, "1.31", strict=True)
 
 
 # Ray
@@ -222,7 +224,7 @@ def test_kubernetes_schemas() -> None:
 
 def ray_applications(text: str, keys: Path) -> Any:
     """The applications of a configuration of Ray Serve, each built as Ray Serve builds it."""
-    schema = pytest.importorskip("ray.serve.schema", reason="ray is in the dev group")
+    from ray.serve import schema
     from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as build
     from ray.serve._private.utils import import_attr
 
@@ -277,13 +279,12 @@ def test_ray_service(keys: Path, reference: Any) -> None:
 
 
 def test_ray_pods_have_kubernetes_schemas() -> None:
-    schemas = pytest.importorskip("kubernetes_validate", reason="no schemas of Kubernetes here")
     cluster = yaml.safe_load((DEPLOY / "ray/rayservice.yaml").read_text())["spec"]
     cluster = cluster["rayClusterConfig"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         pod = {"apiVersion": "v1", "kind": "Pod", **group["template"]}
         pod["metadata"]["name"] = "x"
-        schemas.validate(pod, "1.31", strict=True)
+        kubernetes_validate.validate(pod, "1.31", strict=True)
 
 
 # systemd
@@ -344,7 +345,6 @@ def directives(block: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
 
 
 def test_nginx_lets_streams_through(nginx: Path) -> None:
-    crossplane = pytest.importorskip("crossplane", reason="crossplane is in the dev group")
     payload = crossplane.parse(str(nginx), strict=True, check_args=True, check_ctx=True)
     assert payload["errors"] == []
     ours = next(each for each in payload["config"] if each["file"].endswith("modulm.conf"))
@@ -426,12 +426,11 @@ def test_metrics_that_the_page_names_are_there(series: Callable[[str], bool]) ->
 
 
 def test_queries_of_the_dashboard_are_queries() -> None:
-    promql = pytest.importorskip("promql_parser", reason="promql-parser is in the dev group")
     assert len(expressions()) > 30
     for expression in expressions():
-        promql.parse(expression)
+        promql_parser.parse(expression)
     with pytest.raises(ValueError, match="."):
-        promql.parse("sum by (le rate(x[5m]))")
+        promql_parser.parse("sum by (le rate(x[5m]))")
 
 
 def test_panels_do_not_overlap() -> None:

@@ -19,7 +19,7 @@ from attrs import frozen
 
 from modulm.contracts.requests import Request, StepEvents
 from modulm.engine.types.engine_info import EngineInfo, open_tokenizer
-from modulm.errors import EngineDead, EngineError, EngineStalled
+from modulm.errors import EngineDead, EngineError
 from modulm_frontend.profile import StepProfile
 from modulm_server.engine.adapters import Adapter, AdapterRegistry
 from modulm_server.engine.client import ReplicaHealth
@@ -150,7 +150,7 @@ class EngineCoreClient(ABC):
     def forget_silence(self) -> None:
         """This process has stood still itself: silence is counted from now on."""
 
-    def give_up(self, error: EngineStalled) -> None:
+    def give_up(self, error: EngineError) -> None:
         """End what waits for an answer of the engine."""
 
     def kill(self) -> bool:

@@ -27,7 +27,7 @@ import attrs
 
 from modulm.contracts.requests import Request, StepEvents
 from modulm.engine.types import frames
-from modulm.errors import EngineDead, EngineStalled
+from modulm.errors import EngineDead, EngineError
 from modulm_server.engine import codec
 from modulm_server.engine.adapters import Adapter
 from modulm_server.engine.core_client import EngineCoreClient
@@ -60,6 +60,7 @@ class ProcessCoreClient(EngineCoreClient):
         self._died = died
         self._owned = owned
         self._calls: dict[int, Future[Any]] = {}
+        self._death: EngineDead | None = None
         self._numbers = count()
         self._closing = False
         self._lock = threading.Lock()
@@ -137,7 +138,7 @@ class ProcessCoreClient(EngineCoreClient):
         if self._owned is not None:
             self._owned.dump_stacks()
 
-    def give_up(self, error: EngineStalled) -> None:
+    def give_up(self, error: EngineError) -> None:
         for number in list(self._calls):
             answer = self._calls.pop(number, None)
             if answer is not None:
@@ -163,6 +164,8 @@ class ProcessCoreClient(EngineCoreClient):
         answer.set_running_or_notify_cancel()  # whoever waits may leave; the answer comes anyway
         self._calls[number] = answer
         self._send(frames.pack(operation, number, *arguments))
+        if self._death is not None:  # a connection to another machine takes what nobody reads
+            self.give_up(self._death)
         return answer
 
     def _send(self, data: bytes) -> None:
@@ -214,8 +217,8 @@ class ProcessCoreClient(EngineCoreClient):
         if death is None:
             gone = self._owned.ending() if self._owned and not self._closing else ""
             death = EngineDead(gone or "the connection to the engine was closed")
-        for answer in list(self._calls.values()):
-            answer.set_exception(death)
+        self._death = death
+        self.give_up(death)
         self._died(death)
 
     def _handle(self, frame: list[Any]) -> EngineDead | None:

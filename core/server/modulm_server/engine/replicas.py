@@ -567,7 +567,7 @@ class ReplicaSet(EngineCoreClient):
         for _, client in self._live():
             client.forget_silence()
 
-    def give_up(self, error: EngineStalled) -> None:
+    def give_up(self, error: EngineError) -> None:
         for replica in self._replicas:
             if replica.client is not None:
                 replica.client.give_up(error)
