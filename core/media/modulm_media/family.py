@@ -7,13 +7,16 @@ families say only which kinds they take; torch is not imported for it.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from attrs import evolve
 
 from modulm.errors import RequestError
 from modulm_media.values import Media, Processed, Sound, Video, runs_of
+
+if TYPE_CHECKING:
+    from modulm_media.processors import ProcessorFiles
 
 __all__ = ["API", "MediaFamily", "Processed"]
 
@@ -44,9 +47,19 @@ class MediaFamily:
     looks: ClassVar[bool] = False
     #: Whether what is encoded is the prompt's own text. The processor is None then.
     reads_text: ClassVar[bool] = False
+    #: For image processors that transformers makes only where there is torchvision, those that are
+    #: made elsewhere ("module:Class"): by their names in files, without "Fast" behind them.
+    image_processors: ClassVar[Mapping[str, str]] = {}
+    #: transformers' video processor, where it has another model's name than the processor.
+    video_processor: ClassVar[str | None] = None
 
     def __init__(self, processor: Any, config: Mapping[str, Any]) -> None:
         self.processor, self.config = processor, config
+
+    @classmethod
+    def open_processor(cls, files: ProcessorFiles) -> Any:
+        """The checkpoint's processor. What this raises is told with the checkpoint's path."""
+        return files.processor(cls.image_processors, cls.video_processor)
 
     def mark(self, kind: str) -> str:
         """The text that stands in a prompt where an item of this kind is to be put."""

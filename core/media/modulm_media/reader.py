@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Self
@@ -13,11 +13,11 @@ import numpy as np
 from attrs import evolve, frozen
 
 from modulm.contracts.media import MediaItem
-from modulm.errors import PluginNotFound, RequestError
+from modulm.errors import CheckpointError, PluginNotFound, RequestError
 from modulm_media.cache import ProcessedCache
 from modulm_media.family import MediaFamily, Processed
 from modulm_media.flags import MediaConfig
-from modulm_media.processors import load_processor
+from modulm_media.processors import ProcessorFiles
 from modulm_media.values import KINDS, Media, fingerprint
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from modulm.plugins.manager import PluginManager
     from modulm.text.tokenizer import Tokenizer
 
-__all__ = ["MediaPrompt", "MediaReader", "most_of"]
+__all__ = ["MediaPrompt", "MediaReader", "load_processor", "most_of"]
 
 #: Most media of a kind in a prompt where nothing else is said.
 _MOST = 999
@@ -44,11 +44,19 @@ class MediaPrompt:
 
 
 class MediaReader:
-    """Reads the prompts of one engine. The processor is made when the first needs it."""
+    """Reads the prompts of one engine. The processor is made when the first needs it.
+
+    opens: the family that makes it, where it is not the one that uses it.
+    """
 
     def __init__(
-        self, family: type[MediaFamily], info: EngineInfo, tokenizer: Tokenizer | None
+        self,
+        family: type[MediaFamily],
+        info: EngineInfo,
+        tokenizer: Tokenizer | None,
+        opens: type[MediaFamily] | None = None,
     ) -> None:
+        self._opens: Any = opens or family  # mypy takes classes not to be hashable
         self._family_class, self._info, self._tokenizer = family, info, tokenizer
         self.flags = info.config.group(MediaConfig)
         self._cache = ProcessedCache(int(self.flags.mm_processor_cache_gb * 2**30))
@@ -60,12 +68,17 @@ class MediaReader:
         cls, info: EngineInfo, tokenizer: Tokenizer | None, plugins: PluginManager
     ) -> Self | None:
         """The reader for an engine's prompts, None if its model takes no media."""
-        try:
-            name = info.description.media_family or info.architecture
-            family = plugins.load("media_families", name)
-        except PluginNotFound:
-            return None
-        return cls(family, info, tokenizer)
+
+        def found(name: str) -> type[MediaFamily] | None:
+            try:
+                family: type[MediaFamily] = plugins.load("media_families", name)
+            except PluginNotFound:
+                return None
+            return family
+
+        own, name = found(info.architecture), info.description.media_family
+        family = found(name) if name else own
+        return None if family is None else cls(family, info, tokenizer, own)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -83,7 +96,8 @@ class MediaReader:
         config = {**_table(path, "generation_config.json"), **_table(path, "config.json")}
         if self._family_class.reads_text:
             return self._family_class(None, config)
-        processor = load_processor(path, model.tokenizer or path, model.trust_remote_code)
+        tokenizer = model.tokenizer or path
+        processor = load_processor(self._opens, path, tokenizer, model.trust_remote_code)
         return self._family_class(processor, config)
 
     @property
@@ -274,6 +288,23 @@ class MediaReader:
 
     def _keywords(self, options: Mapping[str, Any] | None) -> Mapping[str, Any]:
         return {**self.flags.mm_processor_kwargs, **(options or {})}
+
+
+@lru_cache(maxsize=4)
+def load_processor(
+    family: type[MediaFamily],
+    path: str,
+    tokenizer: str | None = None,
+    trust_remote_code: bool = False,
+) -> Any:
+    """The processor of the checkpoint at `path`, made by its family; slow to make, so it is kept.
+
+    tokenizer: the folder of its tokenizer, where that is another. Raises CheckpointError.
+    """
+    try:
+        return family.open_processor(ProcessorFiles(path, tokenizer or path, trust_remote_code))
+    except Exception as error:
+        raise CheckpointError(f"{path}: its processor cannot be made: {error}") from error
 
 
 def most_of(flags: MediaConfig, kind: str) -> int:

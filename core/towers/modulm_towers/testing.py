@@ -28,8 +28,9 @@ import torch
 from attrs import field, frozen
 
 import modulm
+from modulm.plugins import manager
 from modulm.testing.checkpoints import make_tiny, make_tokenizer
-from modulm_media.processors import load_processor
+from modulm_media.reader import load_processor
 from modulm_media.values import Video
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ __all__ = [
     "check_images",
     "films",
     "images",
+    "processor_of",
     "prompts_of",
     "sounds",
     "write_family",
@@ -262,6 +264,15 @@ def check_images(family: ImageFamily, folder: Path, **flags: Any) -> None:
     raise AssertionError("nothing was preempted")
 
 
+def processor_of(architecture: str, folder: Path, otherwise: str = "") -> Any:
+    """The processor of a checkpoint of that architecture, as its prompts are read with; otherwise:
+    the media family, where the architecture has none.
+    """
+    known = {declared.name for declared in manager.current().names("media_families")}
+    name = architecture if architecture in known else otherwise
+    return load_processor(manager.current().load("media_families", name), str(folder))
+
+
 class _Counted:
     preempted = 0
 
@@ -281,7 +292,7 @@ class _Reference:
 
         self.family = family
         self.prefix = family.prefix
-        self.processor = load_processor(str(folder), str(folder))
+        self.processor = processor_of(family.architecture, folder, family.driver.media_family)
         self.model = getattr(transformers, family.loads or family.architecture).from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         )

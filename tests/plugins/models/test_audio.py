@@ -18,8 +18,14 @@ import modulm
 from modulm.errors import CheckpointError, RequestError
 from modulm.nn import read_config
 from modulm.plugins import manager
-from modulm_media.processors import load_processor
-from modulm_towers.testing import SoundFamily, check_images, images, sounds, write_family
+from modulm_towers.testing import (
+    SoundFamily,
+    check_images,
+    images,
+    processor_of,
+    sounds,
+    write_family,
+)
 
 
 def driver(architecture):
@@ -226,7 +232,7 @@ def test_images_and_sounds_of_one_prompt_in_the_whole_model(architecture, whole,
         "The <|vision_start|><|image_pad|><|vision_end|> of <|audio_start|><|audio_pad|>"
         "<|audio_end|> and <|vision_start|><|image_pad|><|vision_end|> is"
     )
-    given = load_processor(str(folder), str(folder))(
+    given = processor_of(architecture, folder)(
         text=[text], images=pictures, audio=heard, add_special_tokens=False, return_tensors="pt"
     )
     with torch.inference_mode():

@@ -23,10 +23,10 @@ from modulm.errors import CheckpointError, RequestError, UnsupportedError
 from modulm.nn import read_config
 from modulm.plugins import manager
 from modulm.testing.checkpoints import make_tiny
-from modulm_media.processors import load_processor
+from modulm_media.reader import load_processor
 from modulm_server.engine.async_llm import AsyncLLM
 from modulm_server.testing import serve_in_thread
-from modulm_towers.testing import ImageFamily, images, write_family
+from modulm_towers.testing import ImageFamily, images, processor_of, write_family
 
 TOKENS = {"eos_token": "<|end|>"}
 TEXTS = ["a small cat", "the capital of France"]
@@ -198,7 +198,7 @@ def test_every_token_of_a_page_has_the_vector_of_transformers(name, tmp_path):
     driver = manager.current().load("models", name)
     write_family(ImageFamily(driver, tokens, make), tmp_path)
     model: Any = getattr(hf, name).from_pretrained(tmp_path, dtype=torch.float32).eval()
-    read = load_processor(str(tmp_path), str(tmp_path))
+    read = processor_of(name, tmp_path)
     pages = images([(56, 42), (30, 60)])
     given = [read.process_images(images=[page]) for page in pages]
     given.insert(1, read.process_queries(text=["What is the capital of France?"]))
@@ -268,7 +268,7 @@ class Qwen2VL:
 
 def theirs(folder, model, ids, pages):
     """What transformers makes of a prompt with images."""
-    read = load_processor(str(folder), str(folder))
+    read = processor_of("JinaEmbeddingsV4Model", folder)
     seen = read.image_processor(images=pages, return_tensors="pt") if pages else {}
     kinds = torch.tensor([[int(token == 480) for token in ids]])
     with torch.inference_mode():

@@ -16,7 +16,9 @@ import modulm
 from modulm.errors import CheckpointError, RequestError
 from modulm.nn import read_config
 from modulm.plugins import manager
-from modulm_media.processors import load_processor
+from modulm_cohere.tiles import Cohere2VisionImageProcessorPil
+from modulm_llama.tiles import Llama4ImageProcessorPil
+from modulm_phi.tiles import Phi4MultimodalImageProcessorPil
 from modulm_towers import tiny_text
 from modulm_towers.testing import (
     ImageFamily,
@@ -24,6 +26,7 @@ from modulm_towers.testing import (
     check_images,
     films,
     images,
+    processor_of,
     sounds,
     write_family,
 )
@@ -217,18 +220,16 @@ def gemma4(tokenizer):
 
 def tiled(kind, **settings):
     """One of our own image processors, where transformers' needs torchvision."""
-    from modulm_media import tiles
-
-    return getattr(tiles, kind)(size={"height": 28, "width": 28}, **settings)
+    return kind(size={"height": 28, "width": 28}, **settings)
 
 
 def command_a(tokenizer):
-    image = tiled("Cohere2VisionImageProcessorPil", patch_size=2, max_patches=4)
+    image = tiled(Cohere2VisionImageProcessorPil, patch_size=2, max_patches=4)
     return Files("Cohere2VisionProcessor", image)
 
 
 def phi(tokenizer):
-    image = tiled("Phi4MultimodalImageProcessorPil", patch_size=7, dynamic_hd=4)
+    image = tiled(Phi4MultimodalImageProcessorPil, patch_size=7, dynamic_hd=4)
     sound = {"feature_extractor_type": "Phi4MultimodalFeatureExtractor", "feature_size": 16}
     return Files("Phi4MultimodalProcessor", image, audio_processor=sound)
 
@@ -258,7 +259,7 @@ def kimi(tokenizer):
 
 
 def llama4(tokenizer):
-    return Files("Llama4Processor", tiled("Llama4ImageProcessorPil", max_patches=4), patch_size=7)
+    return Files("Llama4Processor", tiled(Llama4ImageProcessorPil, max_patches=4), patch_size=7)
 
 
 def mllama(tokenizer):
@@ -643,7 +644,7 @@ def test_minicpm_with_more_tokens_and_in_prompts_that_are_filled_already(tmp_pat
     folder = write_family(ImageFamily(driver(name), MINICPM, minicpm), tmp_path)
     pictures = images(((56, 42), (30, 30)))
     theirs = getattr(hf, name).from_pretrained(folder, attn_implementation="eager").eval()
-    given = load_processor(str(folder), str(folder))(
+    given = processor_of(name, folder)(
         text=[text], images=pictures, add_special_tokens=False, return_tensors="pt",
         downsample_mode="4x",
     )  # fmt: skip

@@ -17,10 +17,9 @@ from modulm.errors import CheckpointError, RequestError
 from modulm.nn import read_config
 from modulm.plugins import manager
 from modulm_media import Media
-from modulm_media.processors import load_processor
 from modulm_media.values import fingerprint
 from modulm_quantized import pack_words
-from modulm_towers.testing import ImageFamily, films, images, write_family
+from modulm_towers.testing import ImageFamily, films, images, processor_of, write_family
 
 NAME = "Kimi_K25ForConditionalGeneration"
 TEXT = "Once <|media_pad|> and <|media_pad|> of"
@@ -102,7 +101,7 @@ def theirs(folder, made, name):
 def expected(folder):
     """Log probabilities of what follows the text with its images, by transformers."""
     reference = getattr(hf, NAME).from_pretrained(folder, attn_implementation="eager").eval()
-    processor = load_processor(str(folder), str(folder))
+    processor = processor_of(NAME, folder)
     given = processor(text=[TEXT], images=pictures(), return_tensors="pt")
     # Its counts are right for images.
     with torch.inference_mode():
@@ -134,7 +133,7 @@ def asked(folder, ids=None):
 
 def test_limits_of_moonshot_s_files_are_those_of_videos(folder, tmp_path):
     made = theirs(folder, tmp_path / "theirs", "KimiK25ForConditionalGeneration")
-    one, other = (load_processor(str(path), str(folder)) for path in (folder, made))
+    one, other = (processor_of(NAME, path) for path in (folder, made))
     (film,) = films(((6, 50, 40),))
     given = {"text": [TOKENS["video_token"]], "videos": [film.frames], "do_sample_frames": False}
     found = [part(**given, video_metadata=[film.metadata()]) for part in (one, other)]
@@ -148,7 +147,7 @@ def test_images_that_would_be_cut_are_refused(folder, tmp_path):
     file = made / "preprocessor_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "pad_input": False}))
     with pytest.raises(CheckpointError, match="pad_input"):
-        load_processor(str(made), str(made))
+        processor_of(NAME, made)
 
 
 def test_other_encoders_are_refused():
@@ -160,7 +159,7 @@ def test_other_encoders_are_refused():
 
 def test_a_video_s_token_may_lie_beyond_the_vocabulary(folder):
     family = manager.current().load("media_families", NAME)
-    processor = load_processor(str(folder), str(folder))
+    processor = processor_of(NAME, folder)
     (film,) = films(((4, 44, 30),))
     media = Media("video", film, hash=fingerprint("film", film.frames))
     config = json.loads((folder / "config.json").read_text())
@@ -173,7 +172,7 @@ def test_a_video_s_token_may_lie_beyond_the_vocabulary(folder):
 
 
 def test_a_tokenizer_without_a_token_for_videos_takes_none(folder, monkeypatch):
-    processor = load_processor(str(folder), str(folder))
+    processor = processor_of(NAME, folder)
     monkeypatch.setattr(processor, "video_token_id", None)
     (film,) = films(((4, 44, 30),))
     family = manager.current().load("media_families", NAME)(processor, {"video_token_id": 481})

@@ -13,10 +13,9 @@ import modulm
 from modulm.contracts.media import MediaItem
 from modulm.testing.checkpoints import make_tiny
 from modulm.testing.session import Session
-from modulm_media.processors import load_processor
-from modulm_media.tiles import Phi4MultimodalImageProcessorPil
 from modulm_phi.multimodal import Phi4MultimodalForCausalLM
-from modulm_towers.testing import SoundFamily, images, sounds, write_family
+from modulm_phi.tiles import Phi4MultimodalImageProcessorPil
+from modulm_towers.testing import SoundFamily, images, processor_of, sounds, write_family
 
 NAME = "Phi4MultimodalForCausalLM"
 TOKENS = {"image_token": "<|image|>", "audio_token": "<|audio|>"}
@@ -40,7 +39,7 @@ def test_a_sound_beside_an_image_is_another_than_one_alone(tmp_path):
     family = SoundFamily(Phi4MultimodalForCausalLM, TOKENS, lambda tokenizer: Files())
     folder = write_family(family, tmp_path)
     theirs = getattr(hf, NAME).from_pretrained(folder, attn_implementation="eager").eval()
-    reader = load_processor(str(folder), str(folder))
+    reader = processor_of(NAME, folder)
     (picture,), (sound,) = images([(40, 44)]), sounds([1.6])
     prompts = {"The <|audio|> is": [], "The <|audio|> of <|image|> is": [picture]}
     settings = {"device": "cpu", "dtype": "float32", "max_logprobs": -1, "block_size": 16}

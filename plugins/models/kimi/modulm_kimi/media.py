@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from modulm_kimi.processor import open_processor
 from modulm_media import Media, MediaFamily
+
+if TYPE_CHECKING:
+    from modulm_media.processors import ProcessorFiles
 
 __all__ = ["KimiK25Family", "KimiVLFamily"]
 
 
 class KimiVLFamily(MediaFamily):
     """Kimi-VL: as the processor says."""
+
+    @classmethod
+    def open_processor(cls, files: ProcessorFiles) -> Any:
+        return open_processor(files)
 
 
 class KimiK25Family(KimiVLFamily):

@@ -1,22 +1,27 @@
 """How prompts of Llama 3.2 and 4, Mistral Small 3 and LightOnOCR take images, Voxtral's sound."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from modulm.errors import RequestError
 from modulm_media import Media, MediaFamily, Processed, Sound
+from modulm_media.rows import RowsFamily
 
 __all__ = ["Llama4Family", "MistralFamily", "MllamaFamily", "VoxtralFamily"]
 
 
-class MistralFamily(MediaFamily):
+class MistralFamily(RowsFamily):
     """All is as the processor says."""
 
 
 class Llama4Family(MediaFamily):
     """Llama 4: tiles, and tokens between them that say how they lie."""
+
+    image_processors: ClassVar = {
+        "Llama4ImageProcessor": "modulm_llama.tiles:Llama4ImageProcessorPil"
+    }
 
     def tensors(self, found: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
         return {"pixel_values": np.asarray(found["pixel_values"].float())}

@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from modulm_media import MediaFamily
+from modulm_media.rows import RowsFamily
 
 __all__ = ["LlavaFamily", "LlavaNextVideoFamily", "LlavaOnevisionFamily"]
 
 
-class LlavaFamily(MediaFamily):
+class LlavaFamily(RowsFamily):
     """All is as the processor says."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import ClassVar
 
 import numpy as np
 
@@ -15,6 +16,9 @@ class PhiFamily(MediaFamily):
     """Phi-4 multimodal, which hears otherwise where it sees."""
 
     kinds = ("image", "audio")
+    image_processors: ClassVar = {
+        "Phi4MultimodalImageProcessor": "modulm_phi.tiles:Phi4MultimodalImageProcessorPil"
+    }
 
     @property
     def rate(self) -> int:

@@ -36,6 +36,8 @@ class QwenVLFamily(GridFamily):
 class Qwen25VLFamily(QwenVLFamily):
     """Qwen2.5-VL: a position in time stands for a part of a second."""
 
+    video_processor = "Qwen2VLVideoProcessor"
+
     def pace(self, item: Processed) -> float:
         if "second_per_grid_ts" not in item.tensors:
             return 1.0
@@ -73,6 +75,7 @@ class OmniFamily(QwenVLFamily):
     """
 
     kinds = ("image", "video", "audio")
+    video_processor = "Qwen2VLVideoProcessor"
     #: Positions of a second.
     rhythm: ClassVar[float] = 25
     #: Whether the two tokens before a video with sound have one position, and the two behind it.

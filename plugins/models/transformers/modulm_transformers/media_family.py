@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,18 +13,33 @@ from modulm.errors import RequestError
 from modulm_media import MediaFamily
 from modulm_media.values import Processed
 
+if TYPE_CHECKING:
+    from modulm_media.processors import ProcessorFiles
+
 __all__ = ["EMBEDDED", "MEDIA_FAMILY", "TOKENS", "BridgedFamily"]
 
 #: The name of this family among the media families.
 MEDIA_FAMILY = "transformers"
 #: The names of an item's own tokens, and of which of them stand for it, among its tensors.
 TOKENS, EMBEDDED = "bridged_tokens", "bridged_embedded"
+#: Model types whose video processor is another's.
+_VIDEO = {
+    "cosmos3_omni": "Qwen3VLVideoProcessor",
+    "exaone4_5": "Qwen2VLVideoProcessor",
+    "hyperclovax_vision_v2": "Qwen2VLVideoProcessor",
+    "lfm3_vl": "Qwen3VLVideoProcessor",
+}
 
 
 class BridgedFamily(MediaFamily):
     """Prompts of whatever model: its own code is given an item's tokens with its tensors."""
 
     kinds = ("image", "video")
+
+    @classmethod
+    def open_processor(cls, files: ProcessorFiles) -> Any:
+        """Asked where the architecture has no family of its own."""
+        return files.processor(video=_VIDEO.get(str(files.table("config").get("model_type"))))
 
     def mark(self, kind: str) -> str:
         found = getattr(self.processor, f"{kind}_token", None)

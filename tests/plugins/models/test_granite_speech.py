@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from modulm_media.granite_speech import SpeechProcessor
+from modulm_granite.processor import SpeechProcessor
 from modulm_towers.testing import sounds
 
 

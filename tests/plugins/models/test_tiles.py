@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from modulm_media.tiles import (
-    Cohere2VisionImageProcessorPil,
-    Llama4ImageProcessorPil,
-    Phi4MultimodalImageProcessorPil,
-)
+from modulm_cohere.tiles import Cohere2VisionImageProcessorPil
+from modulm_llama.tiles import Llama4ImageProcessorPil
+from modulm_phi.tiles import Phi4MultimodalImageProcessorPil
 
 SIDE = {"height": 28, "width": 28}
 

@@ -7,9 +7,27 @@ the text: a row of tokens for each row of patches, with one at its end, another 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["RowsProcessor"]
+from modulm_media.family import MediaFamily
+
+if TYPE_CHECKING:
+    from modulm_media.processors import ProcessorFiles
+
+__all__ = ["RowsFamily", "RowsProcessor"]
+
+
+class RowsFamily(MediaFamily):
+    """Prompts of models whose files may name Pixtral's processor."""
+
+    @classmethod
+    def open_processor(cls, files: ProcessorFiles) -> Any:
+        from modulm_media.processors import takes_video
+
+        if takes_video() or "PixtralProcessor" not in files.names:
+            return super().open_processor(files)
+        tokenizer, images = files.part("tokenizer"), files.part("image_processor")
+        return RowsProcessor(tokenizer, images, files.table("processor_config"))
 
 
 class RowsProcessor:

@@ -11,10 +11,12 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-__all__ = ["PROCESSOR", "image_part", "is_moonshots", "video_part"]
+from modulm_media.processors import ProcessorFiles
 
-#: Of transformers.
-PROCESSOR = ("kimi_k25", "Kimi_K25Processor")
+__all__ = ["open_processor"]
+
+#: Of transformers: the model type and the class.
+_PROCESSOR = ("kimi_k25", "Kimi_K25Processor")
 _IMAGES = "transformers.models.kimi_k25.image_processing_kimi_k25"
 #: Keys of Moonshot's files, for images of Kimi-VL and of Kimi K2.5, and transformers'.
 _SETTINGS = {
@@ -26,12 +28,17 @@ _SETTINGS = {
 }
 
 
-def is_moonshots(config: Mapping[str, Any]) -> bool:
-    """Whether config.json is of these models."""
-    return config.get("model_type") in ("kimi_vl", "kimi_k25")
+def open_processor(files: ProcessorFiles) -> Any:
+    """transformers' processor of these files. Raises ValueError for what it does not do."""
+    parts = {
+        "image_processor": _image_part(files.settings("image_processor")),
+        "tokenizer": files.part("tokenizer"),
+        "video_processor": _video_part(files.settings("video_processor")),
+    }
+    return files.from_parts(*_PROCESSOR, parts)
 
 
-def image_part(table: Mapping[str, Any]) -> Any:
+def _image_part(table: Mapping[str, Any]) -> Any:
     """The image processor of the settings of a file."""
     from modulm_media.video import loaded
 
@@ -40,7 +47,7 @@ def image_part(table: Mapping[str, Any]) -> Any:
     return module.Kimi_K25ImageProcessor(**_settings(table))
 
 
-def video_part(table: Mapping[str, Any]) -> Any:
+def _video_part(table: Mapping[str, Any]) -> Any:
     """The video processor of the settings of a file."""
     from modulm_media.video import video_processor_class
 

@@ -1,0 +1,145 @@
+"""The image processor of Phi-4 multimodal without torchvision.
+
+transformers has one only for where torchvision is. What this does is the same, with its classes for
+plain arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers.image_processing_backends import PilBackend
+from transformers.image_processing_utils import BatchFeature
+from transformers.image_utils import PILImageResampling, SizeDict
+from transformers.processing_utils import ImagesKwargs
+
+from modulm_media.tiles import shapes, split
+
+__all__ = ["Phi4MultimodalImageProcessorPil"]
+
+
+class _PhiKeywords(ImagesKwargs, total=False):  # type: ignore[misc, call-arg]
+    patch_size: int
+    dynamic_hd: int
+
+
+class Phi4MultimodalImageProcessorPil(PilBackend):  # type: ignore[misc]
+    """Phi-4 multimodal: tiles, white below or to the right of the image, and a small copy of it.
+
+    dynamic_hd: the most tiles.
+    """
+
+    valid_kwargs = _PhiKeywords
+    resample = PILImageResampling.BICUBIC
+    image_mean = [0.5, 0.5, 0.5]  # noqa: RUF012
+    image_std = [0.5, 0.5, 0.5]  # noqa: RUF012
+    size = {"height": 448, "width": 448}  # noqa: RUF012
+    do_rescale = True
+    do_normalize = True
+    do_convert_rgb = True
+    patch_size = 14
+    dynamic_hd = 36
+    model_input_names = ["image_pixel_values", "image_sizes", "image_attention_mask"]  # noqa: RUF012
+
+    def _preprocess(
+        self,
+        images: list[np.ndarray],
+        size: Any,
+        resample: Any,
+        do_rescale: bool,
+        rescale_factor: float,
+        do_normalize: bool,
+        image_mean: Any,
+        image_std: Any,
+        return_tensors: Any,
+        patch_size: int,
+        dynamic_hd: int,
+        **more: Any,
+    ) -> BatchFeature:
+        """images: [channels, height, width] each -> the copy and the tiles of each, as many as of
+        the image with most, which patches of them are the image's, and the tokens of each.
+        """
+        mode = "bicubic" if resample == PILImageResampling.BICUBIC else "bilinear"
+        side = size.height
+        tiles, masks, counts, sizes = [], [], [], []
+        for image in images:
+            canvas, kept = _canvas(image.shape[-2:], side, dynamic_hd)
+            small = self.resize(image, SizeDict(*kept), PILImageResampling.BILINEAR)
+            padded = np.full((len(image), *canvas), 255, small.dtype)
+            padded[:, : kept[0], : kept[1]] = small
+            pixels = torch.from_numpy(padded).float()
+            if do_rescale:
+                pixels = pixels * rescale_factor
+            if do_normalize:
+                mean, std = (torch.tensor(t)[:, None, None] for t in (image_mean, image_std))
+                pixels = (pixels - mean) / std
+            copy = F.interpolate(pixels[None], (side, side), mode=mode, align_corners=False)
+            rows, columns = (length // side for length in canvas)
+            tiles.append(np.stack([copy[0].numpy(), *split(pixels.numpy(), rows, columns)]))
+            filled = _filled(canvas, kept, patch_size)
+            whole = np.ones((side // patch_size, side // patch_size), np.float32)
+            masks.append(np.stack([whole, *(t[0] for t in split(filled[None], rows, columns))]))
+            counts.append(_tokens(masks[-1][1:], rows, columns))
+            sizes.append(canvas)
+        most = max(map(len, tiles))
+        data = {
+            "image_pixel_values": np.stack([_filled_up(own, most, 0) for own in tiles]),
+            "image_sizes": np.array(sizes, np.int64),
+            "image_attention_mask": np.stack([_filled_up(own, most, 1) for own in masks]),
+            "num_img_tokens": counts,
+        }
+        return BatchFeature(data=data, tensor_type=return_tensors)
+
+
+def _filled_up(tiles: np.ndarray, most: int, value: float) -> np.ndarray:
+    """tiles: [n, ...] -> [most, ...]."""
+    rest = np.full((most - len(tiles), *tiles.shape[1:]), value, tiles.dtype)
+    return np.concatenate([tiles, rest])
+
+
+def _filled(canvas: tuple[int, int], kept: tuple[int, int], patch: int) -> np.ndarray:
+    """[rows, columns] float32 of patches, 1 for those that show any of the image."""
+    found = np.zeros([length // patch for length in canvas], np.float32)
+    rows, columns = (
+        length // patch - (length - own) // patch for length, own in zip(canvas, kept, strict=True)
+    )
+    found[:rows, :columns] = 1
+    return found
+
+
+def _canvas(
+    image: tuple[int, ...], side: int, most: int
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(height, width) of the tiles, and of the image in them."""
+    height, width = image
+    rows, columns = -(-height // side), -(-width // side)
+    if rows * columns > most:
+        wanted, best = width / height, math.inf
+        for i, j in shapes(most).tolist():
+            apart, roomy = abs(wanted - j / i), 2 * height * width > side * side * i * j
+            if apart < best or (apart == best and roomy):
+                best, rows, columns = apart, i, j
+    high, wide = side * rows, side * columns
+    scales = wide / width, high / height
+    if scales[0] < scales[1]:
+        kept = int(height * scales[0]), wide
+    else:
+        kept = high, int(width * scales[1])
+    if min(*kept) < 10:
+        raise ValueError(f"the image is too narrow: {width} by {height}")
+    return (high, wide), kept
+
+
+def _tokens(masks: np.ndarray, rows: int, columns: int) -> int:
+    """The tokens of an image: a square of patches each, one at the end of each row, one between the
+    tiles and the copy. masks: [rows * columns, patches, patches] of the tiles.
+    """
+    cut = masks[:, ::2, ::2]
+    side = int(cut.shape[1])
+    joined = cut.reshape(rows, columns, side, side).swapaxes(1, 2)
+    squares = joined.reshape(rows * side, columns * side)
+    return int(squares.sum()) + int(squares[:, 0].sum()) + 1 + side * side + side
