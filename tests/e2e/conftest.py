@@ -7,10 +7,12 @@ import shutil
 import site
 import socket
 import subprocess
+import sys
 import time
 import venv
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -40,15 +42,15 @@ def fresh_environment() -> Callable[[Path, bool], Path]:
 
 
 @contextmanager
-def running(program: Path, log: Path, words: Sequence[str | Path] = ()) -> Iterator[str]:
-    """`modulm serve` of an environment: its URL while it is up."""
+def running(program: Path, log: Path, words: Sequence[object] = ()) -> Iterator[str]:
+    """`modulm serve` of an environment: its URL while it is up. It has to end well."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            [program, "serve", *words, "--port", str(port)], stdout=sink, stderr=sink,
+            [program, "serve", *map(str, words), "--port", str(port)], stdout=sink, stderr=sink,
             env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=log.parent,
         )  # fmt: skip
     try:
@@ -58,9 +60,12 @@ def running(program: Path, log: Path, words: Sequence[str | Path] = ()) -> Itera
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
         yield url
-    finally:
         process.terminate()
-        process.wait(30)
+        assert process.wait(30) == 0
+        assert "Traceback" not in log.read_text()
+    finally:
+        process.kill()
+        process.wait()
 
 
 def healthy(url: str) -> bool:
@@ -68,6 +73,15 @@ def healthy(url: str) -> bool:
         return httpx.get(f"{url}/health").status_code == 200
     except httpx.TransportError:
         return False
+
+
+#: The command line of this environment.
+MODULM = Path(sys.executable).with_name("modulm")
+
+
+@pytest.fixture(scope="module")
+def serve_here() -> Callable[..., AbstractContextManager[str]]:
+    return partial(running, MODULM)
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,10 @@ from __future__ import annotations
 import base64
 import io
 import json
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -75,43 +72,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url(folder: Path) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def url(folder: Path, serve_here: Callable[..., AbstractContextManager[str]]) -> Iterator[str]:
     flags = {
-        "--port": port, "--served-model-name": "llava", "--device": "cpu", "--dtype": "float32",
+        "--served-model-name": "llava", "--device": "cpu", "--dtype": "float32",
         "--limit-mm-per-prompt": '{"image": 3}', "--allowed-media-networks": "127.0.0.0/8",
         "--allowed-local-media-path": folder / "media", "--attention-backend": "sdpa",
     }  # fmt: skip
-    pairs = [str(word) for pair in flags.items() for word in pair] + ["--enable-mm-embeds"]
-    log = folder / "log"
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "modulm.cli.main", "serve", str(folder), *pairs],
-            stdout=sink,
-            stderr=sink,
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        while not _ready(url):
-            if process.poll() is not None:
-                pytest.fail(log.read_text())
-            time.sleep(0.1)
+    words = [word for pair in flags.items() for word in pair]
+    with serve_here(folder / "log", [folder, *words, "--enable-mm-embeds"]) as url:
         yield url
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-        assert "Traceback" not in log.read_text()
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health").is_success
-    except httpx.TransportError:
-        return False
 
 
 @pytest.fixture(scope="module")

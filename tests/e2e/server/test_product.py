@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-import socket
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import anthropic
-import httpx
 import openai
 import pytest
 from pydantic import BaseModel
@@ -60,37 +57,12 @@ PERSON: Any = {
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = tmp_path_factory.mktemp("product") / "log"
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "modulm.cli.main", "serve", "--port", str(port)],
-            stdout=sink,
-            stderr=sink,
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        while not _ready(url):
-            if process.poll() is not None:
-                pytest.fail(log.read_text())
-            time.sleep(0.1)
+def url(
+    tmp_path_factory: pytest.TempPathFactory,
+    serve_here: Callable[..., AbstractContextManager[str]],
+) -> Iterator[str]:
+    with serve_here(tmp_path_factory.mktemp("product") / "log") as url:
         yield url
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-        assert "Traceback" not in log.read_text()
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health").is_success
-    except httpx.TransportError:
-        return False
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
-import signal
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -46,36 +42,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url(folder: Path) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    flags = ["--port", port, "--served-model-name", "whisper", "--device", "cpu",
-             "--dtype", "float32", "--max-audio-clip-filesize-mb", "1"]  # fmt: skip
-    log = folder / "log"
-    with log.open("wb") as sink:
-        words = [sys.executable, "-m", "modulm.cli.main", "serve", folder, *flags]
-        process = subprocess.Popen([str(word) for word in words], stdout=sink, stderr=sink)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        while not _ready(url):
-            if process.poll() is not None:
-                pytest.fail(log.read_text())
-            time.sleep(0.1)
+def url(folder: Path, serve_here: Callable[..., AbstractContextManager[str]]) -> Iterator[str]:
+    flags = ["--served-model-name", "whisper", "--device", "cpu", "--dtype", "float32",
+             "--max-audio-clip-filesize-mb", "1"]  # fmt: skip
+    with serve_here(folder / "log", [folder, *flags]) as url:
         yield url
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-        assert "Traceback" not in log.read_text()
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=1).status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 @pytest.fixture(scope="module")
