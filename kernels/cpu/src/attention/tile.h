@@ -9,6 +9,7 @@
 // uint8, and rows of uint8 columns of int8.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "base/vec.h"
@@ -147,9 +148,15 @@ inline void multiply_tiles(Left<Element> a, const Start& start, int columns, Dep
   constexpr int rows = std::is_same<Element, float>::value ? kFloatRows : kPairRows;
   constexpr int wide = 4 * kLanes;
   int c = 0;
-  for (; c + wide <= columns; c += wide) tile_rows<rows, 4>(a, start, c, depth, to);
 #if defined(__AVX512F__)
+  // The last vector of 80 columns goes with the four before it: alone it has too few sums to keep
+  // the multipliers busy.
+  const int last = columns > wide && columns % wide == kLanes ? wide + kLanes : 0;
+  for (; c + wide <= columns - last; c += wide) tile_rows<rows, 4>(a, start, c, depth, to);
+  if (last) return tile_rows<std::min(rows, 5), 5>(a, start, c, depth, to);
   for (; c + 2 * kLanes <= columns; c += 2 * kLanes) tile_rows<rows, 2>(a, start, c, depth, to);
+#else
+  for (; c + wide <= columns; c += wide) tile_rows<rows, 4>(a, start, c, depth, to);
 #endif
   for (; c < columns; c += kLanes) tile_rows<rows, 1>(a, start, c, depth, to);
 }
@@ -165,6 +172,16 @@ inline void multiply_attention(Left<Element> a, const Start& start, int columns,
                      depth.stride, to.data, to.stride, to.fresh);
 #endif
   multiply_tiles(a, start, columns, depth, to);
+}
+
+// Lines of a head of so many elements that are multiplied, of those that it is padded to.
+template <class Element>
+inline int64_t attention_lines(int64_t size, int64_t padded) {
+#if defined(__AMX_BF16__)
+  if constexpr (!std::is_same<Element, float>::value) return padded;
+#endif
+  const int64_t width = 4 / sizeof(Element);
+  return (size + width - 1) / width < padded ? (size + width - 1) / width : padded;
 }
 
 }  // namespace modulm

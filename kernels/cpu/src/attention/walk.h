@@ -334,7 +334,7 @@ class Walk {
     const Left<Element> rows{queries + kPlanes * group * query_stride, query_stride,
                              kPlanes * group_rows()};
     float* to = chunk_scores(0) + (chunk.low - chunk_origin());
-    const Depth depth{1, lines, stride};
+    const Depth depth{1, attention_lines<Element>(p.size, lines), stride};
     if constexpr (kFixed) {
       multiply_attention(rows, at, columns, depth, Sums{sums, sum_stride(), true});
       for (int i = 0; i < group_rows(); i++)
