@@ -102,7 +102,9 @@ def test_a_step_that_does_not_end(
             ends = await asyncio.gather(*asked, return_exceptions=True)
             assert [type(end) for end in ends] == [EngineStalled] * 2
             assert await stalled(llm)
-            with pytest.raises(EngineStalled, match="a step has done nothing for"):
+            # Beside the engine this process computes as well, and its steps seem to.
+            why = "a step has (done nothing|not ended) for" if inside else "has done nothing for"
+            with pytest.raises(EngineStalled, match=why):
                 await ask(llm, "refused")
             assert await llm.reports() == []
             # Stacks are asked for beside, and may come later than the errors.
