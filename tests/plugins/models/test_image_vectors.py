@@ -7,6 +7,7 @@ import copy
 import importlib
 import io
 import json
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -418,6 +419,18 @@ def test_jina_v4_has_vectors_of_tokens_too(jina):
         assert np.abs(output.outputs.data - expected).max() < 1e-4
 
 
+@contextmanager
+def serving(folder):
+    """A client of the model's server."""
+    config = EngineConfig.from_keywords(model=str(folder), device="cpu", dtype="float32")
+    engine = AsyncLLM.from_config(config)
+    try:
+        with serve_in_thread(engine, config) as live, live.client() as client:
+            yield client
+    finally:
+        engine.shutdown()
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     """(a client of CLIP's server, the model's folder)"""
@@ -427,13 +440,8 @@ def served(tmp_path_factory):
     (folder / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.content }}{% endfor %}"
     )
-    config = EngineConfig.from_keywords(model=str(folder), device="cpu", dtype="float32")
-    engine = AsyncLLM.from_config(config)
-    try:
-        with serve_in_thread(engine, config) as live, live.client() as client:
-            yield client, folder
-    finally:
-        engine.shutdown()
+    with serving(folder) as client:
+        yield client, folder
 
 
 def part(picture):
@@ -486,6 +494,28 @@ def test_scores_and_ranks_of_images_over_http(served):
     shown = {one["index"]: one["document"] for one in whole}
     assert shown[0] == {"text": "", "multi_modal": contents[0]["content"]}
     assert {one["index"]: one["document"]["text"] for one in plain} == {0: "", 1: "", 2: "a dog"}
+
+
+def test_late_interaction_over_http(tmp_path):
+    """A retrieval model's scores of pages are those that `LLM.score` gives."""
+    name, question = "ColQwen2ForRetrieval", "What is the capital of France?"
+    tokens, make, _ = RETRIEVERS[name]
+    driver = manager.current().load("models", name)
+    write_family(ImageFamily(driver, tokens, make), tmp_path)
+    pages = images([(56, 42), (30, 60)])
+    contents = [{"content": [{"type": "image", "image": page}]} for page in pages]
+    with modulm.LLM(str(tmp_path), device="cpu", dtype="float32") as llm:
+        scores = llm.score(question, contents, use_tqdm=False)
+    expected = [one.outputs.score for one in scores]
+    sent = [{"content": [part(page)]} for page in pages]
+    with serving(tmp_path) as client:
+        answer = client.post("/v1/score", json={"text_1": question, "text_2": sent})
+        assert answer.status_code == 200, answer.text
+        found = [entry["score"] for entry in answer.json()["data"]]
+        ranked = client.post("/rerank", json={"query": question, "documents": sent}).json()
+    assert found == pytest.approx(expected, abs=1e-3)
+    best = max(range(2), key=expected.__getitem__)
+    assert [one["index"] for one in ranked["results"]] == [best, 1 - best]
 
 
 def test_an_image_may_ask_for_texts_over_http(served):
