@@ -14,7 +14,8 @@ from attrs import field, frozen
 from modulm.errors import CheckpointError, UnsupportedError
 from modulm.loading import stored_tokenizer
 from modulm.text.tokenizer import Tokenizer, load_tokenizer
-from modulm_hooks_pooling_recipes.sentence import SentenceModule, read_object
+from modulm_hooks_pooling_recipes.files import read_object
+from modulm_hooks_pooling_recipes.sentence import SentenceModule
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig

@@ -14,7 +14,7 @@ from torch import Tensor
 from modulm.errors import CheckpointError, UnsupportedError
 from modulm.plugins import current
 from modulm.plugins.defaults import choose_loader
-from modulm_hooks_pooling_recipes.sentence import read_object
+from modulm_hooks_pooling_recipes.files import read_object
 
 __all__ = [
     "Dense",

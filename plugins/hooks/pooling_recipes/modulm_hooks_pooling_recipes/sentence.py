@@ -5,7 +5,6 @@ https://sbert.net/docs/package_reference/sentence_transformer/modules.html
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,11 +13,12 @@ from attrs import frozen
 
 from modulm.contracts.pooling import PoolingRecipe, TextRules
 from modulm.errors import CheckpointError, UnsupportedError
+from modulm_hooks_pooling_recipes.files import read_file, read_object
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SentenceModule", "read_modules", "read_object", "read_sentence", "read_settings"]
+__all__ = ["SentenceModule", "read_modules", "read_sentence", "read_settings"]
 
 _FILE = "modules.json"
 _SETTINGS = "config_sentence_transformers.json"
@@ -59,7 +59,7 @@ def read_modules(folder: Path) -> tuple[SentenceModule, ...]:
     file = folder / _FILE
     if not file.exists():
         return ()
-    entries = _read(file, list)
+    entries = read_file(file, list)
     if not all(isinstance(entry, dict) and isinstance(entry.get("type"), str) for entry in entries):
         raise CheckpointError(f"{file}: a list of objects with type and path is needed")
     return tuple(
@@ -170,19 +170,3 @@ def _layers(modules: Iterable[SentenceModule], device: torch.device) -> Iterable
     }
     for module in modules:
         yield readers[module.kind](module.folder, device)
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    """A JSON object. Raises CheckpointError."""
-    found: dict[str, Any] = _read(file, dict)
-    return found
-
-
-def _read(file: Path, kind: type) -> Any:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: {error}") from error
-    if not isinstance(found, kind):
-        raise CheckpointError(f"{file}: a JSON {kind.__name__} is needed")
-    return found

@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from modulm_route_responses.schema import LOGPROBS
 from modulm_server.json_body import bad_field
 
 if TYPE_CHECKING:
@@ -13,10 +14,8 @@ if TYPE_CHECKING:
     from modulm_route_responses.objects import ResponseObject, Usage
     from modulm_route_responses.schema import ResponsesRequest
 
-__all__ = ["LOGPROBS", "refuse", "response", "usage"]
+__all__ = ["refuse", "response", "usage"]
 
-
-LOGPROBS = "message.output_text.logprobs"
 #: What may be included; reasoning is never encrypted here, it is in the items as it is.
 _INCLUDES = frozenset({LOGPROBS, "reasoning.encrypted_content"})
 

@@ -9,7 +9,6 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from modulm.contracts.sampling import OutputKind, SamplingParams, StructuredOutputs
 from modulm_media.messages import MediaSource, part_kind, source_of
-from modulm_route_responses.body import LOGPROBS
 from modulm_server.constraints import (
     allowed_tools,
     check_tools,
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from modulm_media.flags import MediaKind
 
 __all__ = [
+    "LOGPROBS",
     "ResponsesRequest",
     "choice_of",
     "constraint_of",
@@ -36,6 +36,9 @@ __all__ = [
     "tools_of",
     "wants_logprobs",
 ]
+
+#: What `include` names for log probabilities.
+LOGPROBS = "message.output_text.logprobs"
 
 Metadata = Annotated[
     dict[str, Annotated[str, Meta(max_length=LIMITS.metadata_value)]],
