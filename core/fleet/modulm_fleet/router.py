@@ -203,7 +203,7 @@ class Router:
         self._all[replica] = self._loads[replica]
 
     def down(self, replica: int) -> None:
-        """A replica takes no requests, for now; what it has goes on."""
+        """A replica takes no requests until it is `up` again; what it has goes on."""
         self._up[replica] = False
         self._all[replica] = np.inf
 

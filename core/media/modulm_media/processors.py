@@ -50,7 +50,7 @@ class ProcessorFiles:
     def settings(self, part: str) -> dict[str, Any]:
         """Of a part of the processor: image_processor, video_processor, audio_processor."""
         own = self.table(f"{_WHOLE}_config").get(part)
-        if own is None and part == "video_processor":
+        if not own and part == "video_processor":
             own = self.table(f"{_VIDEO}_config")
         return own or self.table(f"{_REST}_config")
 
