@@ -37,7 +37,7 @@ def say(message: str) -> None:
 def packages() -> list[Path]:
     """Folders of the distributions that are pure Python, the core first."""
     plugins = sorted(path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml"))
-    libraries = sorted(path.parent for path in ROOT.glob("core/*/pyproject.toml"))
+    libraries = sorted(path.parent for path in ROOT.glob("core/*/*/pyproject.toml"))
     return [ROOT, *libraries, *plugins, ROOT / "kernels/triton"]
 
 

@@ -26,7 +26,7 @@ LEVELS = ("scalar", "avx2", "avx512", "avx512_bf16", "amx")
 def folders() -> list[Path]:
     """Folders of all distributions, those that are compiled left out."""
     found = [ROOT / "pyproject.toml"]
-    for pattern in ("core/*", "kernels/*", "plugins/*/*"):
+    for pattern in ("core/*/*", "kernels/*", "plugins/*/*"):
         found += sorted(ROOT.glob(f"{pattern}/pyproject.toml"))
     return [path.parent for path in found if path.parent != COMPILED]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-_FOLDERS = [ROOT / "core", *(path.parent for path in sorted(ROOT.glob("core/*/pyproject.toml")))]
+_FOLDERS = [ROOT / "core", *(path.parent for path in sorted(ROOT.glob("core/*/*/pyproject.toml")))]
 sys.path[:0] = map(str, _FOLDERS)
 
 from modulm.errors import ModulmError  # noqa: E402
@@ -132,7 +132,7 @@ def kernels() -> list[Path]:
 
 def libraries() -> list[Path]:
     """The folders of the distributions beside the core."""
-    return sorted(path.parent for path in ROOT.glob("core/*/pyproject.toml"))
+    return sorted(path.parent for path in ROOT.glob("core/*/*/pyproject.toml"))
 
 
 def shown(path: Path) -> str:
@@ -204,9 +204,8 @@ def check_shared(folder: Path, project: dict[str, Any]) -> Iterator[str]:
     """Name by rule; version, licence, Python range and core bound as everywhere."""
     where = f"{shown(folder)}/pyproject.toml"
     name = distribution(folder)
-    if folder.parent.name in ("kernels", "core"):
-        name = f"modulm-{folder.relative_to(ROOT).as_posix().replace('/', '-')}"
-        name = name.replace("-core-", "-")
+    if folder.parent.name == "kernels":
+        name = f"modulm-kernels-{folder.name}"
     if project.get("name") != name:
         yield f"{where}: name is {project.get('name')!r}, not {name!r}"
     if not project.get("description"):

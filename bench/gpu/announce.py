@@ -13,7 +13,7 @@ from pathlib import Path
 
 __all__ = ["announce"]
 
-_WHERE = ("pyproject.toml", "core/*/pyproject.toml", "plugins/*/*/pyproject.toml")
+_WHERE = ("pyproject.toml", "core/*/*/pyproject.toml", "plugins/*/*/pyproject.toml")
 _KERNELS = "kernels/triton/pyproject.toml"
 
 

@@ -21,6 +21,7 @@ UV = shutil.which("uv") or str(Path(sys.executable).with_name("uv"))
 NEEDED = ("platforms/cpu", "attention/sdpa", "quantization/none", "loaders/safetensors")
 NEEDED += ("executors/uni", "schedulers/fcfs", "routes/openai", "routes/ops")
 NEEDED += ("commands/plugins",)
+UNUSED = {"ray-serve", "speculation"}
 
 pytestmark = pytest.mark.slow
 
@@ -35,10 +36,8 @@ def environment(
     python = place / "venv/bin/python"
     run(sys.executable, "-m", "modulm.cli.main", "plugins", "new", "models", "stranger",
         "--into", str(place))  # fmt: skip
-    libraries = ("adapters", "chat", "cli", "distributed", "fleet", "frontend", "gpu",
-                 "layers", "media", "parsing", "quantized", "server", "speech", "tensor-files",
-                 "towers")  # fmt: skip
-    own = [str(ROOT), *(str(ROOT / "core" / name) for name in libraries)]
+    libraries = [path for path in ROOT.glob("core/*/*") if path.name not in UNUSED]
+    own = [str(ROOT), *map(str, libraries)]
     own += [str(ROOT / "plugins" / name) for name in NEEDED]
     run(UV, "pip", "install", "--quiet", "--no-deps", "--offline", "--python", str(python),
         *own, str(place / "modulm-stranger"))  # fmt: skip

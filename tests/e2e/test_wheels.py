@@ -53,7 +53,7 @@ def environment(
 
 def test_a_wheel_of_each_distribution(wheels: Path) -> None:
     projects = [ROOT / "pyproject.toml"]
-    for pattern in ("core/*", "kernels/*", "plugins/*/*"):
+    for pattern in ("core/*/*", "kernels/*", "plugins/*/*"):
         projects += ROOT.glob(f"{pattern}/pyproject.toml")
     names = [path.name.split("-") for path in wheels.glob("*.whl")]
     assert len(names) == len(projects)

@@ -17,7 +17,7 @@ from modulm.config.schema.flags import Flag, Kind
 from modulm.errors import ConfigError
 from modulm_frontend.keywords import LLMFlags
 
-FILE = Path(__file__).resolve().parents[2] / "core/frontend/modulm_frontend/keywords.py"
+FILE = Path(__file__).resolve().parents[2] / "core/serving/frontend/modulm_frontend/keywords.py"
 #: Whose flags are written down: the core's, and those of libraries beside it.
 OWN = ("", "modulm-adapters", "modulm-media", "modulm-speculation")
 HEAD = '''"""The keywords of `LLM(...)`, for editors and type checkers.

@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CONTRACTS = ROOT / "core/modulm/contracts"
 RECORD = Path(__file__).with_name("contracts.json")
 PATHS = {path.stem: path for path in CONTRACTS.glob("*.py") if path.stem != "__init__"}
-PATHS["engine"] = ROOT / "core/server/modulm_server/engine/client.py"
-PATHS["route"] = ROOT / "core/server/modulm_server/route.py"
+PATHS["engine"] = ROOT / "core/serving/server/modulm_server/engine/client.py"
+PATHS["route"] = ROOT / "core/serving/server/modulm_server/route.py"
 MODULES = sorted(PATHS)
 
 
@@ -77,7 +77,7 @@ def test_version_goes_with_the_signatures(module: str) -> None:
 def test_no_block_states_a_version_for_models() -> None:
     """Else a model that inherits from the class would always claim to fit."""
     found = []
-    for path in sorted((ROOT / "core/layers/modulm_layers").rglob("*.py")):
+    for path in sorted((ROOT / "core/libs/layers/modulm_layers").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 found += [

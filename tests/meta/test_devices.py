@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 #: What is about devices: platforms, and the library that those of GPUs share.
-ABOUT = (ROOT / "plugins/platforms", ROOT / "core/gpu")
+ABOUT = (ROOT / "plugins/platforms", ROOT / "core/libs/gpu")
 FILES = [
     path
     for folder in ("core", "plugins")

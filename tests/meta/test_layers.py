@@ -13,23 +13,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {
     "modulm": ROOT / "core/modulm",
-    "modulm_adapters": ROOT / "core/adapters/modulm_adapters",
-    "modulm_chat": ROOT / "core/chat/modulm_chat",
-    "modulm_cli": ROOT / "core/cli/modulm_cli",
-    "modulm_distributed": ROOT / "core/distributed/modulm_distributed",
-    "modulm_fleet": ROOT / "core/fleet/modulm_fleet",
-    "modulm_frontend": ROOT / "core/frontend/modulm_frontend",
-    "modulm_gpu": ROOT / "core/gpu/modulm_gpu",
-    "modulm_layers": ROOT / "core/layers/modulm_layers",
-    "modulm_media": ROOT / "core/media/modulm_media",
-    "modulm_parsing": ROOT / "core/parsing/modulm_parsing",
-    "modulm_quantized": ROOT / "core/quantized/modulm_quantized",
-    "modulm_ray_serve": ROOT / "core/ray-serve/modulm_ray_serve",
-    "modulm_server": ROOT / "core/server/modulm_server",
-    "modulm_speech": ROOT / "core/speech/modulm_speech",
-    "modulm_speculation": ROOT / "core/speculation/modulm_speculation",
-    "modulm_tensor_files": ROOT / "core/tensor-files/modulm_tensor_files",
-    "modulm_towers": ROOT / "core/towers/modulm_towers",
+    **{
+        f"modulm_{path.name.replace('-', '_')}": path / f"modulm_{path.name.replace('-', '_')}"
+        for path in sorted([*ROOT.glob("core/libs/*"), *ROOT.glob("core/serving/*")])
+        if (path / "pyproject.toml").exists()
+    },
 }
 CORE = PACKAGES["modulm"]
 
