@@ -123,8 +123,8 @@ def test_what_is_no_version(released: ModuleType, version: str) -> None:
 def test_no_package_without_an_extra(released: ModuleType, tmp_path: Path) -> None:
     released.new("models", "baz")
     released.new("platforms", "chip")
-    (tmp_path / "core/side").mkdir()
-    (tmp_path / "core/side/pyproject.toml").write_text('[project]\nname = "modulm-side"\n')
+    (tmp_path / "core/libs/side").mkdir(parents=True)
+    (tmp_path / "core/libs/side/pyproject.toml").write_text('[project]\nname = "modulm-side"\n')
     found = "\n".join(released.check())
     assert "plugins/models/baz: in no group of [models]" in found
     assert "plugins/platforms/chip: in no group of [devices]" in found
