@@ -28,7 +28,7 @@ __all__ = [
     "TransferResult",
 ]
 
-API = 2
+API = 3
 
 
 @frozen
@@ -57,8 +57,9 @@ class TransferPlan:
 
 @frozen
 class TransferResult:
-    """Transfers that ended since the last result: by id, those that worked, and those that did
-    not, with a sentence. What a failed load should have filled is computed instead.
+    """Transfers that ended on a rank since its last result: by id, those that worked, and those
+    that did not, with a sentence. What a load should have filled that failed on any rank is
+    computed instead.
     """
 
     done: tuple[int, ...] = ()
@@ -69,20 +70,20 @@ class KVIndex(ABC):
     """The scheduler's half. Called on the engine's thread: answers at once, never blocks."""
 
     @abstractmethod
-    def matched(self, request: str, names: Sequence[bytes], held: int) -> int | None:
-        """How many of the leading blocks, by name, the other place holds; None: ask again later.
+    def match(self, request: str, names: Sequence[bytes], cached: int) -> int | None:
+        """How many of the leading blocks, by name, are stored elsewhere; None: ask again later.
 
-        held: leading blocks that the device holds already.
+        cached: leading blocks that are on the device already.
         """
 
-    def stored(self, names: Sequence[bytes]) -> None:
-        """A save has ended: the other place holds these blocks."""
+    def store(self, names: Sequence[bytes]) -> None:
+        """A save has worked on all ranks: these blocks are stored."""
 
-    def wants(self, request: str, names: Sequence[bytes]) -> int:
+    def blocks_to_save(self, request: str, names: Sequence[bytes]) -> int:
         """How many of a row's full blocks, from the first one, should be saved. Default: all."""
         return len(names)
 
-    def finished(self, request: str) -> None:
+    def finish(self, request: str) -> None:
         """The request has ended."""
 
 
@@ -90,8 +91,12 @@ class KVMover(ABC):
     """The worker's half. `begin` starts transfers and returns; `ended` says what has ended."""
 
     @abstractmethod
-    def open(self, caches: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        """The caches, by cache group: a tensor per layer, whose first dimension is the block."""
+    def open(
+        self, caches: Mapping[int, Sequence[torch.Tensor]], *, rank: int = 0, ranks: int = 1
+    ) -> None:
+        """The caches of this rank, by cache group: a tensor per layer, whose first dimension is the
+        block. rank: of `ranks` that share the model, each of which moves its own part.
+        """
 
     @abstractmethod
     def begin(self, plan: TransferPlan) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from attrs import field, frozen
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from modulm.config import EngineConfig
-    from modulm.contracts.connector import TransferPlan, TransferResult
-    from modulm.contracts.media import MediaItem
     from modulm.contracts.sampling import PoolingParams, SamplingParams, StructuredOutputs
     from modulm.errors import EngineDead
     from modulm.plugins.explain import Decision
@@ -31,14 +29,17 @@ __all__ = [
     "PENDING",
     "Capacity",
     "Executor",
+    "GroupCapacity",
     "ModelDescription",
+    "PartReport",
     "Plan",
+    "RowFailure",
     "RowLogprobs",
     "RowStart",
     "StepResult",
 ]
 
-API = 2
+API = 3
 
 #: In a plan's tokens: the token that the row sampled in the step before (asynchronous scheduling).
 PENDING = -1
@@ -46,20 +47,17 @@ PENDING = -1
 
 @frozen(eq=False)
 class RowStart:
-    """Sampling state that a row brings when it first runs; the runner keeps it until release.
+    """What a row brings when it first runs; the runner keeps it until release.
 
     prompt: [tokens] int64; output: tokens that the row had produced before it was preempted.
     seed: of the row's random stream, always set for rows that are not greedy: the front end draws
     one where the request gives none, and gives each of n choices its own. A constraint on the text
     (`params.structured_outputs`) is compiled by the worker (`Executor.prepare`), which makes the
     matcher and replays `output`. stop_ids: tokens that min_tokens holds back (end of sequence
-    unless ignored, stop_token_ids). bad_words: token sequences of `params.bad_words`.
-    adapter: name of the row's adapter, which `Plan.adapters` gave a slot, or None; adapter_from:
-    the first of the row's tokens that it applies to. media: the items of the prompt, whose tokens
-    are replaced by what an encoder makes of them. positions: [axes, tokens] int64 of the prompt
-    where a model counts positions along several axes; later
-    tokens go on from `position_offset` + their place, the same on each axis. salt: rows of
-    different salt are told nothing of one another (`Request.salt`).
+    unless ignored, stop_token_ids). bad_words: token sequences of `params.bad_words`. salt: rows
+    of different salt are told nothing of one another (`Request.salt`). text: [n] int64, the
+    prompt's tokens that are text; None if all are. parts: what the row brings to step parts, by
+    their names.
     """
 
     row: int
@@ -70,20 +68,9 @@ class RowStart:
     seed: int | None = None
     stop_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
-    adapter: str | None = None
-    media: tuple[MediaItem, ...] = ()
-    positions: np.ndarray | None = None
-    position_offset: int = 0
     salt: str | None = None
-    adapter_from: int = 0
-
-    @property
-    def words(self) -> np.ndarray:
-        """The prompt's tokens but for those that stand for embeddings of the caller's."""
-        kept = np.ones(len(self.prompt), dtype=bool)
-        for item in self.media:
-            kept[item.start : item.start + item.length] = item.encoded
-        return self.prompt[kept]
+    text: np.ndarray | None = None
+    parts: Mapping[str, Any] = field(factory=dict)
 
 
 @frozen(eq=False)
@@ -105,12 +92,7 @@ class Plan:
     tokens leave, one each, but for the last one's, which goes where the table says (0: none); None
     for other groups, and () where no row has drafts. The states have the bits of single steps.
 
-    encode: (row, index of the item) of the media whose encoder runs in this step, before the
-    model. encode_rows: 0, or it is enough that this many rows go through a layer of an encoder in
-    this step: what is left of the items, and of those begun before, is for the steps that follow.
-    drop_media: hashes whose encoder output, or what is done of it, nobody needs any more.
-    adapters: (slot, name) of adapters that take a slot in this step, before anything runs; slots
-    count from 1. transfers: what a KV connector moves beside the step.
+    parts: what the planners of step parts tell their runners, by the names of the parts.
     """
 
     step: int
@@ -124,18 +106,14 @@ class Plan:
     release: tuple[int, ...] = ()
     drafted: np.ndarray | None = None
     state_slots: tuple[np.ndarray | None, ...] = ()
-    encode: tuple[tuple[int, int], ...] = ()
-    drop_media: tuple[bytes, ...] = ()
-    adapters: tuple[tuple[int, str], ...] = ()
-    transfers: TransferPlan | None = None
-    encode_rows: int = 0
+    parts: Mapping[str, Any] = field(factory=dict)
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to run. A plan without rows may have transfers to begin, or be
-        made to hear of those that have ended.
+        """Whether there is nothing to run. A plan without rows may have something to say to the
+        runners of step parts, or be made to hear from them.
         """
-        return not len(self.rows) and self.transfers is None
+        return not len(self.rows) and not self.parts
 
 
 @frozen(eq=False)
@@ -147,22 +125,41 @@ class RowLogprobs:
     rank: int
 
 
+@frozen
+class RowFailure:
+    """Why a row ended. field: the request's field to blame, "" for several together; None: it is
+    not the request's fault.
+    """
+
+    message: str
+    field: str | None = None
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@frozen(eq=False)
+class PartReport:
+    """What the runner of a step part, on one rank, tells its planner."""
+
+    part: str
+    value: Any
+    rank: int = 0
+
+
 @frozen(eq=False)
 class StepResult:
     """What a step gave.
 
     tokens: [sum(accepted)] int64, what the sampling rows gave, in the plan's order. accepted:
-    [sampling rows] int32, how many tokens each of them gave, 0 if it failed or is pooled; None: one
-    each. logprobs: row -> one entry for each of its tokens. prompt_logprobs: row -> one entry for
-    each of the prompt's tokens `start + 1 ... start + count` (the first token has none). pooled:
-    row -> array, in the step in which the row samples. errors: row -> a sentence; the other rows
-    are unhurt; a row that failed reports it again in every later plan until it is released.
-    drafts: row -> [n] int64, tokens that the drafter proposes to verify in the row's next step.
-    transfers: what a KV connector has moved since the last step. seconds: time the step took in
-    the executor. refused: row -> the field to blame, of those of `errors` that asked for what
-    cannot be ("" if it is several fields together); the others are not the request's fault.
-    encoded: hashes of media that were encoded in pieces, the last of which was in this step.
-    routed: [experts] int64, how many times tokens chose each expert, where that is counted.
+    [sampling rows] int32, how many tokens each of them gave, 0 if it failed, is pooled or is
+    unfinished; None: one each. logprobs: row -> one entry for each of its tokens. prompt_logprobs:
+    row -> one entry for each of the prompt's tokens `start + 1 ... start + count` (the first token
+    has none). errors: row -> why it failed; the other rows are unhurt; a row that failed reports it
+    again in every later plan until it is released. unfinished: rows that gave no token in this
+    step and go on from where they stood before it. parts: what step parts report, of this step and
+    of all ranks. seconds: time the step took in the executor. routed: [experts] int64, how many
+    times tokens chose each expert, where that is counted.
     """
 
     step: int
@@ -170,37 +167,40 @@ class StepResult:
     accepted: np.ndarray | None = None
     logprobs: Mapping[int, tuple[RowLogprobs, ...]] = field(factory=dict)
     prompt_logprobs: Mapping[int, tuple[RowLogprobs, ...]] = field(factory=dict)
-    pooled: Mapping[int, np.ndarray] = field(factory=dict)
-    errors: Mapping[int, str] = field(factory=dict)
-    drafts: Mapping[int, np.ndarray] = field(factory=dict)
-    transfers: TransferResult | None = None
+    errors: Mapping[int, RowFailure] = field(factory=dict)
+    unfinished: tuple[int, ...] = ()
+    parts: tuple[PartReport, ...] = ()
     seconds: float = 0.0
-    refused: Mapping[int, str] = field(factory=dict)
-    encoded: tuple[bytes, ...] = ()
     routed: np.ndarray | None = None
+
+
+@frozen
+class GroupCapacity:
+    """A cache group's pool: kind ("attention", "state" or "cross"), tokens per block, the window in
+    tokens (None: all), and blocks, the null block included.
+    """
+
+    kind: str
+    block_size: int
+    window: int | None
+    blocks: int
 
 
 @frozen
 class Capacity:
     """What an executor can hold once the model is loaded.
 
-    groups: one entry per cache group: (kind, block size in tokens, window or None, blocks).
-    vocabulary: the width of the logits, which may differ from the tokenizer's length. drafts: most
-    tokens that are drafted ahead for a row; 0 without a drafter. ahead: tokens beyond those of a
-    step for which rows should have blocks, since the drafter keeps something of them. adapters:
-    how many may be in one step; 0: none at all. encoder_tokens: embeddings that encoders may give
-    in one step, and encoder_cache: those that are kept at once; 0 where the model takes no media.
+    groups: one entry per cache group. vocabulary: the width of the logits, which may differ from
+    the tokenizer's length. parts: what the runners of step parts say of theirs, by name; a part
+    that is not in it has nothing to plan. ranks: how many share the model.
     """
 
-    groups: tuple[tuple[str, int, int | None, int], ...]
+    groups: tuple[GroupCapacity, ...]
     vocabulary: int
     max_model_len: int
     notes: tuple[str, ...] = ()
-    drafts: int = 0
-    ahead: int = 0
-    adapters: int = 0
-    encoder_tokens: int = 0
-    encoder_cache: int = 0
+    parts: Mapping[str, Mapping[str, Any]] = field(factory=dict)
+    ranks: int = 1
 
 
 @frozen(kw_only=True)
@@ -302,6 +302,14 @@ class Executor(ABC):
         Raises EngineError if there is none of this name.
         """
         raise self._lacks("remove adapters")
+
+    def call(self, name: str, *arguments: Any) -> list[Any]:
+        """Run a worker function (group `modulm.worker_functions`) in each worker, between steps,
+        and return the answers by rank. Arguments and answers are plain values.
+
+        Raises EngineError that names the rank where one of them raises.
+        """
+        raise self._lacks("calls into workers")
 
     def profile(self, folder: str | None) -> None:
         """Record what the steps spend their time on; write it into `folder` when told None."""

@@ -42,8 +42,9 @@ class Request:
     prompt: [tokens] int64. eos: ids that end it unless `params.ignore_eos`; arrival: seconds of
     the monotonic clock; salt: prefixes are only shared among requests of equal salt; seed: of
     this sequence's random stream; bad_words: the token sequences of `params.bad_words`.
-    adapter_from: the first token that the adapter applies to. media, positions, position_offset: as
-    `RowStart` of `modulm.contracts.executor` has them, media in the order of their places.
+    adapter_from: the first token that the adapter applies to. positions: [axes, tokens]
+    int64 of the prompt where a model counts positions along several axes; later tokens go on from
+    `position_offset` + their place, the same on each axis. media: in the order of their places.
     """
 
     id: str
@@ -70,6 +71,18 @@ class Request:
     def crossed(self) -> tuple[int, ...]:
         """What its encoder gives to layers of cross attention, run by run (see `crossed_runs`)."""
         return tuple(sum(item.length for item in run) for run in crossed_runs(self.media))
+
+    @property
+    def text(self) -> np.ndarray | None:
+        """[n] int64, the prompt's tokens but for those that stand for embeddings of the caller's;
+        None if all are text.
+        """
+        if all(item.encoded for item in self.media):
+            return None
+        is_text = np.ones(len(self.prompt), dtype=bool)
+        for item in self.media:
+            is_text[item.start : item.start + item.length] = item.encoded
+        return self.prompt[is_text]
 
     @property
     def constraint(self) -> StructuredOutputs | None:

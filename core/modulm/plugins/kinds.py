@@ -96,6 +96,8 @@ _KINDS = (
     _core("grammars", "grammar backend", "grammar", "grammar:GrammarBackend"),
     _core("speculators", "speculator", "speculator", "drafter:Drafter"),
     _core("kv_connectors", "KV connector", "connector", "connector:KVConnector"),
+    _core("step_parts", "step part", "part", "step_part:StepPart"),
+    _core("worker_functions", "worker function", "function"),
     _core("logits_processors", "logits processor", "logits", "sampling:LogitsProcessor"),
     _core("checkpoints", "named checkpoint", "checkpoint", "checkpoint:NamedCheckpoint"),
     _core("commands", "command", "command"),

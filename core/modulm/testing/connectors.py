@@ -36,7 +36,7 @@ class FakeConnector(KVConnector):
     """
 
     name: ClassVar[str] = "fake"
-    api: ClassVar[int | tuple[int, int]] = 2
+    api: ClassVar[int | tuple[int, int]] = 3
     Config: ClassVar[type] = _Options
 
     delay: Callable[[int], int] = lambda identity: 0
@@ -55,18 +55,18 @@ class _Index(KVIndex):
     def __init__(self, connector: FakeConnector) -> None:
         self._connector = connector
         self._asked: dict[str, int] = {}
-        self._held: set[bytes] = set(connector.store)
+        self._stored: set[bytes] = set(connector.store)
 
-    def matched(self, request: str, names: Sequence[bytes], held: int) -> int | None:
+    def match(self, request: str, names: Sequence[bytes], cached: int) -> int | None:
         asked = self._asked.get(request, 0)
         self._asked[request] = asked + 1
         if self._connector.hesitates(request, asked):
             return None
-        found = [name in self._held for name in names]
-        return found.index(False) if False in found else len(found)
+        stored = [name in self._stored for name in names]
+        return stored.index(False) if False in stored else len(stored)
 
-    def stored(self, names: Sequence[bytes]) -> None:
-        self._held.update(names)
+    def store(self, names: Sequence[bytes]) -> None:
+        self._stored.update(names)
 
 
 class _Mover(KVMover):
@@ -77,7 +77,9 @@ class _Mover(KVMover):
         self._caches: Mapping[int, Sequence[torch.Tensor]] = {}
         self._open: list[tuple[int, bool, BlockTransfer]] = []
 
-    def open(self, caches: Mapping[int, Sequence[torch.Tensor]]) -> None:
+    def open(
+        self, caches: Mapping[int, Sequence[torch.Tensor]], *, rank: int = 0, ranks: int = 1
+    ) -> None:
         self._caches = caches
 
     def begin(self, plan: TransferPlan) -> None:

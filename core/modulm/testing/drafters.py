@@ -14,6 +14,7 @@ from modulm.contracts.drafter import Drafter, DraftStep, Needs
 from modulm.contracts.executor import Capacity, Executor, ModelDescription, Plan, StepResult
 from modulm.contracts.model import CacheSpec
 from modulm.contracts.sampling import StructuredOutputs
+from modulm.engine.parts import open_parts
 from modulm.engine.worker.worker import Worker
 from modulm.plugins import manager
 
@@ -116,11 +117,14 @@ class DraftingExecutor(Executor):
     """A worker in this process, with a drafter that the test made: `drafting_executor`."""
 
     name: ClassVar[str] = "drafting"
-    api: ClassVar[int | tuple[int, int]] = 2
+    api: ClassVar[int | tuple[int, int]] = 3
     drafter: ClassVar[Drafter | None] = None
 
     def start(self, config: EngineConfig) -> Capacity:
-        self.worker = Worker(config, manager.current(), self.drafter)
+        plugins = manager.current()
+        drafts = plugins.load("step_parts", "drafts")(self.drafter)
+        others = (part for part in open_parts(config, plugins) if part.name != drafts.name)
+        self.worker = Worker(config, plugins, (*others, drafts))
         return self.worker.capacity
 
     def run(self, plan: Plan) -> StepResult:

@@ -8,16 +8,19 @@ from typing import Any, ClassVar
 from attrs import define, field
 
 from modulm.config import EngineConfig
-from modulm.contracts.connector import KVIndex
+from modulm.contracts.connector import KVConnector
 from modulm.contracts.executor import Executor
 from modulm.contracts.policy import Candidate, Policy
 from modulm.contracts.requests import Finish, StepEvents, StepStats
+from modulm.contracts.step_part import StepPart
 from modulm.engine.core.loop import EngineLoop
+from modulm.engine.parts import open_parts
 from modulm.engine.scheduling.limits import Limits
 from modulm.engine.scheduling.scheduler import BudgetScheduler
 from modulm.errors import EngineDead, EngineError
+from modulm.plugins import manager
 
-__all__ = ["ByArrival", "Recorder", "check_empty", "make_engine"]
+__all__ = ["ByArrival", "Recorder", "check_empty", "make_engine", "step_parts"]
 
 
 class ByArrival(Policy):
@@ -73,13 +76,24 @@ def make_engine(
     policy: Policy | None = None,
     depth: int = 1,
     notify: Any = _silent,
-    index: KVIndex | None = None,
+    connector: KVConnector | None = None,
 ) -> tuple[EngineLoop, Recorder]:
     """An engine on a started executor; call `engine.tick()` until it returns False."""
     capacity = executor.start(EngineConfig())
-    scheduler = BudgetScheduler(limits or Limits(), capacity, policy or ByArrival(), index)
+    scheduler = BudgetScheduler(
+        limits or Limits(), capacity, policy or ByArrival(), step_parts(connector)
+    )
     recorder = Recorder()
     return EngineLoop(scheduler, executor, recorder, notify, depth), recorder
+
+
+def step_parts(connector: KVConnector | None = None) -> tuple[StepPart, ...]:
+    """The installed step parts, for an engine without a configuration."""
+    plugins = manager.current()
+    parts = open_parts(EngineConfig(), plugins)
+    if connector is None:
+        return parts
+    return (*parts, plugins.load("step_parts", "transfers")(connector))
 
 
 def check_empty(engine: EngineLoop) -> None:

@@ -18,8 +18,18 @@ import torch
 from attrs import define, field, frozen
 
 from modulm.config import EngineConfig
-from modulm.contracts.connector import KVMover, TransferResult
-from modulm.contracts.executor import Capacity, Executor, Plan, RowLogprobs, RowStart, StepResult
+from modulm.contracts.connector import KVMover
+from modulm.contracts.executor import (
+    Capacity,
+    Executor,
+    GroupCapacity,
+    PartReport,
+    Plan,
+    RowFailure,
+    RowLogprobs,
+    RowStart,
+    StepResult,
+)
 from modulm.contracts.sampling import PoolingParams, StructuredOutputs
 from modulm.errors import EngineError
 from modulm.testing.arithmetic import digest_of, encoded_tokens, token_of
@@ -136,11 +146,13 @@ class FakeExecutor(Executor):
     the next ones that will come, proposes up to `drafts`; stray_drafts: results also propose for
     rows that did not run. mover: of a KV connector, whose tensors are the tokens and positions that
     blocks hold. adapters: slots that plans may give. encoder: embeddings that a step may give, and
-    that may be kept; an item has as many rows, which go through LAYERS layers.
+    that may be kept; an item has as many rows, which go through LAYERS layers. encoder_rows: rows
+    times layers that run in a step in which rows decode (0: items are encoded whole); whole_media:
+    no chunk of a prompt ends inside of an item.
     """
 
     name = "fake"
-    api: ClassVar[int | tuple[int, int]] = 2
+    api: ClassVar[int | tuple[int, int]] = 3
 
     def __init__(
         self,
@@ -160,6 +172,8 @@ class FakeExecutor(Executor):
         mover: KVMover | None = None,
         adapters: int = 0,
         encoder: tuple[int, int] = (0, 0),
+        encoder_rows: int = 0,
+        whole_media: bool = False,
     ) -> None:
         self.groups = tuple(groups)
         self.vocabulary = vocabulary
@@ -177,6 +191,8 @@ class FakeExecutor(Executor):
         self.mover = mover
         self.slots: list[str | None] = [None] * (adapters + 1)
         self.encoder = encoder
+        self.encoder_rows = encoder_rows
+        self.whole_media = whole_media
         self.encoded: dict[bytes, int] = {}
         #: Hash -> layers that are left, of items that are encoded in pieces.
         self.begun: dict[bytes, int] = {}
@@ -194,17 +210,25 @@ class FakeExecutor(Executor):
             both = enumerate(zip(self._tokens, self._positions, strict=True))
             self.mover.open({g: [torch.from_numpy(x) for x in pair] for g, pair in both})
         groups = tuple(
-            ("state" if g.state else "attention", g.block_size, g.window, g.blocks)
+            GroupCapacity("state" if g.state else "attention", g.block_size, g.window, g.blocks)
             for g in self.groups
         )
+        encoder = {
+            "tokens": self.encoder[0],
+            "cache": self.encoder[1],
+            "rows": self.encoder_rows,
+            "whole": self.whole_media,
+        }
         return Capacity(
             groups=groups,
             vocabulary=self.vocabulary,
             max_model_len=self.max_model_len,
-            drafts=self.drafts,
-            adapters=len(self.slots) - 1,
-            encoder_tokens=self.encoder[0],
-            encoder_cache=self.encoder[1],
+            parts={
+                "adapters": {"slots": len(self.slots) - 1},
+                "drafts": {"drafts": self.drafts, "ahead": 0},
+                "media": encoder,
+                "pooling": {"pools": True},
+            },
         )
 
     def submit(self, plan: Plan) -> Future[StepResult]:
@@ -229,24 +253,27 @@ class FakeExecutor(Executor):
         if self.plans is not None:
             self.plans.append(plan)
         self._rows_change(plan)
-        for slot, name in plan.adapters:
+        for slot, name in plan.parts.get("adapters", ()):
             self.slots[slot] = name
-        encoded = self._encode(plan)
+        reports: dict[str, Any] = {"media": self._encode(plan) or None}
         if self.step_delay:
             time.sleep(self.step_delay)
         if index in self.fail_steps:
             raise self.fail_steps[index]
         tokens = self._feed(plan)
         sampled, result = self._sample(plan, tokens)
+        reports["pooling"] = result.pop("pooled")
+        reports["transfers"] = self._transfer(plan)
+        reports["drafts"] = self._propose(plan) if self.drafter is not None else None
         accepted = np.array([len(run) for run in sampled], dtype=np.int32)
         return StepResult(
             step=plan.step,
             tokens=np.array([token for run in sampled for token in run], dtype=np.int64),
             accepted=None if (accepted == 1).all() else accepted,
-            transfers=self._transfer(plan),
-            drafts=self._propose(plan) if self.drafter is not None else {},
+            parts=tuple(
+                PartReport(name, value) for name, value in reports.items() if value is not None
+            ),
             seconds=time.perf_counter() - began,
-            encoded=encoded,
             **result,
         )
 
@@ -275,9 +302,9 @@ class FakeExecutor(Executor):
             state = self.rows.get(row)
             if state is None:
                 raise FakeFault(f"step {plan.step} runs row {row}, which is not admitted")
-            adapter = state.start.adapter
-            if adapter is not None and adapter not in self.slots:
-                raise FakeFault(f"step {plan.step} row {row}: adapter {adapter} is in no slot")
+            adapter = state.start.parts.get("adapters")
+            if adapter is not None and adapter.name not in self.slots:
+                raise FakeFault(f"step {plan.step} row {row}: adapter {adapter.name} in no slot")
             start, count = int(plan.starts[i]), int(plan.counts[i])
             if state.failed is not None:
                 fed.append(np.zeros(0, dtype=np.int64))
@@ -290,7 +317,7 @@ class FakeExecutor(Executor):
                 drafts = plan.tokens[last : ends[i]]
                 self._check_drafts(plan, i, drafts)
                 tokens = np.concatenate([tokens, drafts])
-            if state.start.media:
+            if "media" in state.start.parts:
                 tokens = self._embedded(plan, state.start, start, tokens)
             for g, group in enumerate(self.groups):
                 if group.state:
@@ -319,10 +346,12 @@ class FakeExecutor(Executor):
             )
 
     def _encode(self, plan: Plan) -> tuple[bytes, ...]:
-        for hashed in plan.drop_media:
-            del self.encoded[hashed]
-            self.begun.pop(hashed, None)
-        items = [self.rows[row].start.media[index] for row, index in plan.encode]
+        work = plan.parts.get("media")
+        for digest in work.drop if work else ():
+            del self.encoded[digest]
+            self.begun.pop(digest, None)
+        chosen = work.items if work else ()
+        items = [self.rows[row].start.parts["media"].items[index] for row, index in chosen]
         for item in items:
             if item.hash in self.encoded:
                 raise FakeFault(f"step {plan.step} encodes {item.hash!r} again")
@@ -333,12 +362,12 @@ class FakeExecutor(Executor):
         if sum(self.encoded.values()) > self.encoder[1]:
             raise FakeFault(f"after step {plan.step} more than {self.encoder[1]} tokens are kept")
         self.begun |= dict.fromkeys((item.hash for item in items), LAYERS)
-        return run_layers(self.begun, self.encoded, plan.encode_rows)
+        return run_layers(self.begun, self.encoded, work.rows if work else 0)
 
     def _embedded(self, plan: Plan, row: RowStart, start: int, tokens: np.ndarray) -> np.ndarray:
         """The tokens with those of media replaced by what was encoded."""
         found, end = tokens.copy(), start + len(tokens)
-        for item in row.media:
+        for item in row.parts["media"].items:
             if any(first < end < last for first, last in item.spans):
                 raise FakeFault(f"step {plan.step} {row.request}: ends inside of a span at {end}")
             first, last = max(start, item.start), min(end, item.start + item.length)
@@ -349,11 +378,11 @@ class FakeExecutor(Executor):
                 found[first - start : last - start] = given
         return found
 
-    def _transfer(self, plan: Plan) -> TransferResult | None:
+    def _transfer(self, plan: Plan) -> object | None:
         if self.mover is None:
             return None
-        if plan.transfers is not None:
-            self.mover.begin(plan.transfers)
+        if "transfers" in plan.parts:
+            self.mover.begin(plan.parts["transfers"])
         return self.mover.ended()
 
     def _check_drafts(self, plan: Plan, i: int, drafts: np.ndarray) -> None:
@@ -487,7 +516,7 @@ class FakeExecutor(Executor):
         for i, row in enumerate(plan.rows.tolist()):
             state = self.rows[row]
             if state.failed is not None:
-                result["errors"][row] = state.failed
+                result["errors"][row] = RowFailure(state.failed)
                 sampled.extend([[]] * bool(plan.samples[i]))
                 continue
             self._prompt_logprobs(state, row, int(plan.starts[i]), len(fed[i]), result)
@@ -555,7 +584,7 @@ class FakeExecutor(Executor):
         self._incidents(script, k)
         if k in script.nan or k in script.errors:
             state.failed = script.errors.get(k, "the model gave NaN logits for this row")
-            result["errors"][row] = state.failed
+            result["errors"][row] = RowFailure(state.failed)
             return []
         scripted = k < len(script.tokens)
         token = script.tokens[k] if scripted else token_of(digest, self.vocabulary, self.reserved)

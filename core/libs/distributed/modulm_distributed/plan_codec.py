@@ -2,104 +2,135 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
 
-from modulm.contracts.connector import BlockTransfer, TransferPlan, TransferResult
-from modulm.contracts.executor import Plan, RowStart, StepResult
-from modulm.engine.types.packing import (
+from modulm.contracts.executor import PartReport, Plan, RowFailure, RowStart, StepResult
+from modulm.wire.packing import (
     decode,
     encode,
     pack_logprobs,
-    pack_media,
     pack_params,
     unpack_logprobs,
-    unpack_media,
     unpack_params,
 )
 
-__all__ = ["decode_plan", "decode_result", "encode_plan", "encode_result"]
+if TYPE_CHECKING:
+    from modulm.contracts.step_part import StepPart
+
+__all__ = ["PlanCodec"]
 
 
-def encode_plan(plan: Plan) -> bytes:
-    """Raises TypeError for what is not plain data in a request's parameters."""
-    table = _table(plan, Plan)
-    if plan.admit:
-        table["admit"] = [_pack_start(start) for start in plan.admit]
-    if plan.transfers is not None:
-        moves = plan.transfers.loads, plan.transfers.saves
-        table["transfers"] = [[attrs.astuple(move) for move in part] for part in moves]
-    return encode(table)
+class PlanCodec:
+    """Packs the core's fields itself, and values of step parts as the parts say."""
 
+    def __init__(self, parts: Iterable[StepPart]) -> None:
+        self._parts = {part.name: part for part in parts}
+        #: Parts whose reports are wanted of all ranks.
+        self.of_all_ranks = frozenset(name for name, part in self._parts.items() if part.all_ranks)
 
-def decode_plan(data: bytes | bytearray | memoryview) -> Plan:
-    table = decode(data)
-    for name in ("tables", "release", "state_slots", "drop_media"):
-        table[name] = tuple(table.get(name, ()))
-    for name in ("encode", "adapters"):
-        table[name] = tuple(map(tuple, table.get(name, ())))
-    if "transfers" in table:
-        loads, saves = (tuple(map(_transfer, part)) for part in table["transfers"])
-        table["transfers"] = TransferPlan(loads, saves)
-    table["admit"] = tuple(_unpack_start(start) for start in table.get("admit", ()))
-    return Plan(**table)
+    def encode_plan(self, plan: Plan) -> bytes:
+        """Raises TypeError for what is not plain data in a request's parameters."""
+        table = _table(plan, Plan)
+        if plan.admit:
+            table["admit"] = [self._pack_start(start) for start in plan.admit]
+        if plan.parts:
+            table["parts"] = self.pack_parts(plan.parts)
+        return encode(table)
 
+    def decode_plan(self, data: bytes | bytearray | memoryview) -> Plan:
+        table = decode(data)
+        for name in ("tables", "release", "state_slots"):
+            table[name] = tuple(table.get(name, ()))
+        table["admit"] = tuple(self._unpack_start(start) for start in table.get("admit", ()))
+        if "parts" in table:
+            table["parts"] = self._map(table["parts"], lambda part: part.unpack_plan)
+        return Plan(**table)
 
-def encode_result(result: StepResult) -> bytes:
-    table = _table(result, StepResult)
-    for name in ("logprobs", "prompt_logprobs"):
-        if name in table:
-            table[name] = {row: pack_logprobs(some) for row, some in table[name].items()}
-    if result.transfers is not None:
-        table["transfers"] = attrs.astuple(result.transfers)
-    return encode(table)
+    def encode_result(self, result: StepResult) -> bytes:
+        table = _table(result, StepResult)
+        for name in ("logprobs", "prompt_logprobs"):
+            if name in table:
+                table[name] = {row: pack_logprobs(some) for row, some in table[name].items()}
+        if result.errors:
+            table["errors"] = {
+                row: (failure.message, failure.field) for row, failure in result.errors.items()
+            }
+        if result.parts:
+            table["parts"] = [self._pack_report(report) for report in result.parts]
+        return encode(table)
 
+    def decode_result(self, data: bytes | bytearray | memoryview) -> StepResult:
+        table = decode(data)
+        for name in ("logprobs", "prompt_logprobs"):
+            if name in table:
+                table[name] = {row: unpack_logprobs(some) for row, some in table[name].items()}
+        if "errors" in table:
+            table["errors"] = {row: RowFailure(*packed) for row, packed in table["errors"].items()}
+        table["unfinished"] = tuple(table.get("unfinished", ()))
+        table["parts"] = tuple(map(self._unpack_report, table.get("parts", ())))
+        return StepResult(**table)
 
-def decode_result(data: bytes | bytearray | memoryview) -> StepResult:
-    table = decode(data)
-    for name in ("logprobs", "prompt_logprobs"):
-        if name in table:
-            table[name] = {row: unpack_logprobs(some) for row, some in table[name].items()}
-    if "transfers" in table:
-        done, failed = table["transfers"]
-        table["transfers"] = TransferResult(tuple(done), tuple(map(tuple, failed)))
-    table["encoded"] = tuple(table.get("encoded", ()))
-    return StepResult(**table)
+    def encode_reports(self, result: StepResult) -> bytes | None:
+        """The reports that the planners want of a rank whose result nobody else looks at; None if
+        there are none.
+        """
+        reports = [self._pack_report(r) for r in result.parts if r.part in self.of_all_ranks]
+        return encode(reports) if reports else None
+
+    def decode_reports(self, data: bytes | bytearray | memoryview) -> tuple[PartReport, ...]:
+        return tuple(map(self._unpack_report, decode(data)))
+
+    def pack_parts(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Values of `Plan.parts`."""
+        return self._map(values, lambda part: part.pack_plan)
+
+    def pack_row_parts(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Values of `RowStart.parts`."""
+        return self._map(values, lambda part: part.pack_row)
+
+    def _map(
+        self, values: Mapping[str, Any], method: Callable[[StepPart], Callable[[Any], Any]]
+    ) -> dict[str, Any]:
+        return {name: method(self._parts[name])(value) for name, value in values.items()}
+
+    def _pack_start(self, start: RowStart) -> dict[str, Any]:
+        table = _table(start, RowStart) | {"params": pack_params(start.params)}
+        if start.parts:
+            table["parts"] = self.pack_row_parts(start.parts)
+        return table
+
+    def _unpack_start(self, table: dict[str, Any]) -> RowStart:
+        unpacked = {
+            "params": unpack_params(table["params"]),
+            "stop_ids": tuple(table.get("stop_ids", ())),
+            "bad_words": tuple(map(tuple, table.get("bad_words", ()))),
+            "parts": self._map(table.get("parts", {}), lambda part: part.unpack_row),
+        }
+        return RowStart(**{**table, **unpacked})
+
+    def _pack_report(self, report: PartReport) -> tuple[str, Any, int]:
+        return report.part, self._parts[report.part].pack_report(report.value), report.rank
+
+    def _unpack_report(self, packed: tuple[str, Any, int]) -> PartReport:
+        part, value, rank = packed
+        return PartReport(part, self._parts[part].unpack_report(value), rank)
 
 
 def _table(value: Any, kind: type[attrs.AttrsInstance]) -> dict[str, Any]:
     """The fields that hold something."""
     return {
-        name: given
+        name: content
         for name in _names(kind)
-        if (given := getattr(value, name)) is not None
-        and (type(given) is np.ndarray or given not in ((), {}))
+        if (content := getattr(value, name)) is not None
+        and (type(content) is np.ndarray or content not in ((), {}))
     }
 
 
 @cache
 def _names(kind: type[attrs.AttrsInstance]) -> tuple[str, ...]:
     return tuple(spec.name for spec in attrs.fields(kind))
-
-
-def _pack_start(start: RowStart) -> dict[str, Any]:
-    packed = {"params": pack_params(start.params), "media": pack_media(start.media)}
-    return _table(start, RowStart) | packed
-
-
-def _unpack_start(table: dict[str, Any]) -> RowStart:
-    made = {
-        "params": unpack_params(table["params"]),
-        "stop_ids": tuple(table.get("stop_ids", ())),
-        "bad_words": tuple(map(tuple, table.get("bad_words", ()))),
-        "media": unpack_media(table["media"]),
-    }
-    return RowStart(**{**table, **made})
-
-
-def _transfer(packed: list[Any]) -> BlockTransfer:
-    number, request, names, blocks = packed
-    return BlockTransfer(number, request, tuple(names), tuple(map(tuple, blocks)))

@@ -18,6 +18,7 @@ from modulm.contracts.executor import Capacity, Executor
 from modulm.contracts.policy import Policy, Scheduler
 from modulm.contracts.requests import Request
 from modulm.engine.core.loop import EngineLoop, Listener
+from modulm.engine.parts import open_parts
 from modulm.engine.sampling.defaults import end_ids, sampling_defaults
 from modulm.engine.sampling.logits_processors import class_at
 from modulm.engine.scheduling.limits import Limits
@@ -28,7 +29,6 @@ from modulm.loading import Checkpoint, resolve_checkpoint
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
-    from modulm.contracts.connector import KVConnector
     from modulm.plugins.manager import PluginManager
     from modulm.text.tokenizer import Tokenizer
 
@@ -59,8 +59,6 @@ def limits_of(config: EngineConfig, use: Use) -> Limits:
         queued_requests=scheduler.max_num_queued_reqs if use == "server" else None,
         queued_tokens=scheduler.max_num_queued_tokens if use == "server" else None,
         stages=config.parallel.pipeline_parallel_size,
-        encoder_rows=scheduler.mm_encoder_chunk,
-        whole_media=scheduler.disable_chunked_mm_input,
     )
 
 
@@ -87,12 +85,8 @@ class EngineCore:
         policy: Policy = plugins.load("schedulers", self.config.scheduler.scheduling_policy)()
         made = _scheduler_class(self.config)
         limits = _limits(self.config, use, capacity, self.executor.describe().tasks)
-        connecting = plugins.configured("kv_connectors", self.config.device.plugin_config)
-        if connecting is None:
-            scheduler: Scheduler = made(limits, capacity, policy)
-        else:
-            connector: KVConnector = connecting[0](connecting[1])
-            scheduler = made(limits, capacity, policy, connector.index())
+        parts = open_parts(self.config, plugins)
+        scheduler: Scheduler = made(limits, capacity, policy, parts)
         _check_length(config.model.max_model_len, capacity, scheduler.max_len)
         depth = 2 if self.config.scheduler.async_scheduling and limits.stages == 1 else 1
         depth = max(depth, limits.stages)
@@ -159,9 +153,10 @@ def _check_length(wanted: int | None, capacity: Capacity, most: int) -> None:
     if wanted is None or most >= wanted:
         return
     lacks = [
-        f"{-(-wanted // size) - blocks + 1} of {-(-wanted // size)} blocks of {size} tokens"
-        for kind, size, window, blocks in capacity.groups
-        if kind == "attention" and (window is None or len(capacity.groups) == 1)
+        f"{needed - group.blocks + 1} of {needed} blocks of {group.block_size} tokens"
+        for group in capacity.groups
+        if group.kind == "attention" and (group.window is None or len(capacity.groups) == 1)
+        for needed in (-(-wanted // group.block_size),)
     ]
     raise ConfigError(
         "max_model_len",
@@ -209,12 +204,11 @@ def _info(
         description=description,
         cache_tokens=max(
             (
-                size * blocks
-                for kind, size, window, blocks in capacity.groups
-                if kind == "attention" and window is None
+                group.block_size * group.blocks
+                for group in capacity.groups
+                if group.kind == "attention" and group.window is None
             ),
             default=0,
         ),
-        drafts=capacity.drafts,
-        adapters=capacity.adapters,
+        parts=capacity.parts,
     )

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from modulm.contracts.executor import Capacity
+from modulm.contracts.executor import Capacity, GroupCapacity
 from modulm.engine.kv_cache.block_pool import NULL, BlockPool
 from modulm.engine.kv_cache.prefix_index import PrefixIndex
 from modulm.errors import EngineError, RequestError
@@ -46,6 +46,14 @@ class BlockTables(ABC):
         self.tables = np.zeros((rows, -(-max_len // size)), dtype=np.int32)
         self.held = np.zeros(rows, dtype=np.int64)
         self.room = np.zeros(rows, dtype=np.int64)
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Keep blocks as they are, whatever becomes of the rows that hold them."""
+        self.pool.share(blocks)
+
+    def drop(self, blocks: Sequence[int]) -> None:
+        """Give up blocks that were held."""
+        self.pool.release(blocks)
 
     @abstractmethod
     def most(self, chunk: int) -> int:
@@ -292,8 +300,8 @@ class _Cross(BlockTables):
         self.lengths[row] = 0
 
 
-def _build(spec: tuple[str, int, int | None, int], rows: int, max_len: int) -> BlockTables:
-    kind, size, window, blocks = spec
+def _build(group: GroupCapacity, rows: int, max_len: int) -> BlockTables:
+    kind, size, window, blocks = group.kind, group.block_size, group.window, group.blocks
     if kind == "state":
         return _State(size, blocks, rows, max_len)
     if kind == "cross":
@@ -310,7 +318,7 @@ class KVCacheManager:
 
     def __init__(self, capacity: Capacity, rows: int) -> None:
         max_len = capacity.max_model_len
-        self.groups = tuple(_build(spec, rows, max_len) for spec in capacity.groups)
+        self.groups = tuple(_build(group, rows, max_len) for group in capacity.groups)
         self._states = [group for group in self.groups if isinstance(group, _State)]
         self._cross = [group for group in self.groups if isinstance(group, _Cross)]
         #: Most outputs of an encoder that layers of cross attention look at; 0 if there are none.

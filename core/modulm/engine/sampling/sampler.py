@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Self
 
 import numpy as np
 import torch
 from attrs import define, field, frozen
 
-from modulm.contracts.executor import RowLogprobs, RowStart
+from modulm.contracts.executor import RowFailure, RowLogprobs, RowStart
 from modulm.contracts.grammar import Grammar, Matcher
 from modulm.contracts.kernels import Ops
 from modulm.contracts.platform import Platform, Transfer
 from modulm.contracts.sampling import RowView, SamplingParams
+from modulm.contracts.step_part import Verified
 from modulm.engine.sampling.logit_constraints import LogitConstraint, MinTokens, constraints_of
 from modulm.engine.sampling.logits_processors import Processors
 from modulm.engine.sampling.penalties import Seen, penalise, wants_penalties
 from modulm.errors import RequestError
 
-__all__ = ["Best", "Chosen", "Refusal", "Sampled", "Sampler", "Verified"]
+__all__ = ["Best", "Chosen", "Sampled", "Sampler"]
 
 #: CPU time that one row's grammar may take in one step before the row is given up for the others.
 _GRAMMAR_SECONDS = 0.5
@@ -38,35 +38,13 @@ _HISTORY = _CONSTRAINED | _PENALISED | _GRAMMAR | _EARLY | _LATE
 _CHANGED = _CONSTRAINED | _PENALISED | _EARLY | _LATE
 
 
-class Refusal(str):
-    """An error of a row that its request is to blame for. field: which of its fields, or ""."""
-
-    def __new__(cls, words: str, field: str = "") -> Self:
-        made = super().__new__(cls, words)
-        made.field = field
-        return made
-
-    field: str
-
-
 @frozen(eq=False)
 class Sampled:
     """tokens: [n] int64, -1 where the place failed; logprobs and errors by place."""
 
     tokens: np.ndarray
     logprobs: Mapping[int, RowLogprobs] = field(factory=dict)
-    errors: Mapping[int, str] = field(factory=dict)
-
-
-class Verified(NamedTuple):
-    """What rows with drafts gave. tokens: of all rows, one run after the other; accepted: [rows],
-    the lengths of the runs, 0 for rows that failed; logprobs and errors: by place of the row.
-    """
-
-    tokens: np.ndarray
-    accepted: np.ndarray
-    logprobs: Mapping[int, tuple[RowLogprobs, ...]]
-    errors: Mapping[int, str]
+    errors: Mapping[int, RowFailure] = field(factory=dict)
 
 
 class Best:
@@ -93,7 +71,7 @@ class Chosen:
     transfer: Transfer
     logits: torch.Tensor
     best: Sequence[Best] = ()
-    errors: dict[int, str] = field(factory=dict)
+    errors: dict[int, RowFailure] = field(factory=dict)
     _tokens: np.ndarray | None = None
 
     def tokens(self) -> np.ndarray:
@@ -142,7 +120,7 @@ class _Step:
     flags: np.ndarray
     logits: torch.Tensor
     positions: np.ndarray
-    errors: dict[int, str] = field(factory=dict)
+    errors: dict[int, RowFailure] = field(factory=dict)
 
     def places(self, flag: int) -> list[int]:
         """The places whose rows have `flag` and have not failed."""
@@ -193,7 +171,8 @@ class Sampler:
         view = RowView(row, params, start.prompt.tolist() if asked else (), output)
         constraints = constraints_of(start, params, self.device)
         penalised = wants_penalties(params)
-        seen = Seen(params, start.words, output, self.vocabulary) if penalised else None
+        text = start.prompt if start.text is None else start.text
+        seen = Seen(params, text, output, self.vocabulary) if penalised else None
         matcher = None if grammar is None else _replayed(grammar, start.output)
         early, late = self.processors.admit(view, asked) if asked else (False, False)
         flags |= (
@@ -274,14 +253,14 @@ class Sampler:
         history = (self._flags[rows] & _HISTORY) != 0
         tokens = np.full(len(owners), -1, dtype=np.int64)
         logprobs: dict[int, RowLogprobs] = {}
-        errors: dict[int, str] = {}
+        errors: dict[int, RowFailure] = {}
         at = np.flatnonzero(~history[owners] | (offsets == 0))
         while len(at):
             own = logits if len(at) == len(owners) else logits[self._tensor(at)]
             found = self.sample(rows[owners[at]], positions[owners[at]] + offsets[at], own).result()
             tokens[at] = found.tokens
             logprobs.update((int(at[place]), entry) for place, entry in found.logprobs.items())
-            errors.update((int(at[place]), words) for place, words in found.errors.items())
+            errors.update((int(at[place]), failure) for place, failure in found.errors.items())
             goes_on = history[owners[at]] & (tokens[at] == expected[at])
             at = np.array(
                 [place + 1 for place in at[goes_on].tolist()
@@ -312,9 +291,9 @@ class Sampler:
             try:
                 self._rows[int(step.rows[place])].fill(mask)
             except Exception as error:
-                step.errors[place] = Refusal(f"the grammar failed: {error}"[:300], _GRAMMARS)
+                step.errors[place] = RowFailure(f"the grammar failed: {error}"[:300], _GRAMMARS)
             if time.thread_time() - began > _GRAMMAR_SECONDS:
-                step.errors[place] = Refusal(
+                step.errors[place] = RowFailure(
                     "the grammar is too ambiguous: a token took too long to check", _GRAMMARS
                 )
         at = torch.tensor(places, dtype=torch.int64, device=self.device)
@@ -331,7 +310,8 @@ class Sampler:
             try:
                 _constrain(self._rows[int(step.rows[place])], step.logits[place])
             except Exception as error:
-                step.errors[place] = f"the logits could not be changed: {error}"[:300]
+                message = f"the logits could not be changed: {error}"[:300]
+                step.errors[place] = RowFailure(message)
         if union & _EARLY:
             self._run_processors(step, _EARLY, late=False)
         if union & _PENALISED:
@@ -343,7 +323,8 @@ class Sampler:
 
     def _run_processors(self, step: _Step, flag: int, *, late: bool) -> None:
         views = {place: self._rows[int(step.rows[place])].view for place in step.places(flag)}
-        step.errors.update(self.processors.apply(views, step.logits, late=late))
+        errors = self.processors.apply(views, step.logits, late=late)
+        step.errors.update((place, RowFailure(message)) for place, message in errors.items())
 
     def _temper(self, step: _Step) -> np.ndarray:
         """Divide rows with late processors by their temperature and run these; what is left."""
@@ -431,8 +412,8 @@ class Sampler:
             index, token = int(step.rows[place]), int(tokens[place])
             row = self._rows[index]
             if row.matcher is not None and not row.matcher.accept(token):
-                words = f"the grammar does not accept token {token}"
-                step.errors[place] = Refusal(words, _GRAMMARS)
+                message = f"the grammar does not accept token {token}"
+                step.errors[place] = RowFailure(message, _GRAMMARS)
                 continue
             row.output.append(token)
             if row.seen is not None:
@@ -471,13 +452,13 @@ def _runs(
     tokens: np.ndarray,
     expected: np.ndarray,
     logprobs: Mapping[int, RowLogprobs],
-    errors: Mapping[int, str],
+    errors: Mapping[int, RowFailure],
 ) -> Verified:
     """What each row gave: its tokens up to the first that differs from the draft, and that one."""
     accepted = np.zeros(len(sizes), dtype=np.int32)
     kept: list[np.ndarray] = []
     entries: dict[int, tuple[RowLogprobs, ...]] = {}
-    failed: dict[int, str] = {}
+    failed: dict[int, RowFailure] = {}
     for place, (first, size) in enumerate(zip(firsts.tolist(), sizes.tolist(), strict=True)):
         differs = tokens[first : first + size] != expected[first : first + size]
         last = first + int(differs.argmax())
@@ -500,13 +481,14 @@ def _signed(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def _why(logits: torch.Tensor) -> str:
+def _why(logits: torch.Tensor) -> RowFailure:
     """What is wrong with a row of logits from which nothing could be chosen."""
     if bool(logits.isnan().any()):
-        return "the model gave NaN logits for this row"
+        return RowFailure("the model gave NaN logits for this row")
     if bool(logits.isposinf().any()):
-        return "the model or a logits processor gave infinite logits for this row"
-    return Refusal(
+        return RowFailure("the model or a logits processor gave infinite logits for this row")
+    return RowFailure(
         "no token is left to choose from: the allowed ids, bad words, min_tokens, the logits "
-        "processors and the grammar exclude all of them"
+        "processors and the grammar exclude all of them",
+        "",
     )

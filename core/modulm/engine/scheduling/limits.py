@@ -17,9 +17,7 @@ class Limits:
     once (None: any number); spare: share of blocks left free when a request joins others;
     reserve: admit a request only if all its tokens fit now; prefixes, hash: prefix reuse;
     queued_requests, queued_tokens: bounds of the queue (None: none); stages: plans under way at
-    once of which each has other rows; encoder_rows: rows (patches, frames) times layers of encoders
-    that run in a step in which rows decode (0: encoders run whole); whole_media: no chunk of a
-    prompt ends inside of an item.
+    once of which each has other rows.
     """
 
     rows: int = 256
@@ -35,5 +33,3 @@ class Limits:
     queued_requests: int | None = None
     queued_tokens: int | None = None
     stages: int = 1
-    encoder_rows: int = 0
-    whole_media: bool = False

@@ -19,12 +19,12 @@ class Entry:
 
     order: of arrival, breaks ties. limit: tokens, prompt included, at which it ends. row: its row,
     or None while it waits. history: [tokens] int64, its tokens when it (again) waits. chains: the
-    names of its full blocks, one chain per block size. passed: later ones that were admitted while
-    its adapter found no slot.
+    names of its full blocks, one chain per block size. overtaken: later ones that were admitted
+    while it had to wait for something that they did not need.
     """
 
     __slots__ = (
-        "chains", "gone", "history", "key", "limit", "order", "passed", "preemptions", "request",
+        "chains", "gone", "history", "key", "limit", "order", "overtaken", "preemptions", "request",
         "row",
     )  # fmt: skip
 
@@ -35,7 +35,7 @@ class Entry:
         self.row: int | None = None
         self.history: np.ndarray = request.prompt
         self.chains: tuple[Chain, ...] = ()
-        self.passed = self.preemptions = 0
+        self.overtaken = self.preemptions = 0
         self.gone = False
         self.key: Any = None
 

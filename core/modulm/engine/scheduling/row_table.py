@@ -39,6 +39,8 @@ class RowTable:
         self.stops = np.full((rows, 1), -2, dtype=np.int64)
         self.epoch = np.zeros(rows, dtype=np.int64)
         self.names = np.full(rows, None, dtype=object)
+        #: Rows that step parts have paused: `waiting` is set for them.
+        self.paused: set[int] = set()
         self._free = list(range(rows - 1, -1, -1))
 
     @property
@@ -64,11 +66,21 @@ class RowTable:
         self.names[row] = request.id
         return row
 
+    def pause(self, row: int) -> None:
+        """Do not plan the row until it is resumed or released."""
+        self.paused.add(row)
+        self.waiting[row] = True
+
+    def resume(self, row: int) -> None:
+        """Plan the row again."""
+        self.paused.discard(row)
+        self.waiting[row] = False
+
     def release(self, row: int) -> np.ndarray:
         """Take the row back; the tokens that are really known (none PENDING), as int64."""
         history = self.history(row)
         self.names[row] = None
-        self.waiting[row] = False
+        self.resume(row)
         self.epoch[row] += 1
         self._free.append(row)
         return history

@@ -14,26 +14,25 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from modulm.contracts.connector import KVIndex
-from modulm.contracts.executor import PENDING, Capacity, Plan, StepResult
+from modulm.contracts.executor import PENDING, Capacity, Plan, RowStart, StepResult
 from modulm.contracts.policy import Policy, Scheduler
 from modulm.contracts.requests import Finish, Reason, Request, Start, StepEvents, StepStats
+from modulm.contracts.step_part import PartPlanner, PlannerContext, StepPart
 from modulm.engine.kv_cache.manager import Hit, KVCacheManager
-from modulm.engine.scheduling.adapter_slots import AdapterSlots
 from modulm.engine.scheduling.admission import Admission
-from modulm.engine.scheduling.drafting import Drafting, Verified, drafting_figures, verified
-from modulm.engine.scheduling.encoder_budget import EncoderBudget
+from modulm.engine.scheduling.draft_counts import DraftCounts, draft_counts, draft_statistics
 from modulm.engine.scheduling.limits import Limits
+from modulm.engine.scheduling.planner_hooks import PlannerHooks
 from modulm.engine.scheduling.prefix_reuse import PrefixReuse
 from modulm.engine.scheduling.request_queue import Entry, RequestQueue
 from modulm.engine.scheduling.row_table import RowTable
 from modulm.engine.scheduling.step import NextStep, StepInFlight, row_start
 from modulm.engine.scheduling.token_runs import TokenRuns
-from modulm.engine.scheduling.transfers import KVTransfers
 from modulm.errors import EngineError, QueueFull, RequestError, RowError
 
 __all__ = ["BudgetScheduler"]
@@ -43,20 +42,38 @@ _LOOK = 8
 
 
 class BudgetScheduler(Scheduler):
-    """The built-in scheduler. Not safe for use by several threads."""
+    """The built-in scheduler. Not safe for use by several threads.
+
+    parts: the step parts of this engine, whose planners it asks.
+    """
 
     def __init__(
-        self, limits: Limits, capacity: Capacity, policy: Policy, index: KVIndex | None = None
+        self,
+        limits: Limits,
+        capacity: Capacity,
+        policy: Policy,
+        parts: Sequence[StepPart] = (),
     ) -> None:
         self.limits = limits
         self.policy = policy
         self.table = RowTable(limits.rows, capacity.max_model_len)
         self.cache = KVCacheManager(capacity, limits.rows)
         self.prefix_reuse = PrefixReuse(self.cache, self.table, limits.hash, limits.prefixes)
-        self.drafting = Drafting(capacity, self.table, self.cache)
-        self.transfers = KVTransfers(index, self.cache, self.table, self.prefix_reuse)
-        self.adapters = AdapterSlots(capacity.adapters)
-        self.encoders = EncoderBudget(capacity, limits, self.cache.unit)
+        self.planners: dict[str, PartPlanner] = {}
+        for part in parts:
+            planner = part.planner(
+                PlannerContext(
+                    rows=self.table,
+                    cache=self.cache,
+                    prefixes=self.prefix_reuse,
+                    limits=limits,
+                    capacity=capacity,
+                    values=capacity.parts.get(part.name, {}),
+                )
+            )
+            if planner is not None:
+                self.planners[part.name] = planner
+        self._hooks = PlannerHooks(self.planners)
         self.queue = RequestQueue(policy)
         self._max_len = min(capacity.max_model_len, self.cache.most(limits.tokens))
         if not (limits.chunked or capacity.groups):
@@ -66,11 +83,15 @@ class BudgetScheduler(Scheduler):
         self._prefilling: set[int] = set()
         self._in_flight: deque[StepInFlight] = deque()
         self._released: list[int] = []
+        #: Rows that wait for a load: workers hear of them with the step that runs them.
+        self._unannounced: set[int] = set()
         self._arrivals = self._steps = self._preempted = 0
         # Counts releases: while it stands still, every planned row is still the same sequence.
         self._generation = 0
         # Whether a row that samples waits for its token before it is planned again.
-        self._one_by_one = self.drafting.most > 0 or limits.stages > 1
+        self._one_by_one = limits.stages > 1 or any(
+            planner.one_at_a_time for planner in self.planners.values()
+        )
         self._order: np.ndarray | None = None
         self._order32 = np.zeros(0, dtype=np.int32)
         self._ones = np.ones(limits.rows, dtype=np.int64)
@@ -79,7 +100,9 @@ class BudgetScheduler(Scheduler):
 
     @property
     def busy(self) -> bool:
-        return bool(self._entries or self._in_flight or self.transfers.busy)
+        return bool(self._entries or self._in_flight) or any(
+            planner.busy for planner in self.planners.values()
+        )
 
     @property
     def max_len(self) -> int:
@@ -121,10 +144,8 @@ class BudgetScheduler(Scheduler):
                 f"the prompt has {request.prompt_len} tokens, one step takes {self.limits.tokens}, "
                 "and prompts are not split over steps (enable_chunked_prefill)", "prompt",
             )  # fmt: skip
-        if request.adapter is not None and not self.adapters.most:
-            raise RequestError("the engine runs without adapters", "model")
-        if request.media:
-            self.encoders.check(request)
+        for check in self._hooks.check:
+            check(request)
         self.cache.check_crossed(request.crossed)
         self.check_room(1, request.prompt_len)
         entry = Entry(request, self._arrivals, limit)
@@ -140,7 +161,8 @@ class BudgetScheduler(Scheduler):
         if entry.row is not None:
             return self._finish(entry.row, "abort")
         self.queue.remove(entry)
-        self.transfers.finished(request)
+        for finished in self._hooks.finished:
+            finished(request)
         del self._entries[request]
         return Finish(request, "abort")
 
@@ -149,9 +171,8 @@ class BudgetScheduler(Scheduler):
 
     def forget_prefixes(self) -> None:
         self.prefix_reuse.forget()
-        self.adapters.forget()
-        if not self._running:
-            self.encoders.fail()
+        for forget in self._hooks.forget:
+            forget(not self._running)
 
     # A step is planned.
 
@@ -162,16 +183,14 @@ class BudgetScheduler(Scheduler):
         step = self._continue()
         if len(self.queue) and self.table.free and self._preempted == preempted:
             step = self._join(step)
-        if self.transfers.loaded:
+        if self._unannounced:
             self._announce(step)
-        if self.drafting.most and len(step.rows):
-            self.drafting.add(step, self.limits.tokens - int(step.counts.sum()))
-        if self.encoders.enabled and len(step.rows):
-            step.encode, step.encode_rows, step.drop_media = self.encoders.plan(self._steps)
-        if self.adapters.most:
-            step.adapters = self.adapters.given()
-        if self.transfers.index is not None:
-            step.transfers = self.transfers.plan(len(step.rows))
+        step.number = self._steps
+        left = self.limits.tokens - int(step.counts.sum()) if self._hooks.plan else 0
+        for name, plan in self._hooks.plan:
+            value = plan(step, left)
+            if value is not None:
+                step.parts[name] = value
         return self._assemble(step, began)
 
     def _continue(self) -> NextStep:
@@ -189,39 +208,31 @@ class BudgetScheduler(Scheduler):
         known = table.known[rows]
         # A row whose last token is being sampled already has nothing left to compute.
         open_ends = known < table.limit[rows]
-        if self._one_by_one or self.transfers.loading:
+        if self._one_by_one or table.paused:
             open_ends &= ~table.waiting[rows]
             # Each stage has its part of the rows.
             open_ends &= open_ends.cumsum() <= -(-len(rows) // self.limits.stages)
-        if self.encoders.enabled:
+        if self._hooks.begin:
             decoding = int(np.count_nonzero(open_ends)) > len(self._prefilling)
-            self.encoders.begin(table.computed, decoding)
+            for begin in self._hooks.begin:
+                begin(decoding)
         if not self._prefilling and len(rows) <= self.limits.tokens and open_ends.all():
             return NextStep(rows, starts, self._ones[: len(rows)], one_each=True)
         wants = np.where(open_ends, known - starts, 0)
         if self.limits.long:
             np.minimum(wants, self.limits.long, out=wants)
-        if self.encoders.rows and self.encoders.in_pieces:
-            # What waits for a last piece leaves its part of the budget to others.
-            self._encode(rows, starts, wants)
+        for claim in self._hooks.claim:
+            claim(rows, starts, wants)
         before = np.cumsum(wants) - wants
         counts = self._cut(starts, np.clip(self.limits.tokens - before, 0, wants), known)
         if not self.limits.chunked:
             counts = np.where(counts < wants, 0, counts)
-        if self.encoders.rows:
-            self._encode(rows, starts, counts)
+        for cut in self._hooks.cut:
+            cut(rows, starts, counts)
         chosen = counts > 0
         if not chosen.all():
             rows, starts, counts = rows[chosen], starts[chosen], counts[chosen]
         return NextStep(rows, starts, counts, one_each=not self._prefilling)
-
-    def _encode(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
-        """Cut the counts before media that cannot be encoded in this step."""
-        for place in np.isin(rows, list(self.encoders.rows)).nonzero()[0].tolist():
-            row, start, count = int(rows[place]), int(starts[place]), int(counts[place])
-            fitting, picks = self.encoders.fit(self.encoders.rows[row], start, count)
-            counts[place] = fitting
-            self.encoders.pick(row, start, fitting, picks)
 
     def _cut(self, starts: np.ndarray, counts: np.ndarray, known: np.ndarray) -> np.ndarray:
         """Prompts that stay unfinished end at a multiple of the cache's unit if they reach one."""
@@ -272,75 +283,85 @@ class BudgetScheduler(Scheduler):
             entry = self.queue.peek()
             if entry is None:
                 break
-            found = self._found(entry, skipped)
-            missing = 0 if found is None else entry.tokens - found[0].tokens
-            load = found is not None and found[1] > found[0].tokens
-            count = missing if load or found is None else admission.portion(entry, missing)
-            if found is None or count == 0:
+            prefix = self._find_prefix(entry, skipped)
+            if prefix is None:
                 skipped.append(self.queue.pop())
                 continue
-            hit, reach = found
-            media = entry.request.media
-            picks: list[int] = []
-            if load:
-                count = reach - hit.tokens
-            elif media and count:
-                fitting, picks = self.encoders.fit(media, hit.tokens, count)
-                count = fitting if self.limits.chunked or fitting == count else 0
-            # Rows that wait for media do so in a place of their own, and let others pass.
-            waits = bool(media) and self.encoders.in_pieces and len(step.rows) > 0
-            if count is None or not (count or waits) or not self._admit(entry, hit, count):
-                break
-            if media and not load and entry.row is not None:
-                self.encoders.pick(entry.row, hit.tokens, count, picks)
-            self.queue.pop()
-            if load:
+            hit, reach = prefix
+            if reach > hit.tokens:
+                if not self._admit(entry, hit, reach - hit.tokens):
+                    break
+                self.queue.pop()
                 self._load(entry, hit, reach)
                 continue
+            missing = entry.tokens - hit.tokens
+            count = admission.portion(entry, missing)
+            if count == 0:
+                skipped.append(self.queue.pop())
+                continue
+            for limit in self._hooks.limit:
+                count = count and limit(entry.request, hit.tokens, count)
+            may_wait = not count and len(step.rows) > 0 and self._waits_in_row(entry)
+            if count is None or not (count or may_wait) or not self._admit(entry, hit, count):
+                break
+            for note in self._hooks.joined:
+                note(entry.request, entry.row, hit.tokens, count)
+            self.queue.pop()
             admission.take(entry, count, missing)
             joined.append((entry, hit, count))
         for entry in skipped:
             self.queue.push(entry)
         return self._extended(step, joined) if joined else step
 
-    def _found(self, entry: Entry, skipped: list[Entry]) -> tuple[Hit, int] | None:
+    def _find_prefix(self, entry: Entry, skipped: list[Entry]) -> tuple[Hit, int] | None:
         """What of the entry's tokens the device holds, and how many are held anywhere; None: it
         has to wait. skipped: entries before it that wait.
         """
-        if entry.request.adapter is not None and not self._has_slot(entry, skipped):
+        if any(defers(entry, skipped) for defers in self._hooks.defers):
             return None
         hit = self.prefix_reuse.lookup(entry)
-        reach = None if hit is None else self.transfers.matched(entry, hit)
-        return None if hit is None or reach is None else (hit, reach)
+        if hit is None:
+            return None
+        reach = hit.tokens
+        for external in self._hooks.external:
+            tokens = external(entry, hit.tokens)
+            if tokens is None:
+                return None
+            reach = max(reach, tokens)
+        return hit, reach
 
-    def _has_slot(self, entry: Entry, skipped: list[Entry]) -> bool:
-        """Whether the entry's adapter can be used now.
-
-        Those before it that find no slot let a number of others pass, and then no more.
-        """
-        fits = self.adapters.fits
-        before = [other for other in skipped if not fits(other.request.adapter)]
-        if not fits(entry.request.adapter) or any(e.passed >= self.limits.rows for e in before):
-            return False
-        for other in before:
-            other.passed += 1
-        return True
+    def _waits_in_row(self, entry: Entry) -> bool:
+        """Whether the entry may wait in a row of its own, so that it lets others pass."""
+        return any(waits(entry.request) for waits in self._hooks.waits_in_row)
 
     def _load(self, entry: Entry, hit: Hit, reach: int) -> None:
         """The entry, which has a row, waits in it until its blocks up to `reach` are loaded."""
         if entry.row is not None:
             self._prefilling.add(entry.row)
-            self.transfers.load(entry, entry.row, hit, reach)
+            self._unannounced.add(entry.row)
+            for load in self._hooks.load:
+                load(entry, entry.row, hit.tokens, reach)
 
     def _announce(self, step: NextStep) -> None:
         """Rows whose load has ended are admitted with the first step that runs them."""
-        loaded, now = self.transfers.loaded, time.monotonic()
-        for row in step.rows.tolist():
-            if row in loaded:
-                entry, cached = self._running[row], loaded.pop(row)
-                step.admit = (*step.admit, row_start(entry))
+        rows, now = self._unannounced.intersection(step.rows.tolist()), time.monotonic()
+        if not rows:
+            return
+        self._unannounced -= rows
+        for loaded in self._hooks.loaded:
+            for row, cached in loaded(sorted(rows)).items():
+                entry = self._running[row]
+                step.admit = (*step.admit, self._row_start(entry))
                 if not entry.preemptions:
                     step.started.append(Start(entry.request.id, cached, now))
+
+    def _row_start(self, entry: Entry) -> RowStart:
+        parts = {
+            name: value
+            for name, row_value in self._hooks.row_value
+            if (value := row_value(entry.request)) is not None
+        }
+        return row_start(entry, parts)
 
     def _admit(self, entry: Entry, hit: Hit, count: int) -> bool:
         """Give the entry a row and blocks; False if there are too few blocks."""
@@ -351,10 +372,8 @@ class BudgetScheduler(Scheduler):
             return False
         self.table.admit(entry.request, entry.history, hit.tokens, entry.limit)
         self.prefix_reuse.admit(entry, row, hit)
-        self.adapters.take(entry.request.adapter)
-        self.transfers.admit(entry, row)
-        if entry.request.media:
-            self.encoders.admit(row, entry.request.media)
+        for admit in self._hooks.admit:
+            admit(entry, row)
         entry.row = row
         self._running[row] = entry
         self._order = None
@@ -371,7 +390,7 @@ class BudgetScheduler(Scheduler):
             np.concatenate([step.rows, rows]).astype(np.int64),
             np.concatenate([step.starts, [hit.tokens for _, hit, _ in run]]).astype(np.int64),
             np.concatenate([step.counts, [count for _, _, count in run]]).astype(np.int64),
-            admit=tuple(row_start(entry) for entry, _, _ in joined),
+            admit=tuple(self._row_start(entry) for entry, _, _ in joined),
             started=[
                 Start(entry.request.id, hit.tokens, now)
                 for entry, hit, _ in joined
@@ -393,39 +412,43 @@ class BudgetScheduler(Scheduler):
                 counts = counts + step.drafted
             tokens = table.gather(rows, step.starts, counts)
             self._prefilling.difference_update(sampled.tolist())
-            if self.encoders.rows:
-                for row in sampled.tolist():
-                    self.encoders.release(row)
+            for past_prompt in self._hooks.sampled:
+                past_prompt(sampled)
         if self._one_by_one:
             table.waiting[sampled] = True
         table.computed[rows] = ends
         table.tokens[sampled, places] = PENDING
         table.known[sampled] = places + 1
         plan = Plan(
-            self._steps,
-            self._order32 if rows is self._order else rows.astype(np.int32),
-            step.starts.astype(np.int32),
-            self._ones32[: len(rows)] if step.one_each else counts.astype(np.int32),
-            tokens,
-            self.cache.tables(rows),
-            samples,
-            step.admit,
-            tuple(self._released),
-            None if step.drafted is None else step.drafted.astype(np.int32),
-            step.state_slots,
-            step.encode,
-            step.drop_media,
-            step.adapters,
-            step.transfers,
-            step.encode_rows,
+            step=self._steps,
+            rows=self._order32 if rows is self._order else rows.astype(np.int32),
+            starts=step.starts.astype(np.int32),
+            counts=self._ones32[: len(rows)] if step.one_each else counts.astype(np.int32),
+            tokens=tokens,
+            tables=self.cache.tables(rows),
+            samples=samples,
+            admit=step.admit,
+            release=tuple(self._released),
+            drafted=None if step.drafted is None else step.drafted.astype(np.int32),
+            state_slots=step.state_slots,
+            parts=step.parts,
         )
         if not plan.idle:
             self._steps += 1
             self._released.clear()
-            self._in_flight.append(StepInFlight(
-                plan, rows, ends, sampled, places, table.epoch[rows], self._generation,
-                step.started, time.perf_counter() - began,
-            ))  # fmt: skip
+            self._in_flight.append(
+                StepInFlight(
+                    plan=plan,
+                    rows=rows,
+                    ends=ends,
+                    sampled=sampled,
+                    places=places,
+                    epochs=table.epoch[rows],
+                    generation=self._generation,
+                    started=step.started,
+                    seconds=time.perf_counter() - began,
+                )
+            )
         return plan
 
     # A step's result comes in.
@@ -434,8 +457,9 @@ class BudgetScheduler(Scheduler):
         """Take the result of the oldest plan that has none yet."""
         flight = self._take_in_flight(plan)
         table = self.table
-        if result.encoded:
-            self.encoders.finished(plan.step, result.encoded)
+        for report in result.parts:
+            if report.part in self.planners:
+                self.planners[report.part].receive(plan, report)
         failed = self._fail_rows(flight, result) if result.errors else []
         runs = TokenRuns.of(flight, result)
         if flight.generation != self._generation:
@@ -450,55 +474,61 @@ class BudgetScheduler(Scheduler):
             stopped, ended = stopped[left], ended[left]
         table.tokens[runs.owners, runs.places] = runs.tokens
         if self._one_by_one:
-            self._settle(runs, result)
-        if result.transfers is not None:
-            self.transfers.end(result.transfers)
+            self._settle(runs, result.unfinished)
         self.prefix_reuse.advance(runs.rows, runs.ends)
-        if self.transfers.index is not None:
-            self.transfers.save(runs.rows, runs.ends)
+        for settle in self._hooks.settle:
+            settle(runs.rows, runs.ends, runs.owners)
         self.cache.trim(runs.rows, runs.ends)
         names, ids = table.names[runs.owners].tolist(), runs.tokens.tolist()
-        extras: dict[str, Any] = {"drafted": verified(flight, result, table)}
-        if result.logprobs or result.prompt_logprobs or result.pooled:
-            extras |= self._extras(result, flight, runs, names)
+        drafted = draft_counts(flight, result, table)
+        extras: dict[str, Any] = {}
+        if result.logprobs or result.prompt_logprobs or self._hooks.events:
+            extras = self._extras(result, flight, runs, names)
         finished = [
             self._end(int(runs.owners[i]), ids[i], bool(stopped[i]))
             for i in ended.nonzero()[0].tolist()
         ]
         if result.accepted is not None and not result.accepted.all():
-            finished += self._end_silent(runs, result)
+            finished += self._end_silent(runs, result.unfinished)
         return StepEvents(
             requests=names,
             tokens=ids,
             started=flight.started,
             finished=failed + finished,
-            stats=self._stats(flight, result, len(ids), extras["drafted"]),
+            stats=self._stats(flight, result, len(ids), drafted),
+            drafted=drafted,
             **extras,
         )
 
-    def _settle(self, runs: TokenRuns, result: StepResult) -> None:
-        """Rows stand where their runs end, and may be planned again."""
+    def _settle(self, runs: TokenRuns, unfinished: Sequence[int]) -> None:
+        """Rows stand where their runs end, unfinished ones where they stood before the step, and
+        may be planned again.
+        """
         table = self.table
         table.known[runs.owners] = runs.places + 1
         table.computed[runs.owners] = runs.places
         self.cache.settle(runs.rows, runs.ends)
         table.waiting[runs.sampled] = False
-        self.drafting.propose(result.drafts, runs.owners)
+        for row in set(unfinished).intersection(runs.sampled.tolist()):
+            table.known[row] -= 1
+            table.computed[row] = table.known[row] - 1
 
-    def _end_silent(self, runs: TokenRuns, result: StepResult) -> list[Finish]:
-        """End the rows that gave no token: those that were pooled."""
+    def _end_silent(self, runs: TokenRuns, unfinished: Sequence[int]) -> list[Finish]:
+        """End the rows that gave no token, unless they go on without one."""
         finished = []
         for row in runs.silent():
-            lost = None if row in result.pooled else RowError("the executor gave no token")
-            finished.append(self._finish(row, "error" if lost else "stop", error=lost))
+            if any(ends(row) for ends in self._hooks.ends):
+                finished.append(self._finish(row, "stop"))
+            elif row not in unfinished:
+                lost = RowError("the executor gave no token")
+                finished.append(self._finish(row, "error", error=lost))
         return finished
 
     def fail(self, plan: Plan, error: Exception) -> list[Finish]:
         """The step raised: what it ran ends with `error`, as its memory is in doubt."""
         flight = self._take_in_flight(plan)
-        self.transfers.fail(plan)
-        self.adapters.lost(plan.adapters)
-        self.encoders.fail()
+        for fail in self._hooks.fail:
+            fail(plan)
         alive = self.table.epoch[flight.rows] == flight.epochs
         rows = flight.rows[alive].tolist()
         return [self._finish(row, "error", error=error) for row in rows]
@@ -511,17 +541,16 @@ class BudgetScheduler(Scheduler):
 
     def _fail_rows(self, flight: StepInFlight, result: StepResult) -> list[Finish]:
         """End the rows that failed; an executor repeats errors until a row is released."""
-        refused = result.refused
         epochs = dict(zip(flight.rows.tolist(), flight.epochs.tolist(), strict=True))
         return [
             self._finish(
                 row,
                 "error",
-                error=RequestError(words, refused[row] or None)
-                if row in refused
-                else RowError(words),
+                error=RowError(failure.message)
+                if failure.field is None
+                else RequestError(failure.message, failure.field or None),
             )
-            for row, words in result.errors.items()
+            for row, failure in result.errors.items()
             if epochs.get(row) == int(self.table.epoch[row])
         ]
 
@@ -534,30 +563,32 @@ class BudgetScheduler(Scheduler):
         names = {row: self.table.names[row] for row in runs.rows.tolist()}
         starts = dict(zip(flight.rows.tolist(), flight.plan.starts.tolist(), strict=True))
         counts = Counter(tokens)
-        return {
+        extras: dict[str, Any] = {
             "logprobs": {
-                names[row]: given[: counts[names[row]]]
-                for row, given in result.logprobs.items()
+                names[row]: entries[: counts[names[row]]]
+                for row, entries in result.logprobs.items()
                 if row in names
             },
-            "pooled": {names[r]: given for r, given in result.pooled.items() if r in names},
             "prompt_logprobs": {
                 names[row]: (starts[row] + 1, entries)
                 for row, entries in result.prompt_logprobs.items()
                 if row in names
             },
         }
+        for events in self._hooks.events:
+            extras.update(events(names))
+        return extras
 
     def _stats(
-        self, flight: StepInFlight, result: StepResult, generated: int, drafted: Verified
+        self, flight: StepInFlight, result: StepResult, generated: int, drafted: DraftCounts
     ) -> StepStats:
         queried, hits = self.prefix_reuse.take_counts()
         preempted, self._preempted = self._preempted, 0
         return StepStats(
-            self._steps,
-            len(self._running),
-            len(self.queue),
-            self.cache.usage,
+            step=self._steps,
+            running=len(self._running),
+            waiting=len(self.queue),
+            usage=self.cache.usage,
             computed=len(flight.plan.tokens),
             generated=generated,
             preempted=preempted,
@@ -566,7 +597,7 @@ class BudgetScheduler(Scheduler):
             plan_seconds=flight.seconds,
             run_seconds=result.seconds,
             routed=() if result.routed is None else tuple(result.routed.tolist()),
-            **drafting_figures(drafted),
+            **draft_statistics(drafted),
         )
 
     def _end(self, row: int, token: int, stopped: bool) -> Finish:
@@ -579,7 +610,8 @@ class BudgetScheduler(Scheduler):
     ) -> Finish:
         entry = self._running[row]
         self._release(row)
-        self.transfers.finished(entry.request.id)
+        for finished in self._hooks.finished:
+            finished(entry.request.id)
         del self._entries[entry.request.id]
         return Finish(entry.request.id, reason, stop, error)
 
@@ -589,11 +621,12 @@ class BudgetScheduler(Scheduler):
         self._prefilling.discard(row)
         self._order = None
         self._generation += 1
-        if not self.transfers.release(row):
+        if row in self._unannounced:
+            self._unannounced.discard(row)
+        else:
             self._released.append(row)
-        self.adapters.release(entry.request.adapter)
-        self.encoders.release(row)
+        for release in self._hooks.release:
+            release(entry.request, row)
         self.prefix_reuse.release(row)
-        self.drafting.release(row)
         self.cache.release(row)
         return self.table.release(row)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 from attrs import define, field
 
-from modulm.contracts.connector import TransferPlan
 from modulm.contracts.executor import Plan, RowStart
 from modulm.contracts.requests import Start
 from modulm.engine.scheduling.request_queue import Entry
@@ -18,7 +20,7 @@ __all__ = ["NextStep", "StepInFlight", "row_start"]
 class NextStep:
     """A step in the making. starts: tokens computed before, counts: known tokens to compute;
     one_each: every row decodes, that is computes its last known token and samples the next.
-    The rest as in `Plan`; drafted tokens come on top of `counts`.
+    number: of the step. The rest as in `Plan`; drafted tokens come on top of `counts`.
     """
 
     rows: np.ndarray
@@ -29,11 +31,8 @@ class NextStep:
     started: list[Start] = field(factory=list)
     drafted: np.ndarray | None = None
     state_slots: tuple[np.ndarray | None, ...] = ()
-    encode: tuple[tuple[int, int], ...] = ()
-    encode_rows: int = 0
-    drop_media: tuple[bytes, ...] = ()
-    adapters: tuple[tuple[int, str], ...] = ()
-    transfers: TransferPlan | None = None
+    parts: dict[str, Any] = field(factory=dict)
+    number: int = 0
 
 
 @define(eq=False)
@@ -53,21 +52,21 @@ class StepInFlight:
     seconds: float
 
 
-def row_start(entry: Entry) -> RowStart:
+def row_start(entry: Entry, parts: Mapping[str, Any]) -> RowStart:
     """What the entry's row brings. Raises EngineError while it has none."""
     request = entry.request
     if entry.row is None:
-        raise EngineError(f"request {request.id!r} is admitted without a row or a grammar")
+        raise EngineError(f"request {request.id!r} is admitted without a row")
     return RowStart(
-        row=entry.row, request=request.id,
+        row=entry.row,
+        request=request.id,
         params=request.params,
         prompt=request.prompt,
         output=entry.history[request.prompt_len :],
         seed=request.seed,
         stop_ids=request.stop_ids(),
         bad_words=request.bad_words,
-        adapter=request.adapter, adapter_from=request.adapter_from,
-        media=request.media,
-        positions=request.positions, position_offset=request.position_offset,
         salt=request.salt,
-    )  # fmt: skip
+        text=request.text,
+        parts=parts,
+    )

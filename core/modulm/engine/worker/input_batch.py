@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from attrs import evolve, frozen
 
-from modulm.contracts.attention import AttentionBackend, AttentionPlan, StepLayout
+from modulm.contracts.attention import (
+    AttentionBackend,
+    AttentionPlan,
+    AttentionSpec,
+    StepLayout,
+)
 from modulm.contracts.executor import PENDING, Plan
 from modulm.contracts.model import Batch, StatePlan
 from modulm.errors import EngineError
@@ -20,7 +25,7 @@ if TYPE_CHECKING:
     from modulm.loading import CacheGroup
     from modulm.parallel import Mesh
 
-__all__ = ["BatchBuilder", "GroupPlanner", "Runs", "alone"]
+__all__ = ["BatchBuilder", "GroupPlanner", "Runs", "alone", "cross_layout"]
 
 #: What a row looks at by cross attention: of each item of each run (see `crossed_runs`) the first
 #: token that does, and how many outputs of the encoder it is.
@@ -90,7 +95,8 @@ class BatchBuilder:
     """Builds the `Batch` of each step, and keeps the last token of every row on the device.
 
     rows, tokens: most rows and tokens of a step. caches, owners: the cache of each layer that
-    has one and the group it belongs to, in the model's order.
+    has one and the group it belongs to, in the model's order. amend: what step parts change of
+    each group's layout.
     """
 
     def __init__(
@@ -102,11 +108,13 @@ class BatchBuilder:
         rows: int,
         tokens: int,
         platform: Platform,
+        amend: Sequence[Callable[[Plan, AttentionSpec, StepLayout], StepLayout]] = (),
     ) -> None:
         self.groups = tuple(groups)
         self.caches = tuple(caches)
         self.owners = tuple(owners)
         self._rows, self._platform = rows, platform
+        self._amend = tuple(amend)
         self._queued = platform.queued
         self._staging = platform.staging()
         # Where work is queued the last tokens stay on the device, elsewhere this is a view.
@@ -119,8 +127,10 @@ class BatchBuilder:
         self._slots = np.zeros((len(self.groups), tokens), dtype=np.int64)
         self._query_starts = np.zeros(rows + 1, dtype=np.int32)
 
-    def part(self, caches: slice) -> BatchBuilder:
-        """A builder of batches that have only these caches, with buffers of its own."""
+    def part(self, caches: slice, *, amended: bool = False) -> BatchBuilder:
+        """A builder of batches that have only these caches, with buffers of its own. amended:
+        whether step parts change its layouts, too.
+        """
         owners = self.owners[caches]
         used = sorted(set(owners))
         return BatchBuilder(
@@ -130,6 +140,7 @@ class BatchBuilder:
             rows=self._rows,
             tokens=self._limit,
             platform=self._platform,
+            amend=self._amend if amended else (),
         )
 
     def padded(self, plan: Plan, sample: np.ndarray, counts: np.ndarray) -> tuple[Plan, np.ndarray]:
@@ -158,16 +169,8 @@ class BatchBuilder:
         )
         return wider, np.pad(sample, (0, max(len(counts) - len(sample), 0)))
 
-    def build(
-        self,
-        plan: Plan,
-        sample: np.ndarray,
-        spans: np.ndarray | None = None,
-        crossed: Sequence[Runs] | None = None,
-    ) -> Batch:
-        """The tensors of `plan`. sample: [n] int64, the step's tokens whose logits are wanted;
-        spans: as in `StepLayout`; crossed: of each row what its encoder gave to cross
-        attention, None where nobody's did.
+    def build(self, plan: Plan, sample: np.ndarray) -> Batch:
+        """The tensors of `plan`. sample: [n] int64, the step's tokens whose logits are wanted.
 
         The tensors are valid until the next call.
         """
@@ -193,7 +196,7 @@ class BatchBuilder:
             positions=tensors[0],
             query_starts=tensors[1],
             caches=self.caches,
-            plans=self._plans(plan, owners, positions, query_starts, spans, crossed),
+            plans=self._plans(plan, owners, positions, query_starts),
             groups=self.owners,
             sample=tensors[2],
         )
@@ -239,8 +242,6 @@ class BatchBuilder:
         owners: np.ndarray,
         positions: np.ndarray,
         query_starts: np.ndarray,
-        spans: np.ndarray | None,
-        crossed: Sequence[Runs] | None,
     ) -> tuple[AttentionPlan | StatePlan, ...]:
         context_lens = (plan.starts + plan.counts).astype(np.int32)
         plans: list[AttentionPlan | StatePlan] = []
@@ -250,16 +251,18 @@ class BatchBuilder:
                 drafts = plan.state_slots[group.table] if plan.state_slots else None
                 plans.append(self._state_plan(plan, table, query_starts, group.block_size, drafts))
                 continue
-            if group.backend.spec.cross:
-                layout = _crossed(plan, table, context_lens, crossed or (), group.block_size)
-                plans.append(group.backend.plan(layout))
-                continue
-            size = group.block_size
-            slots = self._slots[index, : len(positions)]
-            np.multiply(table[owners, positions // size], size, out=slots)
-            slots += positions % size
-            seen = spans if group.backend.spec.spans else None
-            layout = StepLayout(size, table, query_starts, context_lens, slots, seen)
+            spec, size = group.backend.spec, group.block_size
+            if spec.cross:
+                slots = self._slots[index, :0]
+            else:
+                slots = self._slots[index, : len(positions)]
+                np.multiply(table[owners, positions // size], size, out=slots)
+                slots += positions % size
+            layout = StepLayout(size, table, query_starts, context_lens, slots)
+            for amend in self._amend:
+                layout = amend(plan, spec, layout)
+            if spec.cross and layout.encoder_lens is None:
+                layout = cross_layout(plan, table, size)
             plans.append(group.backend.plan(layout))
         return tuple(plans)
 
@@ -302,17 +305,20 @@ class BatchBuilder:
         )
 
 
-def _crossed(
-    plan: Plan, table: np.ndarray, context_lens: np.ndarray, crossed: Sequence[Runs], size: int
+def cross_layout(
+    plan: Plan, table: np.ndarray, size: int, crossed: Sequence[Runs] = ()
 ) -> StepLayout:
     """The step for layers of cross attention: rows that begin in it bring their encoder's keys, and
     each run of these begins with a block. Tokens that look at other keys than those before them are
     rows of their own; those that look at none, and padding, do at one key of the null block, whose
     keys and values are zeros.
+
+    table: [rows, blocks] int32, of blocks of `size` tokens; crossed: of each row what its encoder
+    gave to cross attention.
     """
     seen: list[tuple[int, int, int, int]] = []  # row, tokens, the first block, keys
     brought: list[np.ndarray] = [np.zeros(0, np.int64)]
-    starts, ends = plan.starts.tolist(), context_lens.tolist()
+    starts, ends = plan.starts.tolist(), (plan.starts + plan.counts).tolist()
     for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
         block, at, look = 0, start, (0, 0)
         for run in crossed[row] if row < len(crossed) else ():

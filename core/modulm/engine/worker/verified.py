@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from modulm.engine.sampling.sampler import Chosen, Verified
+from modulm.contracts.step_part import Verified
+from modulm.engine.sampling.sampler import Chosen
 
 __all__ = ["last_of", "verified_of"]
 
@@ -12,19 +13,19 @@ __all__ = ["last_of", "verified_of"]
 def verified_of(chosen: Chosen | None) -> Verified:
     """What was chosen, as runs of one token."""
     if chosen is None:
-        return Verified(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32), {}, {})
-    found = chosen.result()
-    tokens, accepted = found.tokens, np.ones(len(found.tokens), dtype=np.int32)
-    if found.errors:
+        return Verified(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32))
+    sampled = chosen.result()
+    tokens, accepted = sampled.tokens, np.ones(len(sampled.tokens), dtype=np.int32)
+    if sampled.errors:
         accepted[tokens < 0] = 0
         tokens = tokens[tokens >= 0]
-    logprobs = {place: (entry,) for place, entry in found.logprobs.items()}
-    return Verified(tokens, accepted, logprobs, found.errors)
+    logprobs = {place: (entry,) for place, entry in sampled.logprobs.items()}
+    return Verified(tokens, accepted, logprobs, sampled.errors)
 
 
 def last_of(verified: Verified) -> np.ndarray:
     """[rows]: the last token of each run, -1 for rows that failed."""
     tokens = np.append(verified.tokens, -1)
     lasts = np.where(verified.accepted > 0, verified.accepted.cumsum() - 1, -1)
-    found: np.ndarray = tokens[lasts]
-    return found
+    last: np.ndarray = tokens[lasts]
+    return last

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import gc
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from modulm.config.binding import binding_of, share_of
 from modulm.config.resolve import choose_platform
 from modulm.contracts.executor import ModelDescription, StepResult
+from modulm.contracts.step_part import BuiltModel
+from modulm.engine.parts import open_parts
 from modulm.engine.sampling.defaults import end_ids
 from modulm.engine.sampling.logits_processors import class_at
 from modulm.engine.structured_output.compiler import RequestGrammars, open_compiler
@@ -22,16 +24,15 @@ from modulm.loading import load_model, open_checkpoint
 from modulm.parallel import Mesh
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from modulm.config import EngineConfig
     from modulm.contracts.adapter import AdapterBank
-    from modulm.contracts.connector import KVConnector, KVMover
-    from modulm.contracts.drafter import Drafter
     from modulm.contracts.executor import Capacity, Plan
     from modulm.contracts.platform import Platform
     from modulm.contracts.sampling import StructuredOutputs
+    from modulm.contracts.step_part import StepPart
     from modulm.engine.kv_cache.sizing import Sizing
     from modulm.engine.structured_output.compiler import ConstraintCompiler
     from modulm.loading import Loaded
@@ -49,8 +50,8 @@ def worker_class(config: EngineConfig) -> type[Worker]:
 class Worker:
     """Loads the model when it is made, and runs plans on it.
 
-    config: with its automatic values resolved. drafter: proposes tokens after each step; without
-    one, the drafter that the configuration has a table for, or that a plugin makes. Asleep, it
+    config: with its automatic values resolved. parts: the step parts, by default those that are
+    installed and in use with this configuration. Asleep, it
     has released its caches (level 1) and its weights as well (level 2); awake again, it has as
     many blocks as before. rank: of `config.parallel.ranks`; open_mesh: connects them; share: which
     part of this machine it has, of how many, where not all ranks are on it.
@@ -60,20 +61,14 @@ class Worker:
         self,
         config: EngineConfig,
         plugins: PluginManager,
-        drafter: Drafter | None = None,
+        parts: Sequence[StepPart] | None = None,
         rank: int = 0,
         open_mesh: Callable[[Platform], Mesh] | None = None,
         share: tuple[int, int] | None = None,
     ) -> None:
         self.config = config
         self._plugins = plugins
-        tables = config.device.plugin_config
-        drafting = plugins.configured("speculators", tables) if drafter is None else None
-        self._given = drafter if drafting is None else drafting[0](drafting[1])
-        self._drafter = self._given
-        connecting = plugins.configured("kv_connectors", tables)
-        self._connector: KVConnector | None = connecting and connecting[0](connecting[1])
-        self._mover: KVMover | None = None
+        self._parts = open_parts(config, plugins) if parts is None else tuple(parts)
         self._platform, self._chosen = choose_platform(config, plugins)
         part, parts = share or share_of(config.parallel, rank)
         if parts > 1:
@@ -109,23 +104,21 @@ class Worker:
             checkpoint = open_checkpoint(self.config, self._plugins)
             platform, plugins = self._platform, self._plugins
             loaded = load_model(self.config, checkpoint, platform, plugins, self._mesh)
-            if not self._mesh.gives:
-                self._drafter = None
-            elif self._drafter is None:
-                self._drafter = self._plugins.hook.modulm_drafter(
-                    config=self.config,
-                    model=loaded.model,
-                    platform=self._platform,
-                    loaded=loaded,
-                )
+        built = BuiltModel(
+            config=self.config,
+            loaded=loaded,
+            platform=self._platform,
+            plugins=self._plugins,
+            mesh=self._mesh,
+        )
+        parts = {part.name: part.runner(built) for part in self._parts}
         runner = ModelRunner(
             self.config,
             loaded,
             self._platform,
             self._plugins,
             self._grammars,
-            drafter=self._drafter,
-            mover=self._opened_mover(),
+            parts={name: part for name, part in parts.items() if part is not None},
             sizing=self._sizing,
             mesh=self._mesh,
         )
@@ -143,13 +136,6 @@ class Worker:
             decisions=(self._chosen, *loaded.decisions),
             media_family=loaded.model.media_family,
         )
-
-    def _opened_mover(self) -> KVMover | None:
-        """A mover for the caches that are about to be allocated."""
-        if self._mover is not None:
-            self._mover.close()
-        self._mover = None if self._connector is None else self._connector.mover()
-        return self._mover
 
     def run(self, plan: Plan) -> StepResult:
         """Run one step. Raising means the whole step failed."""
@@ -194,6 +180,10 @@ class Worker:
         """See `Executor.remove_adapter`."""
         self._bank.remove(name)
 
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Run a worker function (group `modulm.worker_functions`) with this worker."""
+        return self._plugins.load("worker_functions", name)(self, *arguments)
+
     @property
     def _bank(self) -> AdapterBank:
         bank = None if self._loaded is None else self._loaded.adapters
@@ -203,9 +193,9 @@ class Worker:
 
     def sleep(self, level: int) -> None:
         """Release the caches, and the weights from level 2 on."""
-        self._runner = None
+        self._close_runner()
         if level > 1:
-            self._loaded, self._drafter = None, self._given
+            self._loaded = None
         gc.collect()
         self._platform.empty_cache()
 
@@ -219,10 +209,14 @@ class Worker:
         if self._thread is not None:
             self._thread.shutdown(wait=True)
             self._thread = None
-        if self._mover is not None:
-            self._mover.close()
+        self._close_runner()
         self._grammars.close()
-        self._runner = self._loaded = self._mover = self._drafter = None
+        self._loaded = None
+
+    def _close_runner(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
 
     def _open_compiler(self) -> ConstraintCompiler:
         checkpoint = open_checkpoint(self.config, self._plugins)

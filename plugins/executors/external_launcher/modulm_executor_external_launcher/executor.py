@@ -78,7 +78,7 @@ class LaunchedExecutor(Executor):
     """This process's rank, and what it tells the others and hears of them."""
 
     name: ClassVar[str] = "external_launcher"
-    api: ClassVar[int | tuple[int, int]] = 2
+    api: ClassVar[int | tuple[int, int]] = 3
     offline_only: ClassVar[bool] = True
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ class MpExecutor(WorkersExecutor):
     """One process for each rank, all of this machine."""
 
     name: ClassVar[str] = "mp"
-    api: ClassVar[int | tuple[int, int]] = 2
+    api: ClassVar[int | tuple[int, int]] = 3
 
     def __init__(self) -> None:
         super().__init__()

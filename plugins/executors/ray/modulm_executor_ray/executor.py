@@ -47,7 +47,7 @@ class RayExecutor(WorkersExecutor):
     """One actor for each rank. Ray places them on as few machines as have room."""
 
     name: ClassVar[str] = "ray"
-    api: ClassVar[int | tuple[int, int]] = 2
+    api: ClassVar[int | tuple[int, int]] = 3
 
     def __init__(self) -> None:
         super().__init__()

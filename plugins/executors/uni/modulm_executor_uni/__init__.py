@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from modulm.contracts.executor import Capacity, Executor, ModelDescription, Plan, StepResult
-from modulm.errors import EngineError
+from modulm.errors import EngineError, ModulmError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,7 +22,7 @@ class UniExecutor(Executor):
     """A worker in this process."""
 
     name: ClassVar[str] = "uni"
-    api: ClassVar[int | tuple[int, int]] = 2
+    api: ClassVar[int | tuple[int, int]] = 3
 
     def __init__(self) -> None:
         self._made: Worker | None = None
@@ -72,6 +72,14 @@ class UniExecutor(Executor):
 
     def remove_adapter(self, name: str) -> None:
         self._worker.remove_adapter(name)
+
+    def call(self, name: str, *arguments: Any) -> list[Any]:
+        try:
+            return [self._worker.call(name, *arguments)]
+        except ModulmError:
+            raise
+        except Exception as error:
+            raise EngineError(f"rank 0: {name} raised {type(error).__name__}: {error}") from error
 
     def stop(self) -> None:
         if self._made is not None:

@@ -1,4 +1,4 @@
-"""The drafter's place in a worker: what it sees of the rows, and what becomes of its mistakes."""
+"""The worker's half: asks the drafter after each step, and switches it off if it fails."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from attrs import evolve
 
 from modulm.contracts.drafter import Drafter, DraftStep, Runs
 from modulm.contracts.sampling import SamplingParams
+from modulm.contracts.step_part import PartRunner, RunnerContext
 
 if TYPE_CHECKING:
-    import torch
-
     from modulm.contracts.executor import Plan, RowStart
-    from modulm.contracts.model import Batch
-    from modulm.engine.worker.input_batch import BatchBuilder
+    from modulm.contracts.step_part import BatchFactory, RanStep
 
-__all__ = ["Drafting"]
+__all__ = ["DraftRunner"]
 
 log = logging.getLogger("modulm.engine")
 
@@ -27,76 +25,75 @@ T = TypeVar("T")
 _FIRST = 256
 
 
-class Drafting:
-    """Asks a drafter after each step. One that raises is not asked again, and nobody is hurt.
+class DraftRunner(PartRunner):
+    """Asks a drafter after each step. One that raises is not asked again, and nobody is hurt."""
 
-    builder: of batches with the drafter's own caches alone, if it has any.
-    """
-
-    def __init__(self, drafter: Drafter, builder: BatchBuilder | None = None) -> None:
-        self.most = drafter.most
+    def __init__(self, drafter: Drafter) -> None:
         self._drafter: Drafter | None = drafter
         self._needs = drafter.needs
-        self._builder = builder
+        self.caches, self.backends = drafter.caches, drafter.backends
+        self.layers = drafter.needs.layers
+        self.drafts = drafter.most
+        self.ahead = drafter.most if drafter.caches else 0
+        self.every = drafter.needs.every
+        #: Of batches with the drafter's own caches alone, if it has any.
+        self._builder: BatchFactory | None = None
+        self._context: RunnerContext | None = None
         self._histories: dict[int, tuple[np.ndarray, int]] = {}
         self._limits: dict[int, int] = {}
 
-    def admit(self, start: RowStart) -> None:
-        """A row that generates starts."""
-        self._extend(start.row, start.prompt, start.output)
+    def capacity(self) -> Mapping[str, int]:
+        return {"drafts": self.drafts, "ahead": self.ahead}
+
+    def open(self, context: RunnerContext) -> None:
+        self._context, self._builder = context, context.builder
+
+    def admit(self, start: RowStart, value: None) -> None:
         params = start.params
-        if isinstance(params, SamplingParams):
-            wanted = params.speculative
-            self._limits[start.row] = self.most if wanted is None else min(wanted, self.most)
-            prompt = len(start.prompt)
-            self._asked(lambda drafter: drafter.admit(start.row, prompt, start.salt))
+        if not isinstance(params, SamplingParams):
+            return
+        self._extend(start.row, start.prompt, start.output)
+        wanted = params.speculative
+        self._limits[start.row] = self.drafts if wanted is None else min(wanted, self.drafts)
+        prompt = len(start.prompt)
+        self._ask(lambda drafter: drafter.admit(start.row, prompt, start.salt))
 
     def release(self, row: int) -> None:
-        """The row is gone; unknown ones are ignored."""
         if self._histories.pop(row, None) is not None:
             del self._limits[row]
-            self._asked(lambda drafter: drafter.release(row))
+            self._ask(lambda drafter: drafter.release(row))
 
-    @property
-    def every(self) -> bool:
-        """Whether the drafter is to see also steps in which no row gives a token."""
-        return self._needs.every and self._drafter is not None
-
-    def propose(
-        self,
-        plan: Plan,
-        runs: Mapping[int, np.ndarray],
-        batch: Callable[[], Batch],
-        lasts: np.ndarray,
-        hidden: torch.Tensor,
-        layers: tuple[torch.Tensor, ...] = (),
-    ) -> dict[int, np.ndarray]:
-        """runs: row -> the tokens that it was just given; batch: makes what the model ran on;
-        lasts, hidden, layers: as `DraftStep` has them. row -> the drafts.
-        """
-        for row, tokens in runs.items():
+    def after(self, step: RanStep) -> dict[int, np.ndarray] | None:
+        """Row -> the drafts for its next step, as far as its grammar allows them."""
+        context, plan = self._context, step.plan
+        for row, tokens in step.tokens.items():
             self._extend(row, tokens)
-        rows = [row for row in runs if self._limits[row]]
-        if self._drafter is None or not (rows or self._needs.every):
-            return {}
+        rows = [row for row in step.tokens if self._limits[row]]
+        if self._drafter is None or context is None or not (rows or self.every):
+            return None
+        context.focus(None, None)
         order = plan.rows.tolist()
-        kept = lasts if rows == order else lasts[[order.index(row) for row in rows]]
-        step = DraftStep(
+        kept = step.lasts if rows == order else step.lasts[[order.index(row) for row in rows]]
+        draft = DraftStep(
             rows=rows,
             histories=[self._history(row) for row in rows] if self._needs.histories else [],
             most=[self._limits[row] for row in rows],
-            batch=batch(),
+            batch=step.batch(),
             kept=kept,
-            hidden=hidden if self._needs.hidden else None,
-            layers=layers,
+            hidden=step.hidden if self._needs.hidden else None,
+            layers=step.layers,
         )
         if self._builder is not None:
-            step = self._with_own(step, plan, lasts, self._builder)
-        found = self._asked(lambda drafter: self._checked(drafter.propose(step), step.most))
-        return {row: tokens for row, tokens in zip(rows, found or (), strict=False) if len(tokens)}
+            draft = self._with_own(draft, plan, step.lasts, self._builder)
+        proposals = self._ask(lambda drafter: self._checked(drafter.propose(draft), draft.most))
+        return {
+            row: context.sampler.legal(row, tokens)
+            for row, tokens in zip(rows, proposals or (), strict=False)
+            if len(tokens)
+        }
 
     def _with_own(
-        self, step: DraftStep, plan: Plan, lasts: np.ndarray, builder: BatchBuilder
+        self, step: DraftStep, plan: Plan, lasts: np.ndarray, builder: BatchFactory
     ) -> DraftStep:
         """The step with what a drafter that keeps caches is told beside, and no more drafts than
         the rows have blocks for.
@@ -128,7 +125,7 @@ class Drafting:
 
     def _sample(self, runs: Runs) -> np.ndarray:
         """The places in a drafter's batch that count: all of short runs, which are recorded."""
-        short = int(runs.counts.max(initial=0)) <= self.most + 1
+        short = int(runs.counts.max(initial=0)) <= self.drafts + 1
         return np.arange(len(runs.tokens)) if short else runs.lasts
 
     def _checked(self, proposed: object, most: Sequence[int]) -> list[np.ndarray]:
@@ -138,7 +135,7 @@ class Drafting:
             raise ValueError(f"{len(arrays)} proposals for {len(most)} rows, each of one dimension")
         return [array[:limit] for array, limit in zip(arrays, most, strict=True)]
 
-    def _asked(self, question: Callable[[Drafter], T]) -> T | None:
+    def _ask(self, question: Callable[[Drafter], T]) -> T | None:
         if self._drafter is None:
             return None
         try:

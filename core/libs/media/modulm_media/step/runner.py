@@ -1,23 +1,25 @@
-"""What stands in prompts instead of tokens: outputs of encoders, embeddings, positions on axes."""
+"""The worker's half: runs encoders, and puts their outputs, embeddings and positions into batches."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from attrs import evolve, frozen
 
-from modulm.contracts.attention import AttentionSpec
+from modulm.contracts.attention import AttentionSpec, StepLayout
 from modulm.contracts.executor import Plan, RowStart
 from modulm.contracts.media import MediaItem, crossed_runs
-from modulm.contracts.model import Batch, Model
-from modulm.engine.worker.input_batch import Runs
+from modulm.contracts.model import Batch
+from modulm.contracts.step_part import BuiltModel, PartRunner, RunnerContext
+from modulm.engine.worker.input_batch import Runs, cross_layout
 from modulm.errors import EngineError
+from modulm_media.step.values import EncodePlan, MediaRow
 
-__all__ = ["PromptInputs"]
+__all__ = ["MediaRunner"]
 
 Pieces: TypeAlias = Generator[int, None, Sequence[torch.Tensor]]
 
@@ -35,75 +37,108 @@ class _PromptParts:
     runs: Runs
 
 
-class PromptInputs:
+class MediaRunner(PartRunner):
     """Runs the encoders that plans name, keeps their outputs by hash, and puts them into batches.
 
     Rows of plain tokens cost nothing: they are not known here.
     """
 
-    def __init__(self, model: Model, device: torch.device) -> None:
-        self._model = model
-        self._device = device
+    def __init__(self, built: BuiltModel) -> None:
+        self._model = built.loaded.model
+        self._groups = built.loaded.groups
+        self._scheduler = built.config.scheduler
+        self._device = built.platform.device
+        self._focus: Callable[[Any, Any], None] = lambda rows, positions: None
         self._rows: dict[int, _PromptParts] = {}
         self._outputs: dict[bytes, torch.Tensor] = {}
         self._broken: dict[bytes, Exception] = {}
         #: Hash -> the item and what goes on with it, of items of which pieces are left.
         self.begun: dict[bytes, tuple[MediaItem, Pieces]] = {}
-        specs = [cache.spec for cache in model.caches]
+        specs = [cache.spec for cache in self._model.caches]
         self._crosses = any(isinstance(spec, AttentionSpec) and spec.cross for spec in specs)
 
-    def admit(self, start: RowStart) -> None:
-        """A row starts; rows of plain tokens are not kept."""
+    def capacity(self) -> Mapping[str, Any]:
+        """An item is encoded whole, so what one step takes is also what has to be kept."""
+        if not self._model.media:
+            return {}
+        cross = (group.window or 0 for group in self._groups if group.kind == "cross")
+        tokens = max(self._scheduler.max_num_batched_tokens or 0, *cross, 0)
+        return {
+            "tokens": tokens,
+            "cache": tokens,
+            "rows": self._scheduler.mm_encoder_chunk,
+            "whole": self._scheduler.disable_chunked_mm_input,
+        }
+
+    def open(self, context: RunnerContext) -> None:
+        self._focus = context.focus
+
+    def admit(self, start: RowStart, value: MediaRow | None) -> None:
+        """Rows of plain tokens are not kept."""
+        if value is None:
+            return
         embeds = {
             index: torch.from_numpy(np.array(item.tensors["embeds"])).to(self._device)
-            for index, item in enumerate(start.media)
+            for index, item in enumerate(value.items)
             if not item.encoded
         }
-        if start.media or start.positions is not None:
-            self._rows[start.row] = _PromptParts(
-                start.media,
-                embeds,
-                start.positions,
-                start.position_offset,
-                [[(i.seen, i.length) for i in run] for run in crossed_runs(start.media)],
-            )
+        runs = [[(i.seen, i.length) for i in run] for run in crossed_runs(value.items)]
+        self._rows[start.row] = _PromptParts(
+            value.items, embeds, value.positions, value.offset, runs
+        )
 
     def release(self, row: int) -> None:
-        """The row is gone; outputs of encoders stay until the scheduler drops them."""
+        """Outputs of encoders stay until the planner drops them."""
         self._rows.pop(row, None)
 
-    def encode(self, plan: Plan) -> tuple[bytes, ...]:
-        """Drop and make what the plan says; what was made in pieces, the last of which was now.
+    def begin(self, plan: Plan, value: EncodePlan | None) -> tuple[bytes, ...] | None:
+        """Drop and encode what the plan says; the hashes of what was made in pieces, the last of
+        which was now.
 
         Raises EngineError for an encoder's wrong output.
         """
-        for hashed in plan.drop_media:
-            for kept in (self._outputs, self._broken, self.begun):
-                kept.pop(hashed, None)
+        if value is None and not self.begun:
+            return None
+        value = value or EncodePlan()
+        self._focus(None, None)
+        for digest in value.drop:
+            for held in (self._outputs, self._broken, self.begun):
+                held.pop(digest, None)
         items = {
             item.hash: item
-            for row, index in plan.encode
+            for row, index in value.items
             if (item := self._rows[row].media[index]).hash not in self._outputs
         }
-        if plan.encode_rows:
+        if value.rows:
             pieces = self._model.encode_in_pieces
-            self.begun |= {hashed: (item, pieces((item,))) for hashed, item in items.items()}
+            self.begun |= {digest: (item, pieces((item,))) for digest, item in items.items()}
         elif items:
             self._keep(tuple(items.values()), self._model.encode(tuple(items.values())))
-        return tuple(self._go_on(plan.encode_rows or math.inf))
+        return tuple(self._go_on(value.rows or math.inf)) or None
+
+    def amend_layout(self, plan: Plan, spec: AttentionSpec, layout: StepLayout) -> StepLayout:
+        if not self._rows:
+            return layout
+        if spec.cross:
+            rows = map(self._rows.get, plan.rows.tolist())
+            runs = [() if brought is None else brought.runs for brought in rows]
+            return cross_layout(plan, layout.block_tables, layout.block_size, runs)
+        if spec.spans and (spans := self.spans(plan)) is not None:
+            return evolve(layout, spans=spans)
+        return layout
 
     def _go_on(self, rows: float) -> Iterator[bytes]:
         """Until so many rows have been through a layer; the hashes of what came to its end."""
         while self.begun and rows > 0:
-            hashed, (item, pieces) = next(iter(self.begun.items()))
+            digest, (item, pieces) = next(iter(self.begun.items()))
             try:
                 ran = self._piece(item, pieces)
             except Exception as error:  # of the step that needs it, not of those in this one
-                self._broken[hashed], ran = error, 0
+                self._broken[digest], ran = error, 0
             rows -= ran
             if not ran:
-                del self.begun[hashed]
-                yield hashed
+                del self.begun[digest]
+                yield digest
 
     def _piece(self, item: MediaItem, pieces: Pieces) -> int:
         """Rows that went through a layer; 0: that was the last, and what it gave is kept."""
@@ -139,15 +174,6 @@ class PromptInputs:
         ]
         return np.array(found, dtype=np.int32) if found else None
 
-    def crossed(self, plan: Plan) -> Sequence[Runs] | None:
-        """Of each row of the plan what it looks at by cross attention; None for a model that has
-        none.
-        """
-        if not self._crosses:
-            return None
-        rows = map(self._rows.get, plan.rows.tolist())
-        return [() if brought is None else brought.runs for brought in rows]
-
     def encoded(self, plan: Plan) -> torch.Tensor | None:
         """`Batch.encoded`: [n, width] of the rows that begin in this step; None where none does.
 
@@ -164,14 +190,13 @@ class PromptInputs:
         ]
         return torch.cat(found) if found else None
 
-    def put(self, batch: Batch, plan: Plan) -> Batch:
-        """The batch with what stands in the plan's prompts instead of tokens, and beside them."""
+    def amend_batch(self, plan: Plan, batch: Batch) -> Batch:
         if not self._rows:
             return batch
         batch = evolve(batch, encoded=self.encoded(plan))
-        found = self.embeds(plan)
-        if found is not None:
-            batch = evolve(batch, embeds=found[0], embeds_mask=found[1])
+        replaced = self.embeds(plan)
+        if replaced is not None:
+            batch = evolve(batch, embeds=replaced[0], embeds_mask=replaced[1])
         positions = self.axis_positions(plan)
         if positions is None:
             return batch

@@ -1,0 +1,64 @@
+"""The step part of KV connectors (`modulm.kv_connectors`): blocks move beside the steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+
+import attrs
+
+from modulm.contracts.connector import BlockTransfer, KVConnector, TransferPlan, TransferResult
+from modulm.contracts.step_part import BuiltModel, PlannerContext, StepPart
+
+if TYPE_CHECKING:
+    from modulm_kv_transfer.planner import TransferPlanner
+    from modulm_kv_transfer.runner import TransferRunner
+
+__all__ = ["TransfersPart"]
+
+
+class TransfersPart(StepPart):
+    """In use where the configuration has a table for a KV connector."""
+
+    name = "transfers"
+    api = 1
+    all_ranks = True
+
+    def __init__(self, connector: KVConnector) -> None:
+        self.connector = connector
+
+    @classmethod
+    def opened(cls, config: Any, plugins: Any) -> Self | None:
+        configured = plugins.configured("kv_connectors", config.device.plugin_config)
+        if configured is None:
+            return None
+        connector, options = configured
+        return cls(connector(options))
+
+    def planner(self, context: PlannerContext) -> TransferPlanner:
+        from modulm_kv_transfer.planner import TransferPlanner
+
+        return TransferPlanner(self.connector.index(), context)
+
+    def runner(self, built: BuiltModel) -> TransferRunner:
+        from modulm_kv_transfer.runner import TransferRunner
+
+        return TransferRunner(self.connector.mover())
+
+    def pack_plan(self, value: TransferPlan) -> list[Any]:
+        return [[attrs.astuple(move) for move in moves] for moves in (value.loads, value.saves)]
+
+    def unpack_plan(self, packed: list[Any]) -> TransferPlan:
+        loads, saves = (tuple(map(_transfer, moves)) for moves in packed)
+        return TransferPlan(loads, saves)
+
+    def pack_report(self, value: TransferResult) -> list[Any]:
+        return [value.done, value.failed]
+
+    def unpack_report(self, packed: list[Any]) -> TransferResult:
+        done, failed = packed
+        return TransferResult(tuple(done), tuple(map(tuple, failed)))
+
+
+def _transfer(packed: list[Any]) -> BlockTransfer:
+    number, request, names, blocks = packed
+    return BlockTransfer(number, request, tuple(names), tuple(map(tuple, blocks)))

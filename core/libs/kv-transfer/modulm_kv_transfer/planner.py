@@ -1,0 +1,226 @@
+"""The scheduler's half: which blocks a connector loads and saves beside the steps.
+
+A request whose beginning is stored elsewhere gets a row and blocks, and waits in it until they are
+filled; what could not be loaded is computed. Full blocks are saved. The blocks of a transfer stay
+as they are until it has ended on all ranks, whatever becomes of the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from attrs import frozen
+
+from modulm.contracts.connector import BlockTransfer, KVIndex, TransferPlan, TransferResult
+from modulm.contracts.executor import PartReport, Plan
+from modulm.contracts.requests import Request
+from modulm.contracts.step_part import PartPlanner, PlannerContext, StepDraft, WaitingRequest
+from modulm.errors import ConfigError
+
+__all__ = ["TransferPlanner"]
+
+#: The null block: what a table has where a row holds none.
+_NULL = 0
+
+
+@frozen(eq=False)
+class _Load:
+    """A row waits for the blocks of its first `tokens` tokens, of which it had `cached`."""
+
+    transfer: BlockTransfer
+    row: int
+    epoch: int
+    cached: int
+    tokens: int
+
+
+class _Outcome:
+    """What ranks have said of a transfer so far."""
+
+    def __init__(self) -> None:
+        self.ranks: set[int] = set()
+        self.worked = True
+
+
+class TransferPlanner(PartPlanner):
+    """Loads and saves under way. A transfer has ended when all ranks have said so, and has worked
+    if it worked on all.
+    """
+
+    def __init__(self, index: KVIndex, context: PlannerContext) -> None:
+        self.index = index
+        self._cache = context.cache
+        self._table = context.rows
+        self._names = context.prefixes
+        self._ranks = context.capacity.ranks
+        #: Row -> tokens that need no work, of rows whose load ended and which have not run yet.
+        self._loaded: dict[int, int] = {}
+        self._loading: set[int] = set()
+        self._loads: dict[int, _Load] = {}
+        self._saves: dict[int, BlockTransfer] = {}
+        self._outcomes: dict[int, _Outcome] = {}
+        self._new: tuple[list[BlockTransfer], list[BlockTransfer]] = ([], [])
+        #: Row -> full blocks that are saved, or need not be.
+        self._saved: dict[int, int] = {}
+        #: Request -> leading blocks that are stored elsewhere.
+        self._stored: dict[str, int] = {}
+        self._saving: set[bytes] = set()
+        self._count = 0
+        self._undecided = False
+        if not (self._names.enabled and self._cache.uniform):
+            raise ConfigError(
+                "kv_transfer_config",
+                "a KV connector needs prefix caching, and a model all of whose layers keep blocks "
+                "of one size and no states",
+            )
+
+    @property
+    def busy(self) -> bool:
+        """Whether transfers are under way."""
+        return bool(self._loads or self._saves)
+
+    def external(self, waiting: WaitingRequest, cached: int) -> int | None:
+        request = waiting.request
+        if not request.reads_prefix:
+            return cached
+        size = self._cache.sizes[0]
+        names = waiting.chains[0].names[: (waiting.tokens - 1) // size]
+        stored = self.index.match(request.id, names, cached // size)
+        if stored is None:
+            self._undecided = True
+            return None
+        self._stored[request.id] = stored
+        return max(cached, min(stored, len(names)) * size)
+
+    def admit(self, waiting: WaitingRequest, row: int) -> None:
+        # What is stored elsewhere is not saved again.
+        self._saved[row] = self._stored.get(waiting.request.id, 0)
+
+    def load(self, waiting: WaitingRequest, row: int, cached: int, tokens: int) -> None:
+        size = self._cache.sizes[0]
+        first, last = cached // size, tokens // size
+        names = tuple(waiting.chains[0].names[first:last])
+        transfer = self._transfer(waiting.request.id, row, names, range(first, last))
+        epoch = int(self._table.epoch[row])
+        self._loads[transfer.id] = _Load(transfer, row, epoch, cached, tokens)
+        self._new[0].append(transfer)
+        self._loading.add(row)
+        self._table.pause(row)
+
+    def loaded(self, rows: Sequence[int]) -> dict[int, int]:
+        return {row: self._loaded.pop(row) for row in rows if row in self._loaded}
+
+    def settle(self, rows: np.ndarray, ends: np.ndarray, owners: np.ndarray) -> None:
+        """Save the blocks that are full now and wanted."""
+        size = self._cache.sizes[0]
+        for row, full in zip(rows.tolist(), (ends // size).tolist(), strict=True):
+            done = self._saved.get(row, 0)
+            if full <= done:
+                continue
+            request = str(self._table.names[row])
+            names = self._names.names(row)[:full]
+            wanted = self.index.blocks_to_save(request, names)
+            self._saved[row] = full if wanted >= full else done
+            self._save(request, row, names, range(done, min(wanted, full)))
+
+    def _save(self, request: str, row: int, names: Sequence[bytes], indices: range) -> None:
+        tables = [group.tables[row] for group in self._cache.groups]
+        unsaved = [
+            index
+            for index in indices
+            if names[index] not in self._saving and all(table[index] != _NULL for table in tables)
+        ]
+        if unsaved:
+            chosen = tuple(names[index] for index in unsaved)
+            transfer = self._transfer(request, row, chosen, unsaved)
+            self._saving.update(chosen)
+            self._saves[transfer.id] = transfer
+            self._new[1].append(transfer)
+
+    def _transfer(
+        self, request: str, row: int, names: tuple[bytes, ...], indices: Sequence[int]
+    ) -> BlockTransfer:
+        """A transfer of the row's blocks at `indices`, which are held until it has ended."""
+        self._count += 1
+        blocks = tuple(
+            tuple(group.tables[row, list(indices)].tolist()) for group in self._cache.groups
+        )
+        for group, ids in zip(self._cache.groups, blocks, strict=True):
+            group.hold(ids)
+        return BlockTransfer(self._count, request, names, blocks)
+
+    def plan(self, step: StepDraft, left: int) -> TransferPlan | None:
+        """What to begin. A step without rows has an empty plan where something is under way, so
+        that workers report what has ended.
+        """
+        loads, saves = self._new
+        undecided, self._undecided = self._undecided, False
+        if not loads and not saves and (len(step.rows) or not (self.busy or undecided)):
+            return None
+        self._new = ([], [])
+        return TransferPlan(tuple(loads), tuple(saves))
+
+    def receive(self, plan: Plan, report: PartReport) -> None:
+        result: TransferResult = report.value
+        for identity in result.done:
+            self._note(identity, report.rank, worked=True)
+        for identity, _ in result.failed:
+            self._note(identity, report.rank, worked=False)
+
+    def fail(self, plan: Plan) -> None:
+        """What the step was to begin has failed."""
+        started: TransferPlan | None = plan.parts.get("transfers")
+        if started is not None:
+            for transfer in (*started.loads, *started.saves):
+                self._end(transfer.id, worked=False)
+
+    def _note(self, identity: int, rank: int, *, worked: bool) -> None:
+        """A rank has ended its part of a transfer."""
+        if identity not in self._loads and identity not in self._saves:
+            return
+        outcome = self._outcomes.setdefault(identity, _Outcome())
+        outcome.ranks.add(rank)
+        outcome.worked &= worked
+        if len(outcome.ranks) == self._ranks:
+            self._end(identity, worked=outcome.worked)
+
+    def _end(self, identity: int, *, worked: bool) -> None:
+        self._outcomes.pop(identity, None)
+        save = self._saves.pop(identity, None)
+        if save is not None:
+            self._saving.difference_update(save.names)
+            self._free(save)
+            if worked:
+                self.index.store(save.names)
+            return
+        load = self._loads.pop(identity, None)
+        if load is None:
+            return
+        if self._table.epoch[load.row] == load.epoch:
+            self._arrived(load, worked=worked)
+        self._free(load.transfer)
+
+    def _arrived(self, load: _Load, *, worked: bool) -> None:
+        row, tokens = load.row, load.tokens if worked else load.cached
+        self._loading.discard(row)
+        self._loaded[row] = tokens
+        self._table.resume(row)
+        self._table.computed[row] = tokens
+        if worked:
+            self._names.advance(np.array([row]), np.array([tokens]))
+        else:
+            self._saved[row] = 0  # what failed to load may be gone
+
+    def _free(self, transfer: BlockTransfer) -> None:
+        for group, blocks in zip(self._cache.groups, transfer.blocks, strict=True):
+            group.drop(blocks)
+
+    def release(self, request: Request, row: int) -> None:
+        self._loading.discard(row)
+        self._loaded.pop(row, None)
+        self._saved.pop(row, None)
+
+    def finished(self, request: str) -> None:
+        self._stored.pop(request, None)
+        self.index.finish(request)

@@ -1,0 +1,30 @@
+"""The worker's half: the connector's mover, given what plans begin and asked what has ended."""
+
+from __future__ import annotations
+
+from modulm.contracts.connector import KVMover, TransferPlan, TransferResult
+from modulm.contracts.executor import Plan
+from modulm.contracts.step_part import PartRunner, RunnerContext
+
+__all__ = ["TransferRunner"]
+
+
+class TransferRunner(PartRunner):
+    """Carries transfers to a mover, and what it reports back."""
+
+    def __init__(self, mover: KVMover) -> None:
+        self._mover = mover
+
+    def open(self, context: RunnerContext) -> None:
+        self._mover.open(context.caches, rank=context.rank, ranks=context.ranks)
+
+    def close(self) -> None:
+        self._mover.close()
+
+    def begin(self, plan: Plan, value: TransferPlan | None) -> None:
+        if value is not None:
+            self._mover.begin(value)
+
+    def report(self) -> TransferResult | None:
+        result = self._mover.ended()
+        return result if result.done or result.failed else None

@@ -1,0 +1,73 @@
+"""The step part of speculative decoding: drafts of one step are verified in the next."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from modulm.contracts.drafter import Drafter
+from modulm.contracts.step_part import BuiltModel, PlannerContext, StepPart
+from modulm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from modulm_speculation.step.planner import DraftPlanner
+    from modulm_speculation.step.runner import DraftRunner
+
+__all__ = ["DraftsPart"]
+
+
+class DraftsPart(StepPart):
+    """drafter: proposes tokens; without one, the drafter that the configuration has a table for, or
+    that a plugin makes (`modulm_drafter`).
+    """
+
+    name = "drafts"
+    api = 1
+
+    def __init__(self, drafter: Drafter | None = None) -> None:
+        self._configured = drafter
+        self._made: tuple[Any, Drafter | None] = (None, None)
+
+    def planner(self, context: PlannerContext) -> DraftPlanner | None:
+        from modulm_speculation.step.planner import DraftPlanner
+
+        return DraftPlanner(context) if context.values.get("drafts") else None
+
+    def runner(self, built: BuiltModel) -> DraftRunner | None:
+        from modulm_speculation.step.runner import DraftRunner
+
+        drafter = self._drafter(built) if built.mesh.gives else None
+        if drafter is None:
+            return None
+        parallel = built.config.parallel
+        several = parallel.ranks > 1 or parallel.shared_experts
+        if several and (drafter.caches or parallel.pipeline_parallel_size > 1):
+            raise ConfigError(
+                "speculative_config",
+                "a drafter with caches of its own, or over pipeline stages, does not run on "
+                "several ranks yet: use an ngram or suffix drafter with tensor parallelism",
+            )
+        return DraftRunner(drafter)
+
+    def _drafter(self, built: BuiltModel) -> Drafter | None:
+        """The drafter of the model, the same one as long as the model is loaded."""
+        if self._configured is None:
+            tables = built.config.device.plugin_config
+            configured = built.plugins.configured("speculators", tables)
+            if configured is not None:
+                driver, options = configured
+                self._configured = driver(options)
+        if self._configured is not None:
+            return self._configured
+        model, drafter = self._made
+        if model is not built.loaded:
+            drafter = built.plugins.hook.modulm_drafter(
+                config=built.config,
+                model=built.loaded.model,
+                platform=built.platform,
+                loaded=built.loaded,
+            )
+            self._made = built.loaded, drafter
+        return drafter
+
+    def pack_report(self, value: dict[int, Any]) -> Any:
+        return value

@@ -1,0 +1,86 @@
+"""The scheduler's half: what a drafter proposed for each row becomes drafted tokens of its next step.
+
+A row is not planned again before its last result is in, as its drafts come with it. Drafts never
+cost a row its own token: they take what is left of the budget and of the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from modulm.contracts.executor import PartReport, Plan
+from modulm.contracts.requests import Request
+from modulm.contracts.step_part import PartPlanner, PlannerContext, StepDraft
+
+__all__ = ["DraftPlanner"]
+
+
+class DraftPlanner(PartPlanner):
+    """values of the context: "drafts", most that a row may have in a step; "ahead", tokens beyond a
+    step's for which rows should have blocks.
+    """
+
+    one_at_a_time = True
+
+    def __init__(self, context: PlannerContext) -> None:
+        self._most = int(context.values["drafts"])
+        self._ahead = int(context.values["ahead"])
+        self._vocabulary = context.capacity.vocabulary
+        self._table = context.rows
+        self._cache = context.cache
+        self._proposals: Mapping[int, np.ndarray] = {}
+        self._counts = np.zeros(context.rows.rows, dtype=np.int64)
+        self._tokens = np.zeros((context.rows.rows, self._most), dtype=np.int32)
+
+    def receive(self, plan: Plan, report: PartReport) -> None:
+        self._proposals = report.value
+
+    def settle(self, rows: np.ndarray, ends: np.ndarray, owners: np.ndarray) -> None:
+        """Keep what was proposed for rows that go on, up to a token that does not exist."""
+        proposals, self._proposals = self._proposals, {}
+        alive = set(owners.tolist()) if proposals else ()
+        for row, proposed in proposals.items():
+            if row not in alive:
+                continue
+            tokens = np.asarray(proposed)[: self._most]
+            wrong = np.flatnonzero((tokens < 0) | (tokens >= self._vocabulary))
+            count = int(wrong[0]) if len(wrong) else len(tokens)
+            self._counts[row] = count
+            self._tokens[row, :count] = tokens[:count]
+
+    def release(self, request: Request, row: int) -> None:
+        self._counts[row] = 0
+
+    def plan(self, step: StepDraft, left: int) -> None:
+        """Give the step's decoding rows their drafts."""
+        if not len(step.rows):
+            return
+        self._add(step, left)
+        if self._ahead:
+            ends = step.starts + step.counts + self._ahead
+            if step.drafted is not None:
+                ends = ends + step.drafted
+            self._cache.reserve(step.rows, np.minimum(ends, self._table.limit[step.rows]))
+
+    def _add(self, step: StepDraft, left: int) -> None:
+        table, rows = self._table, step.rows
+        known = table.known[rows]
+        decodes = (step.counts == 1) & (step.starts + 1 == known)
+        wanted = np.where(decodes, self._counts[rows], 0)
+        wanted = np.clip(table.limit[rows] - known - 1, 0, wanted)
+        wanted = np.clip(left - (np.cumsum(wanted) - wanted), 0, wanted)
+        if wanted.any() and not self._cache.grow(rows, step.starts + step.counts + wanted):
+            wanted = np.clip(self._cache.room(rows) - known, 0, wanted)
+        if wanted.any():
+            wanted, step.state_slots = self._cache.lend(rows, wanted, step.starts)
+        self._counts[rows[decodes]] = 0
+        if not wanted.any():
+            step.state_slots = ()
+            return
+        owners = np.repeat(rows, wanted)
+        ramp = np.arange(len(owners)) - np.repeat(np.cumsum(wanted) - wanted, wanted)
+        table.tokens[owners, np.repeat(known, wanted) + ramp] = self._tokens[owners, ramp]
+        step.drafted = wanted
+        step.one_each = False

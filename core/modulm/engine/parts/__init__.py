@@ -1,0 +1,22 @@
+"""Step parts: those of the core, and how an engine finds its own.
+
+Other features bring theirs in their own distributions (group `modulm.step_parts`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from modulm.config import EngineConfig
+    from modulm.contracts.step_part import StepPart
+    from modulm.plugins.manager import PluginManager
+
+__all__ = ["open_parts"]
+
+
+def open_parts(config: EngineConfig, plugins: PluginManager) -> tuple[StepPart, ...]:
+    """The installed parts that are in use with this configuration, in the order of their names."""
+    names = sorted({declared.name for declared in plugins.names("step_parts")})
+    parts = (plugins.load("step_parts", name).opened(config, plugins) for name in names)
+    return tuple(part for part in parts if part is not None)

@@ -1,0 +1,45 @@
+"""What the scheduler calls of its step parts, looked up once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from modulm.contracts.step_part import PartPlanner, overridden
+
+__all__ = ["PlannerHooks"]
+
+
+class PlannerHooks:
+    """Of each method of `PartPlanner` those planners' bound methods that override it. Most are empty
+    in most engines, and an empty tuple costs nothing to go through.
+    """
+
+    def __init__(self, planners: Mapping[str, PartPlanner]) -> None:
+        halves = tuple(planners.values())
+        # Requests.
+        self.check = overridden(halves, "check")
+        self.defers = overridden(halves, "defers")
+        self.external = overridden(halves, "external")
+        self.load = overridden(halves, "load")
+        self.loaded = overridden(halves, "loaded")
+        self.limit = overridden(halves, "limit")
+        self.waits_in_row = overridden(halves, "waits_in_row")
+        self.admit = overridden(halves, "admit")
+        self.joined = overridden(halves, "joined")
+        self.release = overridden(halves, "release")
+        self.finished = overridden(halves, "finished")
+        # Steps.
+        self.begin = overridden(halves, "begin")
+        self.claim = overridden(halves, "claim")
+        self.cut = overridden(halves, "cut")
+        self.sampled = overridden(halves, "sampled")
+        self.settle = overridden(halves, "settle")
+        self.ends = overridden(halves, "ends")
+        self.events = overridden(halves, "events")
+        self.fail = overridden(halves, "fail")
+        self.forget = overridden(halves, "forget")
+        # With the name of the part, which its values travel by.
+        named = [(name, overridden((half,), "plan")) for name, half in planners.items()]
+        self.plan = tuple((name, methods[0]) for name, methods in named if methods)
+        named = [(name, overridden((half,), "row_value")) for name, half in planners.items()]
+        self.row_value = tuple((name, methods[0]) for name, methods in named if methods)

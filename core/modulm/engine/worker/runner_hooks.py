@@ -1,0 +1,46 @@
+"""What the runner calls of its step parts, looked up once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from modulm.contracts.step_part import PartRunner, overridden
+
+__all__ = ["RunnerHooks"]
+
+
+class RunnerHooks:
+    """Of each method of `PartRunner` those runners' bound methods that override it; with the names
+    of the parts where values go by them. Beside them what runners say of themselves: the layers
+    they want to see, the most drafts of a row, and how far blocks should reach ahead.
+    """
+
+    def __init__(self, parts: Mapping[str, PartRunner]) -> None:
+        runners = tuple(parts.values())
+        self.release = overridden(runners, "release")
+        self.recording = overridden(runners, "recording")
+        self.watch = overridden(runners, "watch")
+        self.focus = overridden(runners, "focus")
+        self.amend_layout = overridden(runners, "amend_layout")
+        self.amend_batch = overridden(runners, "amend_batch")
+        self.width = overridden(runners, "width")
+        self.verify = overridden(runners, "verify")
+        self.prepare = _named(parts, "prepare")
+        self.admit = _named(parts, "admit")
+        self.begin = _named(parts, "begin")
+        self.collect = _named(parts, "collect")
+        self.after = _named(parts, "after")
+        self.report = _named(parts, "report")
+        self.tokenless = tuple(
+            runner for runner in runners if type(runner).tokenless != () or "tokenless" in vars(runner)
+        )
+        self.layers = tuple(layer for runner in runners for layer in runner.layers)
+        self.drafts = max((runner.drafts for runner in runners), default=0)
+        self.ahead = max((runner.ahead for runner in runners), default=0)
+        self.every = any(runner.every for runner in runners)
+
+
+def _named(parts: Mapping[str, PartRunner], method: str) -> tuple[tuple[str, Any], ...]:
+    found = [(name, overridden((runner,), method)) for name, runner in parts.items()]
+    return tuple((name, methods[0]) for name, methods in found if methods)
