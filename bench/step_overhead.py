@@ -15,7 +15,7 @@ from collections import deque
 
 import numpy as np
 
-from modulm.contracts.executor import Capacity, Plan, StepResult
+from modulm.contracts.executor import Capacity, GroupCapacity, Plan, StepResult
 from modulm.contracts.policy import Policy
 from modulm.contracts.requests import Request
 from modulm.contracts.sampling import SamplingParams
@@ -30,7 +30,7 @@ def scheduler(rows: int, steps: int, block_size: int, policy: Policy) -> BudgetS
     """A scheduler with `rows` requests that decode for more than `steps` steps."""
     length = PROMPT + steps + 64
     blocks = rows * (length // block_size + 2) + 1
-    capacity = Capacity((("attention", block_size, None, blocks),), 32_000, length + 1)
+    capacity = Capacity((GroupCapacity("attention", block_size, None, blocks),), 32_000, length + 1)
     made = BudgetScheduler(Limits(rows=rows, tokens=rows * PROMPT), capacity, policy)
     generator = np.random.default_rng(0)
     for index in range(rows):

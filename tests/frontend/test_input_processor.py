@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from modulm.config import EngineConfig
+from modulm.contracts.engine_info import EngineInfo
 from modulm.contracts.sampling import SamplingParams
-from modulm.engine.types.engine_info import EngineInfo
 from modulm.plugins import manager
 from modulm_frontend.input_processor import InputProcessor
 

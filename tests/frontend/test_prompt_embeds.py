@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from modulm.config import EngineConfig
+from modulm.contracts.engine_info import EngineInfo
 from modulm.contracts.media import DIGEST, EMBEDS
 from modulm.contracts.sampling import PoolingParams, SamplingParams
-from modulm.engine.types.engine_info import EngineInfo
 from modulm.errors import RequestError
 from modulm.plugins import manager
 from modulm_frontend.input_processor import InputProcessor

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from modulm.engine.worker.media import PromptInputs
 from tests.plugins.models.test_images import FAMILIES, driver
 
 import modulm
-from modulm.engine.worker.media import PromptInputs
 from modulm.errors import ConfigError, RequestError
 from modulm.testing.checkpoints import make_tiny
 from modulm_towers.testing import ImageFamily, images, write_family

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from modulm.engine.worker.media import PromptInputs
 from tests.media.checkpoint import write_llava
 
 import modulm
-from modulm.engine.worker.media import PromptInputs
 from modulm_towers import Tower, through, whole
 from modulm_towers.testing import images
 

@@ -59,8 +59,9 @@ class Reading(FakeExecutor):
 
     def run(self, plan: Plan) -> StepResult:
         for start in plan.admit:
-            if start.adapter is not None and start.adapter not in self.held:
-                raise FakeFault(f"row {start.row} begins with {start.adapter}, which was not read")
+            adapter = start.parts.get("adapters")
+            if adapter is not None and adapter.name not in self.held:
+                raise FakeFault(f"row {start.row} begins with {adapter.name}, which was not read")
         return super().run(plan)
 
 
@@ -71,8 +72,9 @@ class Setting:
         self.folder = folder
         self.executor = Reading()
         self.loop, self.seen = make_engine(self.executor, Limits(rows=6, tokens=64))
+        self.slots = 2
         core: Any = SimpleNamespace(
-            info=SimpleNamespace(adapters=2, models=("M",)), executor=self.executor,
+            info=SimpleNamespace(limit=lambda part, name: self.slots, models=("M",)), executor=self.executor,
             loop=self.loop, submit=self.loop.submit, sleep=lambda level: None,
         )  # fmt: skip
         self.listed: list[tuple[str, ...]] = []
@@ -288,7 +290,7 @@ def test_names_that_are_taken(setting: Setting) -> None:
     gate.set()
     first.result(10)
     assert setting.executor.reads.count(next(k for k in setting.executor.held if "slow" in k)) == 1
-    setting.core.info.adapters = 0
+    setting.slots = 0
     with pytest.raises(UnsupportedError, match="--enable-lora"):
         setting.registry.load(Adapter("more", "x")).result(10)
 

@@ -281,7 +281,8 @@ def start(tokenizer: Tokenizer) -> Callable[..., ScriptedEngine]:
     def started(slots: int = 2, bad: dict[str, str] | None = None, **flags: Any) -> ScriptedEngine:
         config = EngineConfig.from_keywords(model="M", **flags)
         engine = ScriptedEngine(
-            tokenizer, info=scripted_info(tokenizer, config=config, adapters=slots)
+            tokenizer,
+            info=scripted_info(tokenizer, config=config, parts={"adapters": {"slots": slots}}),
         )
         engine.bad.update(bad or {})
         create_app(engine, config)

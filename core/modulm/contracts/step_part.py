@@ -24,8 +24,14 @@ if TYPE_CHECKING:
     import torch
 
     from modulm.contracts.attention import AttentionBackend, AttentionSpec, StepLayout
-    from modulm.contracts.executor import Capacity, PartReport, Plan, RowFailure, RowStart
-    from modulm.contracts.executor import RowLogprobs
+    from modulm.contracts.executor import (
+        Capacity,
+        PartReport,
+        Plan,
+        RowFailure,
+        RowLogprobs,
+        RowStart,
+    )
     from modulm.contracts.kernels import Forward
     from modulm.contracts.model import Batch, CacheSpec, Model
     from modulm.contracts.requests import Request
@@ -504,7 +510,7 @@ class PartRunner:
         return None
 
 
-class StepPart(ABC):  # noqa: B024 -- a part may have either half alone
+class StepPart(ABC):
     """Makes both halves, each where it lives, and packs what they tell each other.
 
     all_ranks: whether the reports of all ranks reach the planner, or those of the rank that gives

@@ -16,8 +16,8 @@ import pytest
 
 import modulm
 from modulm.config.sources import keywords
+from modulm.contracts.outputs import Finished
 from modulm.contracts.request_listener import RequestListener
-from modulm.engine.types.outputs import Finished
 from modulm.errors import ConfigError
 from modulm.plugins import manager
 from modulm_hooks_otlp.spans import Spans, exporter_of

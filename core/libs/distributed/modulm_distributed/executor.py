@@ -16,13 +16,22 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import numpy as np
 
-from modulm.contracts.executor import Capacity, Executor, ModelDescription, Plan, StepResult
-from modulm.engine.types import frames
-from modulm.engine.types.packing import changed
+from modulm.contracts.executor import (
+    Capacity,
+    Executor,
+    GroupCapacity,
+    ModelDescription,
+    PartReport,
+    Plan,
+    StepResult,
+)
+from modulm.engine.parts import open_parts
 from modulm.errors import EngineDead, EngineError, ModulmError, PluginConflict
 from modulm.plugins import manager
+from modulm.wire import frames
+from modulm.wire.packing import changed
 from modulm_distributed.flags import DistributedConfig
-from modulm_distributed.plan_codec import decode_result, encode_plan
+from modulm_distributed.plan_codec import PlanCodec
 from modulm_distributed.ring import Ring, wait
 from modulm_distributed.rounds import Rounds
 
@@ -59,7 +68,7 @@ _FIRST_DEAD = 1.0
 
 def unpack_capacity(table: dict[str, Any]) -> Capacity:
     """From its fields as plain values."""
-    groups = tuple(tuple(group) for group in table["groups"])
+    groups = tuple(GroupCapacity(**group) for group in table["groups"])
     return Capacity(**{**table, "groups": groups, "notes": tuple(table["notes"])})
 
 
@@ -101,6 +110,9 @@ class WorkersExecutor(Executor):
         self._stopping = False
         self._description = ModelDescription()
         self._seconds: float | None = None
+        self._codec = PlanCodec(())
+        #: What ranks whose results nobody looks at have reported since the last result.
+        self._reports: list[PartReport] = []
         #: The rank that gives results: the first of the last stage.
         self._giver = 0
         self._reader: threading.Thread | None = None
@@ -137,6 +149,7 @@ class WorkersExecutor(Executor):
         flags = config.group(DistributedConfig)
         self._seconds = flags.worker_timeout or None
         self._giver = config.parallel.ranks - config.parallel.tensor_parallel_size
+        self._codec = PlanCodec(open_parts(config, manager.current()))
         plugins = frames.pack_plugins(manager.current().snapshot())
         packed = frames.pack_config(config), plugins
         try:
@@ -165,8 +178,16 @@ class WorkersExecutor(Executor):
         self._rounds = Rounds(parallel.data_parallel_group, place, size)
         one = np.ones(1, np.int32)
         tables = tuple(np.zeros((1, 1), np.int32) for _ in capacity.groups)
-        self._empty = encode_plan(
-            Plan(-1, -one, one - 1, one, np.zeros(1, np.int64), tables, np.zeros(1, bool))
+        self._empty = self._codec.encode_plan(
+            Plan(
+                step=-1,
+                rows=-one,
+                starts=one - 1,
+                counts=one,
+                tokens=np.zeros(1, np.int64),
+                tables=tables,
+                samples=np.zeros(1, bool),
+            )
         )
         self._partaker = threading.Thread(
             target=self._take_part, args=(self._rounds,), name="modulm-rounds", daemon=True
@@ -204,7 +225,7 @@ class WorkersExecutor(Executor):
         return self.submit(plan).result()
 
     def submit(self, plan: Plan) -> Future[StepResult]:
-        data, future = encode_plan(plan), _Step(self._land)
+        data, future = self._codec.encode_plan(plan), _Step(self._land)
         with self._lock:
             if self._dead is not None:
                 future.set_exception(self._dead)
@@ -250,12 +271,16 @@ class WorkersExecutor(Executor):
                 wait(self._bell, _SHORT if self._waited < _SHORT else 0.0)
                 for data in self._rings[1].frames():
                     if len(data):  # a longer one comes over its stream
-                        self._gave(decode_result(data))
+                        self._gave(self._codec.decode_result(data))
             self._waited = time.perf_counter() - began
 
     def _gave(self, result: StepResult) -> None:
         found = self._resolve(result.step)
         if found is not None:
+            with self._lock:
+                reports, self._reports = self._reports, []
+            if reports:
+                result = attrs.evolve(result, parts=(*result.parts, *reports))
             found.set_result(result)
 
     def _wake(self) -> None:
@@ -297,8 +322,11 @@ class WorkersExecutor(Executor):
 
     def _heard(self, rank: int, kind: str, *arguments: Any) -> None:
         if kind == "result":
-            self._gave(decode_result(arguments[0]))
+            self._gave(self._codec.decode_result(arguments[0]))
             self._wake()
+        elif kind == "reports":
+            with self._lock:
+                self._reports += self._codec.decode_reports(arguments[0])
         elif kind == "failed":
             self._step_failed(rank, *arguments)
         elif kind == "error":
@@ -403,6 +431,21 @@ class WorkersExecutor(Executor):
 
     def remove_adapter(self, name: str) -> None:
         self._ask("call", "remove_adapter", name).result()
+
+    def call(self, name: str, *arguments: Any) -> list[Any]:
+        answers = [
+            self._ask("call", "call", name, *arguments, ranks=(rank,))
+            for rank in range(len(self._streams))
+        ]
+        values = []
+        for rank, answer in enumerate(answers):
+            try:
+                values.append(answer.result(self._seconds))
+            except EngineDead:
+                raise
+            except ModulmError as error:
+                raise EngineError(f"{self.at(rank)}: {name}: {error}") from error
+        return values
 
     def _ask(self, kind: str, *arguments: Any, ranks: Sequence[int] | None = None) -> Future[Any]:
         """Ask some ranks, or all: the answer is there when each has given one."""

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import attrs
 
 from modulm.config.environ import isolated
-from modulm.engine.types import frames
 from modulm.engine.worker.worker import Worker
+from modulm.testing.connectors import FakeConnector
+from modulm.testing.engines import step_parts
+from modulm.wire import frames
 from modulm_distributed.executor import WorkersExecutor
 from modulm_distributed.mesh import Place
-from modulm_distributed.plan_codec import decode_plan, decode_result, encode_plan, encode_result
+from modulm_distributed.plan_codec import PlanCodec
 from modulm_distributed.stream import FrameStream
 from modulm_distributed.worker_process import serve
 
@@ -35,11 +37,12 @@ def through_bytes(run: Callable[[Any, Plan], StepResult]) -> Callable[[Any, Plan
 
     @wraps(run)
     def crossed(self: Any, plan: Plan) -> StepResult:
-        data = encode_plan(plan)
-        arrived = decode_plan(data)
-        if encode_plan(arrived) != data:
+        codec = PlanCodec(step_parts(FakeConnector()))
+        data = codec.encode_plan(plan)
+        arrived = codec.decode_plan(data)
+        if codec.encode_plan(arrived) != data:
             raise AssertionError(f"plan {plan.step} is not the same after its way through bytes")
-        return decode_result(encode_result(run(self, arrived)))
+        return codec.decode_result(codec.encode_result(run(self, arrived)))
 
     return crossed
 
@@ -79,7 +82,7 @@ class PoolExecutor(WorkersExecutor):
     """An executor whose workers are the processes of `pool`."""
 
     name: ClassVar[str] = "pool"
-    api: ClassVar[int | tuple[int, int]] = 2
+    api: ClassVar[int | tuple[int, int]] = 3
     pool: ClassVar[RankPool]
 
     def connect(self, config: EngineConfig) -> Sequence[tuple[FrameStream, Place]]:

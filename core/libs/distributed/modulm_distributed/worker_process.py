@@ -6,6 +6,7 @@ executor                              worker
          --run (plan)-->                      each plan to every rank, in one order; one whose
                                               step is -1 only takes part and has no result
          <--result (step)--                   of the rank that gives results
+         <--reports (of step parts)--         of the other ranks, if there are any
          <--failed (step, error)--            of any rank
          --call (number, what, arguments)-->
          <--answer (number, value, error)--
@@ -35,13 +36,13 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from modulm.contracts.sampling import StructuredOutputs
-from modulm.engine.types import frames
 from modulm.errors import ConfigError, EngineError
 from modulm.plugins import manager
 from modulm.plugins.manager import PluginManager
+from modulm.wire import frames
 from modulm_distributed.eplb import balance_of
 from modulm_distributed.mesh import Place, open_mesh
-from modulm_distributed.plan_codec import decode_plan, encode_result
+from modulm_distributed.plan_codec import PlanCodec
 from modulm_distributed.replica_experts import ReplicaExperts
 from modulm_distributed.ring import SPIN, Ring, wait
 from modulm_distributed.stream import FrameStream
@@ -109,6 +110,7 @@ class _Served:
     ) -> None:
         self._worker, self._stream, self._gives = worker, stream, mesh.gives
         self._results = results
+        self._codec = PlanCodec(worker.parts)
         self._experts = mesh.spread if isinstance(mesh.spread, ReplicaExperts) else None
         self._calls: dict[str, Callable[..., Any]] = {
             "check": worker.check,
@@ -118,6 +120,7 @@ class _Served:
             "add_adapter": lambda name, path: worker.add_adapter(name, Path(path)),
             "prepare_adapter": worker.prepare_adapter,
             "remove_adapter": worker.remove_adapter,
+            "call": worker.call,
         }
 
     def frame(self, kind: str, *arguments: Any) -> None:
@@ -130,7 +133,7 @@ class _Served:
             self._call(*arguments)
 
     def _run(self, data: bytes | memoryview) -> None:
-        plan = decode_plan(data)
+        plan = self._codec.decode_plan(data)
         empty = plan.step < 0
         if self._experts is not None:
             self._experts.empty = empty
@@ -140,10 +143,15 @@ class _Served:
             log.exception("step %d failed", plan.step)
             self._send("failed", plan.step, frames.pack_error(error))
             return
-        if self._gives and not empty:
-            given = encode_result(result)
-            if self._results is None or not self._results.write(given):
-                self._send("result", given)
+        if empty:
+            return
+        if not self._gives:
+            if (reports := self._codec.encode_reports(result)) is not None:
+                self._send("reports", reports)
+            return
+        given = self._codec.encode_result(result)
+        if self._results is None or not self._results.write(given):
+            self._send("result", given)
 
     def _call(self, number: int, what: str, *arguments: Any) -> None:
         value = error = None

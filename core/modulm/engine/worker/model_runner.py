@@ -118,7 +118,9 @@ class ModelRunner:
             vocabulary=loaded.vocabulary,
             max_model_len=sizing.max_model_len,
             notes=sizing.notes,
-            parts={name: values for name, part in self.parts.items() if (values := part.capacity())},
+            parts={
+                name: values for name, part in self.parts.items() if (values := part.capacity())
+            },
             ranks=mesh.world.size,
         )
         self._block_sizes = [group.block_size for group in self.capacity.groups]

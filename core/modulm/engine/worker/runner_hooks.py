@@ -33,7 +33,9 @@ class RunnerHooks:
         self.after = _named(parts, "after")
         self.report = _named(parts, "report")
         self.tokenless = tuple(
-            runner for runner in runners if type(runner).tokenless != () or "tokenless" in vars(runner)
+            runner
+            for runner in runners
+            if type(runner).tokenless != () or "tokenless" in vars(runner)
         )
         self.layers = tuple(layer for runner in runners for layer in runner.layers)
         self.drafts = max((runner.drafts for runner in runners), default=0)

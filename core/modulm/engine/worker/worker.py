@@ -17,10 +17,10 @@ from modulm.engine.parts import open_parts
 from modulm.engine.sampling.defaults import end_ids
 from modulm.engine.sampling.logits_processors import class_at
 from modulm.engine.structured_output.compiler import RequestGrammars, open_compiler
-from modulm.engine.types.engine_info import open_tokenizer
 from modulm.engine.worker.model_runner import ModelRunner
 from modulm.errors import EngineError, RequestError, UnsupportedError
 from modulm.loading import load_model, open_checkpoint
+from modulm.loading.tokenizer import open_tokenizer
 from modulm.parallel import Mesh
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Worker:
     ) -> None:
         self.config = config
         self._plugins = plugins
-        self._parts = open_parts(config, plugins) if parts is None else tuple(parts)
+        self.parts = open_parts(config, plugins) if parts is None else tuple(parts)
         self._platform, self._chosen = choose_platform(config, plugins)
         part, parts = share or share_of(config.parallel, rank)
         if parts > 1:
@@ -111,7 +111,7 @@ class Worker:
             plugins=self._plugins,
             mesh=self._mesh,
         )
-        parts = {part.name: part.runner(built) for part in self._parts}
+        parts = {part.name: part.runner(built) for part in self.parts}
         runner = ModelRunner(
             self.config,
             loaded,

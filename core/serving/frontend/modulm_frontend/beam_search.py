@@ -14,8 +14,8 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
+from modulm.contracts.outputs import BeamSearchSequence, Position
 from modulm.contracts.sampling import OutputKind, SamplingParams
-from modulm.engine.types.outputs import BeamSearchSequence, Position
 from modulm.errors import RequestError
 
 __all__ = ["BeamSearch", "BeamSearchParams"]

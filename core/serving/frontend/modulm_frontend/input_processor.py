@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from attrs import evolve, frozen
 
+from modulm.contracts.engine_info import EngineInfo
+from modulm.contracts.outputs import Position, RequestOutput
 from modulm.contracts.pooler import PairContent, PoolingInputs, PoolingJob
 from modulm.contracts.requests import Finish, PromptLike, Reason, Request
 from modulm.contracts.sampling import LogitsProcessor, OutputKind, PoolingParams, SamplingParams
@@ -21,8 +23,6 @@ from modulm.engine.sampling.validation import (
     check_prompt,
     truncated,
 )
-from modulm.engine.types.engine_info import EngineInfo
-from modulm.engine.types.outputs import Position, RequestOutput
 from modulm.errors import EngineError, RequestError
 from modulm.loading.pooling import open_pooler
 from modulm_frontend.beam_search import BeamSearch, BeamSearchParams
@@ -445,7 +445,7 @@ class InputProcessor:
             tokenizer=self.tokenizer,
             arrival=time.monotonic(),
             ids=identities if count > 1 else (request_id,),
-            drafts=self.info.drafts,
+            drafts=self.info.limit("drafts", "drafts"),
             adapter=adapter,
         )
 

@@ -12,12 +12,7 @@ from attrs import evolve
 from tqdm import tqdm
 
 from modulm.config.sources import keywords
-from modulm.contracts.pooler import PoolingJob, paired
-from modulm.contracts.requests import Finish, PromptLike, StepEvents
-from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
-from modulm.engine.core.engine_core import EngineCore
-from modulm.engine.sampling.logits_processors import processor_classes
-from modulm.engine.types.outputs import (
+from modulm.contracts.outputs import (
     BeamSearchOutput,
     ClassificationOutput,
     EmbeddingOutput,
@@ -25,6 +20,11 @@ from modulm.engine.types.outputs import (
     RequestOutput,
     Statistics,
 )
+from modulm.contracts.pooler import PoolingJob, paired
+from modulm.contracts.requests import Finish, PromptLike, StepEvents
+from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
+from modulm.engine.core.engine_core import EngineCore
+from modulm.engine.sampling.logits_processors import processor_classes
 from modulm.errors import (
     ConfigError,
     EngineDead,

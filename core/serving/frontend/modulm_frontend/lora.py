@@ -53,7 +53,7 @@ class OfflineAdapters:
 
     def _key(self, lora: LoRARequest) -> tuple[str, tuple[int, ...]]:
         executor = self._core.executor
-        if not self._core.info.adapters:
+        if not self._core.info.limit("adapters", "slots"):
             raise UnsupportedError("the engine runs without adapters: give enable_lora=True")
         known = self._read.get(lora.lora_name)
         if known is not None and known[0] == lora:

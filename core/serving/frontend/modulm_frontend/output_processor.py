@@ -15,10 +15,7 @@ import numpy as np
 from attrs import define, field
 
 from modulm.contracts.executor import RowLogprobs
-from modulm.contracts.request_listener import RequestListener
-from modulm.contracts.requests import Finish, StepEvents
-from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
-from modulm.engine.types.outputs import (
+from modulm.contracts.outputs import (
     CompletionOutput,
     Finished,
     Logprob,
@@ -30,6 +27,9 @@ from modulm.engine.types.outputs import (
     SpecDecodeMetrics,
     Statistics,
 )
+from modulm.contracts.request_listener import RequestListener
+from modulm.contracts.requests import Finish, StepEvents
+from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
 from modulm.errors import RequestError
 from modulm.text.detokenizer import Detokenizer
 from modulm.text.stops import StopScanner

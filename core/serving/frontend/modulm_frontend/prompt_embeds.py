@@ -13,7 +13,7 @@ from modulm.contracts.sampling import PoolingParams, SamplingParams
 from modulm.errors import RequestError
 
 if TYPE_CHECKING:
-    from modulm.engine.types.engine_info import EngineInfo
+    from modulm.contracts.engine_info import EngineInfo
 
 __all__ = ["check_embeds", "embedded_prompt", "embeds_item"]
 

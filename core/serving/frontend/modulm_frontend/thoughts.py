@@ -13,8 +13,8 @@ from modulm.plugins.moved import public_name
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
+    from modulm.contracts.outputs import RequestOutput
     from modulm.contracts.sampling import SamplingParams
-    from modulm.engine.types.outputs import RequestOutput
     from modulm.text.tokenizer import Tokenizer
 
 __all__ = ["ThoughtReader"]

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from modulm.config import EngineConfig
+    from modulm.contracts.outputs import PoolingRequestOutput, RequestOutput
     from modulm.contracts.sampling import PoolingParams, SamplingParams
-    from modulm.engine.types.outputs import PoolingRequestOutput, RequestOutput
     from modulm.text.tokenizer import Tokenizer
     from modulm_media.messages import MediaSource
     from modulm_server.engine.client import EngineClient
@@ -122,7 +122,7 @@ class GenerationService:
 
     async def _found(self, name: str) -> bool:
         """Whether an adapter that is not there is there now."""
-        if not self.engine.info.adapters or len(name) > _NAME:
+        if not self.engine.info.limit("adapters", "slots") or len(name) > _NAME:
             return False
         await self.engine.refresh_adapters()
         if name in self.engine.adapters:

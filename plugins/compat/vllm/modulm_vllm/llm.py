@@ -10,13 +10,13 @@ import torch
 from attrs import evolve
 
 from modulm.config.sources import keywords
-from modulm.contracts.sampling import PoolingParams as NativePoolingParams
-from modulm.engine.types.outputs import (
+from modulm.contracts.outputs import (
     BeamSearchOutput,
     PoolingOutput,
     PoolingRequestOutput,
     RequestOutput,
 )
+from modulm.contracts.sampling import PoolingParams as NativePoolingParams
 from modulm_frontend import llm as frontend
 from modulm_server.engine.metrics import Metrics
 from modulm_vllm.arguments import flags_for
@@ -45,7 +45,7 @@ class LLM(frontend.LLM):
     def __init__(self, model: str = "demo", **flags: Any) -> None:
         with as_vllm():
             self._open(keywords(model=model, **flags_for(flags)).config)
-        self._metrics = Metrics(self.info.models[0], adapters=self.info.adapters)
+        self._metrics = Metrics(self.info.models[0], adapters=self.info.limit("adapters", "slots"))
         if not self.info.config.observability.disable_log_stats:
             self.count_by(self._metrics)
 

@@ -18,17 +18,19 @@ import torch
 
 from modulm.config.environ import variables
 from modulm.contracts.executor import Capacity, Executor, ModelDescription, Plan, StepResult
-from modulm.engine.types import frames
+from modulm.engine.parts import open_parts
 from modulm.engine.worker.worker import worker_class
 from modulm.errors import ConfigError, EngineDead, EngineError, ModulmError
 from modulm.parallel import Mesh
 from modulm.plugins import manager
 from modulm.plugins.manager import PluginManager
+from modulm.wire import frames
+from modulm.wire.packing import encode
 from modulm_distributed.eplb import balance_of
 from modulm_distributed.executor import unpack_capacity
 from modulm_distributed.flags import DistributedConfig
 from modulm_distributed.mesh import Place, open_mesh
-from modulm_distributed.plan_codec import decode_result, encode_result
+from modulm_distributed.plan_codec import PlanCodec
 from modulm_executor_external_launcher.launched import Launched
 
 if TYPE_CHECKING:
@@ -83,6 +85,7 @@ class LaunchedExecutor(Executor):
 
     def __init__(self) -> None:
         self._made: Worker | None = None
+        self._codec = PlanCodec(())
         self._mesh = Mesh()
         self._device = torch.device("cpu")
         self._description = ModelDescription()
@@ -103,6 +106,11 @@ class LaunchedExecutor(Executor):
         if "worker_timeout" in config.changed():
             raise ConfigError(
                 "worker_timeout", "external_launcher does not end ranks: torchrun does"
+            )
+        for name in sorted(PlanCodec(open_parts(config, manager.current())).of_all_ranks):
+            raise ConfigError(
+                "distributed_executor_backend",
+                f"external_launcher does not run {name}, which needs reports of all ranks: use mp",
             )
         self._giver = parallel.ranks - parallel.tensor_parallel_size
         place = Place.all(
@@ -125,6 +133,7 @@ class LaunchedExecutor(Executor):
             config, plugins, rank=place.rank, open_mesh=connect, share=place.share
         )
         self._made = worker
+        self._codec = PlanCodec(worker.parts)
         own = [attrs.asdict(worker.capacity), attrs.asdict(worker.description)]
         capacity, described = self._told(own)
         weights = torch.tensor([worker.description.weight_bytes], device=self._device)
@@ -146,7 +155,7 @@ class LaunchedExecutor(Executor):
         return self.submit(plan).result()
 
     def submit(self, plan: Plan) -> Future[StepResult]:
-        mark = _mark(plan)
+        mark = _mark(plan, self._codec)
         try:
             self._compare(plan.step, mark)
             result, error = self._worker.run(plan), None
@@ -160,7 +169,7 @@ class LaunchedExecutor(Executor):
 
     def _landed(self, mark: int, result: StepResult, error: Exception | None) -> StepResult:
         """What the rank that gives results says of a step."""
-        own = [mark, encode_result(result), frames.pack_error(error)]
+        own = [mark, self._codec.encode_result(result), frames.pack_error(error)]
         theirs, data, failed = self._told(own)
         if theirs != mark:
             raise self._end(f"step {result.step} is not the same on all ranks: {_SAME}")
@@ -168,7 +177,7 @@ class LaunchedExecutor(Executor):
             raise error or frames.unpack_error(failed) or EngineError("a step failed")
         if error is not None:
             raise self._end(f"step {result.step} failed on some ranks only: {error}") from error
-        return result if self._mesh.gives else decode_result(data)
+        return result if self._mesh.gives else self._codec.decode_result(data)
 
     def _compare(self, step: int, mark: int) -> None:
         """Raises EngineDead unless all ranks of this stage are about to run the same. Goes over
@@ -274,7 +283,7 @@ class LaunchedExecutor(Executor):
             self._made = None
 
 
-def _mark(plan: Plan) -> int:
+def _mark(plan: Plan, codec: PlanCodec) -> int:
     """A number that plans share which run the same. Seeds are not part of it: where a request has
     none each rank draws one, and only one rank samples.
     """
@@ -283,5 +292,6 @@ def _mark(plan: Plan) -> int:
         mark = zlib.crc32(np.ascontiguousarray(array), mark)
     for start in plan.admit:
         mark = zlib.crc32(np.ascontiguousarray(start.prompt), mark)
-    named = plan.release, plan.encode, plan.adapters, [start.adapter for start in plan.admit]
+    rows = [codec.pack_row_parts(start.parts) for start in plan.admit]
+    named = plan.release, codec.pack_parts(plan.parts), encode(rows)
     return zlib.crc32(repr(named).encode(), mark)

@@ -65,7 +65,7 @@ class Adapters(RouteFamily):
         self._finding: dict[str, asyncio.Task[bool]] = {}
 
     def absent(self) -> str | None:
-        if self.context.engine.info.adapters:
+        if self.context.engine.info.limit("adapters", "slots"):
             return None
         if self._flags.lora_modules or self._flags.allow_runtime_lora_updating:
             given = "lora_modules" if self._flags.lora_modules else "allow_runtime_lora_updating"

@@ -165,7 +165,7 @@ class LlamaCpp(RouteFamily):
             "default_generation_settings": {
                 "id": 0,
                 "n_ctx": info.max_model_len,
-                "speculative": info.drafts > 0,
+                "speculative": info.limit("drafts", "drafts") > 0,
                 "is_processing": False,
                 "params": {"n_predict": -1, "seed": 2**32 - 1, "stop": [], **settings},
             },
@@ -194,7 +194,7 @@ class LlamaCpp(RouteFamily):
                 "id": index,
                 "id_task": -1,
                 "n_ctx": info.max_model_len,
-                "speculative": info.drafts > 0,
+                "speculative": info.limit("drafts", "drafts") > 0,
                 "is_processing": index < running,
             }
             for index in range(count)

@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+    from modulm.contracts.outputs import RequestOutput
     from modulm.contracts.parser import Event
     from modulm.contracts.sampling import SamplingParams
-    from modulm.engine.types.outputs import RequestOutput
     from modulm_frontend.beam_search import BeamSearchParams
     from modulm_route_openai.objects import (
         ChatChoice,

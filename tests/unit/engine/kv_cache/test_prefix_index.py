@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modulm.contracts.executor import Capacity
+from modulm.contracts.executor import Capacity, GroupCapacity
 from modulm.contracts.media import DIGEST, EMBEDS, MediaItem
 from modulm.contracts.requests import Request
 from modulm.contracts.sampling import PoolingParams, SamplingParams
@@ -19,6 +19,10 @@ from modulm.engine.kv_cache.prefix_index import Chain, PrefixIndex, hasher
 from modulm.errors import ConfigError, RequestError
 
 TOKENS = list(range(100, 120))
+
+
+def capacity(groups, vocabulary: int, max_model_len: int) -> Capacity:
+    return Capacity(tuple(GroupCapacity(*group) for group in groups), vocabulary, max_model_len)
 
 
 def names(size: int = 4, algorithm: str = "sha256", tokens: list[int] = TOKENS, **fields: object):
@@ -133,7 +137,7 @@ def test_requests_that_need_every_position_read_no_prefix() -> None:
 def test_groups_agree_on_one_length() -> None:
     """A window of 5 over blocks of 4 sees one block before; the full group sees all of them."""
     groups = KVCacheManager(
-        Capacity((("attention", 4, None, 9), ("attention", 4, 5, 9)), 10, 40), 2
+        capacity((("attention", 4, None, 9), ("attention", 4, 5, 9)), 10, 40), 2
     )
     chain = {4: [b"a", b"b", b"c", b"d"]}
     full, window = groups.groups
@@ -152,7 +156,7 @@ def test_groups_agree_on_one_length() -> None:
 
 def test_a_state_group_disables_reuse_and_holds_one_slot_per_row() -> None:
     groups = KVCacheManager(
-        Capacity((("attention", 4, None, 9), ("state", 40, None, 3)), 10, 40), 4
+        capacity((("attention", 4, None, 9), ("state", 40, None, 3)), 10, 40), 4
     )
     assert not groups.reusable
     nothing = groups.lookup({}, 0)
@@ -174,7 +178,7 @@ SEGMENT = 64
 def kept_states(blocks: int, rows: int = 3, size: int = SEGMENT) -> KVCacheManager:
     """Full attention in blocks of 32 beside states that are kept every `size` tokens."""
     groups = (("attention", 32, None, 99), ("state", size, None, blocks))
-    return KVCacheManager(Capacity(groups, 10, 640), rows)
+    return KVCacheManager(capacity(groups, 10, 640), rows)
 
 
 def test_runs_that_are_looked_at_begin_with_blocks() -> None:
@@ -183,7 +187,7 @@ def test_runs_that_are_looked_at_begin_with_blocks() -> None:
     request = Request(id="r", prompt=[1] * 12, params=SamplingParams(), media=tuple(media))
     assert request.crossed == (8, 4)
     groups = (("attention", 4, None, 9), ("cross", 6, 18, 9))
-    manager = KVCacheManager(Capacity(groups, 10, 40), 2)
+    manager = KVCacheManager(capacity(groups, 10, 40), 2)
     manager.check_crossed(())
     manager.check_crossed(request.crossed)
     assert manager.admit(0, Hit(0, ([], [])), 12, 12, 0.0, request.crossed)

@@ -8,10 +8,10 @@ import pytest
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from modulm_adapters.step.planner import AdapterSlots
 
 from modulm.contracts.requests import Request
 from modulm.contracts.sampling import SamplingParams
-from modulm.engine.scheduling.adapter_slots import AdapterSlots
 from modulm.engine.scheduling.limits import Limits
 from modulm.errors import RequestError
 from modulm.testing.engines import check_empty, make_engine
@@ -42,9 +42,13 @@ def test_adapters_change_no_token_and_are_in_slots_when_they_run(depth: int) -> 
         aborted = run_workload(engine, adapted)
         wanted, got = outcomes(expected), outcomes(seen)
         assert all(got[name] == wanted[name] for name in wanted if name not in aborted)
-        assert all(1 <= slot <= slots for plan in executor.plans for slot, _ in plan.adapters)
+        assert all(
+            1 <= slot <= slots
+            for plan in executor.plans
+            for slot, _ in plan.parts.get("adapters", ())
+        )
         check_empty(engine)
-        assert not engine.scheduler.adapters._users
+        assert not engine.scheduler.planners["adapters"].slots._users
         executor.stop()
 
 
@@ -53,14 +57,14 @@ def test_the_least_recently_used_gives_way() -> None:
     for name in "abab":
         slots.take(name)
         slots.release(name)
-    assert slots.given() == ((1, "a"), (2, "b"))
+    assert slots.take_changes() == ((1, "a"), (2, "b"))
     slots.take("b")
     assert slots.fits("c")
     slots.take("c")
-    assert slots.given() == ((1, "c"),)
+    assert slots.take_changes() == ((1, "c"),)
     assert not slots.fits("a")
-    slots.lost(((1, "c"), (2, "x")))
-    assert slots.given() == ((1, "c"),)
+    slots.restore(((1, "c"), (2, "x")))
+    assert slots.take_changes() == ((1, "c"),)
 
 
 def test_a_stream_of_one_adapter_does_not_starve_another() -> None:
@@ -119,7 +123,7 @@ def test_no_step_uses_more_than_fit_and_everybody_ends(
     for plan in executor.plans or []:
         for row in plan.release:
             del used[row]
-        used |= {start.row: start.adapter for start in plan.admit}
+        used |= {start.row: start.parts.get("adapters") for start in plan.admit}
         assert len({used[row] for row in plan.rows.tolist()} - {None}) <= slots
     check_empty(engine)
     executor.stop()
@@ -169,10 +173,10 @@ def test_slots_of_idle_adapters_are_empty_after_they_were_forgotten() -> None:
     for name in "abc":
         slots.take(name)
     slots.release("a")
-    slots.given()
+    slots.take_changes()
     slots.forget()
     slots.take("d")
-    assert slots.given() == ((1, "d"),)
+    assert slots.take_changes() == ((1, "d"),)
     assert not slots.fits("a")
 
 
@@ -185,7 +189,7 @@ def test_asleep_and_awake_again_adapters_are_put_into_their_slots() -> None:
         while engine.tick():
             pass
         engine.scheduler.forget_prefixes()
-    given = [plan.adapters for plan in executor.plans or [] if plan.adapters]
+    given = [plan.parts["adapters"] for plan in executor.plans or [] if "adapters" in plan.parts]
     assert given == [((1, "a"),), ((1, "a"),)]
     executor.stop()
 

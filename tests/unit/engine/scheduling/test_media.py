@@ -7,12 +7,12 @@ import random
 import numpy as np
 import pytest
 from attrs import evolve
+from modulm_media.step.values import EncodePlan
 
-from modulm.contracts.executor import Capacity
+from modulm.contracts.executor import Plan
 from modulm.contracts.media import DIGEST, EMBEDS, MediaItem
 from modulm.contracts.requests import Request
 from modulm.contracts.sampling import SamplingParams
-from modulm.engine.scheduling.encoder_budget import EncoderBudget
 from modulm.engine.scheduling.limits import Limits
 from modulm.errors import RequestError
 from modulm.testing.connectors import FakeConnector
@@ -59,24 +59,24 @@ def test_media_are_there_when_they_are_needed(depth: int, connected: bool) -> No
         limits = Limits(
             rows=draw.randint(1, 5), tokens=draw.randint(12, 80), long=draw.choice([0, 0, 8]),
             reserve=draw.random() < 0.5, prefixes=connected or draw.random() < 0.7,
-            encoder_rows=draw.choice([0, 1, 4, 30]), whole_media=draw.random() < 0.3,
         )  # fmt: skip
+        pieces = {"encoder_rows": draw.choice([0, 1, 4, 30]), "whole_media": draw.random() < 0.3}
         budget = (draw.randint(6, 12), draw.randint(6, 24))
         connector = FakeConnector(lambda i: i % 3, lambda i: i % 4 == 0)
         executor = FakeExecutor(
             groups, max_model_len=70, encoder=budget,
-            mover=connector.mover() if connected else None,
+            mover=connector.mover() if connected else None, **pieces,
         )  # fmt: skip
-        index = connector.index() if connected else None
-        engine, seen = make_engine(executor, limits, None, depth, index=index)
+        used = connector if connected else None
+        engine, seen = make_engine(executor, limits, None, depth, connector=used)
         aborted = run_workload(engine, both[0])
         wanted, got = outcomes(expected), outcomes(seen)
         for name, outcome in wanted.items():
             if name not in aborted:
                 assert got[name] == outcome, (seed, seen.finished[name])
-        assert executor.encoded == dict(engine.scheduler.encoders.kept)
+        assert executor.encoded == dict(engine.scheduler.planners["media"].cached)
         check_empty(engine)
-        assert not engine.scheduler.encoders.rows
+        assert not engine.scheduler.planners["media"].rows
         executor.stop()
 
 
@@ -96,14 +96,14 @@ def test_a_chunk_ends_before_an_item_that_waits_and_equal_ones_are_encoded_once(
     ask(engine, "a", prompt, item("x", 2), item("y", 7), item("x", 11))
     while engine.tick():
         pass
-    firsts = [plan for plan in executor.plans if plan.encode]
-    assert [plan.encode for plan in firsts] == [((0, 0),), ((0, 1),)]
+    firsts = [plan for plan in executor.plans if encoded(plan).items]
+    assert [encoded(plan).items for plan in firsts] == [((0, 0),), ((0, 1),)]
     assert [(int(p.starts[0]), int(p.counts[0])) for p in firsts] == [(0, 7), (7, 9)]
     ask(engine, "b", [8, *prompt[1:]], item("x", 2), item("z", 7), item("x", 11))
     while engine.tick():
         pass
     assert executor.encodings == 3
-    dropped = [hashed for plan in executor.plans for hashed in plan.drop_media]
+    dropped = [hashed for plan in executor.plans for hashed in encoded(plan).drop]
     assert dropped == [b"y"]
     executor.stop()
 
@@ -115,7 +115,7 @@ def test_items_that_a_prefix_hit_covers_are_not_encoded() -> None:
     ask(engine, "a", prompt, item("x", 0), item("y", 5, 4))
     while engine.tick():
         pass
-    engine.scheduler.encoders.fail()  # as if all embeddings were lost
+    engine.scheduler.planners["media"].forget(True)  # as if all embeddings were lost
     ask(engine, "b", prompt, item("x", 0), item("y", 5, 4))
     while engine.tick():
         pass
@@ -138,11 +138,13 @@ def test_items_that_a_prefix_hit_covers_are_not_encoded() -> None:
     ],
 )
 def test_what_can_never_be_encoded_is_refused(limits, encoder, media, words) -> None:
-    capacity = Capacity((), 512, 99, encoder_tokens=encoder[0], encoder_cache=encoder[1])
-    budget = EncoderBudget(capacity, Limits(**limits), 1)
+    executor = FakeExecutor((Group(4, 64),), encoder=encoder)
+    engine, _ = make_engine(executor, Limits(**limits))
+    planner = engine.scheduler.planners["media"]
     request = Request(id="a", prompt=[7] * 9, params=SamplingParams(), media=tuple(media))
     with pytest.raises(RequestError, match=words):
-        budget.check(request)
+        planner.check(request)
+    executor.stop()
 
 
 def test_a_failed_step_encodes_again() -> None:
@@ -172,12 +174,17 @@ def test_a_slept_engine_encodes_again() -> None:
 SEEN = [9, 9, *[PLACEHOLDER] * 4, 9]
 
 
+def encoded(plan: Plan) -> EncodePlan:
+    """What the step encodes."""
+    return plan.parts.get("media", EncodePlan())
+
+
 def streaming(depth: int, **limits: object):
     """An engine in which a row decodes and encoders have 3 layers, each of them a piece for an
     item of 4.
     """
-    executor = FakeExecutor((Group(4, 64),), encoder=(16, 16), keep_plans=True)
-    engine, seen = make_engine(executor, Limits(encoder_rows=4, **limits), None, depth)
+    executor = FakeExecutor((Group(4, 64),), encoder=(16, 16), encoder_rows=4, keep_plans=True)
+    engine, seen = make_engine(executor, Limits(**limits), None, depth)
     ask(engine, "text", [5, 6], tokens=30)
     for _ in range(3):
         engine.tick()
@@ -192,8 +199,8 @@ def test_rows_decode_between_the_pieces_of_an_item(depth) -> None:
     ask(engine, "after", [8, 8], tokens=2)
     while engine.tick():
         pass
-    firsts = [plan.encode_rows for plan in executor.plans]
-    started = next(i for i, plan in enumerate(executor.plans) if plan.encode)
+    firsts = [encoded(plan).rows for plan in executor.plans]
+    started = next(i for i, plan in enumerate(executor.plans) if encoded(plan).items)
     ended = max(i for i, plan in enumerate(executor.plans) if len(plan.tokens) > 3)
     # The item's tokens are computed behind its third piece, or where that is first known of.
     assert firsts[started:ended] == [4] * (2 + depth)
@@ -215,7 +222,7 @@ def test_an_item_that_nobody_waits_beside_is_encoded_whole() -> None:
     ask(engine, "seen", SEEN, item("x", 2))
     while engine.tick():
         pass
-    assert {plan.encode_rows for plan in executor.plans} == {0}
+    assert {encoded(plan).rows for plan in executor.plans} == {0}
     ask(engine, "text", [5, 6], tokens=30)
     engine.tick()
     ask(engine, "other", SEEN, item("y", 2))
@@ -248,7 +255,7 @@ def test_an_abort_between_pieces_drops_what_was_done(depth, ticks) -> None:
         words = [first, 9, *encoded_tokens(item(kind, 2)), 9]
         assert seen.tokens[name] == reference_tokens(words, 3)
     assert not executor.begun
-    assert executor.encoded == dict(engine.scheduler.encoders.kept)
+    assert executor.encoded == dict(engine.scheduler.planners["media"].cached)
     executor.stop()
 
 
@@ -265,8 +272,10 @@ def test_an_abort_drops_pieces_that_nobody_waits_for() -> None:
 
 def test_chunks_do_not_end_inside_of_whole_items() -> None:
     for whole, cuts in ((False, [6, 6, 2]), (True, [3, 5, 6])):
-        executor = FakeExecutor((Group(1, 64),), encoder=(16, 16), keep_plans=True)
-        engine, seen = make_engine(executor, Limits(tokens=6, whole_media=whole))
+        executor = FakeExecutor(
+            (Group(1, 64),), encoder=(16, 16), whole_media=whole, keep_plans=True
+        )
+        engine, seen = make_engine(executor, Limits(tokens=6))
         prompt = [9, 9, 9, *[PLACEHOLDER] * 5, *[PLACEHOLDER] * 4, 9, 9]
         media = item("x", 3, 5), item("y", 8)
         ask(engine, "a", prompt, *media, tokens=1)
@@ -278,5 +287,5 @@ def test_chunks_do_not_end_inside_of_whole_items() -> None:
         if whole:
             long = Request(id="b", prompt=[7] * 9, params=SamplingParams(), media=[item("x", 0, 7)])
             with pytest.raises(RequestError, match="7 tokens at once: a step takes 6"):
-                engine.scheduler.encoders.check(long)
+                engine.scheduler.planners["media"].check(long)
         executor.stop()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from modulm.contracts.executor import Capacity, StepResult
+from modulm.contracts.executor import Capacity, GroupCapacity, StepResult
 from modulm.contracts.requests import Request
 from modulm.contracts.sampling import SamplingParams
 from modulm.engine.scheduling.limits import Limits
@@ -23,7 +23,11 @@ LENGTHS = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 40)), min_size=
 
 
 def scheduler(groups=(STATES,), rows: int = 8, **limits: int) -> BudgetScheduler:
-    return BudgetScheduler(Limits(rows=rows, **limits), Capacity(groups, 500, 256), ByArrival())
+    return BudgetScheduler(
+        Limits(rows=rows, **limits),
+        Capacity(tuple(GroupCapacity(*group) for group in groups), 500, 256),
+        ByArrival(),
+    )
 
 
 def run(scheduler, prompts, tokens: int = 3):

@@ -22,7 +22,7 @@ MEMORIES = [(Group(4, 100),), (Group(4, 24),), (Group(4, 40), Group(4, 34, windo
 def engine_on(connector, groups=None, limits=None, depth=1, **fields):
     groups = groups or (Group(4, 64),)
     executor = FakeExecutor(groups, mover=connector.mover(), keep_plans=True, **fields)
-    engine, seen = make_engine(executor, limits, None, depth, index=connector.index())
+    engine, seen = make_engine(executor, limits, None, depth, connector=connector)
     return engine, seen, executor
 
 
@@ -70,7 +70,9 @@ def test_transfers_change_nothing(groups, depth) -> None:
                 else:
                     assert got[name] == outcome
             check_empty(engine)
-            transfers = [plan.transfers for plan in executor.plans if plan.transfers is not None]
+            transfers = [
+                plan.parts["transfers"] for plan in executor.plans if "transfers" in plan.parts
+            ]
             loads += sum(len(transfer.loads) for transfer in transfers)
             executor.stop()
     assert loads > 10
@@ -85,7 +87,7 @@ def test_blocks_come_from_the_other_place_and_are_saved_once() -> None:
         finish(engine)
         assert seen.cached["a"] == (20 if number else 0)
         assert seen.tokens["a"] == reference_tokens(prompt, 3)
-        plans = [plan.transfers for plan in executor.plans if plan.transfers is not None]
+        plans = [plan.parts["transfers"] for plan in executor.plans if "transfers" in plan.parts]
         moved = [len(t.names) for plan in plans for t in (*plan.loads, *plan.saves)]
         assert moved == [5]  # saved by the first, loaded by the others
         executor.stop()
@@ -108,7 +110,7 @@ def test_others_run_while_a_load_is_under_way_and_no_step_runs_the_row() -> None
     assert seen.tokens["slow"] == reference_tokens([9] * 17, 3)
     polls = [plan for plan in executor.plans if not len(plan.rows)]
     assert polls
-    assert all(plan.transfers == TransferPlan() for plan in polls)
+    assert all(plan.parts["transfers"] == TransferPlan() for plan in polls)
     executor.stop()
 
 
@@ -138,7 +140,7 @@ def test_a_failed_load_is_computed_and_an_aborted_one_keeps_its_blocks_until_it_
 def test_a_step_that_fails_gives_its_transfers_up() -> None:
     connector = FakeConnector()
     executor = FakeExecutor(mover=connector.mover(), fail_steps={1: MemoryError("on purpose")})
-    engine, seen = make_engine(executor, index=connector.index())
+    engine, seen = make_engine(executor, connector=connector)
     ask(engine, "a", [9] * 40, tokens=9)
     finish(engine)
     assert seen.finished["a"].reason == "error"
@@ -148,4 +150,4 @@ def test_a_step_that_fails_gives_its_transfers_up() -> None:
 def test_a_model_with_states_is_refused() -> None:
     executor = FakeExecutor((Group(64, 9, state=True),))
     with pytest.raises(ConfigError, match="kv_transfer_config"):
-        make_engine(executor, None, ByArrival(), index=FakeConnector().index())
+        make_engine(executor, None, ByArrival(), connector=FakeConnector())

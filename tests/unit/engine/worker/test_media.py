@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve
+from modulm.engine.worker.media import PromptInputs
 
 from modulm.config import EngineConfig
 from modulm.contracts.executor import Plan, RowStart
@@ -15,7 +16,6 @@ from modulm.contracts.media import EMBEDS, MediaItem
 from modulm.contracts.model import Batch
 from modulm.contracts.sampling import SamplingParams
 from modulm.engine.structured_output.compiler import RequestGrammars
-from modulm.engine.worker.media import PromptInputs
 from modulm.engine.worker.model_runner import ModelRunner
 from modulm.errors import EngineError
 from modulm.loading import load_model, open_checkpoint

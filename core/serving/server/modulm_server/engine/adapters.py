@@ -120,7 +120,7 @@ class AdapterRegistry:
         return answer
 
     def _check(self, adapter: Adapter, replace: bool) -> None:
-        if not self._core.info.adapters:
+        if not self._core.info.limit("adapters", "slots"):
             raise UnsupportedError("the engine runs without adapters: start it with --enable-lora")
         if adapter.name in self._core.info.models:
             raise RequestError(f"{adapter.name!r} is the name of the model itself", "lora_name")

@@ -17,9 +17,9 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from modulm.config.sources import keywords
+from modulm.contracts.outputs import PoolingRequestOutput, RequestOutput
 from modulm.contracts.requests import PromptLike, Request, StepEvents, StepStats
 from modulm.contracts.sampling import LogitsProcessor, PoolingParams, SamplingParams
-from modulm.engine.types.outputs import PoolingRequestOutput, RequestOutput
 from modulm.errors import (
     ConfigError,
     EngineDead,
@@ -169,8 +169,9 @@ class AsyncLLM(EngineClient):
         self.info = info = core.info
         self.tokenizer = core.tokenizer()
         ranks = core.ranks or (self._rank,)
-        each = [Metrics(info.models[0], str(rank), info.adapters) for rank in ranks]
-        if info.adapters:
+        adapters = info.limit("adapters", "slots")
+        each = [Metrics(info.models[0], str(rank), adapters) for rank in ranks]
+        if adapters:
             for metrics in each:
                 metrics.in_use = self._adapters_in_use
         self.metrics: Metrics | ReplicaMetrics = each[0] if len(each) == 1 else ReplicaMetrics(each)

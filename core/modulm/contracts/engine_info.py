@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
@@ -14,9 +13,10 @@ from modulm.contracts.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
-    from modulm.text.tokenizer import Tokenizer
 
-__all__ = ["EngineInfo", "open_tokenizer"]
+__all__ = ["API", "EngineInfo"]
+
+API = 1
 
 
 @frozen(kw_only=True)
@@ -27,9 +27,8 @@ class EngineInfo:
     the logits; eos: ids that end an answer; defaults: sampling defaults of the checkpoint, by
     field of SamplingParams; tasks: what the model is for; notes: for people; description: the
     executor's; texts: how they become prompts of a pooling model; cache_tokens: how many tokens'
-    keys and values fit, 0 where nothing is kept of all of a sequence; drafts: most tokens that are
-    drafted for a sequence in a step, 0 without a speculator; adapters: most in a
-    step, 0 without a bank.
+    keys and values fit, 0 where nothing is kept of all of a sequence; parts: what step parts say of
+    their capacity, as `Capacity.parts` has it.
     """
 
     config: EngineConfig
@@ -47,26 +46,12 @@ class EngineInfo:
     description: ModelDescription = field(factory=ModelDescription)
     texts: TextRules = field(factory=TextRules)
     cache_tokens: int = 0
-    drafts: int = 0
-    adapters: int = 0
+    parts: Mapping[str, Mapping[str, Any]] = field(factory=dict)
+
+    def limit(self, part: str, name: str) -> int:
+        """A number of a step part's capacity; 0 where the part is off."""
+        return int(self.parts.get(part, {}).get(name, 0))
 
     def default_params(self) -> SamplingParams:
         """What a caller gets who gives no parameters."""
         return SamplingParams(**self.defaults)
-
-
-def open_tokenizer(config: EngineConfig, path: str) -> Tokenizer | None:
-    """The tokenizer of the checkpoint at `path`; None with --skip-tokenizer-init."""
-    from modulm.loading.checkpoint import stored_tokenizer
-    from modulm.text.tokenizer import load_tokenizer
-
-    model = config.model
-    if model.skip_tokenizer_init:
-        return None
-    return load_tokenizer(
-        model.tokenizer or path,
-        model.tokenizer_mode,
-        model.tokenizer_revision if model.tokenizer else None,
-        model.trust_remote_code,
-        None if model.tokenizer else stored_tokenizer(config, Path(path)),
-    )
