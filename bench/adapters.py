@@ -26,6 +26,7 @@ from modulm.contracts.sampling import SamplingParams
 from modulm.engine.core.engine_core import EngineCore
 from modulm.plugins import manager
 from modulm.testing.adapters import write_lora
+from modulm_adapters.step.values import AdapterRow
 
 HIDDEN, INNER, HEADS, KV_HEADS, SIZE = 1024, 3072, 16, 8, 128
 MODULES = {
@@ -51,6 +52,10 @@ def shape(layers: int) -> dict[str, object]:
     }  # fmt: skip
 
 
+def _used(adapter: str | None) -> dict[str, AdapterRow]:
+    return {} if adapter is None else {"adapters": AdapterRow(adapter)}
+
+
 class Rows:
     """Rows of one worker that decode step by step, `adapters[row]` each."""
 
@@ -58,7 +63,7 @@ class Rows:
         self.runner = worker.runner
         self.rows = np.arange(rows, dtype=np.int32)
         self.at, self.adapters = 0, adapters
-        sizes = [size for _, size, *_ in self.runner.capacity.groups]
+        sizes = [group.block_size for group in self.runner.capacity.groups]
         each = [-(-2048 // size) for size in sizes]
         self.tables = tuple(
             (1 + n * np.arange(rows)[:, None] + np.arange(n)).astype(np.int32) for n in each
@@ -74,14 +79,14 @@ class Rows:
         params = SamplingParams(temperature=0)
         none, prompt = np.zeros(0, np.int64), np.arange(PROMPT)
         starts = tuple(
-            RowStart(row, f"r{row}", params, prompt, none, adapter=self.adapters[row])
+            RowStart(row, f"r{row}", params, prompt, none, parts=_used(self.adapters[row]))
             for row in range(rows)
         )
         plan = Plan(
             step=self.at, rows=self.rows, starts=np.full(rows, self.at, np.int32),
             counts=np.full(rows, count, np.int32), tokens=np.arange(rows * count) % 1000 + 5,
             tables=self.tables, samples=np.ones(rows, bool), admit=starts if admit else (),
-            adapters=fill,
+            parts={"adapters": fill} if fill else {},
         )  # fmt: skip
         self.runner.run(plan)
         self.at += count

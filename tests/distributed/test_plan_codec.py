@@ -8,17 +8,24 @@ import pytest
 
 from modulm import SamplingParams
 from modulm.contracts.connector import BlockTransfer, TransferPlan, TransferResult
-from modulm.contracts.executor import Plan, RowLogprobs, RowStart, StepResult
+from modulm.contracts.executor import (
+    PartReport,
+    Plan,
+    RowFailure,
+    RowLogprobs,
+    RowStart,
+    StepResult,
+)
 from modulm.contracts.media import MediaItem
 from modulm.contracts.sampling import OutputKind, PoolingParams, StructuredOutputs
-from modulm_distributed.plan_codec import (
-    decode_plan,
-    decode_result,
-    encode_plan,
-    encode_result,
-)
+from modulm.testing.connectors import FakeConnector
+from modulm.testing.engines import step_parts
+from modulm_adapters.step.values import AdapterRow
+from modulm_distributed.plan_codec import PlanCodec
+from modulm_media.step.values import EncodePlan, MediaRow
 
 I32, I64 = np.int32, np.int64
+CODEC = PlanCodec(step_parts(FakeConnector()))
 
 
 def same(one: object, other: object) -> bool:
@@ -46,17 +53,25 @@ def full_plan() -> Plan:
     )  # fmt: skip
     pixels = {"pixels": np.arange(12, dtype=np.float32).reshape(3, 4)}
     media = MediaItem("image", b"\x00\x01", 2, 3, pixels, ((2, 5),))
+    parts = {
+        "adapters": AdapterRow("ada", 2),
+        "media": MediaRow((media,), np.arange(15).reshape(3, 5), -2),
+    }
     start = RowStart(
-        3, "r", params, np.arange(5), np.arange(2), 2**63 + 5, (1, 2), ((3, 4), (5,)), "ada",
-        (media,), np.arange(15).reshape(3, 5), -2, "salt",
+        3, "r", params, np.arange(5), np.arange(2), 2**63 + 5, (1, 2), ((3, 4), (5,)), "salt",
+        np.arange(3), parts,
     )  # fmt: skip
     pooled = RowStart(4, "p", PoolingParams(task="embed"), np.arange(3), np.zeros(0, I64))
     move = BlockTransfer(7, "r", (b"n1", b"n2"), ((1, 2), (3,)))
     return Plan(
         9, np.array([3, 4], I32), np.array([0, 1], I32), np.array([2, 3], I32), np.arange(5),
         (np.ones((2, 3), I32), np.ones((2, 1), I32)), np.array([True, False]), (start, pooled),
-        (0, 2), np.array([1, 0], I32), (None, np.ones((2, 1), I32)), ((3, 0),), (b"\xff",),
-        ((1, "ada"),), TransferPlan((move,), (move, move)), 5,
+        (0, 2), np.array([1, 0], I32), (None, np.ones((2, 1), I32)),
+        {
+            "media": EncodePlan(((3, 0),), 5, (b"\xff",)),
+            "adapters": ((1, "ada"),),
+            "transfers": TransferPlan((move,), (move, move)),
+        },
     )  # fmt: skip
 
 
@@ -64,9 +79,14 @@ def full_result() -> StepResult:
     entry = RowLogprobs(np.arange(3), np.arange(3, dtype=np.float32), 2)
     return StepResult(
         9, np.arange(3), np.array([2, 1], I32), {3: (entry, entry)}, {4: (entry,)},
-        {4: np.ones((2, 2), np.float32)}, {5: "broken"}, {3: np.arange(2)},
-        TransferResult((1,), ((2, "gone"),)), 0.25, {5: "structured_outputs"}, (b"\xff",),
-        np.array([4, 0, 1]),
+        {5: RowFailure("broken", "structured_outputs"), 6: RowFailure("lost")}, (7,),
+        (
+            PartReport("pooling", {4: np.ones((2, 2), np.float32)}),
+            PartReport("drafts", {3: np.arange(2)}, 1),
+            PartReport("transfers", TransferResult((1,), ((2, "gone"),)), 2),
+            PartReport("media", (b"\xff",)),
+        ),
+        0.25, np.array([4, 0, 1]),
     )  # fmt: skip
 
 
@@ -80,15 +100,21 @@ def test_every_field_is_filled() -> None:
 
 def test_plans_and_results_come_back_as_they_were() -> None:
     plan, result = full_plan(), full_result()
-    assert same(plan, decode_plan(encode_plan(plan)))
-    assert same(result, decode_result(encode_result(result)))
+    assert same(plan, CODEC.decode_plan(CODEC.encode_plan(plan)))
+    assert same(result, CODEC.decode_result(CODEC.encode_result(result)))
     empty = Plan(0, *(np.zeros(0, I32) for _ in range(3)), np.zeros(0, I64), (), np.zeros(0, bool))
-    assert same(empty, decode_plan(encode_plan(empty)))
-    assert decode_plan(encode_plan(plan)).tokens.flags.writeable
+    assert same(empty, CODEC.decode_plan(CODEC.encode_plan(empty)))
+    assert CODEC.decode_plan(CODEC.encode_plan(plan)).tokens.flags.writeable
+
+
+def test_of_other_ranks_only_what_planners_want_is_sent() -> None:
+    reports = CODEC.decode_reports(CODEC.encode_reports(full_result()))
+    assert [(report.part, report.rank) for report in reports] == [("transfers", 2)]
+    assert CODEC.encode_reports(StepResult(0, np.zeros(0, I64))) is None
 
 
 def test_what_is_not_plain_is_refused() -> None:
     params = SamplingParams(extra_args={"x": object()})
     start = RowStart(0, "r", params, np.arange(1), np.zeros(0, I64))
     with pytest.raises(TypeError, match="object is not plain data"):
-        encode_plan(attrs.evolve(full_plan(), admit=(start,)))
+        CODEC.encode_plan(attrs.evolve(full_plan(), admit=(start,)))

@@ -74,7 +74,8 @@ class Setting:
         self.loop, self.seen = make_engine(self.executor, Limits(rows=6, tokens=64))
         self.slots = 2
         core: Any = SimpleNamespace(
-            info=SimpleNamespace(limit=lambda part, name: self.slots, models=("M",)), executor=self.executor,
+            info=SimpleNamespace(limit=lambda part, name: self.slots, models=("M",)),
+            executor=self.executor,
             loop=self.loop, submit=self.loop.submit, sleep=lambda level: None,
         )  # fmt: skip
         self.listed: list[tuple[str, ...]] = []

@@ -176,7 +176,8 @@ class WaitingRequest(Protocol):
 
 class StepDraft(Protocol):
     """The step that is being planned. number: `Plan.step`. rows, starts, counts: as in `Plan`,
-    without tokens that a part adds. A part that adds tokens sets `drafted` (and `state_slots`) and `one_each` to False.
+    without tokens that a part adds. A part that adds tokens sets `drafted` (and `state_slots`), and
+    `one_each` to False.
     """
 
     number: int

@@ -8,11 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from modulm.config import EngineConfig
-    from modulm.contracts.step_part import StepPart
+    from modulm.contracts.step_part import BuiltModel, PartRunner, StepPart
     from modulm.plugins.manager import PluginManager
 
-__all__ = ["open_parts"]
+__all__ = ["open_parts", "open_runners"]
 
 
 def open_parts(config: EngineConfig, plugins: PluginManager) -> tuple[StepPart, ...]:
@@ -20,3 +22,9 @@ def open_parts(config: EngineConfig, plugins: PluginManager) -> tuple[StepPart, 
     names = sorted({declared.name for declared in plugins.names("step_parts")})
     parts = (plugins.load("step_parts", name).opened(config, plugins) for name in names)
     return tuple(part for part in parts if part is not None)
+
+
+def open_runners(parts: Iterable[StepPart], built: BuiltModel) -> dict[str, PartRunner]:
+    """The runners of those parts that have something to run with this model, by name."""
+    runners = ((part.name, part.runner(built)) for part in parts)
+    return {name: runner for name, runner in runners if runner is not None}

@@ -10,8 +10,8 @@ __all__ = ["PlannerHooks"]
 
 
 class PlannerHooks:
-    """Of each method of `PartPlanner` those planners' bound methods that override it. Most are empty
-    in most engines, and an empty tuple costs nothing to go through.
+    """Of each method of `PartPlanner` the bound methods of those planners that override it. Most
+    are empty in most engines, and an empty tuple costs nothing to go through.
     """
 
     def __init__(self, planners: Mapping[str, PartPlanner]) -> None:

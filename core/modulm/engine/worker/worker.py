@@ -13,7 +13,7 @@ from modulm.config.binding import binding_of, share_of
 from modulm.config.resolve import choose_platform
 from modulm.contracts.executor import ModelDescription, StepResult
 from modulm.contracts.step_part import BuiltModel
-from modulm.engine.parts import open_parts
+from modulm.engine.parts import open_parts, open_runners
 from modulm.engine.sampling.defaults import end_ids
 from modulm.engine.sampling.logits_processors import class_at
 from modulm.engine.structured_output.compiler import RequestGrammars, open_compiler
@@ -111,14 +111,13 @@ class Worker:
             plugins=self._plugins,
             mesh=self._mesh,
         )
-        parts = {part.name: part.runner(built) for part in self.parts}
         runner = ModelRunner(
             self.config,
             loaded,
             self._platform,
             self._plugins,
             self._grammars,
-            parts={name: part for name, part in parts.items() if part is not None},
+            parts=open_runners(self.parts, built),
             sizing=self._sizing,
             mesh=self._mesh,
         )

@@ -207,9 +207,9 @@ def test_rows_without_a_choice_fail_alone() -> None:
     x[3, 6] = torch.inf
     got = pick(sampler, [0, 1, 2, 3], x)
     assert got.tokens.tolist() == [int(x[0].argmax()), -1, -1, -1]
-    assert "NaN" in got.errors[1]
-    assert "no token is left" in got.errors[2]
-    assert "infinite" in got.errors[3]
+    assert "NaN" in got.errors[1].message
+    assert "no token is left" in got.errors[2].message
+    assert "infinite" in got.errors[3].message
 
 
 def test_a_constraint_that_cannot_run_ends_its_row() -> None:
@@ -217,7 +217,7 @@ def test_a_constraint_that_cannot_run_ends_its_row() -> None:
     admit(sampler, start(0, logit_bias={V: 1.0}), start(1))
     got = pick(sampler, [0, 1], x := logits(2))
     assert got.tokens.tolist() == [-1, int(x[1].argmax())]
-    assert "could not be changed" in got.errors[0]
+    assert "could not be changed" in got.errors[0].message
 
 
 class Fixed(Grammar):
@@ -282,7 +282,7 @@ def test_a_grammar_that_raises_ends_its_row() -> None:
         got = pick(sampler, [0, 1], x, step)
         assert got.tokens[1] == pick(alone, [1], x[1:], step).tokens[0]
     assert got.tokens[0] == -1
-    assert "broken on purpose" in got.errors[0]
+    assert "broken on purpose" in got.errors[0].message
 
 
 def test_a_grammar_that_takes_too_long_ends_its_row(monkeypatch) -> None:
@@ -291,7 +291,7 @@ def test_a_grammar_that_takes_too_long_ends_its_row(monkeypatch) -> None:
     admit(sampler, start(0), start(1), grammar=Fixed([3]))
     got = pick(sampler, [0, 1], x := logits(2))
     assert got.tokens.tolist() == [-1, int(x[1].argmax())]
-    assert "too ambiguous" in got.errors[0]
+    assert "too ambiguous" in got.errors[0].message
 
 
 def test_a_replay_that_the_grammar_refuses_is_an_error_of_the_admission() -> None:
@@ -349,7 +349,7 @@ def test_processors_change_the_rows_that_want_them(kind) -> None:
     assert got.tokens[:3].tolist() == [int(x[0].argmax()), 42, -1]
     assert got.tokens[3] == pick(alone, [3], x[3:]).tokens[0]
     assert list(got.errors) == [2]
-    assert "broken on purpose" in got.errors[2]
+    assert "broken on purpose" in got.errors[2].message
     for row in range(4):
         sampler.release(row)
     assert sampler.processors.all[0].admitted == [0, 3]  # it did not want these

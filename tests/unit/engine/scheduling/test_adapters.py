@@ -8,7 +8,6 @@ import pytest
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from modulm_adapters.step.planner import AdapterSlots
 
 from modulm.contracts.requests import Request
 from modulm.contracts.sampling import SamplingParams
@@ -17,6 +16,7 @@ from modulm.errors import RequestError
 from modulm.testing.engines import check_empty, make_engine
 from modulm.testing.fakes import FakeExecutor, Group
 from modulm.testing.workloads import Arrival, outcomes, random_workload, run_workload
+from modulm_adapters.step.planner import AdapterSlots
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -7,7 +7,6 @@ import random
 import numpy as np
 import pytest
 from attrs import evolve
-from modulm_media.step.values import EncodePlan
 
 from modulm.contracts.executor import Plan
 from modulm.contracts.media import DIGEST, EMBEDS, MediaItem
@@ -19,6 +18,7 @@ from modulm.testing.connectors import FakeConnector
 from modulm.testing.engines import check_empty, make_engine
 from modulm.testing.fakes import FakeExecutor, Group, encoded_tokens, reference_tokens
 from modulm.testing.workloads import Arrival, outcomes, random_workload, run_workload
+from modulm_media.step.values import EncodePlan
 
 PLACEHOLDER = 7
 

@@ -7,21 +7,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from attrs import evolve
-from modulm.engine.worker.media import PromptInputs
 
 from modulm.config import EngineConfig
 from modulm.contracts.executor import Plan, RowStart
 from modulm.contracts.media import EMBEDS, MediaItem
 from modulm.contracts.model import Batch
 from modulm.contracts.sampling import SamplingParams
-from modulm.engine.structured_output.compiler import RequestGrammars
-from modulm.engine.worker.model_runner import ModelRunner
+from modulm.contracts.step_part import BuiltModel
 from modulm.errors import EngineError
-from modulm.loading import load_model, open_checkpoint
 from modulm.plugins import manager
 from modulm.testing.checkpoints import make_tiny
 from modulm.testing.media import place_items, seeing
+from modulm.testing.runners import open_runner
+from modulm_media.step.runner import MediaRunner
+from modulm_media.step.values import EncodePlan, MediaRow
 
 PARAMS = SamplingParams(temperature=0.0, logprobs=5)
 PROMPT = [5, 9, [70, 71, 72, 73, 74], 11, [80, 81], 12, 13]
@@ -38,9 +37,7 @@ def runner(tmp_path_factory):
         model=str(folder), max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64,
         num_gpu_blocks_override=33, dtype="float32",
     )  # fmt: skip
-    platform = plugins.load("platforms", "cpu")()
-    loaded = load_model(config, open_checkpoint(config, plugins), platform, plugins)
-    return ModelRunner(config, loaded, platform, plugins, RequestGrammars(lambda: None))
+    return open_runner(config, plugins)
 
 
 def plan(runner, row, tokens, start, count, **more) -> Plan:
@@ -57,22 +54,54 @@ def plan(runner, row, tokens, start, count, **more) -> Plan:
     )
 
 
-def first_token(runner, row, tokens, cuts, encode=((0, 1),), **start) -> tuple[int, np.ndarray]:
+def first_token(runner, row, tokens, cuts, encode=((0, 1),), media=()) -> tuple[int, np.ndarray]:
     """(token, its best log probabilities) of a prompt that is computed in pieces."""
-    admit = RowStart(row, f"r{row}", PARAMS, np.array(tokens), np.zeros(0, np.int64), 0, **start)
+    admit = RowStart(
+        row, f"r{row}", PARAMS, np.array(tokens), np.zeros(0, np.int64), 0, parts=brought(media)
+    )
     at = 0
     for step, count in enumerate(cuts):
         named = tuple((row, item) for item in encode[step]) if step < len(encode) else ()
         more = {"admit": (admit,)} if step == 0 else {}
-        result = runner.run(plan(runner, row, tokens, at, count, encode=named, **more))
+        result = runner.run(plan(runner, row, tokens, at, count, parts=work(named), **more))
         at += count
     runner.run(Plan(0, *(np.zeros(0, np.int32),) * 3, np.zeros(0, np.int64), (), np.zeros(0, bool),
                     release=(row,)))  # fmt: skip
     return int(result.tokens[0]), result.logprobs[row][0].values
 
 
+def work(items=(), rows=0, drop=()) -> dict[str, EncodePlan]:
+    return {"media": EncodePlan(tuple(items), rows, tuple(drop))} if items or rows or drop else {}
+
+
+def brought(items) -> dict[str, MediaRow]:
+    return {"media": MediaRow(tuple(items))} if items else {}
+
+
+def begins(row, tokens, items) -> RowStart:
+    none = np.zeros(0, np.int64)
+    return RowStart(row, f"r{row}", PARAMS, np.array(tokens), none, 0, parts=brought(items))
+
+
+def encoded(result) -> tuple[bytes, ...]:
+    return sum((report.value for report in result.parts if report.part == "media"), ())
+
+
+def prompt_inputs(**model) -> MediaRunner:
+    """The runner of a model that is nothing else."""
+    made = SimpleNamespace(**{"media": (), "caches": (), **model})
+    return MediaRunner(BuiltModel(
+        config=SimpleNamespace(scheduler=None), loaded=SimpleNamespace(model=made, groups=()),
+        platform=SimpleNamespace(device=torch.device("cpu")), plugins=None, mesh=None,
+    ))  # fmt: skip
+
+
+def start(row: int) -> RowStart:
+    return RowStart(row, "a", PARAMS, np.zeros(5), np.zeros(0), 0)
+
+
 def test_the_model_says_what_its_encoder_may_take(runner) -> None:
-    assert runner.capacity.encoder_tokens == runner.capacity.encoder_cache == 64
+    assert runner.capacity.parts["media"] == {"tokens": 64, "cache": 64, "rows": 0, "whole": False}
 
 
 @pytest.mark.parametrize("cuts", [(12,), (4, 8), (2, 3, 4, 3), (1,) * 12])
@@ -89,12 +118,12 @@ def test_equal_items_are_encoded_once_until_they_are_dropped(runner) -> None:
     tokens, items = place_items([5, [90, 91], 6, [90, 91]])
     encoded.clear()
     runner.run(Plan(0, *(np.zeros(0, np.int32),) * 3, np.zeros(0, np.int64), (), np.zeros(0, bool),
-                    drop_media=tuple({item.hash for item in items})))  # fmt: skip
+                    parts=work(drop=tuple({item.hash for item in items}))))  # fmt: skip
     first_token(runner, 0, tokens, (6,), media=items)
     first_token(runner, 1, tokens, (6,), encode=((0,),), media=items)
     assert encoded == [items[0].hash]
     runner.run(Plan(0, *(np.zeros(0, np.int32),) * 3, np.zeros(0, np.int64), (), np.zeros(0, bool),
-                    drop_media=(items[0].hash,)))  # fmt: skip
+                    parts=work(drop=(items[0].hash,))))  # fmt: skip
     first_token(runner, 1, tokens, (6,), encode=((0,),), media=items)
     assert encoded == [items[0].hash] * 2
 
@@ -123,30 +152,25 @@ def test_embeddings_stand_for_the_tokens_of_a_prompt(runner) -> None:
 
 
 def test_positions_on_several_axes_go_on_alike_after_the_prompt() -> None:
-    inputs = PromptInputs(SimpleNamespace(axes=3, media=(), caches=()), torch.device("cpu"))
+    inputs = prompt_inputs(axes=3)
     own = np.array([[0, 1, 1, 1, 4], [0, 1, 1, 2, 4], [0, 1, 2, 1, 4]])
-    inputs.admit(RowStart(1, "a", PARAMS, np.zeros(5), np.zeros(0), 0, positions=own,
-                          position_offset=-1))  # fmt: skip
+    inputs.admit(start(1), MediaRow((), own, -1))
     step = Plan(
         0, np.array([0, 1]), np.array([7, 3]), np.array([2, 4]), np.zeros(6, np.int64), (),
         np.ones(2, bool),
     )  # fmt: skip
     found = inputs.axis_positions(step)
     assert found.tolist() == [[7, 8, 1, 4, 4, 5], [7, 8, 2, 4, 4, 5], [7, 8, 1, 4, 4, 5]]
-    assert (
-        PromptInputs(SimpleNamespace(axes=1, caches=()), torch.device("cpu")).axis_positions(step)
-        is None
-    )
+    assert prompt_inputs(axes=1).axis_positions(step) is None
 
 
 def test_steps_behind_media_are_like_any_others() -> None:
     """So that they are recorded: positions that are alike on all axes are the step's positions."""
-    inputs = PromptInputs(SimpleNamespace(axes=3, media=(), caches=()), torch.device("cpu"))
+    inputs = prompt_inputs(axes=3)
     own = np.array([[0, 1, 1, 1, 4], [0, 1, 1, 2, 4], [0, 1, 2, 1, 4]])
-    inputs.admit(RowStart(0, "a", PARAMS, np.zeros(5), np.zeros(0), 0, positions=own,
-                          position_offset=-2))  # fmt: skip
+    inputs.admit(start(0), MediaRow((), own, -2))
     steps = ((0, 5), (5, 1))
-    found = [inputs.put(_batch(count), _row_plan(start, count)) for start, count in steps]
+    found = [inputs.amend_batch(_row_plan(first, count), _batch(count)) for first, count in steps]
     assert found[0].axis_positions.tolist() == own.tolist()
     assert found[0].key() is None
     assert found[1].axis_positions is None
@@ -157,11 +181,10 @@ def test_steps_behind_media_are_like_any_others() -> None:
 def test_encoders_may_give_more_columns_than_the_embedding() -> None:
     wide = MediaItem("image", b"a", 1, 2)
     plain = MediaItem(EMBEDS, b"", 4, 1, {"embeds": np.ones((1, 2), np.float32)})
-    made = SimpleNamespace(axes=1, caches=(), encode=lambda items: [torch.full((2, 4), 7.0)])
-    inputs = PromptInputs(made, torch.device("cpu"))
-    inputs.admit(RowStart(0, "a", PARAMS, np.zeros(5), np.zeros(0), 0, media=(wide, plain)))
-    plan = evolve(_row_plan(0, 5), encode=((0, 0),))
-    inputs.encode(plan)
+    inputs = prompt_inputs(axes=1, encode=lambda items: [torch.full((2, 4), 7.0)])
+    inputs.admit(start(0), MediaRow((wide, plain)))
+    plan = _row_plan(0, 5)
+    inputs.begin(plan, EncodePlan(((0, 0),)))
     embeds, mask = inputs.embeds(plan)
     assert embeds.tolist() == [[0] * 4, [7] * 4, [7] * 4, [0] * 4, [1, 1, 0, 0]]
     assert mask.tolist() == [False, True, True, False, True]
@@ -180,10 +203,10 @@ def _batch(count: int) -> Batch:
 
 
 def test_spans_of_items_that_lie_in_a_step() -> None:
-    inputs = PromptInputs(SimpleNamespace(axes=1, media=(), caches=()), torch.device("cpu"))
+    inputs = prompt_inputs(axes=1)
     items = (MediaItem("image", b"a", 2, 3, spans=((2, 5),)),
              MediaItem("image", b"b", 8, 4, spans=((8, 10), (10, 12))))  # fmt: skip
-    inputs.admit(RowStart(4, "a", PARAMS, np.zeros(13), np.zeros(0), 0, media=items))
+    inputs.admit(start(4), MediaRow(items))
     step = Plan(
         0, np.array([1, 4]), np.array([0, 5]), np.array([3, 5]), np.zeros(8, np.int64), (),
         np.ones(2, bool),
@@ -193,39 +216,51 @@ def test_spans_of_items_that_lie_in_a_step() -> None:
     assert inputs.spans(step) is None
 
 
-def _step(*, drop: tuple[bytes, ...] = (), release: tuple[int, ...] = (), **more) -> Plan:
+def _step(
+    *,
+    drop: tuple[bytes, ...] = (),
+    release: tuple[int, ...] = (),
+    items: tuple[tuple[int, int], ...] = (),
+    rows: int = 0,
+) -> Plan:
     """A plan without rows."""
     return Plan(0, *(np.zeros(0, np.int32),) * 3, np.zeros(0, np.int64), (), np.zeros(0, bool),
-                release=release, drop_media=drop, **more)  # fmt: skip
+                release=release, parts=work(items, rows, drop))  # fmt: skip
 
 
 def test_items_in_pieces_give_what_whole_ones_give(runner) -> None:
     tokens, items = place_items([5, 9, [60, 61, 62, 63, 64], 11])
     wanted, values = first_token(runner, 0, tokens, (8,), encode=((0,),), media=items)
-    whole = runner._inputs._outputs[items[0].hash]
-    admit = RowStart(1, "r1", PARAMS, np.array(tokens), np.zeros(0, np.int64), 0, media=items)
-    first = plan(runner, 1, tokens, 0, 2, admit=(admit,), encode=((1, 0),), encode_rows=2,
-                 drop_media=(items[0].hash,))  # fmt: skip
-    assert runner.run(first).encoded == ()
-    assert runner.run(_step(encode_rows=2)).encoded == ()
-    assert runner.run(_step(encode_rows=2)).encoded == (items[0].hash,)
-    assert torch.equal(runner._inputs._outputs[items[0].hash], whole)
+    whole = runner.parts["media"]._outputs[items[0].hash]
+    admit = RowStart(
+        1, "r1", PARAMS, np.array(tokens), np.zeros(0, np.int64), 0, parts=brought(items)
+    )
+    first = plan(runner, 1, tokens, 0, 2, admit=(admit,),
+                 parts=work(((1, 0),), 2, (items[0].hash,)))  # fmt: skip
+    assert encoded(runner.run(first)) == ()
+    assert encoded(runner.run(_step(rows=2))) == ()
+    assert encoded(runner.run(_step(rows=2))) == (items[0].hash,)
+    assert torch.equal(runner.parts["media"]._outputs[items[0].hash], whole)
     result = runner.run(plan(runner, 1, tokens, 2, 6))
-    assert (int(result.tokens[0]), result.encoded) == (wanted, ())
+    assert (int(result.tokens[0]), encoded(result)) == (wanted, ())
     np.testing.assert_allclose(result.logprobs[1][0].values, values, atol=1e-5)
     runner.run(_step(release=(1,)))
 
 
 def test_what_was_begun_is_done_at_once_or_dropped(runner) -> None:
     tokens, items = place_items([5, [50, 51, 52], [53, 54, 55], 11])
-    admit = RowStart(2, "r2", PARAMS, np.array(tokens), np.zeros(0, np.int64), 0, media=items)
+    admit = RowStart(
+        2, "r2", PARAMS, np.array(tokens), np.zeros(0, np.int64), 0, parts=brought(items)
+    )
     both = ((2, 0), (2, 1))
-    runner.run(plan(runner, 2, tokens, 0, 1, admit=(admit,), encode=both, encode_rows=1))
-    assert list(runner._inputs.begun) == [item.hash for item in items]
+    runner.run(plan(runner, 2, tokens, 0, 1, admit=(admit,), parts=work(both, 1)))
+    assert list(runner.parts["media"].begun) == [item.hash for item in items]
     runner.run(_step(drop=(items[0].hash,)))
-    assert not runner._inputs.begun, "a step that encodes whole items finishes what was begun"
-    assert items[0].hash not in runner._inputs._outputs
-    runner.run(_step(encode=((2, 0),)))
+    assert not runner.parts["media"].begun, (
+        "a step that encodes whole items finishes what was begun"
+    )
+    assert items[0].hash not in runner.parts["media"]._outputs
+    runner.run(_step(items=((2, 0),)))
     assert len(runner.run(plan(runner, 2, tokens, 1, 7)).tokens) == 1
     runner.run(_step(release=(2,)))
 
@@ -237,12 +272,14 @@ def test_a_piece_that_fails_fails_the_step_that_needs_the_item(runner, monkeypat
 
     monkeypatch.setattr(runner.model, "encode_in_pieces", broken)
     tokens, items = place_items([5, [40, 41, 42], 11])
-    admit = RowStart(3, "r3", PARAMS, np.array(tokens), np.zeros(0, np.int64), 0, media=items)
-    runner.run(plan(runner, 3, tokens, 0, 1, admit=(admit,), encode=((3, 0),), encode_rows=1))
-    assert runner.run(_step(encode_rows=1)).encoded == (items[0].hash,)
+    admit = RowStart(
+        3, "r3", PARAMS, np.array(tokens), np.zeros(0, np.int64), 0, parts=brought(items)
+    )
+    runner.run(plan(runner, 3, tokens, 0, 1, admit=(admit,), parts=work(((3, 0),), 1)))
+    assert encoded(runner.run(_step(rows=1))) == (items[0].hash,)
     with pytest.raises(ValueError, match="a broken picture"):
         runner.run(plan(runner, 3, tokens, 1, 4))
     monkeypatch.undo()
-    again = plan(runner, 3, tokens, 1, 4, drop_media=(items[0].hash,), encode=((3, 0),))
+    again = plan(runner, 3, tokens, 1, 4, parts=work(((3, 0),), drop=(items[0].hash,)))
     assert len(runner.run(again).tokens) == 1
     runner.run(_step(release=(3,)))

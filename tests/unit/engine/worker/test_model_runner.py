@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from modulm.config import EngineConfig
 from modulm.contracts.executor import Plan, RowStart
 from modulm.contracts.sampling import PoolingParams, SamplingParams, StructuredOutputs
+from modulm.engine.parts.pooling import PoolingRunner
 from modulm.engine.structured_output.compiler import RequestGrammars
 from modulm.engine.worker.model_runner import ModelRunner
 from modulm.errors import EngineError
@@ -43,7 +46,7 @@ class Grammars(RequestGrammars):
         return self.known[start.request]
 
 
-def new_runner(folder, **flags) -> ModelRunner:
+def new_runner(folder, pooler=None, **flags) -> ModelRunner:
     flags = {
         "max_num_seqs": 8,
         "max_num_batched_tokens": 128,
@@ -56,7 +59,16 @@ def new_runner(folder, **flags) -> ModelRunner:
     plugins = manager.current()
     platform = plugins.load("platforms", "cpu")()
     loaded = load_model(config, open_checkpoint(config, plugins), platform, plugins)
-    return ModelRunner(config, loaded, platform, plugins, Grammars())
+    parts = {}
+    if pooler is not None:
+        made = SimpleNamespace(rows=lambda pooling, logits, layers: StandardRows(pooler, logits))
+        parts["pooling"] = PoolingRunner(SimpleNamespace(pooler=made, pooling={}, layers=()))
+    return ModelRunner(config, loaded, platform, plugins, Grammars(), parts=parts)
+
+
+def pooled_arrays(result) -> dict[int, np.ndarray]:
+    (report,) = result.parts
+    return report.value
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +223,7 @@ def test_a_row_that_cannot_start_fails_alone(rows, oracle) -> None:
     rows.admit(1, PROMPTS[1])
     result = rows.step({0: 7, 1: 1})
     assert result.accepted.tolist() == [0, 1]
-    assert "broken on purpose" in result.errors[0]
+    assert "broken on purpose" in result.errors[0].message
     assert rows.history[1][1:] == greedy(oracle, PROMPTS[1], 1)
 
 
@@ -228,7 +240,7 @@ def test_a_row_of_nan_fails_alone_and_stays_failed(folder, oracle) -> None:
         result = rows.step({0: 1, 1: 1, 2: 1})
         assert result.accepted.tolist() == [1, 0, 1]
         assert list(result.errors) == [1]
-        assert "NaN" in result.errors[1]
+        assert "NaN" in result.errors[1].message
     for row in (0, 2):
         assert rows.history[row][len(PROMPTS[row]) :] == greedy(oracle, PROMPTS[row], 3)
 
@@ -279,9 +291,8 @@ def pooled(hidden: torch.Tensor, kind: str) -> torch.Tensor:
 )
 @pytest.mark.parametrize("skipped", [0, 12])
 def test_pooling_gives_the_same_for_every_way_of_cutting(folder, oracle, kind, skipped) -> None:
-    runner = new_runner(folder)
     config = PoolerConfig.from_table({"pooling_type": kind, "normalize": False})
-    runner.pooler = StandardRows(config, lambda hidden, rows: runner.model.logits(hidden))
+    runner = new_runner(folder, config)
     with torch.no_grad():
         hidden = oracle.model(torch.tensor([PROMPTS[2]])).last_hidden_state[0]
     if kind == "weighted_mean":
@@ -296,13 +307,12 @@ def test_pooling_gives_the_same_for_every_way_of_cutting(folder, oracle, kind, s
         for chunk in chunks:
             result = rows.step({4: chunk, **({1: 1} if chunk != 30 else {})})
         assert result.accepted[0] == 0
-        np.testing.assert_allclose(result.pooled[4], expected, atol=1e-4)
+        np.testing.assert_allclose(pooled_arrays(result)[4], expected, atol=1e-4)
         rows.finish()
 
 
 def test_embeddings_are_cut_then_normalised_and_scores_activated(folder) -> None:
-    runner = new_runner(folder)
-    runner.pooler = StandardRows(PoolerConfig(), lambda hidden, rows: runner.model.logits(hidden))
+    runner = new_runner(folder, PoolerConfig())
     vectors = {}
     for row, params in enumerate([
         PoolingParams(normalize=False), PoolingParams(), PoolingParams(dimensions=8),
@@ -311,7 +321,7 @@ def test_embeddings_are_cut_then_normalised_and_scores_activated(folder) -> None
     ]):  # fmt: skip
         rows = Rows(runner)
         rows.admit(0, PROMPTS[0], params)
-        vectors[row] = rows.step({0: 7}).pooled[0]
+        vectors[row] = pooled_arrays(rows.step({0: 7}))[0]
         rows.finish()
     plain, unit, short, scores, raw, tokens = vectors.values()
     np.testing.assert_allclose(unit, plain / np.linalg.norm(plain), rtol=1e-5)
@@ -322,8 +332,8 @@ def test_embeddings_are_cut_then_normalised_and_scores_activated(folder) -> None
 
 
 def test_capacity_tells_what_was_allocated(runner) -> None:
-    ((kind, size, window, blocks),) = runner.capacity.groups
-    assert (kind, window, blocks) == ("attention", None, 65)
-    assert size == runner.builder.groups[0].block_size
+    (group,) = runner.capacity.groups
+    assert (group.kind, group.window, group.blocks) == ("attention", None, 65)
+    assert group.block_size == runner.builder.groups[0].block_size
     assert runner.capacity.max_model_len == 128
     assert runner.capacity.vocabulary == 512

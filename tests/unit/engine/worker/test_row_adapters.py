@@ -11,14 +11,14 @@ from modulm.config import EngineConfig
 from modulm.contracts.connector import BlockTransfer, TransferPlan
 from modulm.contracts.executor import Plan, RowStart
 from modulm.contracts.sampling import SamplingParams
-from modulm.engine.structured_output.compiler import RequestGrammars
 from modulm.engine.worker.model_runner import ModelRunner
 from modulm.errors import EngineError
-from modulm.loading import load_model, open_checkpoint
 from modulm.plugins import manager
 from modulm.testing.adapters import FakeAdapters
 from modulm.testing.checkpoints import make_tiny
 from modulm.testing.connectors import FakeConnector
+from modulm.testing.runners import open_runner
+from modulm_adapters.step.values import AdapterRow
 
 PARAMS = SamplingParams(temperature=0.0, logprobs=4, prompt_logprobs=2)
 PROMPTS = {0: [5, 99, 7, 300, 2, 41], 1: [17, 8, 8], 2: [100, 101, 102, 103]}
@@ -30,24 +30,21 @@ def folder(tmp_path_factory):
     return make_tiny(tmp_path_factory.mktemp("adapters") / "tiny")
 
 
-def new_runner(folder, tables=None, mover=None, **flags) -> ModelRunner:
+def new_runner(folder, tables=None, connector=None, **flags) -> ModelRunner:
     plugins = manager.PluginManager()
     plugins.register("adapters", "fake", FakeAdapters)
     config = EngineConfig.from_keywords(
         model=str(folder), max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64,
         num_gpu_blocks_override=33, dtype="float32", plugin_config=tables or {}, **flags,
     )  # fmt: skip
-    platform = plugins.load("platforms", "cpu")()
-    loaded = load_model(config, open_checkpoint(config, plugins), platform, plugins)
-    grammars = RequestGrammars(lambda: None)
-    return ModelRunner(config, loaded, platform, plugins, grammars, mover=mover)
+    return open_runner(config, plugins, connector=connector)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["together", "batch_invariant"])
 def runner(folder, tmp_path_factory, request):
     tables = {"adapters": {"fake": {"slots": 2}}}
     runner = new_runner(folder, tables, batch_invariant=request.param)
-    bank = runner.adapters.bank
+    bank = runner.parts["adapters"].bank
     for seed, name in enumerate("abc"):
         torch.manual_seed(seed)
         path = tmp_path_factory.mktemp("bank") / f"{name}.safetensors"
@@ -74,10 +71,10 @@ def step(runner, rows, adapters, fill=(), **more):
         samples=np.ones(len(rows), dtype=bool),
         admit=tuple(
             RowStart(row, f"r{row}", PARAMS, array, np.zeros(0, np.int64), 0,
-                     adapter=adapters.get(row))
+                     parts=used(adapters.get(row)))
             for row, array in zip(rows, arrays, strict=True)
         ),
-        adapters=tuple(fill),
+        parts={"adapters": tuple(fill)} if fill else {},
         **more,
     )  # fmt: skip
     result = runner.run(plan)
@@ -86,6 +83,10 @@ def step(runner, rows, adapters, fill=(), **more):
         row: (token, result.logprobs[row][0].values, result.prompt_logprobs[row][-1].values)
         for row, token in zip(rows, result.tokens.tolist(), strict=True)
     }
+
+
+def used(adapter: str | None) -> dict[str, AdapterRow]:
+    return {} if adapter is None else {"adapters": AdapterRow(adapter)}
 
 
 def nothing(**more) -> Plan:
@@ -104,7 +105,7 @@ def close(one, other) -> bool:
 
 
 def test_each_row_of_a_step_has_its_own_adapter(runner) -> None:
-    assert runner.capacity.adapters == 2
+    assert runner.capacity.parts["adapters"] == {"slots": 2}
     mixed = step(runner, [0, 1, 2], ADAPTERS, fill=[(1, "a"), (2, "b")])
     plain = step(runner, [0, 1, 2], {})
     assert close(mixed[0], plain[0])
@@ -125,36 +126,40 @@ def test_what_runs_between_steps_is_the_model_itself(runner) -> None:
     plain = runner.check()
     step(runner, [0, 1, 2], ADAPTERS, fill=[(1, "a"), (2, "b")])
     assert runner.check() == plain
-    assert runner.adapters.bank.current is None
+    assert runner.parts["adapters"].bank.current is None
 
 
 def test_a_model_without_a_bank_says_so(folder) -> None:
     runner = new_runner(folder)
-    assert runner.capacity.adapters == 0
-    with pytest.raises(EngineError, match="adapter 'a' cannot be used"):
+    assert "adapters" not in runner.capacity.parts
+    with pytest.raises(EngineError, match="work for 'adapters', which has no runner"):
         step(runner, [1], {1: "a"}, fill=[(1, "a")])
 
 
 def test_blocks_that_a_connector_moved_stand_for_computing_them(folder) -> None:
     connector = FakeConnector(delay=lambda identity: 0)
-    first, second = (new_runner(folder, mover=connector.mover()) for _ in range(2))
+    first, second = (new_runner(folder, connector=connector) for _ in range(2))
     long = list(range(100, 140))
     expected = whole(first, long)
-    size = first.capacity.groups[0][1]
+    size = first.capacity.groups[0].block_size
     count = 32 // size
     names = tuple(bytes([n]) * 8 for n in range(count))
     blocks = (tuple(range(1, 1 + count)),)
-    saved = first.run(
-        nothing(transfers=TransferPlan(saves=(BlockTransfer(7, "r0", names, blocks),)))
-    )
-    done = saved.transfers.done or first.run(nothing()).transfers.done
+    saved = first.run(transferring(saves=(BlockTransfer(7, "r0", names, blocks),)))
+    done = ended(saved) or ended(first.run(nothing()))
     assert done == (7,)
     moved = (tuple(range(11, 11 + count)),)
-    loaded = second.run(
-        nothing(transfers=TransferPlan(loads=(BlockTransfer(8, "r0", names, moved),)))
-    )
-    assert (loaded.transfers.done or second.run(nothing()).transfers.done) == (8,)
+    loaded = second.run(transferring(loads=(BlockTransfer(8, "r0", names, moved),)))
+    assert (ended(loaded) or ended(second.run(nothing()))) == (8,)
     assert whole(second, long, first=32, block=11) == expected
+
+
+def transferring(**moves) -> Plan:
+    return nothing(parts={"transfers": TransferPlan(**moves)})
+
+
+def ended(result) -> tuple[int, ...]:
+    return sum((report.value.done for report in result.parts), ())
 
 
 def whole(runner, tokens, first=0, block=1) -> tuple[int, list[float]]:

@@ -1,1 +1,1 @@
-"""How adapters take part in steps: the planner beside the scheduler, the runner in each worker."""
+"""How adapters take part in steps: planner, runner, and what they tell each other."""

@@ -1,1 +1,1 @@
-"""How media take part in steps: the planner beside the scheduler, the runner in each worker."""
+"""How media take part in steps: planner, runner, and what they tell each other."""

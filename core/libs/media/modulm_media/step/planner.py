@@ -43,10 +43,11 @@ class NoEncoders(PartPlanner):
 
 
 class EncoderPlanner(PartPlanner):
-    """values of the context: "tokens", embeddings that encoders may give in one step; "cache", those
-    that are kept at once; "rows", rows (patches, frames) times layers of encoders that run in a
-    step in which rows decode, 0: encoders run whole; "whole", whether no chunk of a prompt ends
-    inside of an item.
+    """Plans encoders within what the runner says of its capacity.
+
+    tokens: embeddings that encoders may give in one step; cache: those that are kept at once; rows:
+    rows (patches, frames) times layers of encoders that run in a step in which rows decode, 0:
+    encoders run whole; whole: no chunk of a prompt ends inside of an item.
     """
 
     def __init__(self, context: PlannerContext) -> None:
@@ -76,54 +77,6 @@ class EncoderPlanner(PartPlanner):
         self._left = self._per_step
         #: Items of the request that is about to join that are encoded for it.
         self._picks: list[int] = []
-
-    def check(self, request: Request) -> None:
-        if any(item.encoded for item in request.media):
-            raise RequestError("the model takes no media", "prompt")
-
-    def row_value(self, request: Request) -> MediaRow | None:
-        return _row_value(request)
-
-
-class EncoderPlanner(PartPlanner):
-    """values of the context: "tokens", embeddings that encoders may give in one step; "cache", those
-    that are kept at once; "rows", rows (patches, frames) times layers of encoders that run in a
-    step in which rows decode, 0: encoders run whole; "whole", whether no chunk of a prompt ends
-    inside of an item.
-    """
-
-    def __init__(self, context: PlannerContext) -> None:
-        values, limits, unit = context.values, context.limits, context.cache.unit
-        self._table = context.rows
-        #: Row -> the media of its prompt, of rows that may still come upon some.
-        self.rows: dict[int, tuple[MediaItem, ...]] = {}
-        self._per_step: int = values["tokens"]
-        self._room: int = values["cache"]
-        self._whole = not limits.chunked
-        self._rows_of_piece: int = 0 if self._whole else values["rows"]
-        self._whole_media: bool = values["whole"]
-        chunk = min(limits.tokens, limits.long or limits.tokens)
-        #: Most tokens that surely fit into one chunk, which ends at a multiple of `unit`.
-        self._chunk = max(chunk - (unit if unit > 1 else 0), 0)
-        #: Hash -> embeddings, of what the worker keeps; least recently used first.
-        self._cached: dict[bytes, int] = {}
-        self._dropped: list[bytes] = []
-        #: Hash -> the step that began with it, of items of which pieces are left.
-        self._begun: dict[bytes, int] = {}
-        #: Whether the step that is being planned encodes in pieces.
-        self.in_pieces = False
-        #: Of the step that is being planned: hash -> (row, index of the item, embeddings) of what
-        #: is encoded, and hash -> embeddings of all that it uses.
-        self._picked: dict[bytes, tuple[int, int, int]] = {}
-        self._used: dict[bytes, int] = {}
-        self._left = self._per_step
-        #: Items of the request that is about to join that are encoded for it.
-        self._picks: list[int] = []
-
-    @property
-    def enabled(self) -> bool:
-        """Whether the model has encoders."""
-        return self._per_step > 0
 
     def check(self, request: Request) -> None:
         """Raise RequestError for media that could never be encoded."""

@@ -1,4 +1,4 @@
-"""The worker's half: runs encoders, and puts their outputs, embeddings and positions into batches."""
+"""The worker's half: runs encoders; puts outputs, embeddings and positions into batches."""
 
 from __future__ import annotations
 

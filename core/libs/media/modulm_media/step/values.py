@@ -26,8 +26,9 @@ class EncodePlan:
 
 @frozen(eq=False)
 class MediaRow:
-    """What a row brings. items: of its prompt, whose tokens are replaced by what an encoder makes of
-    them. positions: [axes, tokens] int64 of the prompt where a model counts positions along several
+    """What a row brings.
+
+    items: of its prompt, whose tokens an encoder's outputs replace. positions: [axes, tokens] int64 of the prompt where a model counts positions along several
     axes; later tokens go on from `offset` + their position, the same on each axis.
     """
 

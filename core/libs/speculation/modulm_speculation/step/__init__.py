@@ -1,1 +1,1 @@
-"""How speculative decoding takes part in steps: the planner beside the scheduler, the runner in each worker."""
+"""How speculative decoding takes part in steps: planner, runner, and what they tell each other."""

@@ -1,4 +1,4 @@
-"""The scheduler's half: what a drafter proposed for each row becomes drafted tokens of its next step.
+"""The scheduler's half: what a drafter proposed for a row is verified in its next step.
 
 A row is not planned again before its last result is in, as its drafts come with it. Drafts never
 cost a row its own token: they take what is left of the budget and of the blocks.
@@ -18,8 +18,10 @@ __all__ = ["DraftPlanner"]
 
 
 class DraftPlanner(PartPlanner):
-    """values of the context: "drafts", most that a row may have in a step; "ahead", tokens beyond a
-    step's for which rows should have blocks.
+    """Plans drafts within what the runner says of its capacity.
+
+    drafts: most that a row may have in a step; ahead: tokens beyond a step's for which rows should
+    have blocks.
     """
 
     one_at_a_time = True

@@ -1,0 +1,44 @@
+"""A model runner by itself, for tests of what runs below the scheduler."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from modulm.contracts.step_part import BuiltModel
+from modulm.engine.parts import open_runners
+from modulm.engine.structured_output.compiler import RequestGrammars
+from modulm.engine.worker.model_runner import ModelRunner
+from modulm.loading import load_model, open_checkpoint
+from modulm.parallel import Mesh
+from modulm.testing.engines import step_parts
+
+if TYPE_CHECKING:
+    from modulm.config import EngineConfig
+    from modulm.contracts.connector import KVConnector
+    from modulm.plugins.manager import PluginManager
+
+__all__ = ["open_runner"]
+
+
+def open_runner(
+    config: EngineConfig,
+    plugins: PluginManager,
+    *,
+    grammars: Any = None,
+    connector: KVConnector | None = None,
+) -> ModelRunner:
+    """The runner of a checkpoint, with the installed step parts and those of the connector."""
+    name = config.device.device
+    platform = plugins.load("platforms", "cpu" if name == "auto" else name)()
+    loaded = load_model(config, open_checkpoint(config, plugins), platform, plugins)
+    built = BuiltModel(
+        config=config, loaded=loaded, platform=platform, plugins=plugins, mesh=Mesh()
+    )
+    return ModelRunner(
+        config,
+        loaded,
+        platform,
+        plugins,
+        grammars or RequestGrammars(lambda: None),  # type: ignore[arg-type, return-value]
+        parts=open_runners(step_parts(connector), built),
+    )
