@@ -89,7 +89,7 @@ def test_the_flags_are_vllms() -> None:
 
 
 def test_an_offline_llm_has_no_replicas() -> None:
-    with pytest.raises(ConfigError, match="replicas are for servers"):
+    with pytest.raises(ConfigError, match="LLM runs one replica"):
         LLM("demo", data_parallel_size=2)
 
 

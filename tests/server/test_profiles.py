@@ -105,7 +105,7 @@ def test_without_the_flag(model: str, tmp_path: Path) -> None:
     given = {"profiler": "torch", "torch_profiler_dir": str(tmp_path / "file" / "below")}
     with (
         modulm.LLM(model, profiler_config=given, **SMALL) as llm,
-        pytest.raises(RequestError, match="cannot be made"),
+        pytest.raises(RequestError, match="cannot be created"),
     ):
         llm.start_profile()
     for wrong in ({"profiler": "cuda"}, {"profiler": "torch", "steps": 5}):

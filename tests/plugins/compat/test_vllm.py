@@ -159,7 +159,7 @@ def test_every_name_is_there() -> None:
         ("from vllm import SamplingParams; SamplingParams(temperature=-1)", ValueError,
          "temperature must be"),
         ("from vllm import LLM; LLM('demo', data_parallel_size=8)", ValueError,
-         "data_parallel_size: replicas are for servers"),
+         "data_parallel_size: LLM runs one replica"),
         ("from vllm import LLM; LLM('demo', max_model_length=8)", ValueError, "max_model_len"),
         ("from vllm import EngineArgs; EngineArgs(max_model_length=8)", TypeError, "max_model_len"),
         ("from vllm.sampling_params import StructuredOutputsParams as S; S(json={}, regex='a')",

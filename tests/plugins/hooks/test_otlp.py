@@ -17,7 +17,7 @@ import pytest
 import modulm
 from modulm.config.sources import keywords
 from modulm.contracts.request_listener import RequestListener
-from modulm.engine.types.outputs import Finished
+from modulm.contracts.outputs import Finished
 from modulm.errors import ConfigError
 from modulm.plugins import manager
 from modulm_hooks_otlp.spans import Spans, exporter_of
@@ -272,7 +272,7 @@ def test_a_listener_that_fails_is_told_of_no_more(caplog: pytest.LogCaptureFixtu
         for _ in range(2):
             llm.generate("One", modulm.SamplingParams(max_tokens=1), use_tqdm=False)
     assert len(told) == 1
-    assert "is told of no more requests" in caplog.text
+    assert "failed and was removed" in caplog.text
 
 
 def test_wrong_addresses() -> None:
