@@ -28,6 +28,8 @@ class OneDNN(KernelProvider):
             torch.ops.mkldnn, "_reorder_linear_weight"
         ):
             return Probe(0, "this torch was built without oneDNN")
+        if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return Probe(0, "oneDNN computes no bfloat16 on this processor")
         return Probe(1, "torch has oneDNN")
 
     def ops(self) -> Mapping[str, Op]:
