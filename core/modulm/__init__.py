@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
+    from modulm.contracts.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
     from modulm.contracts.sampling import PoolingParams, SamplingParams, StructuredOutputs
-    from modulm.engine.types.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
     from modulm.plugins import register, unregister
     from modulm_frontend.beam_search import BeamSearchParams
     from modulm_frontend.llm import LLM
@@ -51,12 +51,12 @@ _HOMES = {
     "LLM": "modulm_frontend.llm",
     "AsyncLLM": "modulm_server.engine.async_llm",
     "BeamSearchParams": "modulm_frontend.beam_search",
-    "CompletionOutput": "modulm.engine.types.outputs",
+    "CompletionOutput": "modulm.contracts.outputs",
     "EngineConfig": "modulm.config",
     "LoRARequest": "modulm_frontend.lora",
     "PoolingParams": "modulm.contracts.sampling",
-    "PoolingRequestOutput": "modulm.engine.types.outputs",
-    "RequestOutput": "modulm.engine.types.outputs",
+    "PoolingRequestOutput": "modulm.contracts.outputs",
+    "RequestOutput": "modulm.contracts.outputs",
     "SamplingParams": "modulm.contracts.sampling",
     "StructuredOutputs": "modulm.contracts.sampling",
     "register": "modulm.plugins",

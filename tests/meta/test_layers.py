@@ -27,6 +27,7 @@ LAYERS = (
     ("contracts",),
     ("plugins",),
     ("config",),
+    ("wire",),
     ("ops", "parallel"),
     ("nn", "text", "loading"),
     ("engine",),
@@ -34,7 +35,6 @@ LAYERS = (
 )
 #: The rooms of modulm.engine in the order of the flow, and the modules on top of them.
 ROOMS = (
-    ("types",),
     ("kv_cache",),
     ("scheduling",),
     ("sampling",),
@@ -49,7 +49,7 @@ NEEDS: dict[str, set[str]] = {
     "modulm_chat": {"modulm"},
     "modulm_cli": {"modulm"},
     "modulm_distributed": {"modulm"},
-    "modulm_fleet": {"modulm"},
+    "modulm_fleet": {"modulm", "modulm_distributed"},
     "modulm_frontend": {"modulm", "modulm_media"},
     "modulm_gpu": {"modulm"},
     "modulm_layers": {"modulm"},
@@ -67,6 +67,7 @@ NEEDS: dict[str, set[str]] = {
         "modulm",
         "modulm_chat",
         "modulm_cli",
+        "modulm_distributed",
         "modulm_fleet",
         "modulm_frontend",
         "modulm_media",
@@ -85,7 +86,7 @@ SERVER = (
      "request_guard", "request_log", "sampling", "sse", "stats_log", "template_sandbox",
      "text_work"),
     ("generation",),
-    ("chat_turn", "held_calls", "route"),
+    ("chat_turn", "forced_calls", "route"),
     ("protocol",),
     ("app",),
     ("api_workers", "headless", "serve"),

@@ -17,7 +17,7 @@ from tests.speech.whisper import whisper_words
 
 from modulm.config import EngineConfig
 from modulm.contracts.media import MediaItem
-from modulm.engine.types.outputs import Logprob
+from modulm.contracts.outputs import Logprob
 from modulm.text.tokenizer import load_tokenizer
 from modulm_media import MediaPrompt
 from modulm_server.scripted import Reply, ScriptedEngine, scripted_info

@@ -24,7 +24,6 @@ from modulm.contracts.sampling import (
     SamplingParams,
     StructuredOutputs,
 )
-from modulm.engine.types import frames
 from modulm.errors import (
     ConfigError,
     ContextLengthExceeded,
@@ -34,6 +33,7 @@ from modulm.errors import (
     RequestError,
 )
 from modulm.plugins import manager
+from modulm.wire import frames
 from modulm_server.engine import codec
 from modulm_server.engine.adapters import AdapterRegistry
 from modulm_server.engine.engine_process import _SocketServer, split

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from modulm import LLM, SamplingParams
-from modulm.engine.types.outputs import Finished, RequestMetrics
+from modulm.contracts.outputs import Finished, RequestMetrics
 from modulm.testing.checkpoints import make_tiny
 from modulm_server.engine.metrics import Metrics
 from modulm_server.metrics import exposition, merged

@@ -12,8 +12,8 @@ import pytest
 from attrs import define, field
 
 from modulm.config import EngineConfig
+from modulm.contracts.engine_info import EngineInfo
 from modulm.contracts.sampling import SamplingParams
-from modulm.engine.types.engine_info import EngineInfo
 from modulm.errors import EngineDead, EngineStalled
 from modulm.text.tokenizer import Tokenizer
 from modulm_server.engine import async_llm

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     import torch
 
     from modulm.config import EngineConfig
+    from modulm.contracts.engine_info import EngineInfo
     from modulm.contracts.executor import Plan
     from modulm.contracts.kernels import Forward
     from modulm.contracts.model import Model
+    from modulm.contracts.outputs import PoolingRequestOutput
     from modulm.contracts.pooling import PoolingRecipe
     from modulm.contracts.requests import PromptLike
-    from modulm.engine.types.engine_info import EngineInfo
-    from modulm.engine.types.outputs import PoolingRequestOutput
     from modulm.loading.checkpoint import Checkpoint
     from modulm.text.tokenizer import Tokenizer
 

@@ -15,4 +15,4 @@ class RequestListener(ABC):
 
     @abstractmethod
     def ended(self, request: Any) -> None:
-        """A request has ended. `request`: `modulm.engine.types.outputs.Finished`. Be quick."""
+        """A request has ended. `request`: `modulm.contracts.outputs.Finished`. Be quick."""

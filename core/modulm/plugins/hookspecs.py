@@ -296,7 +296,7 @@ def modulm_step_finished(stats: Any) -> None:
 def modulm_request_listeners(config: Any) -> Sequence[RequestListener]:  # type: ignore[empty-body]
     """Who is told of each request that has ended: its times, parameters, tokens and origin.
 
-    `config` is the EngineConfig; a listener gets a `modulm.engine.types.outputs.Finished`, whose
+    `config` is the EngineConfig; a listener gets a `modulm.contracts.outputs.Finished`, whose
     `origin` is what `modulm_frontend.origin.request_origin` was where the request was made. Called
     once per front end, when it starts; listeners are then called directly, where outputs are handed
     out: be quick. One that raises is not called again. Raising stops the start.

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from modulm import LLM, EngineConfig, SamplingParams
+from modulm.contracts.outputs import Finished
 from modulm.contracts.pooling import PoolingRecipe, TextRules
 from modulm.contracts.request_listener import RequestListener
 from modulm.contracts.sampling import LogitsProcessor
-from modulm.engine.types.outputs import Finished
 from modulm.errors import ConfigError, EngineDead, EngineError
 from modulm.plugins import Check, Choice, Declaration, PluginManager, current, hookimpl
 from modulm.plugins.manager import using

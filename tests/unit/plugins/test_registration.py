@@ -13,11 +13,11 @@ from attrs import frozen
 import modulm
 from modulm.config.environ import isolated
 from modulm.contracts.policy import Policy
-from modulm.engine.types import frames
 from modulm.errors import ConfigError, PluginBroken, PluginConflict, PluginError, PluginNotFound
 from modulm.plugins import Declaration, PluginManager, hookimpl, register
 from modulm.plugins.files import load_file
 from modulm.plugins.manager import configure, current, using
+from modulm.wire import frames
 
 
 class Last(Policy):

@@ -17,10 +17,10 @@ import attrs
 import numpy as np
 
 from modulm.contracts.executor import Capacity, Executor, ModelDescription, Plan, StepResult
-from modulm.engine.types import frames
-from modulm.engine.types.packing import changed
 from modulm.errors import EngineDead, EngineError, ModulmError, PluginConflict
 from modulm.plugins import manager
+from modulm.wire import frames
+from modulm.wire.packing import changed
 from modulm_distributed.flags import DistributedConfig
 from modulm_distributed.plan_codec import decode_result, encode_plan
 from modulm_distributed.ring import Ring, wait

@@ -10,7 +10,7 @@ import numpy as np
 
 from modulm.contracts.connector import BlockTransfer, TransferPlan, TransferResult
 from modulm.contracts.executor import Plan, RowStart, StepResult
-from modulm.engine.types.packing import (
+from modulm.wire.packing import (
     decode,
     encode,
     pack_logprobs,

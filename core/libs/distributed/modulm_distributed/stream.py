@@ -7,7 +7,7 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from modulm.engine.types import frames
+from modulm.wire import frames
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

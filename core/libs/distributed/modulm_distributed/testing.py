@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import attrs
 
 from modulm.config.environ import isolated
-from modulm.engine.types import frames
 from modulm.engine.worker.worker import Worker
+from modulm.wire import frames
 from modulm_distributed.executor import WorkersExecutor
 from modulm_distributed.mesh import Place
 from modulm_distributed.plan_codec import decode_plan, decode_result, encode_plan, encode_result

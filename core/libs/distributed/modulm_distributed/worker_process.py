@@ -35,10 +35,10 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from modulm.contracts.sampling import StructuredOutputs
-from modulm.engine.types import frames
 from modulm.errors import ConfigError, EngineError
 from modulm.plugins import manager
 from modulm.plugins.manager import PluginManager
+from modulm.wire import frames
 from modulm_distributed.eplb import balance_of
 from modulm_distributed.mesh import Place, open_mesh
 from modulm_distributed.plan_codec import decode_plan, encode_result

@@ -21,7 +21,7 @@ from modulm_media.processors import ProcessorFiles
 from modulm_media.values import KINDS, Media, fingerprint
 
 if TYPE_CHECKING:
-    from modulm.engine.types.engine_info import EngineInfo
+    from modulm.contracts.engine_info import EngineInfo
     from modulm.plugins.manager import PluginManager
     from modulm.text.tokenizer import Tokenizer
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve
 
 from modulm.config.resolve import Use
+from modulm.contracts.engine_info import EngineInfo
 from modulm.contracts.executor import Capacity, Executor
 from modulm.contracts.policy import Policy, Scheduler
 from modulm.contracts.requests import Request
@@ -22,9 +23,9 @@ from modulm.engine.sampling.defaults import end_ids, sampling_defaults
 from modulm.engine.sampling.logits_processors import class_at
 from modulm.engine.scheduling.limits import Limits
 from modulm.engine.scheduling.scheduler import BudgetScheduler
-from modulm.engine.types.engine_info import EngineInfo, open_tokenizer
 from modulm.errors import ConfigError, QueueFull, RequestError, UnsupportedError
 from modulm.loading import Checkpoint, resolve_checkpoint
+from modulm.loading.tokenizer import open_tokenizer
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig

@@ -15,10 +15,10 @@ from modulm.contracts.executor import ModelDescription, StepResult
 from modulm.engine.sampling.defaults import end_ids
 from modulm.engine.sampling.logits_processors import class_at
 from modulm.engine.structured_output.compiler import RequestGrammars, open_compiler
-from modulm.engine.types.engine_info import open_tokenizer
 from modulm.engine.worker.model_runner import ModelRunner
 from modulm.errors import EngineError, RequestError, UnsupportedError
 from modulm.loading import load_model, open_checkpoint
+from modulm.loading.tokenizer import open_tokenizer
 from modulm.parallel import Mesh
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from modulm.engine.types import frames
 from modulm.errors import ConfigError, EngineDead, EngineError
+from modulm.wire import frames
 from modulm_fleet.flags import FleetConfig
 from modulm_fleet.secret import admit, check_secret, keep_alive, prove
 

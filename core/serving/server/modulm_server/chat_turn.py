@@ -23,9 +23,9 @@ from modulm_server.json_body import bad_field
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
+    from modulm.contracts.outputs import CompletionOutput, Position, RequestOutput
     from modulm.contracts.parser import Event
     from modulm.contracts.sampling import SamplingParams
-    from modulm.engine.types.outputs import CompletionOutput, Position, RequestOutput
     from modulm_parsing import MessageParser
     from modulm_server.generation import GenerationService, Running
     from modulm_server.prompts import Prompt

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from modulm.config import EngineConfig
+    from modulm.contracts.outputs import PoolingRequestOutput, RequestOutput
     from modulm.contracts.sampling import PoolingParams, SamplingParams
-    from modulm.engine.types.outputs import PoolingRequestOutput, RequestOutput
     from modulm.text.tokenizer import Tokenizer
     from modulm_media.messages import MediaSource
     from modulm_server.engine.client import EngineClient

@@ -20,8 +20,8 @@ from uuid import uuid4
 
 import numpy as np
 
+from modulm.contracts.engine_info import EngineInfo
 from modulm.contracts.media import MediaItem
-from modulm.engine.types.engine_info import EngineInfo
 from modulm.errors import RequestError
 from modulm.text.tokenizer import Tokenizer
 from modulm_frontend.prompt_embeds import embeds_item

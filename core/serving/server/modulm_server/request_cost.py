@@ -10,8 +10,8 @@ from modulm_server.flags import ServerConfig
 from modulm_server.json_body import bad_field
 
 if TYPE_CHECKING:
+    from modulm.contracts.engine_info import EngineInfo
     from modulm.contracts.sampling import SamplingParams
-    from modulm.engine.types.engine_info import EngineInfo
 
 __all__ = ["check_cost"]
 

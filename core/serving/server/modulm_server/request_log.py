@@ -13,8 +13,8 @@ from modulm_server.flags import ServerConfig
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
+    from modulm.contracts.outputs import RequestOutput
     from modulm.contracts.sampling import SamplingParams
-    from modulm.engine.types.outputs import RequestOutput
     from modulm_frontend.beam_search import BeamSearchParams
     from modulm_server.prompts import Prompt
 

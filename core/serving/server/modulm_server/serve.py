@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from modulm.config import EngineConfig
-    from modulm.engine.types.engine_info import EngineInfo
+    from modulm.contracts.engine_info import EngineInfo
     from modulm.plugins.manager import PluginManager
     from modulm_server.engine.client import EngineClient
 

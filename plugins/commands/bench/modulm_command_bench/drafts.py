@@ -10,7 +10,7 @@ import httpx
 from attrs import field, frozen
 
 if TYPE_CHECKING:
-    from modulm.engine.types.outputs import RequestOutput
+    from modulm.contracts.outputs import RequestOutput
 
 __all__ = ["Drafts", "of_outputs", "of_server"]
 

@@ -19,7 +19,7 @@ from modulm_command_bench.samples import Recipe, Sample, make_samples
 from modulm_frontend.beam_search import BeamSearchParams
 
 if TYPE_CHECKING:
-    from modulm.engine.types.outputs import RequestOutput
+    from modulm.contracts.outputs import RequestOutput
 
 __all__ = ["Latency", "latency", "throughput"]
 
@@ -161,8 +161,8 @@ def throughput(
 
 
 def _tokenizer(config: EngineConfig) -> Any:
-    from modulm.engine.types.engine_info import open_tokenizer
     from modulm.loading import open_checkpoint
+    from modulm.loading.tokenizer import open_tokenizer
     from modulm.plugins import current
 
     path = config.model.tokenizer or str(open_checkpoint(config, current()).path)

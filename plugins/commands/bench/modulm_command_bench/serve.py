@@ -169,9 +169,9 @@ def _first_model(base: str, headers: dict[str, str]) -> str:
 
 def _tokenizer(settings: Settings, model: str) -> Any:
     """The tokenizer of `--tokenizer`, `--model` or the served model, whichever is given first."""
-    from modulm.engine.types.engine_info import open_tokenizer
     from modulm.errors import ModulmError
     from modulm.loading import open_checkpoint
+    from modulm.loading.tokenizer import open_tokenizer
     from modulm.plugins import current
 
     name = settings.tokenizer or settings.model or model

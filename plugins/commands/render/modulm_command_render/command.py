@@ -177,8 +177,8 @@ def _parsed(what: str, text: str) -> Any:
 
 
 def _tokenizer(draft: Draft) -> Tokenizer:
-    from modulm.engine.types.engine_info import open_tokenizer
     from modulm.loading.checkpoint import open_checkpoint
+    from modulm.loading.tokenizer import open_tokenizer
     from modulm.plugins import manager
 
     path = open_checkpoint(draft.config, manager.current()).path

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from modulm.engine.types.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
+from modulm.contracts.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from modulm_server.engine.adapters import Adapter
 from modulm_server.engine.async_llm import AsyncLLM
 from modulm_vllm.engine import ModelFacts

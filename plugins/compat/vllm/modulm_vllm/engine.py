@@ -18,8 +18,8 @@ from modulm_vllm.params import native, native_adapter
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
+    from modulm.contracts.engine_info import EngineInfo
     from modulm.contracts.requests import StepEvents
-    from modulm.engine.types.engine_info import EngineInfo
     from modulm.errors import EngineDead
     from modulm.text.tokenizer import Tokenizer
 

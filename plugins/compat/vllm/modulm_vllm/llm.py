@@ -10,13 +10,13 @@ import torch
 from attrs import evolve
 
 from modulm.config.sources import keywords
-from modulm.contracts.sampling import PoolingParams as NativePoolingParams
-from modulm.engine.types.outputs import (
+from modulm.contracts.outputs import (
     BeamSearchOutput,
     PoolingOutput,
     PoolingRequestOutput,
     RequestOutput,
 )
+from modulm.contracts.sampling import PoolingParams as NativePoolingParams
 from modulm_frontend import llm as frontend
 from modulm_server.engine.metrics import Metrics
 from modulm_vllm.arguments import flags_for

@@ -14,7 +14,7 @@ from modulm_vllm.elsewhere import instead
 
 __all__ = ["MODULES", "find", "vllm_is_installed"]
 
-_PARAMS, _OUTPUTS = "modulm_vllm.params", "modulm.engine.types.outputs"
+_PARAMS, _OUTPUTS = "modulm_vllm.params", "modulm.contracts.outputs"
 _ARGUMENTS, _PROMPTS = "modulm_vllm.arguments", "modulm_vllm.prompts"
 _POOLED = ("PoolingOutput", "PoolingRequestOutput", "EmbeddingOutput", "EmbeddingRequestOutput",
            "ClassificationOutput", "ClassificationRequestOutput", "ScoringOutput",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NotRequired, TypeAlias, TypedDict
 
-from modulm.engine.types.outputs import Position
+from modulm.contracts.outputs import Position
 
 __all__ = [
     "EmbedsPrompt",

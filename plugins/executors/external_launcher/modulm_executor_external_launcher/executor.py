@@ -18,12 +18,12 @@ import torch
 
 from modulm.config.environ import variables
 from modulm.contracts.executor import Capacity, Executor, ModelDescription, Plan, StepResult
-from modulm.engine.types import frames
 from modulm.engine.worker.worker import worker_class
 from modulm.errors import ConfigError, EngineDead, EngineError, ModulmError
 from modulm.parallel import Mesh
 from modulm.plugins import manager
 from modulm.plugins.manager import PluginManager
+from modulm.wire import frames
 from modulm_distributed.eplb import balance_of
 from modulm_distributed.executor import unpack_capacity
 from modulm_distributed.flags import DistributedConfig

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
     from opentelemetry.util.types import AttributeValue
 
-    from modulm.engine.types.outputs import Finished
+    from modulm.contracts.outputs import Finished
 
 __all__ = ["Spans", "exporter_of", "provider_of"]
 

@@ -17,9 +17,9 @@ from attrs import define, field
 from modulm.contracts.parser import ParseContext, ReasoningParser
 from modulm.contracts.sampling import LogitsProcessor, RowView, SamplingParams
 from modulm.engine.sampling.validation import check_ids
-from modulm.engine.types.engine_info import open_tokenizer
 from modulm.errors import ConfigError, RequestError
 from modulm.loading import open_checkpoint
+from modulm.loading.tokenizer import open_tokenizer
 from modulm.plugins import manager
 from modulm.text.detokenizer import Detokenizer
 from modulm_logits_thinking_budget.flags import ReasoningConfig

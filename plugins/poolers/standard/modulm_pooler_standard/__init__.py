@@ -12,9 +12,9 @@ from modulm.contracts.pooler import Head, Layer, Pooler, PoolingInputs, RowPoole
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
+    from modulm.contracts.engine_info import EngineInfo
     from modulm.contracts.model import Model
     from modulm.contracts.pooling import PoolingRecipe
-    from modulm.engine.types.engine_info import EngineInfo
     from modulm.loading.checkpoint import Checkpoint
     from modulm.text.tokenizer import Tokenizer
 

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from attrs import evolve
 
+from modulm.contracts.outputs import PoolingOutput, PoolingRequestOutput, ScoringOutput
 from modulm.contracts.pooler import PairContent, PoolingInputs, PoolingJob
 from modulm.contracts.sampling import PoolingParams
-from modulm.engine.types.outputs import PoolingOutput, PoolingRequestOutput, ScoringOutput
 from modulm.errors import ContextLengthExceeded, RequestError
 from modulm_chat.conversation import encode_chat
 
 if TYPE_CHECKING:
+    from modulm.contracts.engine_info import EngineInfo
     from modulm.contracts.requests import PromptLike
-    from modulm.engine.types.engine_info import EngineInfo
     from modulm.text.tokenizer import Tokenizer
 
 __all__ = ["StandardInputs"]

@@ -29,7 +29,7 @@ from modulm_speech.quality import TEMPERATURES, Quality
 from modulm_speech.transcriber import Question, Segment, Task, Transcriber, Wanted, Word
 
 if TYPE_CHECKING:
-    from modulm.engine.types.outputs import RequestOutput
+    from modulm.contracts.outputs import RequestOutput
     from modulm_server.generation import GenerationService, Running
 
 __all__ = ["Asked", "Delta", "Deltas", "Heard", "Joiner", "Speech"]

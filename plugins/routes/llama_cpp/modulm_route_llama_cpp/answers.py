@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import define, field
 
 if TYPE_CHECKING:
-    from modulm.engine.types.outputs import CompletionOutput, Position
+    from modulm.contracts.outputs import CompletionOutput, Position
     from modulm_route_llama_cpp.objects import Completion, Piece, Timings, TokenProbability
     from modulm_server.errors import ApiError
 

@@ -13,8 +13,8 @@ from attrs import define, field
 from modulm.contracts.parser import Content, Reasoning, ToolArguments, ToolEnd, ToolStart
 
 if TYPE_CHECKING:
+    from modulm.contracts.outputs import Position
     from modulm.contracts.parser import Event
-    from modulm.engine.types.outputs import Position
     from modulm_route_ollama.objects import Answer, Logprob, TokenLogprob, ToolCall
 
 __all__ = ["Clock", "Pieces", "call_of", "line", "logprobs_of", "now", "reason_of"]

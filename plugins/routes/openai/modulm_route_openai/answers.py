@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from modulm.engine.types.outputs import RequestOutput
+    from modulm.contracts.outputs import RequestOutput
     from modulm_route_openai.objects import (
         ChatLogprobs,
         CompletionLogprobs,

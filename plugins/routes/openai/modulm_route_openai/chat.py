@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
+from modulm_server.held_calls import HeldCalls, hold_calls
 
 from modulm.contracts.parser import Content, Reasoning, ToolArguments, ToolStart
 from modulm_parsing import new_call_id, thinking_variables
@@ -31,7 +32,6 @@ from modulm_server.constraints import (
     names_of,
 )
 from modulm_server.flags import ServerConfig
-from modulm_server.held_calls import HeldCalls, hold_calls
 from modulm_server.json_body import bad_field, json_response
 from modulm_server.prompts import ChatOptions
 from modulm_server.sampling import not_yet, sampling_params
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+    from modulm.contracts.outputs import RequestOutput
     from modulm.contracts.parser import Event
     from modulm.contracts.sampling import SamplingParams
-    from modulm.engine.types.outputs import RequestOutput
     from modulm_frontend.beam_search import BeamSearchParams
     from modulm_route_openai.objects import (
         ChatChoice,

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+    from modulm.contracts.outputs import RequestOutput
     from modulm.contracts.sampling import SamplingParams, StructuredOutputs
-    from modulm.engine.types.outputs import RequestOutput
     from modulm_route_openai.objects import (
         Completion,
         CompletionChoice,

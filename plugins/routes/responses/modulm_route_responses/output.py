@@ -12,8 +12,8 @@ from modulm_server.logprobs import TokenLogprob, token_logprobs
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from modulm.contracts.outputs import Position
     from modulm.contracts.parser import Event
-    from modulm.engine.types.outputs import Position
     from modulm_server.chat_turn import Delta
 
 __all__ = ["LogprobsOf", "Output"]

@@ -15,10 +15,10 @@ from modulm.errors import EngineDead, EngineStalled, NotFound, UnsupportedError
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
 
+    from modulm.contracts.engine_info import EngineInfo
+    from modulm.contracts.outputs import PoolingRequestOutput, RequestOutput
     from modulm.contracts.requests import PromptLike, StepStats
     from modulm.contracts.sampling import PoolingParams, SamplingParams
-    from modulm.engine.types.engine_info import EngineInfo
-    from modulm.engine.types.outputs import PoolingRequestOutput, RequestOutput
     from modulm.text.tokenizer import Tokenizer
     from modulm_frontend.beam_search import BeamSearchParams
     from modulm_server.engine.adapters import Adapter

@@ -10,17 +10,17 @@ from typing import Any
 
 import attrs
 
+from modulm.contracts.engine_info import EngineInfo
 from modulm.contracts.pooling import TextRules
 from modulm.contracts.requests import Finish, Request, Start, StepEvents, StepStats
-from modulm.engine.types.engine_info import EngineInfo
-from modulm.engine.types.frames import (
+from modulm.wire.frames import (
     pack_config,
     pack_error,
     unpack_config,
     unpack_description,
     unpack_error,
 )
-from modulm.engine.types.packing import (
+from modulm.wire.packing import (
     pack_logprobs,
     pack_media,
     pack_params,

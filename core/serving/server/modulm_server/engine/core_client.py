@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
+from modulm.contracts.engine_info import EngineInfo
 from modulm.contracts.requests import Request, StepEvents
-from modulm.engine.types.engine_info import EngineInfo, open_tokenizer
 from modulm.errors import EngineDead, EngineError
+from modulm.loading.tokenizer import open_tokenizer
 from modulm_frontend.profile import StepProfile
 from modulm_server.engine.adapters import Adapter, AdapterRegistry
 from modulm_server.engine.client import ReplicaHealth

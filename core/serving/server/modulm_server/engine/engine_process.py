@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from modulm.contracts.requests import Finish, StepEvents
-from modulm.engine.types import frames
 from modulm.errors import EngineDead, EngineError, ModulmError
 from modulm.plugins import manager
 from modulm.plugins.calls import blame
 from modulm.plugins.manager import PluginManager
+from modulm.wire import frames
 from modulm_fleet.secret import NONCE, digest, read_secret
 from modulm_frontend.profile import StepProfile
 from modulm_server.engine import codec

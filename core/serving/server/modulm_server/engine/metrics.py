@@ -24,8 +24,8 @@ from prometheus_client.registry import Collector
 from modulm.contracts.sampling import PoolingParams
 
 if TYPE_CHECKING:
+    from modulm.contracts.outputs import Finished
     from modulm.contracts.requests import StepStats
-    from modulm.engine.types.outputs import Finished
 
 __all__ = ["Histogram", "Metrics", "ReplicaMetrics"]
 

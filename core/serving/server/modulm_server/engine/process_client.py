@@ -26,8 +26,8 @@ from typing import Any
 import attrs
 
 from modulm.contracts.requests import Request, StepEvents
-from modulm.engine.types import frames
 from modulm.errors import EngineDead, EngineError
+from modulm.wire import frames
 from modulm_server.engine import codec
 from modulm_server.engine.adapters import Adapter
 from modulm_server.engine.core_client import EngineCoreClient

@@ -42,7 +42,7 @@ from modulm_server.flags import ServerConfig, WatchdogConfig
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
-    from modulm.engine.types.engine_info import EngineInfo
+    from modulm.contracts.engine_info import EngineInfo
     from modulm.plugins.manager import PluginManager
     from modulm_server.engine.adapters import Adapter
 

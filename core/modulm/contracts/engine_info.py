@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
@@ -14,9 +13,10 @@ from modulm.contracts.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from modulm.config import EngineConfig
-    from modulm.text.tokenizer import Tokenizer
 
-__all__ = ["EngineInfo", "open_tokenizer"]
+__all__ = ["API", "EngineInfo"]
+
+API = 1
 
 
 @frozen(kw_only=True)
@@ -53,20 +53,3 @@ class EngineInfo:
     def default_params(self) -> SamplingParams:
         """What a caller gets who gives no parameters."""
         return SamplingParams(**self.defaults)
-
-
-def open_tokenizer(config: EngineConfig, path: str) -> Tokenizer | None:
-    """The tokenizer of the checkpoint at `path`; None with --skip-tokenizer-init."""
-    from modulm.loading.checkpoint import stored_tokenizer
-    from modulm.text.tokenizer import load_tokenizer
-
-    model = config.model
-    if model.skip_tokenizer_init:
-        return None
-    return load_tokenizer(
-        model.tokenizer or path,
-        model.tokenizer_mode,
-        model.tokenizer_revision if model.tokenizer else None,
-        model.trust_remote_code,
-        None if model.tokenizer else stored_tokenizer(config, Path(path)),
-    )

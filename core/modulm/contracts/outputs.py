@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from modulm.contracts.sampling import PoolingParams, SamplingParams
 
 __all__ = [
+    "API",
     "BeamSearchOutput",
     "BeamSearchSequence",
     "ClassificationOutput",
@@ -31,6 +32,8 @@ __all__ = [
     "SpecDecodeMetrics",
     "Statistics",
 ]
+
+API = 1
 
 
 @define

@@ -14,12 +14,12 @@ import attrs
 import modulm.errors
 from modulm.config import EngineConfig
 from modulm.contracts.executor import ModelDescription
-from modulm.engine.types.packing import decode, encode
 from modulm.errors import EngineError, ModulmError, RequestError
 from modulm.plugins.declaration import Declaration
 from modulm.plugins.explain import Decision, Verdict
 from modulm.plugins.manager import PluginSet
 from modulm.plugins.selection import Selection
+from modulm.wire.packing import decode, encode
 
 __all__ = [
     "LIMIT",

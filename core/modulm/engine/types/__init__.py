@@ -1,1 +1,0 @@
-"""What front ends give their callers, and what they know of their engine."""
