@@ -10,7 +10,7 @@ from modulm.cli.main import main
 from modulm.errors import ModulmError
 from modulm.testing.checkpoints import make_tiny
 from modulm.testing.session import Session
-from modulm_attention_sdpa.kept import packed, unpacked
+from modulm_attention_sdpa.narrow_kv import pack, unpack
 
 TOKENS = [5, 77, 130, 9, 301, 42, 8, 250, 12, 400, 33, 60, 71, 15, 2, 99]
 BACKENDS = ["sdpa", "cpu_paged"]
@@ -177,9 +177,9 @@ def test_int4_and_int8_against_the_numbers_they_stand_for():
     for kind, top in (("int8", 127), ("int4", 7)):
         scale = x.abs().amax(-1, keepdim=True) / top
         wanted = (x / scale).round() * scale
-        found = unpacked(packed(x, kind), kind, torch.float32)
+        found = unpack(pack(x, kind), kind, torch.float32)
         torch.testing.assert_close(found, wanted)
-        assert packed(x, kind).shape[-1] == (64 if kind == "int8" else 32) + 4
+        assert pack(x, kind).shape[-1] == (64 if kind == "int8" else 32) + 4
 
 
 def test_int4_takes_a_quarter_and_stays_near(plain):

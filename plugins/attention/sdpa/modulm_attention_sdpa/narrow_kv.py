@@ -1,21 +1,22 @@
-"""Keys and values in fewer bits than they are computed in."""
+"""Store keys and values in fewer bits than they are computed in."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__all__ = ["INTEGERS", "kept_width", "narrowed", "packed", "unpacked", "widened"]
+__all__ = ["INTEGERS", "narrow", "pack", "packed_width", "unpack", "widen"]
 
-#: Formats with a scale per token and head, and their largest numbers.
+#: Formats with one scale per token and head, and their largest value.
 INTEGERS = {"int8": 127, "int4": 7}
 _SCALE = 4  # bytes
 _TINY = 1e-12
 
 
-def narrowed(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x: [tokens, kv heads, size] over its scale, rounded; what a float of 8 bits cannot hold is
-    cut to its largest number."""
+def narrow(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Divide x [tokens, kv heads, size] by its scale and round. Values outside the range of an
+    8-bit float are clamped to its largest number.
+    """
     if scale is not None:
         x = x / scale[:, None]
     if dtype.itemsize == 1:
@@ -24,18 +25,18 @@ def narrowed(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def widened(x: Tensor, scale: Tensor | None) -> Tensor:
-    """x: [R, kv heads, L, size] times its scale."""
+def widen(x: Tensor, scale: Tensor | None) -> Tensor:
+    """Multiply x [R, kv heads, L, size] by its scale."""
     return x if scale is None else (x * scale[:, None, None]).to(x.dtype)
 
 
-def kept_width(kind: str, size: int) -> int:
-    """Bytes of `size` numbers and their scale."""
+def packed_width(kind: str, size: int) -> int:
+    """Return the bytes of `size` numbers and their scale."""
     return (size // 2 if kind == "int4" else size) + _SCALE
 
 
-def packed(x: Tensor, kind: str) -> Tensor:
-    """x: [tokens, kv heads, size] -> [tokens, kv heads, width] uint8: codes, then the scale."""
+def pack(x: Tensor, kind: str) -> Tensor:
+    """Encode x [tokens, kv heads, size] as [tokens, kv heads, width] uint8: codes and scale."""
     wide, top = x.float(), INTEGERS[kind]
     scale = (wide.abs().amax(-1, keepdim=True) / top).clamp_(min=_TINY)
     codes = (wide / scale).round_().clamp_(-top, top).to(torch.int8)
@@ -45,10 +46,10 @@ def packed(x: Tensor, kind: str) -> Tensor:
     return torch.cat([codes.view(torch.uint8), scale.view(torch.uint8)], -1)
 
 
-def unpacked(held: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
-    """What `packed` made, as numbers [.., size]."""
-    scale = held[..., -_SCALE:].contiguous().view(torch.float32)
-    codes = held[..., :-_SCALE].contiguous()
+def unpack(packed: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+    """Decode the output of `pack` to numbers [.., size]."""
+    scale = packed[..., -_SCALE:].contiguous().view(torch.float32)
+    codes = packed[..., :-_SCALE].contiguous()
     if kind == "int4":
         numbers = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).to(torch.int8) - 8
     else:
