@@ -5,6 +5,7 @@ Whatever a page states as `N <noun>` for a noun below is counted in the pyprojec
 
 from __future__ import annotations
 
+import importlib
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -172,3 +173,25 @@ def test_features_that_exist_are_not_called_missing(page: str) -> None:
     section = text.partition("## Not supported yet")[2].partition("\n## ")[0]
     named = {flag.partition(".")[0] for flag in re.findall(r"`(--[\w.-]+)`", section)}
     assert named & flags() == set()
+
+
+def test_the_table_of_media_has_the_kinds_of_the_families() -> None:
+    rows = re.findall(
+        r"^\| `(modulm-[\w-]+)` \| [^|]+ \|([^|]*)\|([^|]*)\|([^|]*)\|$",
+        (DOCS / "media.md").read_text(encoding="utf-8"), re.M,
+    )  # fmt: skip
+    columns = ("image", "video", "audio")
+    listed: dict[str, set[frozenset[str]]] = {}
+    for package, *marks in rows:
+        kinds = frozenset(
+            k for k, mark in zip(columns, marks, strict=True) if mark.strip() == "yes"
+        )
+        listed.setdefault(package, set()).add(kinds)
+    offered: dict[str, set[frozenset[str]]] = {}
+    for project in families():
+        for target in project["entry-points"].get("modulm.media_families", {}).values():
+            module, _, name = target.partition(":")
+            kinds = frozenset(getattr(importlib.import_module(module), name).kinds)
+            if kinds != {"text"}:
+                offered.setdefault(project["name"], set()).add(kinds)
+    assert listed == offered
