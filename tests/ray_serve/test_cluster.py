@@ -55,7 +55,7 @@ def processes(word: str) -> list[psutil.Process]:
     return found
 
 
-def until(holds: Callable[[], Any], seconds: float = 180.0) -> Any:
+def until(holds: Callable[[], Any], seconds: float = 600.0) -> Any:
     """What it says once that is something."""
     deadline = time.monotonic() + seconds
     while not (found := holds()):
@@ -134,7 +134,7 @@ def cluster(folder: Path, adapters: dict[str, str], logs: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=180, max_retries=0) as made:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=600, max_retries=0) as made:
         yield made
 
 
@@ -268,14 +268,14 @@ def test_replicas_come_and_go_under_load_and_nothing_is_lost(client: openai.Open
     first, second = processes("ServeReplica:app:tiny")
     enough.set()
     for thread in threads:
-        thread.join(180)
+        thread.join(600)
     assert not failed
     # One for each replica, as the router has it: one of them is on the replica that goes.
     threads = begin(listen, 2)
     until(lambda: running("tiny") == 1 or failed)
     fewer.set()
     for thread in threads:
-        thread.join(180)
+        thread.join(600)
     assert not failed
     assert len(after) == 2
     until(lambda: first.is_running() + second.is_running() == 1)

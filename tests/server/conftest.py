@@ -277,7 +277,7 @@ def start_process(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Pop
             stderr=subprocess.PIPE,
         )
         running.append(popen)
-        end = time.monotonic() + 60
+        end = time.monotonic() + 300
         while not (where.exists() and where.read_text()):
             assert popen.poll() is None, popen.communicate()
             assert time.monotonic() < end

@@ -100,7 +100,7 @@ class Setting:
 
     def handed_in(self, request: str) -> None:
         """Wait until the engine has a request, or it has ended."""
-        for _ in range(1000):
+        for _ in range(30_000):
             known = self.loop._inbox.requests or request in self.loop.scheduler._entries
             if known or request in self.seen.finished:
                 return

@@ -158,7 +158,7 @@ def test_batches_name_them(live: Live) -> None:
         made = client.batches.create(
             input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
         )
-        for _ in range(500):
+        for _ in range(30_000):
             made = client.batches.retrieve(made.id)
             if made.status == "completed":
                 break

@@ -62,7 +62,7 @@ def test_a_server_writes_a_trace(model: str, tmp_path: Path, thread: bool) -> No
     ask = {"model": "m", "prompt": "One", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
     with (
         served(model, profiler_config=given, disable_frontend_multiprocessing=thread) as live,
-        live.client(timeout=120) as http,
+        live.client(timeout=300) as http,
     ):
         plain = http.post("/v1/completions", json=ask).json()["choices"][0]["text"]
         wrong = http.post("/stop_profile")

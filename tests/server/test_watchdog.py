@@ -165,7 +165,7 @@ def test_check_interval(tokenizer: Tokenizer) -> None:
     core = core_of(tokenizer, check_interval=0.01)
     core.trouble = looked.set  # type: ignore[assignment, method-assign]
     dog = Watchdog(core, lambda _: None, lambda _: None)  # type: ignore[arg-type]
-    assert looked.wait(20)
+    assert looked.wait(300)
     dog.stop()
 
 

@@ -452,7 +452,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         )  # fmt: skip
     url = f"http://127.0.0.1:{port}"
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while True:
             with contextlib.suppress(httpx.TransportError):
                 if httpx.get(f"{url}/health").status_code == 200:
@@ -463,7 +463,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(300)
 
 
 def test_the_server_answers_openais_client(server: str) -> None:
