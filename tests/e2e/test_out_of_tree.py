@@ -36,8 +36,8 @@ def environment(
     python = place / "venv/bin/python"
     run(sys.executable, "-m", "modulm.cli.main", "plugins", "new", "models", "stranger",
         "--into", str(place))  # fmt: skip
-    libraries = [path for path in ROOT.glob("core/*/*") if path.name not in UNUSED]
-    own = [str(ROOT), *map(str, libraries)]
+    libraries = [path.parent for path in ROOT.glob("core/*/*/pyproject.toml")]
+    own = [str(ROOT), *(str(path) for path in libraries if path.name not in UNUSED)]
     own += [str(ROOT / "plugins" / name) for name in NEEDED]
     run(UV, "pip", "install", "--quiet", "--no-deps", "--offline", "--python", str(python),
         *own, str(place / "modulm-stranger"))  # fmt: skip
