@@ -40,6 +40,11 @@ ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DISABLE_DOCKER_CPU_WARNING": "1",
+    # A node that begins on a busy machine takes longer than Ray waits by itself.
+    "RAY_gcs_server_request_timeout_seconds": f"{PATIENCE}",
+    "RAY_py_gcs_connect_timeout_s": f"{PATIENCE}",
+    "RAY_raylet_start_wait_time_s": f"{PATIENCE}",
+    "RAY_worker_register_timeout_seconds": f"{PATIENCE}",
 }
 #: Does what it reads: start an engine, ask it, end it; says what came of it.
 DRIVER = """
