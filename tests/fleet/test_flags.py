@@ -7,7 +7,7 @@ import pytest
 from modulm import LLM
 from modulm.config import EngineConfig
 from modulm.config.binding import share_of
-from modulm.config.schema.flags import flags_of
+from modulm.contracts.flags import flags_of
 from modulm.errors import ConfigError
 from modulm_fleet.flags import FleetConfig
 from modulm_fleet.placement import placement

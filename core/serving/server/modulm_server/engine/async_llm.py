@@ -49,7 +49,7 @@ from modulm_server.engine.watchdog import Watchdog
 from modulm_server.flags import WatchdogConfig
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
     from modulm_frontend.beam_search import BeamSearchParams
     from modulm_server.engine.adapters import Adapter
     from modulm_server.engine.spawn import EngineProcess
