@@ -13,7 +13,7 @@ import pytest
 
 from modulm import LLM, SamplingParams
 from modulm.config.schema.catalog import catalog
-from modulm.config.schema.flags import Flag, Kind
+from modulm.contracts.flags import Flag, Kind
 from modulm.errors import ConfigError
 from modulm_frontend.keywords import LLMFlags
 

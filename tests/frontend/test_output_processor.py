@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from modulm.contracts.executor import RowLogprobs
 from modulm.contracts.requests import Finish, Start, StepEvents
 from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
+from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import EngineDead, RequestError
 from modulm.testing.checkpoints import make_tokenizer
-from modulm.text.tokenizer import Tokenizer, load_tokenizer
+from modulm.text.tokenizer import load_tokenizer
 from modulm_frontend.output_processor import OutputProcessor, RequestState
 
 _TOKENIZERS: dict[str, Tokenizer] = {}

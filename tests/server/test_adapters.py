@@ -14,8 +14,8 @@ import pytest
 from tests.server.conftest import ServerMaker
 
 from modulm.config import EngineConfig
+from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import CheckpointError, ConfigError
-from modulm.text.tokenizer import Tokenizer
 from modulm_adapters.places import LoRAModule, inside, read_modules
 from modulm_server.app import create_app
 from modulm_server.engine.adapters import Adapter

@@ -16,8 +16,8 @@ from tests.server.browser import BROWSER, Browser
 
 from modulm.config import EngineConfig
 from modulm.contracts.sampling import SamplingParams
+from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import ConfigError
-from modulm.text.tokenizer import Tokenizer
 from modulm_server.scripted import Reply, ScriptedEngine, scripted_info
 from modulm_server.testing import Live, serve_in_thread
 

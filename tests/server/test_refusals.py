@@ -10,8 +10,8 @@ import pytest
 from attrs import evolve
 
 from modulm.config import EngineConfig
+from modulm.contracts.tokenizer import Tokenizer
 from modulm.plugins import manager
-from modulm.text.tokenizer import Tokenizer
 from modulm_frontend.input_processor import InputProcessor
 from modulm_server.errors import ApiError
 from modulm_server.flags import ServerConfig

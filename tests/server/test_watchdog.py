@@ -14,8 +14,8 @@ from attrs import define, field
 from modulm.config import EngineConfig
 from modulm.contracts.engine_info import EngineInfo
 from modulm.contracts.sampling import SamplingParams
+from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import EngineDead, EngineStalled
-from modulm.text.tokenizer import Tokenizer
 from modulm_server.engine import async_llm
 from modulm_server.engine.async_llm import AsyncLLM
 from modulm_server.engine.heartbeat import interval_of, stacks_file

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import Module, ModuleList
 
 from modulm.contracts.model import Batch, CacheSpec, Model
+from modulm.contracts.weight_names import WeightNames
 from modulm.errors import UnsupportedError
 from modulm.nn.embedding import Embedding
-from modulm.nn.names import WeightNames
 from modulm_layers.attention import Attention
 from modulm_layers.config import DecoderConfig
 from modulm_layers.mlp import GatedMLP

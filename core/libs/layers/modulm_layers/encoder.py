@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from modulm.contracts.model import Batch, CacheSpec, Model
-from modulm.nn.names import WeightNames
+from modulm.contracts.weight_names import WeightNames
 from modulm_layers.attention import AttentionNames
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from modulm.nn.names import Change
+    from modulm.contracts.weight_names import Change
 
 __all__ = ["split_heads", "transpose"]
 

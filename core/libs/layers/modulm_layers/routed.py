@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from attrs import frozen
 
 from modulm.contracts.model import MtpLayer
-from modulm.nn.names import WeightNames
+from modulm.contracts.weight_names import WeightNames
 from modulm_layers.config import DecoderConfig, size
 from modulm_layers.mlp import GatedMLP
 from modulm_layers.moe import ExpertNames, MoE, Routing

@@ -33,7 +33,7 @@ from modulm.loading.cache_groups import CacheGroup, extended
 from modulm.parallel import Mesh
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
     from modulm.contracts.connector import KVMover
     from modulm.contracts.drafter import Drafter
     from modulm.contracts.kernels import Forward

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from modulm.config import EngineConfig
     from modulm.contracts.adapter import AdapterBank
+    from modulm.contracts.config import EngineConfig
     from modulm.contracts.connector import KVConnector, KVMover
     from modulm.contracts.drafter import Drafter
     from modulm.contracts.executor import Capacity, Plan

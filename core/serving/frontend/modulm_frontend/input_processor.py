@@ -42,8 +42,8 @@ from modulm_media.flags import MediaConfig
 from modulm_media.requested import io_options
 
 if TYPE_CHECKING:
+    from modulm.contracts.tokenizer import Tokenizer
     from modulm.plugins.manager import PluginManager
-    from modulm.text.tokenizer import Tokenizer
     from modulm_media.messages import MediaSource
     from modulm_media.opener import MediaOpener
 

@@ -46,8 +46,8 @@ from modulm_frontend.profile import StepProfile
 from modulm_frontend.thoughts import ThoughtReader
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
-    from modulm.text.tokenizer import Tokenizer
+    from modulm.contracts.config import EngineConfig
+    from modulm.contracts.tokenizer import Tokenizer
     from modulm_frontend.keywords import LLMFlags
 
 __all__ = ["LLM"]

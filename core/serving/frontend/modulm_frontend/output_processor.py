@@ -36,7 +36,7 @@ from modulm.text.stops import StopScanner
 from modulm_frontend.origin import request_origin
 
 if TYPE_CHECKING:
-    from modulm.text.tokenizer import Tokenizer
+    from modulm.contracts.tokenizer import Tokenizer
 
 __all__ = ["Choice", "OutputProcessor", "RequestState", "position"]
 

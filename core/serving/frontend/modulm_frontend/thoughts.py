@@ -12,10 +12,10 @@ from modulm.plugins import manager
 from modulm.plugins.moved import public_name
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
     from modulm.contracts.outputs import RequestOutput
     from modulm.contracts.sampling import SamplingParams
-    from modulm.text.tokenizer import Tokenizer
+    from modulm.contracts.tokenizer import Tokenizer
 
 __all__ = ["ThoughtReader"]
 

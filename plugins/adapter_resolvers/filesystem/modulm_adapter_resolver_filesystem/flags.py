@@ -1,6 +1,6 @@
 """The flag of the filesystem resolver."""
 
-from modulm.config.schema.flags import FlagGroup, flag, flag_group
+from modulm.contracts.flags import FlagGroup, flag, flag_group
 
 __all__ = ["AdapterFolderConfig"]
 

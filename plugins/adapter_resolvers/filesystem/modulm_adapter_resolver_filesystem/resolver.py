@@ -14,7 +14,7 @@ from modulm_adapters.places import inside
 from modulm_adapters.resolver import AdapterResolver
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
 
 __all__ = ["FilesystemResolver"]
 

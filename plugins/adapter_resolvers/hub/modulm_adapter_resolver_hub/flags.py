@@ -1,6 +1,6 @@
 """The flag of the hub resolver."""
 
-from modulm.config.schema.flags import FlagGroup, flag, flag_group
+from modulm.contracts.flags import FlagGroup, flag, flag_group
 from modulm.errors import ConfigError
 
 __all__ = ["AdapterHubConfig"]

@@ -13,8 +13,8 @@ import xgrammar
 
 from modulm.contracts.grammar import Grammar, GrammarBackend, Matcher
 from modulm.contracts.sampling import StructuredOutputs
+from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import RequestError
-from modulm.text.tokenizer import Tokenizer
 from modulm_grammar_xgrammar.schema import unsupported
 
 __all__ = ["XGrammar"]

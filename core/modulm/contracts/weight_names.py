@@ -11,7 +11,9 @@ from attrs import field, frozen
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Change", "Rewrite", "WeightNames"]
+__all__ = ["API", "Change", "Rewrite", "WeightNames"]
+
+API = 1
 
 #: (name, tensor) -> what it stands for; must also work on tensors of the meta device.
 Change = Callable[[str, "Tensor"], Iterable[tuple[str, "Tensor"]]]

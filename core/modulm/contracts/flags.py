@@ -23,6 +23,7 @@ from modulm.errors import ConfigError
 from modulm.structure import parse_int, structure_written
 
 __all__ = [
+    "API",
     "WORKS",
     "Flag",
     "FlagGroup",
@@ -38,6 +39,8 @@ __all__ = [
     "read_mapping",
     "suggest",
 ]
+
+API = 1
 
 _KEY = "modulm.flag"
 
