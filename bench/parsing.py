@@ -16,9 +16,10 @@ import time
 from pathlib import Path
 
 from modulm.contracts.parser import ParseContext
+from modulm.contracts.tokenizer import Tokenizer
 from modulm.plugins import manager
 from modulm.testing.checkpoints import make_tokenizer
-from modulm.text.tokenizer import Tokenizer, load_tokenizer
+from modulm.text.tokenizer import load_tokenizer
 from modulm_parsing import message_parser
 from modulm_parsing.examples import TOOLS, WEATHER
 

@@ -18,9 +18,10 @@ from typing import Any
 
 from modulm import SamplingParams
 from modulm.config import EngineConfig
+from modulm.contracts.tokenizer import Tokenizer
 from modulm.plugins import manager
 from modulm.testing.checkpoints import make_tokenizer
-from modulm.text.tokenizer import Tokenizer, load_tokenizer
+from modulm.text.tokenizer import load_tokenizer
 from modulm_frontend.input_processor import InputProcessor
 from modulm_server.app import create_app
 from modulm_server.scripted import Reply, ScriptedEngine, scripted_info

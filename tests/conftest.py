@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -28,6 +29,10 @@ sys.dont_write_bytecode = False
 # which libraries do by themselves.
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd", "/dev/dri")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Servers of tests take the time that a busy machine needs: an answer is waited for, not 5 seconds.
+# All of httpx's functions and clients share this object.
+DEFAULT_TIMEOUT_CONFIG.read = DEFAULT_TIMEOUT_CONFIG.connect = 300
 
 FUZZ = None if "CI" in os.environ else os.environ.get("MODULM_FUZZ")
 # How long an example takes says how busy the machine is.

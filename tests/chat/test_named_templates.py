@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import ConfigError, RequestError
 from modulm.plugins import manager
 from modulm.testing.checkpoints import make_tokenizer
-from modulm.text.tokenizer import Tokenizer, load_tokenizer
+from modulm.text.tokenizer import load_tokenizer
 from modulm_chat.conversation import content_format, load_template, render
 from modulm_chat.named import ChatTemplate, named_template, template_name
 from modulm_parsing import parse

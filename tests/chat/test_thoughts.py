@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import RequestError
 from modulm.testing.checkpoints import make_tokenizer
-from modulm.text.tokenizer import Tokenizer, load_tokenizer
+from modulm.text.tokenizer import load_tokenizer
 from modulm_chat import render
 
 

@@ -59,7 +59,7 @@ def test_every_documented_flag_is_an_option_or_known(words: str) -> None:
     missing = [flag for name, flag in LISTED if name == words and flag not in known]
     if takes_known:
         missing = [flag for flag in missing if known_flag(flag) is None]
-    # Replicas are for servers: commands that make an engine of their own have none of their flags.
+    # Only servers run replicas: commands that make an engine of their own have none of their flags.
     names = {f"--{field.name.replace('_', '-')}" for field in attrs.fields(FleetConfig)}
     replicas = {flag for flag, option in options("serve").items() if names & {*option.opts}}
     assert not set(missing) - replicas

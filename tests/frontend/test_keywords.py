@@ -13,7 +13,7 @@ import pytest
 
 from modulm import LLM, SamplingParams
 from modulm.config.schema.catalog import catalog
-from modulm.config.schema.flags import Flag, Kind
+from modulm.contracts.flags import Flag, Kind
 from modulm.errors import ConfigError
 from modulm_frontend.keywords import LLMFlags
 
@@ -57,8 +57,8 @@ def spelt(kind: Any) -> str:
 def typed(spec: Flag) -> str:
     """The annotation of a flag: its choices, its type, or text where text is parsed."""
     if spec.choices and spec.kind is None and spec.kinds == (str,):
-        words = ", ".join(f'"{word}"' for word in spec.choices)
-        return f"Literal[{words}]" + (" | None" if spec.optional else "")
+        choices = ", ".join(f'"{word}"' for word in spec.choices)
+        return f"Literal[{choices}]" + (" | None" if spec.optional else "")
     parts = dict.fromkeys(spelt(spec.type).split(" | "))
     if "Any" in parts:
         return "Any"

@@ -37,8 +37,8 @@ def numbers(tokens: int = 6, hidden: int = 8) -> torch.Tensor:
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_tensor_is_a_prompt(kind: torch.dtype) -> None:
     tensor = numbers().to(kind)
-    for given in (tensor, tensor[None], tensor.clone().requires_grad_()):
-        request = process({"prompt_embeds": given, "cache_salt": "s"})
+    for embeds in (tensor, tensor[None], tensor.clone().requires_grad_()):
+        request = process({"prompt_embeds": embeds, "cache_salt": "s"})
         assert request.prompt.tolist() == [0] * 6
         assert request.salt == "s"
         (item,) = request.media

@@ -41,11 +41,11 @@ def test_thoughts_are_beside_the_text(demo: LLM) -> None:
 def test_generate_asks_in_the_models_own_template(tmp_path: Path) -> None:
     """Without it the embedded model answered with an empty line, three times of three."""
     run = CliRunner().invoke
-    words = ["generate", "--no-progress", "--temperature", "0", "--num-gpu-blocks-override", "64"]
-    done = run(cli, [*words, "What is the capital of France?"])
+    command = ["generate", "--no-progress", "--temperature", "0", "--num-gpu-blocks-override", "64"]
+    done = run(cli, [*command, "What is the capital of France?"])
     assert done.output.splitlines()[-1] == "The capital of France is Paris."
-    plain = run(cli, [*words, "--no-chat", "--max-tokens", "4", "The capital of France is"])
+    plain = run(cli, [*command, "--no-chat", "--max-tokens", "4", "The capital of France is"])
     assert "Paris" in plain.output or plain.output.strip() == ""
-    refused = run(cli, [*words, "--no-chat", "--system-prompt", "Be brief.", "Hello"])
+    refused = run(cli, [*command, "--no-chat", "--system-prompt", "Be brief.", "Hello"])
     assert refused.exit_code == 2
     assert "--no-chat" in refused.output

@@ -230,7 +230,7 @@ def test_what_servers_do(port, path, words):
     refused(
         f"http://ok.test:{port}/{path}",
         words,
-        image_fetch_timeout=0.3,
+        image_fetch_timeout=0.3 if path == "slow" else 300,
         max_media_download_size_mb=1,
     )
 

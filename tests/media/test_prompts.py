@@ -102,7 +102,7 @@ def test_keywords_for_the_processor_change_what_is_made(llm, pictures):
         ({"prompt": TEXT, "multi_modal_data": {"audio": [0.5] * 9}}, "audio", "takes no audio"),
         ({"prompt": "<image>" * 3, "multi_modal_data": {"image": [1, 2, 3]}}, "image", "at most 2"),
         ({"prompt": TEXT, "mm_processor_kwargs": {"size": "x"}}, "multi_modal_data", "processor"),
-        ({"prompt": TEXT, "mm_processor_kwargs": 7}, "mm_processor_kwargs", "a table"),
+        ({"prompt": TEXT, "mm_processor_kwargs": 7}, "mm_processor_kwargs", "a mapping"),
         ({"prompt": TEXT, "multi_modal_data": {"image": "/no/such"}}, "multi_modal_data", "such"),
     ],
 )

@@ -18,7 +18,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CONTRACTS = ROOT / "core/modulm/contracts"
 RECORD = Path(__file__).with_name("contracts.json")
-PATHS = {path.stem: path for path in CONTRACTS.glob("*.py") if path.stem != "__init__"}
+PATHS = {
+    ".".join(path.relative_to(CONTRACTS).with_suffix("").parts): path
+    for path in CONTRACTS.rglob("*.py")
+    if path.stem != "__init__"
+}
 PATHS["engine"] = ROOT / "core/serving/server/modulm_server/engine/client.py"
 PATHS["route"] = ROOT / "core/serving/server/modulm_server/route.py"
 MODULES = sorted(PATHS)
@@ -54,13 +58,23 @@ def signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     return f"{decorators}{node.name}({ast.unparse(node.args)}) -> {returns}"
 
 
-def state(module: str) -> dict[str, str | int]:
-    tree = ast.parse(PATHS[module].read_text())
-    version = next(
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "API"
+def api(tree: ast.Module) -> int | None:
+    """The version that a module states; one of a folder of modules stands in its `__init__`."""
+    return next(
+        (
+            ast.literal_eval(node.value)
+            for node in tree.body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "API"
+        ),
+        None,
     )
+
+
+def state(module: str) -> dict[str, str | int]:
+    path = PATHS[module]
+    tree = ast.parse(path.read_text())
+    version = api(tree) or api(ast.parse(path.with_name("__init__.py").read_text()))
+    assert version, f"{path.name} states no API"
     text = "\n".join(signatures(tree))
     return {"api": version, "hash": hashlib.sha256(text.encode()).hexdigest()[:16]}
 

@@ -6,6 +6,7 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ LAYERS = (
     ("contracts",),
     ("plugins",),
     ("config",),
+    ("wire",),
     ("ops", "parallel"),
     ("nn", "text", "loading"),
     ("engine",),
@@ -34,7 +36,6 @@ LAYERS = (
 )
 #: The rooms of modulm.engine in the order of the flow, and the modules on top of them.
 ROOMS = (
-    ("types",),
     ("kv_cache",),
     ("scheduling",),
     ("sampling",),
@@ -49,7 +50,7 @@ NEEDS: dict[str, set[str]] = {
     "modulm_chat": {"modulm"},
     "modulm_cli": {"modulm"},
     "modulm_distributed": {"modulm"},
-    "modulm_fleet": {"modulm"},
+    "modulm_fleet": {"modulm", "modulm_distributed"},
     "modulm_frontend": {"modulm", "modulm_media"},
     "modulm_gpu": {"modulm"},
     "modulm_layers": {"modulm"},
@@ -67,6 +68,7 @@ NEEDS: dict[str, set[str]] = {
         "modulm",
         "modulm_chat",
         "modulm_cli",
+        "modulm_distributed",
         "modulm_fleet",
         "modulm_frontend",
         "modulm_media",
@@ -85,7 +87,7 @@ SERVER = (
      "request_guard", "request_log", "sampling", "sse", "stats_log", "template_sandbox",
      "text_work"),
     ("generation",),
-    ("chat_turn", "held_calls", "route"),
+    ("chat_turn", "forced_calls", "route"),
     ("protocol",),
     ("app",),
     ("api_workers", "headless", "serve"),
@@ -129,38 +131,27 @@ MODULES = modules()
 LAYERED = [name for name in MODULES if "." in name and not name.startswith(OUTSIDE)]
 
 
-def imports(path: Path, types: bool = True) -> Iterator[str]:
-    """The modules that a file imports at whatever place, with or without those for types only.
+@cache
+def imports(path: Path) -> tuple[str, ...]:
+    """The modules that a file imports anywhere, those for types included.
 
     `from package import module` is the module.
     """
-    tree = ast.parse(path.read_text())
-    blocks = (node for node in ast.walk(tree) if isinstance(node, ast.If))
-    guarded = {
-        child
-        for block in blocks
-        if ast.unparse(block.test) == "TYPE_CHECKING"
-        for statement in block.body
-        for child in ast.walk(statement)
-    }
-    for node in ast.walk(tree):
-        if not types and node in guarded:
-            continue
+    found: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 module = f"{node.module}.{alias.name}"
-                yield module if module in MODULES else node.module or ""
+                found.append(module if module in MODULES else node.module or "")
+    return tuple(found)
 
 
 @pytest.mark.parametrize("name", LAYERED)
 def test_imports_go_down(name: str) -> None:
-    """Through the layers, the rooms of the engine and the modules of the server.
-
-    Contracts may name the types of what implements them.
-    """
-    for imported in imports(MODULES[name], types=not name.startswith("modulm.contracts.")):
+    """Through the layers, the rooms of the engine and the modules of the server; types too."""
+    for imported in imports(MODULES[name]):
         if (
             imported not in MODULES
             or (name, imported) in EXCEPTIONS
@@ -250,7 +241,7 @@ def folders(kind: str) -> Iterator[Path]:
 #: Start of a module's name -> names it may mention: words that users or checkpoints bring.
 MENTIONS: dict[str, set[str]] = {
     # vLLM's names of flags and their values
-    "modulm.config.schema": {"cuda", "mamba", "cohere", "mistral", "fp8"},
+    "modulm.contracts.config": {"cuda", "mamba", "cohere", "mistral", "fp8"},
     "modulm.engine.kv_cache.sizing": {"mamba"},
     "modulm.loading.model": {"mamba", "fp8"},
 }

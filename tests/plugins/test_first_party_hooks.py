@@ -71,7 +71,7 @@ def test_processors_where_nothing_faster_is() -> None:
     assert modulm_choose_platform({"cpu": cpu, "cuda": some}) is None
     assert modulm_choose_platform({"cuda": none}) is None
     choice = modulm_choose_platform({"cpu": cpu, "cuda": none})
-    assert choice == Choice("cpu", "nothing faster is here: cuda: no GPU")
+    assert choice == Choice("cpu", "no faster platform: cuda: no GPU")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here the GPU is taken")

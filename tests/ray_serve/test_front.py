@@ -11,9 +11,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from modulm.config import EngineConfig
+from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import EngineDead
 from modulm.testing.checkpoints import make_tokenizer
-from modulm.text.tokenizer import Tokenizer, load_tokenizer
+from modulm.text.tokenizer import load_tokenizer
 from modulm_ray_serve.affinity import Route
 from modulm_ray_serve.ingress import Front, Served
 from modulm_ray_serve.replica import Call, ModelReplica, _Answer

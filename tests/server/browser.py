@@ -98,7 +98,7 @@ class Browser:
                     return found
             self.events.append(self._message())
 
-    def _message(self, seconds: float = 60) -> dict[str, Any]:
+    def _message(self, seconds: float = 300) -> dict[str, Any]:
         while b"\0" not in self._rest:
             ready, _, _ = select.select([self._read], [], [], seconds)
             assert ready, "the browser says nothing"
@@ -116,7 +116,7 @@ class Browser:
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
-    def wait(self, script: str, seconds: float = 30) -> None:
+    def wait(self, script: str, seconds: float = 300) -> None:
         """Until the script is true."""
         end = time.monotonic() + seconds
         while not self.run(script):

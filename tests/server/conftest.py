@@ -20,9 +20,10 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modulm.config import EngineConfig
+from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import QueueFull
 from modulm.testing.checkpoints import make_tokenizer
-from modulm.text.tokenizer import Tokenizer, load_tokenizer
+from modulm.text.tokenizer import load_tokenizer
 from modulm_server.app import Served
 from modulm_server.scripted import Reply, ScriptedEngine, scripted_info
 from modulm_server.testing import Live, serve_in_thread
@@ -277,7 +278,7 @@ def start_process(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Pop
             stderr=subprocess.PIPE,
         )
         running.append(popen)
-        end = time.monotonic() + 60
+        end = time.monotonic() + 300
         while not (where.exists() and where.read_text()):
             assert popen.poll() is None, popen.communicate()
             assert time.monotonic() < end

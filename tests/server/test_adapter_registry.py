@@ -95,7 +95,7 @@ class Setting:
 
     def load(self, name: str, text: str = "good", replace: bool = False, **config: Any) -> None:
         adapter = Adapter(name, str(self.write(name, text, **config)))
-        self.registry.load(adapter, replace).result(10)
+        self.registry.load(adapter, replace).result(300)
 
     def ask(self, name: str, adapter: str | None, prompt: Any = (9,), tokens: int = 4) -> None:
         params = SamplingParams(temperature=0, max_tokens=tokens)
@@ -103,7 +103,7 @@ class Setting:
 
     def handed_in(self, request: str) -> None:
         """Wait until the engine has a request, or it has ended."""
-        for _ in range(1000):
+        for _ in range(30_000):
             known = self.loop._inbox.requests or request in self.loop.scheduler._entries
             if known or request in self.seen.finished:
                 return
@@ -157,7 +157,7 @@ def test_reading_one_takes_no_step_from_anybody(setting: Setting) -> None:
     assert not loading.done()
     assert "waiting" not in tokens
     gate.set()
-    loading.result(10)
+    loading.result(300)
     gate_of_old.set()
     setting.handed_in("waiting")
     setting.answer("late", "new")
@@ -170,7 +170,7 @@ def test_what_is_unloaded_while_in_use_is_kept_until_the_last_one_ends(setting: 
         setting.ask(name, "a", tokens=10 if name == "one" else 20)
         setting.handed_in(name)
         setting.loop.tick()
-    setting.registry.unload("a").result(10)
+    setting.registry.unload("a").result(300)
     with pytest.raises(NotFound, match="'a'"):
         setting.ask("three", "a")
     setting.settled()
@@ -186,7 +186,7 @@ def test_what_is_unloaded_while_in_use_is_kept_until_the_last_one_ends(setting: 
     assert {end.reason for end in setting.seen.finished.values()} == {"length"}
     assert setting.listed == [("a",), ()]
     with pytest.raises(NotFound, match="'a'"):
-        setting.registry.unload("a").result(10)
+        setting.registry.unload("a").result(300)
     check_empty(setting.loop)
 
 
@@ -226,12 +226,12 @@ def test_requests_keep_what_they_came_with(setting: Setting) -> None:
 
 def test_files_that_did_not_change_are_the_same_version(setting: Setting) -> None:
     adapter = Adapter("a", str(setting.write("a")))
-    setting.registry.load(adapter).result(10)
+    setting.registry.load(adapter).result(300)
     setting.answer("one", "a", [9] * 9)
-    setting.registry.load(adapter, replace=True).result(10)
+    setting.registry.load(adapter, replace=True).result(300)
     setting.answer("two", "a", [9] * 9)
-    setting.registry.unload("a").result(10)
-    setting.registry.load(adapter).result(10)
+    setting.registry.unload("a").result(300)
+    setting.registry.load(adapter).result(300)
     setting.answer("three", "a", [9] * 9)
     assert setting.seen.cached == {"one": 0, "two": 8, "three": 8}
     setting.settled()
@@ -249,10 +249,10 @@ def test_a_bad_one_is_named_with_its_reason_and_hurts_nobody(setting: Setting, w
     with pytest.raises(
         RequestError, match=rf"adapter 'rotten' cannot be loaded: .*{why}"
     ) as caught:
-        setting.registry.load(Adapter("rotten", path)).result(10)
+        setting.registry.load(Adapter("rotten", path)).result(300)
     assert caught.value.param == "lora_path"
     with pytest.raises(RequestError, match="'good' cannot be loaded"):
-        setting.registry.load(Adapter("good", path), replace=True).result(10)
+        setting.registry.load(Adapter("good", path), replace=True).result(300)
     setting.answer("one", "good")
     assert setting.seen.finished["one"].reason == "length"
     assert [adapter.name for adapter in setting.registry.adapters] == ["good"]
@@ -286,14 +286,14 @@ def test_names_that_are_taken(setting: Setting) -> None:
     first: Future[None] = setting.registry.load(slow)
     for name, why in (("a", "loaded already"), ("M", "the model itself"), ("slow", "being loaded")):
         with pytest.raises(RequestError, match=why):
-            setting.registry.load(Adapter(name, str(setting.folder / "a"))).result(10)
+            setting.registry.load(Adapter(name, str(setting.folder / "a"))).result(300)
     assert setting.registry.load(slow) is first, "who asks for the same waits for the same"
     gate.set()
-    first.result(10)
+    first.result(300)
     assert setting.executor.reads.count(next(k for k in setting.executor.held if "slow" in k)) == 1
     setting.slots = 0
     with pytest.raises(UnsupportedError, match="--enable-lora"):
-        setting.registry.load(Adapter("more", "x")).result(10)
+        setting.registry.load(Adapter("more", "x")).result(300)
 
 
 def test_aborted_while_it_waits_for_its_adapter(setting: Setting) -> None:

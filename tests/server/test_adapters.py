@@ -14,8 +14,8 @@ import pytest
 from tests.server.conftest import ServerMaker
 
 from modulm.config import EngineConfig
+from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import CheckpointError, ConfigError
-from modulm.text.tokenizer import Tokenizer
 from modulm_adapters.places import LoRAModule, inside, read_modules
 from modulm_server.app import create_app
 from modulm_server.engine.adapters import Adapter
@@ -158,7 +158,7 @@ def test_batches_name_them(live: Live) -> None:
         made = client.batches.create(
             input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
         )
-        for _ in range(500):
+        for _ in range(30_000):
             made = client.batches.retrieve(made.id)
             if made.status == "completed":
                 break

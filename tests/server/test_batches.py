@@ -33,7 +33,7 @@ def line(name: Any, **fields: Any) -> bytes:
 
 
 def finished(client: openai.OpenAI, identity: str) -> Any:
-    for _ in range(500):
+    for _ in range(30_000):
         batch = client.batches.retrieve(identity)
         if batch.status in ("completed", "failed", "cancelled"):
             return batch
@@ -100,7 +100,7 @@ def test_a_batch_can_be_cancelled(client: openai.OpenAI, live: Live) -> None:
     )
     batch = client.batches.create(input_file_id=source.id, endpoint=CHAT, completion_window="24h")
     assert client.batches.cancel(batch.id).status == "cancelled"
-    for _ in range(200):
+    for _ in range(30_000):
         if not live.engine.active:
             break
         time.sleep(0.01)

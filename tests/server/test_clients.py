@@ -76,7 +76,7 @@ def request(path: str, body: dict[str, Any], version: str = "1.1") -> bytes:
 
 def connect(live: Live) -> socket.socket:
     where = urlsplit(live.url)
-    return socket.create_connection((where.hostname, where.port), timeout=20)
+    return socket.create_connection((where.hostname, where.port), timeout=300)
 
 
 def everything_read(sock: socket.socket) -> bytes:
@@ -86,7 +86,7 @@ def everything_read(sock: socket.socket) -> bytes:
     return received
 
 
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 300.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not become true"

@@ -74,7 +74,7 @@ print(before, held())
 
 def printed(script: str, *arguments: str) -> list[int]:
     command = [sys.executable, "-c", script, *arguments]
-    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     return [int(word) for word in found.stdout.split()]
 
 

@@ -298,7 +298,7 @@ def test_a_gap_is_filled(tmp_path: Path, repository: bool) -> None:
 
 
 def test_grammars_hold(real: Live) -> None:
-    with real.client(timeout=120) as http:
+    with real.client(timeout=300) as http:
         answer = http.post("/completion", json={"prompt": "Is it fine?", "n_predict": 8,
                                                 "grammar": 'root ::= "yes" | "no"'})  # fmt: skip
         assert answer.json()["content"] in ("yes", "no")
@@ -315,7 +315,7 @@ def test_grammars_hold(real: Live) -> None:
 def test_probabilities_are_the_models(real: Live, stream: bool) -> None:
     body = {"prompt": "The capital of France is", "n_predict": 3, "n_probs": 4, "temperature": 0,
             "stream": stream, "ignore_eos": True}  # fmt: skip
-    with real.client(timeout=120) as http:
+    with real.client(timeout=300) as http:
         answer = http.post("/completion", json=body)
         if stream:
             lines = [json.loads(x.removeprefix("data: ")) for x in answer.text.split("\n\n") if x]
@@ -336,7 +336,7 @@ def test_probabilities_are_the_models(real: Live, stream: bool) -> None:
 def test_penalties_change_what_is_said(real: Live) -> None:
     body = {"prompt": "ha ha ha ha ha ha ha ha ha", "n_predict": 24, "temperature": 0,
             "return_tokens": True, "ignore_eos": True}  # fmt: skip
-    with real.client(timeout=120) as http:
+    with real.client(timeout=300) as http:
         plain = http.post("/completion", json=body).json()["tokens"]
         held = http.post("/completion", json={**body, "repeat_penalty": 5.0,
                                               "repeat_last_n": 4}).json()["tokens"]  # fmt: skip
@@ -348,7 +348,7 @@ def test_penalties_change_what_is_said(real: Live) -> None:
 
 def test_figures_of_the_prompt_cache(real: Live) -> None:
     body = {"prompt": "One two three four five six seven eight nine ten " * 8, "n_predict": 2}
-    with real.client(timeout=120) as http:
+    with real.client(timeout=300) as http:
         http.post("/completion", json=body)
         again = http.post("/completion", json=body).json()["timings"]
         apart = http.post("/completion", json={**body, "cache_prompt": False}).json()["timings"]

@@ -8,10 +8,10 @@ import logging
 import httpx
 import pytest
 
+from modulm.contracts.decision import Decision
 from modulm.contracts.executor import ModelDescription
 from modulm.contracts.requests import StepStats
-from modulm.plugins.explain import Decision
-from modulm.text.tokenizer import Tokenizer
+from modulm.contracts.tokenizer import Tokenizer
 from modulm_server.engine.metrics import Metrics
 from modulm_server.flags import ServerConfig
 from modulm_server.logs import _Json, _Silent

@@ -22,7 +22,7 @@ TOOL = {
 
 @pytest.fixture(scope="module")
 def client(live: Live) -> Iterator[ollama.Client]:
-    made = ollama.Client(host=live.url, timeout=20)
+    made = ollama.Client(host=live.url, timeout=300)
     yield made
     made._client.close()
 

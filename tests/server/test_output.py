@@ -41,7 +41,7 @@ def pipe() -> Iterator[Pipe]:
     os.close(writer)
 
 
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 300.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not become true"
@@ -93,22 +93,22 @@ def test_what_a_child_prints_is_forwarded(pipe: Pipe, monkeypatch: pytest.Monkey
         stdout=subprocess.PIPE,
     )
     assert child.stdout is not None
-    forward(child.stdout).join(20)
-    assert child.wait(20) == 0
+    forward(child.stdout).join(300)
+    assert child.wait(300) == 0
     assert outlet.dropped > 0
 
 
 def test_f62_a_server_whose_output_nobody_reads(start_process: ProcessMaker) -> None:
     """Every request logs its prompt and a line of access: far more than a pipe holds."""
     popen, url = start_process("enable_log_requests=True", announced="print('ready', flush=True)")
-    with httpx.Client(base_url=url, timeout=20) as client:
+    with httpx.Client(base_url=url, timeout=300) as client:
         body = {"prompt": "spoken at length " * 300, "truncate_prompt_tokens": 10}
         for _ in range(60):
             assert client.post("/v1/completions", json=body).status_code == 200
         assert client.get("/health").status_code == 200
         assert b"modulm:log_lines_dropped_total 0.0" in client.get("/metrics").content
     popen.terminate()
-    out, log = popen.communicate(timeout=30)
+    out, log = popen.communicate(timeout=300)
     assert popen.returncode == 0
     assert out == b"ready\n"
     assert log.count(b"POST /v1/completions") == log.count(b": spoken at length") == 60
@@ -131,7 +131,7 @@ print("through")
     )
     assert popen.stdout is not None
     assert popen.stdout.read() == b"through\n"
-    assert popen.wait(20) == 0
+    assert popen.wait(300) == 0
     popen.communicate()
 
 

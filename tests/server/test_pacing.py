@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from modulm.config import EngineConfig
-from modulm.text.tokenizer import Tokenizer
+from modulm.contracts.tokenizer import Tokenizer
 from modulm_route_openai.answers import paced
 from modulm_server.app import create_app
 from modulm_server.flags import ServerConfig

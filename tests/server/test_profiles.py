@@ -62,7 +62,7 @@ def test_a_server_writes_a_trace(model: str, tmp_path: Path, thread: bool) -> No
     ask = {"model": "m", "prompt": "One", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
     with (
         served(model, profiler_config=given, disable_frontend_multiprocessing=thread) as live,
-        live.client(timeout=120) as http,
+        live.client(timeout=300) as http,
     ):
         plain = http.post("/v1/completions", json=ask).json()["choices"][0]["text"]
         wrong = http.post("/stop_profile")
@@ -105,7 +105,7 @@ def test_without_the_flag(model: str, tmp_path: Path) -> None:
     given = {"profiler": "torch", "torch_profiler_dir": str(tmp_path / "file" / "below")}
     with (
         modulm.LLM(model, profiler_config=given, **SMALL) as llm,
-        pytest.raises(RequestError, match="cannot be made"),
+        pytest.raises(RequestError, match="cannot be created"),
     ):
         llm.start_profile()
     for wrong in ({"profiler": "cuda"}, {"profiler": "torch", "steps": 5}):

@@ -42,7 +42,7 @@ def opened(live: Live, query: str = "", **options: Any) -> ClientConnection:
 def take(socket: ClientConnection, kind: str | None = None) -> dict[str, Any]:
     """The next event; of a kind: the next one of that, others are left out."""
     while True:
-        event: dict[str, Any] = json.loads(socket.recv(timeout=20))
+        event: dict[str, Any] = json.loads(socket.recv(timeout=300))
         if kind is None or event["type"] == kind:
             return event
         assert event["type"] != "error", event
@@ -238,7 +238,7 @@ def test_a_server_that_stops_closes_its_sockets(tmp_path) -> None:
             socket = stack.enter_context(opened(live))
             assert take(socket)["type"] == "session.created"
         with pytest.raises(ConnectionClosed) as caught:
-            socket.recv(timeout=10)
+            socket.recv(timeout=300)
     assert caught.value.rcvd is not None
     assert caught.value.rcvd.code in (1001, 1012)
 
@@ -251,4 +251,4 @@ def test_a_key_is_needed_where_there_are_keys(tmp_path) -> None:
         with opened(live, additional_headers=key) as socket:
             assert take(socket)["type"] == "session.created"
             with pytest.raises(ConnectionClosed):  # nothing is said for a second
-                socket.recv(timeout=10)
+                socket.recv(timeout=300)

@@ -10,8 +10,8 @@ import pytest
 from attrs import evolve
 
 from modulm.config import EngineConfig
+from modulm.contracts.tokenizer import Tokenizer
 from modulm.plugins import manager
-from modulm.text.tokenizer import Tokenizer
 from modulm_frontend.input_processor import InputProcessor
 from modulm_server.errors import ApiError
 from modulm_server.flags import ServerConfig
@@ -236,4 +236,4 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_warned_of(
         info = scripted_info(tokenizer, config=config, vocabulary=vocabulary)
         InputProcessor(info, tokenizer, manager.current())
     (said,) = [record.getMessage() for record in caplog.records if record.name == "modulm"]
-    assert f"the tokenizer has {len(tokenizer)} ids, the model {len(tokenizer) - 8}" in said
+    assert f"The tokenizer has {len(tokenizer)} ids and the model {len(tokenizer) - 8}." in said

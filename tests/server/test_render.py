@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from modulm.text.tokenizer import Tokenizer
+from modulm.contracts.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}

@@ -112,7 +112,7 @@ def test_what_is_not_stored_is_gone(client: openai.OpenAI) -> None:
 def test_in_the_background(client: openai.OpenAI) -> None:
     answer = client.responses.create(model="M", input="hi", background=True)
     assert answer.status in ("queued", "in_progress")
-    for _ in range(200):
+    for _ in range(30_000):
         answer = client.responses.retrieve(answer.id)
         if answer.status == "completed":
             break
@@ -124,7 +124,7 @@ def test_background_can_be_cancelled(client: openai.OpenAI, live: Live) -> None:
     answer = client.responses.create(model="M", input="count slowly", background=True)
     cancelled = client.responses.cancel(answer.id)
     assert cancelled.status == "cancelled"
-    for _ in range(200):
+    for _ in range(30_000):
         if not live.engine.active:
             break
         time.sleep(0.01)
@@ -290,7 +290,7 @@ def test_failures(client: openai.OpenAI) -> None:
     with pytest.raises(openai.InternalServerError):
         client.responses.create(model="M", input="fail at once")
     answer = client.responses.create(model="M", input="fail at once", background=True)
-    for _ in range(200):
+    for _ in range(30_000):
         answer = client.responses.retrieve(answer.id)
         if answer.status == "failed":
             break
@@ -470,7 +470,7 @@ def test_a_conversation_may_say_it_all(client: openai.OpenAI, live: Live) -> Non
     with pytest.raises(openai.InternalServerError):
         client.responses.create(model="M", conversation=made.id, input="fail at once")
     late = client.responses.create(model="M", conversation=made.id, input="later", background=True)
-    for _ in range(200):
+    for _ in range(30_000):
         if client.responses.retrieve(late.id).status == "completed":
             break
         time.sleep(0.01)

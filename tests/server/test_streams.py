@@ -25,7 +25,7 @@ def body(text: str, **fields: Any) -> dict[str, Any]:
     return {"model": "M", "messages": messages, "max_tokens": 100, "stream": True, **fields}
 
 
-def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 300.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not become true"
@@ -47,8 +47,7 @@ def test_f01_a_reader_that_leaves_ends_its_request(live: Live, frames: int) -> N
 
 def test_f01_the_same_while_it_waits_for_a_whole_answer(live: Live) -> None:
     before = len(live.engine.aborted)
-    with live.client() as client, pytest.raises(httpx.ReadTimeout):
-        client.post(CHAT, json=body("count slowly", stream=False), timeout=0.3)
+    live.abandon(CHAT, json=body("count slowly", stream=False))
     until(lambda: live.engine.active == 0)
     assert len(live.engine.aborted) == before + 1
 
@@ -89,7 +88,7 @@ def test_a_client_that_does_not_read_is_hung_up_on(make_server: ServerMaker) -> 
         sock.connect((where.hostname, where.port))
         sock.sendall(f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload)
         until(lambda: live.engine.active == 1)
-        until(lambda: live.engine.active == 0, 15)
+        until(lambda: live.engine.active == 0)
     assert live.engine.aborted
 
 
@@ -102,7 +101,7 @@ def test_many_streams_all_complete(live: Live) -> None:
 
     async def many() -> list[str]:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=live.url, timeout=60, limits=limits) as client:
+        async with httpx.AsyncClient(base_url=live.url, timeout=300, limits=limits) as client:
             return await asyncio.gather(*(one(client) for _ in range(100)))
 
     assert set(asyncio.run(many())) == {"🎈 été 你好"}

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import ContextLengthExceeded, QueueFull
-from modulm.text.tokenizer import Tokenizer
 from modulm_server.testing import Live, error_of
 from modulm_server.text_work import TextWork
 

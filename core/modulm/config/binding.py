@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from modulm.config.schema.device import DeviceConfig
-from modulm.config.schema.parallel import ParallelConfig
+from modulm.contracts.config.device import DeviceConfig
+from modulm.contracts.config.parallel import ParallelConfig
 from modulm.contracts.platform import Binding
 from modulm.errors import ConfigError
 

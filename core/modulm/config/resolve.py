@@ -11,12 +11,12 @@ from typing import Any, Literal
 from attrs import field, frozen
 
 from modulm.config.schema.catalog import catalog
-from modulm.config.schema.engine import EngineConfig, Notice
-from modulm.config.schema.flags import Flag, suggest
+from modulm.contracts.config import EngineConfig, Notice
+from modulm.contracts.decision import Decision, Verdict
+from modulm.contracts.flags import Flag, suggest
 from modulm.contracts.platform import Platform
 from modulm.errors import ConfigError, PluginError
 from modulm.plugins import defaults
-from modulm.plugins.explain import Decision, Verdict
 from modulm.plugins.files import load_file
 from modulm.plugins.kinds import kind_names
 from modulm.plugins.manager import PluginManager

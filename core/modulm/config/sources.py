@@ -15,7 +15,8 @@ from modulm.config.environ import variables
 from modulm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from modulm.config.schema.engine import EngineConfig, Notice
+    from modulm.config.schema.engine import EngineConfig
+    from modulm.contracts.config import Notice
 
 __all__ = [
     "Draft",

@@ -1,17 +1,43 @@
-"""Named checkpoint: a short name for a model (group `modulm.checkpoints`)."""
+"""A checkpoint as it was read, and short names for models (group `modulm.checkpoints`)."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from attrs import frozen
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-__all__ = ["API", "NamedCheckpoint"]
+    from modulm.contracts.quantization import CheckpointInfo
+
+__all__ = ["API", "Checkpoint", "NamedCheckpoint"]
 
 API = 2
+
+
+@frozen
+class Checkpoint:
+    """A model's files, and its JSON tables as read, `--hf-overrides` applied.
+
+    `path` is a folder, or a file that a loader opens; `config_file` is where `config` is from;
+    `architecture` is the first name that it gives; which driver runs it is decided when the
+    model is loaded.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
+    architecture: str
+    info: CheckpointInfo
+    config_file: Path
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """All names that config.json gives, best first."""
+        return tuple(self.config["architectures"])
 
 
 class NamedCheckpoint(ABC):

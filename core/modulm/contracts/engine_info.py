@@ -12,7 +12,7 @@ from modulm.contracts.pooling import TextRules
 from modulm.contracts.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
 
 __all__ = ["API", "EngineInfo"]
 

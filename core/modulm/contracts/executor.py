@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
+    from modulm.contracts.decision import Decision
     from modulm.contracts.sampling import PoolingParams, SamplingParams, StructuredOutputs
     from modulm.errors import EngineDead
-    from modulm.plugins.explain import Decision
 
 __all__ = [
     "API",

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from modulm.contracts.sampling import StructuredOutputs
-    from modulm.text.tokenizer import Tokenizer
+    from modulm.contracts.tokenizer import Tokenizer
 
 __all__ = ["API", "Grammar", "GrammarBackend", "Matcher"]
 
@@ -53,7 +53,7 @@ class Grammar(ABC):
 class GrammarBackend(ABC):
     """Compiles constraints for one tokenizer. Compiling happens off the step loop, in a thread.
 
-    tokenizer: `modulm.text.tokenizer.Tokenizer`; vocabulary: width of the logits; stop_ids: ids
+    tokenizer: `modulm.contracts.tokenizer.Tokenizer`; vocabulary: width of the logits; stop_ids: ids
     that may end a text where the grammar is complete.
     """
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from modulm.contracts.media import MediaItem
-    from modulm.nn.names import WeightNames
+    from modulm.contracts.weight_names import WeightNames
 
 __all__ = ["API", "Batch", "CacheSpec", "Model", "MtpLayer", "StatePlan", "StateSpec"]
 

@@ -16,7 +16,7 @@ from attrs import field, frozen
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from modulm.text.tokenizer import Tokenizer
+    from modulm.contracts.tokenizer import Tokenizer
 
 __all__ = [
     "API",

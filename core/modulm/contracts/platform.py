@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from modulm.config.schema.flags import FlagGroup
+    from modulm.contracts.flags import FlagGroup
 
 __all__ = ["API", "Binding", "Flags", "Memory", "Platform", "Probe", "Staging", "Transfer"]
 

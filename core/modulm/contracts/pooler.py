@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from modulm.config import EngineConfig
+    from modulm.contracts.checkpoint import Checkpoint
+    from modulm.contracts.config import EngineConfig
     from modulm.contracts.engine_info import EngineInfo
     from modulm.contracts.executor import Plan
     from modulm.contracts.kernels import Forward
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
     from modulm.contracts.outputs import PoolingRequestOutput
     from modulm.contracts.pooling import PoolingRecipe
     from modulm.contracts.requests import PromptLike
-    from modulm.loading.checkpoint import Checkpoint
-    from modulm.text.tokenizer import Tokenizer
+    from modulm.contracts.tokenizer import Tokenizer
 
 __all__ = [
     "API", "Head", "Layer", "PairContent", "Pooler", "PoolingInputs", "PoolingJob", "RowPooler",

@@ -9,16 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from modulm.contracts.checkpoint import Checkpoint
+    from modulm.contracts.weight_names import Rewrite, WeightNames
     from modulm.loading.cache_groups import CacheGroup
-    from modulm.loading.checkpoint import (
-        Checkpoint,
-        open_checkpoint,
-        pooling_recipe,
-        stored_tokenizer,
-    )
+    from modulm.loading.checkpoint import open_checkpoint, pooling_recipe, stored_tokenizer
     from modulm.loading.model import Loaded, explain_model, load_model
     from modulm.loading.resolved import ResolvedCheckpoint, resolve_checkpoint
-    from modulm.nn.names import Rewrite, WeightNames
 
 __all__ = [
     "CacheGroup",
@@ -37,11 +33,11 @@ __all__ = [
 
 _HOMES = {
     "CacheGroup": "modulm.loading.cache_groups",
-    "Checkpoint": "modulm.loading.checkpoint",
+    "Checkpoint": "modulm.contracts.checkpoint",
     "Loaded": "modulm.loading.model",
     "ResolvedCheckpoint": "modulm.loading.resolved",
-    "Rewrite": "modulm.nn.names",
-    "WeightNames": "modulm.nn.names",
+    "Rewrite": "modulm.contracts.weight_names",
+    "WeightNames": "modulm.contracts.weight_names",
     "explain_model": "modulm.loading.model",
     "load_model": "modulm.loading.model",
     "open_checkpoint": "modulm.loading.checkpoint",

@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
-
+from modulm.contracts.checkpoint import Checkpoint
 from modulm.contracts.pooling import PoolingRecipe
 from modulm.contracts.quantization import CheckpointInfo
 from modulm.errors import CheckpointError, PluginError, PluginNotFound
@@ -19,33 +18,11 @@ from modulm.loading.strangers import folder_kind, weights_hint
 from modulm.plugins import defaults
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
     from modulm.contracts.loader import TokenizerFiles, WeightLoader
     from modulm.plugins.manager import PluginManager
 
 __all__ = ["Checkpoint", "open_checkpoint", "open_loader", "pooling_recipe", "stored_tokenizer"]
-
-
-@frozen
-class Checkpoint:
-    """A model's files, and its JSON tables as read, `--hf-overrides` applied.
-
-    `path` is a folder, or a file that a loader opens; `config_file` is where `config` is from;
-    `architecture` is the first name that it gives; which driver runs it is decided when the
-    model is loaded.
-    """
-
-    path: Path
-    config: Mapping[str, Any]
-    generation_config: Mapping[str, Any]
-    architecture: str
-    info: CheckpointInfo
-    config_file: Path
-
-    @property
-    def architectures(self) -> tuple[str, ...]:
-        """All names that config.json gives, best first."""
-        return tuple(self.config["architectures"])
 
 
 def open_checkpoint(config: EngineConfig, plugins: PluginManager) -> Checkpoint:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from attrs import evolve, field, frozen
 
 from modulm.contracts.attention import AttentionBackend, AttentionSpec
+from modulm.contracts.decision import Decision, Verdict
 from modulm.contracts.quantization import LinearSpec, QuantizationMethod
 from modulm.errors import ArchitectureNotFound, ConfigError, UnsupportedError
 from modulm.loading.checkpoint import open_loader, pooling_recipe
@@ -19,17 +20,16 @@ from modulm.loading.pooling import may_convert, open_pooler, pooling_settings
 from modulm.loading.strangers import model_kind
 from modulm.ops import OpTable, bind
 from modulm.plugins import defaults
-from modulm.plugins.explain import Decision, Verdict
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
     from modulm.contracts.adapter import AdapterBank
+    from modulm.contracts.checkpoint import Checkpoint
+    from modulm.contracts.config import EngineConfig
     from modulm.contracts.kernels import KernelProvider
     from modulm.contracts.loader import WeightLoader
     from modulm.contracts.model import Model
     from modulm.contracts.platform import Platform
     from modulm.contracts.pooling import PoolingRecipe
-    from modulm.loading.checkpoint import Checkpoint
     from modulm.parallel import Mesh
     from modulm.plugins.manager import PluginManager
 

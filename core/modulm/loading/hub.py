@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from modulm.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
 
 __all__ = ["download", "download_part", "is_hub_id", "split_part"]
 

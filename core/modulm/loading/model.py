@@ -21,17 +21,17 @@ from modulm.ops.chunked_scan import SEGMENT
 from modulm.parallel import Mesh
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
     from modulm.contracts.adapter import AdapterBank
+    from modulm.contracts.checkpoint import Checkpoint
+    from modulm.contracts.config import EngineConfig
+    from modulm.contracts.decision import Decision
     from modulm.contracts.loader import WeightLoader
     from modulm.contracts.model import Model
     from modulm.contracts.platform import Platform
     from modulm.contracts.pooler import Pooler
     from modulm.contracts.quantization import QuantizationMethod
-    from modulm.loading.checkpoint import Checkpoint
-    from modulm.nn.names import WeightNames
+    from modulm.contracts.weight_names import WeightNames
     from modulm.ops import OpTable
-    from modulm.plugins.explain import Decision
     from modulm.plugins.manager import PluginManager
 
 __all__ = ["Loaded", "build_model", "explain_model", "load_model", "plan_checkpoint"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from modulm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
     from modulm.contracts.model import Model
     from modulm.contracts.pooler import Pooler
     from modulm.contracts.pooling import PoolingRecipe

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from modulm.config.resolve import Resolved, Use, choose_platform, resolve
-from modulm.loading.checkpoint import Checkpoint, open_checkpoint, pooling_recipe
+from modulm.contracts.checkpoint import Checkpoint
+from modulm.loading.checkpoint import open_checkpoint, pooling_recipe
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
+    from modulm.contracts.decision import Decision
     from modulm.contracts.platform import Platform
     from modulm.contracts.pooling import PoolingRecipe
-    from modulm.plugins.explain import Decision
     from modulm.plugins.manager import PluginManager
 
 __all__ = ["ResolvedCheckpoint", "resolve_checkpoint"]

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
-    from modulm.text.tokenizer import Tokenizer
+    from modulm.contracts.config import EngineConfig
+    from modulm.contracts.tokenizer import Tokenizer
 
 __all__ = ["open_tokenizer"]
 

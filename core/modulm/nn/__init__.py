@@ -7,11 +7,11 @@ the weights. The layers' names are found here too, where callers of release 0.1 
 
 from typing import Any
 
+from modulm.contracts.weight_names import Rewrite, WeightNames
 from modulm.nn.builder import Builder, Parts, Shared
 from modulm.nn.config import read_config
 from modulm.nn.embedding import Embedding, Head
 from modulm.nn.linear import Linear
-from modulm.nn.names import Rewrite, WeightNames
 from modulm.nn.norm import LayerNorm, Norm, RMSNorm
 from modulm.plugins.moved import public_name
 

@@ -23,9 +23,9 @@ from modulm.nn.weight_slots import Part, Slot, Unit
 from modulm.parallel import ProcessGroup
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
     from modulm.contracts.adapter import AdapterBank
     from modulm.contracts.attention import AttentionBackend, AttentionSpec
+    from modulm.contracts.config import EngineConfig
     from modulm.contracts.kernels import Ops
     from modulm.contracts.model import StateSpec
     from modulm.contracts.quantization import QuantizationMethod

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from attrs import frozen
 
+from modulm.contracts.decision import Decision, Verdict
 from modulm.contracts.platform import Probe
 from modulm.errors import (
     CheckpointError,
@@ -23,7 +24,6 @@ from modulm.errors import (
 )
 from modulm.plugins.calls import ask
 from modulm.plugins.declaration import Choice
-from modulm.plugins.explain import Decision, Verdict
 from modulm.plugins.index import install_hint, is_first_party
 from modulm.plugins.kinds import find_kind
 

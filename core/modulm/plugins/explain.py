@@ -1,34 +1,15 @@
-"""Why something was chosen: kept as a value with every choice, printed by `modulm explain`."""
+"""Decisions as text for `modulm explain`, and as JSON values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
-from attrs import asdict, frozen
+from attrs import asdict
+
+from modulm.contracts.decision import Decision, Verdict
 
 __all__ = ["Decision", "Verdict", "as_data", "render"]
-
-
-@frozen
-class Verdict:
-    """One candidate: `reason` says why it was rejected, or is None if it would have done."""
-
-    name: str
-    reason: str | None = None
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.reason}"
-
-
-@frozen
-class Decision:
-    """One choice: what was chosen, among which candidates, and why the winner won."""
-
-    subject: str
-    candidates: tuple[Verdict, ...]
-    winner: str | None
-    reason: str
 
 
 def as_data(decisions: Iterable[Decision]) -> list[dict[str, Any]]:

@@ -170,7 +170,7 @@ def modulm_choose_parser(kind: str, checkpoint: CheckpointInfo) -> Choice | None
 def modulm_pooling(checkpoint: Any, config: Any) -> PoolingRecipe | None:
     """Read what a checkpoint's files say of pooling, in the format of one library or another.
 
-    `checkpoint` is the opened `modulm.loading.Checkpoint` (its folder in `path`, config.json in
+    `checkpoint` is the opened `modulm.contracts.checkpoint.Checkpoint` (its folder in `path`, config.json in
     `config`), `config` the EngineConfig. First result. Asked when an engine starts, unless
     `--runner generate` is given; read no weights here. Raising stops the start.
     """

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 from attrs import frozen
 
-from modulm.config import EngineConfig
+from modulm.contracts.config import EngineConfig
 from modulm.contracts.drafter import Drafter, DraftStep, Needs
 from modulm.contracts.executor import Capacity, Executor, ModelDescription, Plan, StepResult
 from modulm.contracts.model import CacheSpec

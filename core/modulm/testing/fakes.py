@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from attrs import define, field, frozen
 
-from modulm.config import EngineConfig
+from modulm.contracts.config import EngineConfig
 from modulm.contracts.connector import KVMover
 from modulm.contracts.executor import (
     Capacity,

@@ -8,7 +8,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from modulm.contracts.grammar import Grammar, Matcher
-    from modulm.text.tokenizer import Tokenizer
+    from modulm.contracts.tokenizer import Tokenizer
 
 __all__ = ["allowed", "takes", "wander"]
 

@@ -12,11 +12,12 @@ from typing import Any
 import attrs
 
 import modulm.errors
-from modulm.config import EngineConfig
+from modulm import config as configuration
+from modulm.contracts.config import EngineConfig
+from modulm.contracts.decision import Decision, Verdict
 from modulm.contracts.executor import ModelDescription
 from modulm.errors import EngineError, ModulmError, RequestError
 from modulm.plugins.declaration import Declaration
-from modulm.plugins.explain import Decision, Verdict
 from modulm.plugins.manager import PluginSet
 from modulm.plugins.selection import Selection
 from modulm.wire.packing import decode, encode
@@ -87,7 +88,7 @@ def pack_config(config: EngineConfig) -> dict[str, Any]:
 
 
 def unpack_config(flags: Mapping[str, Any]) -> EngineConfig:
-    return EngineConfig().with_parts(flags)
+    return configuration.EngineConfig().with_parts(flags)
 
 
 def unpack_description(table: Mapping[str, Any]) -> ModelDescription:

@@ -6,7 +6,7 @@ its first entry counts whose bounds "upto" {size: number} all hold. What else is
 given to the kernel: its constants, num_warps, num_stages.
 
 No entry may depend on the number of rows of a step where that changes the order of a sum
-(docs/adr/0120-one-order-on-gpus.md).
+(docs/adr/0120-deterministic-sums-in-gpu-kernels.md).
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def test_a_drafter_sees_what_single_layers_give(folder, flags) -> None:
 def test_layers_that_a_model_does_not_show_end_the_start(folder) -> None:
     drafter = LayerDrafter(mixed, [[1]])
     drafter.needs = Needs(layers=(7,))
-    with pytest.raises(UnsupportedError, match="there is no layer 7: 3 are there"):
+    with pytest.raises(UnsupportedError, match="no layer 7: the model has 3"):
         answers(folder, PARAMS[:1], {}, drafter, prompts=PROMPTS[:1])
 
 

@@ -165,7 +165,7 @@ def test_nothing_can_be_asked_after_a_shutdown(checkpoint: Path) -> None:
     llm = LLM(str(checkpoint))
     llm.shutdown()
     llm.shutdown()
-    with pytest.raises(EngineDead, match="shut down: make a new one"):
+    with pytest.raises(EngineDead, match="shut down: create a new one"):
         llm.generate("x", GREEDY, use_tqdm=False)
 
 
@@ -174,9 +174,9 @@ def test_what_is_wrong_is_raised_before_anything_runs(llm: LLM) -> None:
         llm.generate([[5] * 400], GREEDY)
     with pytest.raises(RequestError, match="temperature"):
         llm.generate("x", SamplingParams(temperature=-1))
-    with pytest.raises(RequestError, match="the model takes no images, audio or video"):
+    with pytest.raises(RequestError, match="the model supports no images, audio or video"):
         llm.generate({"prompt": "x", "multi_modal_data": {"image": None}}, GREEDY)
-    with pytest.raises(RequestError, match="the model has no encoder"):
+    with pytest.raises(RequestError, match="the model has no text encoder"):
         llm.generate({"encoder_prompt": "x", "decoder_prompt": "y"}, GREEDY)
     with pytest.raises(RequestError, match="2 prompts"):
         llm.generate(["a", "b"], [GREEDY])

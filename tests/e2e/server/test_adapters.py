@@ -89,12 +89,12 @@ def complete(client: openai.OpenAI, name: str | None, tokens: int = 12, **more: 
 
 def load(client: openai.OpenAI, name: str, path: Path, **more: Any) -> httpx.Response:
     body = {"lora_name": name, "lora_path": str(path), **more}
-    return httpx.post(f"{client.base_url}load_lora_adapter", json=body, timeout=60)
+    return httpx.post(f"{client.base_url}load_lora_adapter", json=body, timeout=300)
 
 
 def unload(client: openai.OpenAI, name: str) -> httpx.Response:
     body = {"lora_name": name}
-    return httpx.post(f"{client.base_url}unload_lora_adapter", json=body, timeout=60)
+    return httpx.post(f"{client.base_url}unload_lora_adapter", json=body, timeout=300)
 
 
 def test_they_are_listed_beside_the_model(client: openai.OpenAI) -> None:
@@ -111,7 +111,7 @@ def test_eight_streams_at_once_say_what_each_says_alone(client: openai.OpenAI) -
     together = threading.Barrier(8)
 
     def stream(name: str | None) -> str:
-        together.wait(30)
+        together.wait(300)
         chunks = client.completions.create(
             model=name or "M", prompt=PROMPT, max_tokens=12, temperature=0, stream=True,
             extra_body={"ignore_eos": True},

@@ -68,7 +68,7 @@ async def stalled(llm: AsyncLLM) -> bool:
     return False
 
 
-async def until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+async def until(condition: Callable[[], Any], seconds: float = 300.0) -> None:
     end = time.monotonic() + seconds
     while not await condition():
         assert time.monotonic() < end, "it did not become true"
@@ -165,7 +165,7 @@ def test_f16_a_server_whose_engine_is_stopped(tiny_folder: Path, tmp_path: Path)
             stdout=sink, stderr=sink, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
     transport = httpx.HTTPTransport(uds=path)
-    client = httpx.Client(transport=transport, base_url="http://localhost", timeout=60)
+    client = httpx.Client(transport=transport, base_url="http://localhost", timeout=300)
     try:
         wait_for(server, client, log)
         pid = engine_of(server.pid)
@@ -184,7 +184,7 @@ def test_f16_a_server_whose_engine_is_stopped(tiny_folder: Path, tmp_path: Path)
         assert refused.status_code == 503
         assert refused.json()["error"]["message"] == "the engine does not answer"
         assert client.get("/metrics").status_code == 200
-        assert server.wait(30) == 1
+        assert server.wait(300) == 1
     finally:
         client.close()
         server.kill()
@@ -195,7 +195,7 @@ def test_f16_a_server_whose_engine_is_stopped(tiny_folder: Path, tmp_path: Path)
 
 
 def wait_for(server: subprocess.Popen[bytes], client: httpx.Client, log: Path) -> None:
-    end = time.monotonic() + 90
+    end = time.monotonic() + 300
     while True:
         assert server.poll() is None, log.read_text()
         assert time.monotonic() < end, log.read_text()

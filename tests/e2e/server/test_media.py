@@ -291,7 +291,7 @@ def test_images_may_be_embeddings(client: openai.OpenAI, folder: Path, url: str)
     assert answer.usage.prompt_tokens == len(ids)
     assert same.logprobs is not None
     assert told(answer)[1] == pytest.approx(same.logprobs.token_logprobs, abs=2e-3)
-    for wrong, words in ((rows[:, :-1], "is expected"), (rows[0], r"\[tokens, hidden\]")):
+    for wrong, words in ((rows[:, :-1], "must be|is expected"), (rows[0], r"\[tokens, hidden\]")):
         with pytest.raises(openai.BadRequestError, match=words) as caught:
             ask(client, {"type": "image_embeds", "image_embeds": saved(wrong)})
         assert "messages[0].content[0].image_embeds: " in caught.value.message
@@ -382,7 +382,7 @@ def test_batches_take_the_same_parts(folder: Path, client: openai.OpenAI, url: s
     batch = client.batches.create(
         input_file_id=sent.id, endpoint="/v1/chat/completions", completion_window="24h"
     )
-    end = time.monotonic() + 30
+    end = time.monotonic() + 300
     while batch.status not in ("completed", "failed") and time.monotonic() < end:
         time.sleep(0.05)
         batch = client.batches.retrieve(batch.id)

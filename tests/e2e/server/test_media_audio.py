@@ -89,7 +89,10 @@ def test_sounds_from_everywhere_are_the_same_sound(live: Live) -> None:
         (heard(np.array([0, np.nan, 0], np.float32)), "not all numbers"),
         ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "mp3"}}, "decoded"),
         ({"type": "input_audio", "input_audio": {"format": "mp3"}}, "base64"),
-        ({"type": "image_url", "image_url": {"url": "data:;base64,AAAA"}}, "takes no image"),
+        (
+            {"type": "image_url", "image_url": {"url": "data:;base64,AAAA"}},
+            "does not support image",
+        ),
     ],
 )
 def test_errors_name_the_part(live: Live, part: Any, words: str) -> None:

@@ -340,7 +340,7 @@ def test_curl(url: str) -> None:
 
     def curl(*arguments: str) -> str:
         return subprocess.run(
-            [*ask, *arguments], capture_output=True, text=True, check=True, timeout=60
+            [*ask, *arguments], capture_output=True, text=True, check=True, timeout=300
         ).stdout
 
     said = json.loads(curl("-d", body))["choices"][0]["message"]["content"]

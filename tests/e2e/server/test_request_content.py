@@ -71,6 +71,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
         kv_cache_memory_bytes=1 << 24,
         disable_frontend_multiprocessing=True,
         max_model_len=256,
+        # The process that compiles has a low priority, and much to wait for on a busy machine.
+        structured_outputs_config={"compile_timeout": 300},
     )
     yield made
     made.shutdown()

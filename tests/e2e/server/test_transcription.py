@@ -235,7 +235,7 @@ class Shown:
 def test_translations(url: str) -> None:
     form = {"response_format": "verbose_json", "max_completion_tokens": "8", "language": "de"}
     file = {"file": sound_file(SHORT, 16000, "FLAC")}
-    found = httpx.post(f"{url}/v1/audio/translations", files=file, data=form, timeout=60).json()
+    found = httpx.post(f"{url}/v1/audio/translations", files=file, data=form, timeout=300).json()
     assert (found["task"], found["language"]) == ("translate", "english")
     assert found["text"]
 
@@ -257,7 +257,7 @@ def test_translations(url: str) -> None:
 )
 def test_what_is_wrong_is_named(url: str, file: bytes, fields: dict[str, str], param: str) -> None:
     answer = httpx.post(
-        f"{url}/v1/audio/transcriptions", files={"file": ("a.wav", file)}, data=fields, timeout=60
+        f"{url}/v1/audio/transcriptions", files={"file": ("a.wav", file)}, data=fields, timeout=300
     )
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
@@ -267,15 +267,15 @@ def test_a_web_socket(url: str, reference: Reference) -> None:
     samples = (SHORT * 32767).astype("<i2")
     heard = samples.astype(np.float32) / 32768
     with connect(f"{url.replace('http', 'ws')}/v1/realtime") as it:
-        assert json.loads(it.recv(timeout=30))["type"] == "session.created"
+        assert json.loads(it.recv(timeout=300))["type"] == "session.created"
         it.send(json.dumps({"type": "session.update", "model": "whisper", "language": "de"}))
         for part in np.array_split(samples, 5):
             audio = base64.b64encode(part.tobytes()).decode()
             it.send(json.dumps({"type": "input_audio_buffer.append", "audio": audio}))
         it.send(json.dumps({"type": "input_audio_buffer.commit", "final": True}))
-        text, event = "", json.loads(it.recv(timeout=60))
+        text, event = "", json.loads(it.recv(timeout=300))
         while event["type"] == "transcription.delta":
-            text, event = text + event["delta"], json.loads(it.recv(timeout=60))
+            text, event = text + event["delta"], json.loads(it.recv(timeout=300))
     assert event["type"] == "transcription.done", event
     assert event["text"] == text.rstrip()
     assert event["usage"]["completion_tokens"] > FEW

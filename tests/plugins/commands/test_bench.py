@@ -94,7 +94,7 @@ def scripted() -> Iterator[tuple[Scripted, str]]:
     port = server.servers[0].sockets[0].getsockname()[1]
     yield made, f"http://127.0.0.1:{port}"
     server.should_exit = True
-    thread.join(timeout=10)
+    thread.join(timeout=300)
 
 
 # Prompts.

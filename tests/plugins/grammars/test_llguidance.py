@@ -33,7 +33,7 @@ def backends(tokenizer):
 
 @pytest.fixture(scope="module")
 def compiler(backends):
-    return GrammarCompiler([backends["llguidance"]], seconds=20.0, workers=1)
+    return GrammarCompiler([backends["llguidance"]], seconds=300.0, workers=1)
 
 
 EVEN = {"allOf": [{"type": "integer", "multipleOf": 2}, {"minimum": 5}, {"maximum": 30}]}

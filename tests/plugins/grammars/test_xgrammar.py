@@ -30,7 +30,7 @@ def backend(tokenizer):
 
 @pytest.fixture(scope="module")
 def compiler(backend):
-    return GrammarCompiler([backend], seconds=20.0, workers=1)
+    return GrammarCompiler([backend], seconds=300.0, workers=1)
 
 
 PERSON = {

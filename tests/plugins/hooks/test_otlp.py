@@ -126,7 +126,7 @@ def sent(live: Live, collector: Collector, wanted: str) -> list[dict[str, Any]]:
     for listener in live.engine._output_processor._listeners:
         assert isinstance(listener, Spans)
         assert listener.provider.force_flush()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while True:
         found = [span for span in collector.spans() if span["traceId"] == wanted]
         if found:
@@ -153,7 +153,7 @@ def test_a_request_is_a_span_of_the_callers_trace(
             "stop": ["nothing"], "stream": stream}  # fmt: skip
     body |= {"messages": [{"role": "user", "content": "Hello"}]} if "chat" in path else {
         "prompt": "One two"}  # fmt: skip
-    with live.client(timeout=60) as http:
+    with live.client(timeout=300) as http:
         answer = http.post(path, json=body, headers={"traceparent": f"00-{name}-{'ab' * 8}-01"})
     assert answer.status_code == 200
     spans = {span["name"]: span for span in sent(live, collector, told)}
@@ -201,7 +201,7 @@ def test_a_request_is_a_span_of_the_callers_trace(
 def test_prompts_of_one_call_are_spans_of_one_trace(live: Live, collector: Collector) -> None:
     name, told = trace(3)
     body = {"model": "small", "prompt": ["One", "Two", "Three"], "max_tokens": 2, "n": 2}
-    with live.client(timeout=60) as http:
+    with live.client(timeout=300) as http:
         http.post("/v1/completions", json=body, headers={"traceparent": f"00-{name}-{'cd' * 8}-01"})
     spans = [span for span in sent(live, collector, told) if span["name"] == "llm_request"]
     assert len(spans) == 3
@@ -212,7 +212,7 @@ def test_prompts_of_one_call_are_spans_of_one_trace(live: Live, collector: Colle
 def test_what_the_caller_does_not_record_is_not_recorded(live: Live, collector: Collector) -> None:
     (quiet, told), (loud, heard) = trace(4), trace(5)
     body = {"model": "small", "prompt": "One", "max_tokens": 1}
-    with live.client(timeout=60) as http:
+    with live.client(timeout=300) as http:
         for name, flags in ((quiet, "00"), (loud, "01")):
             header = {"traceparent": f"00-{name}-{'ab' * 8}-{flags}"}
             http.post("/v1/completions", json=body, headers=header)
@@ -223,7 +223,7 @@ def test_what_the_caller_does_not_record_is_not_recorded(live: Live, collector: 
 def test_a_wrong_header_begins_a_trace_of_its_own(live: Live, collector: Collector) -> None:
     before = len(collector.spans())
     body = {"model": "small", "prompt": "One", "max_tokens": 1}
-    with live.client(timeout=60) as http:
+    with live.client(timeout=300) as http:
         answer = http.post("/v1/completions", json=body, headers={"traceparent": "nonsense"})
     assert answer.status_code == 200
     live.engine._output_processor._listeners[0].provider.force_flush()
@@ -272,7 +272,7 @@ def test_a_listener_that_fails_is_told_of_no_more(caplog: pytest.LogCaptureFixtu
         for _ in range(2):
             llm.generate("One", modulm.SamplingParams(max_tokens=1), use_tqdm=False)
     assert len(told) == 1
-    assert "is told of no more requests" in caplog.text
+    assert "failed and was removed" in caplog.text
 
 
 def test_wrong_addresses() -> None:

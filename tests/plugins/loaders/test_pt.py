@@ -108,11 +108,11 @@ def test_nothing_of_a_pickle_runs(folder, tmp_path, archive):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ({"model.norm.weight": 3}, "'model.norm.weight': a plain tensor is needed, not a int"),
-        ({3: torch.zeros(2)}, "3: a plain tensor is needed"),
-        ([torch.zeros(2)], "a table of tensors is needed, not list"),
-        ({"model": {"norm.weight": torch.zeros(2)}}, "'model': a plain tensor is needed"),
-        ({"model.norm.weight": torch.zeros(2).to_sparse()}, "a plain tensor is needed"),
+        ({"model.norm.weight": 3}, "'model.norm.weight': a plain tensor is expected, not a int"),
+        ({3: torch.zeros(2)}, "3: a plain tensor is expected"),
+        ([torch.zeros(2)], "a table of tensors is expected, not list"),
+        ({"model": {"norm.weight": torch.zeros(2)}}, "'model': a plain tensor is expected"),
+        ({"model.norm.weight": torch.zeros(2).to_sparse()}, "a plain tensor is expected"),
         ({"model.extra": torch.zeros(2)}, "unexpected weights: model.extra"),
     ],
 )
@@ -142,9 +142,9 @@ def test_a_missing_shard_is_named(folder):
     ("change", "words"),
     [
         ({"model.ghost": "pytorch_model-00001-of-00002.bin"}, "model.ghost should be in"),
-        ({"model.ghost": "../elsewhere.bin"}, "is no name of a file here"),
-        ({"model.ghost": "training_args.bin"}, "is no name of a file here"),
-        ({"model.ghost": 3}, "3 is no name of a file here"),
+        ({"model.ghost": "../elsewhere.bin"}, "is not a valid file name"),
+        ({"model.ghost": "training_args.bin"}, "is not a valid file name"),
+        ({"model.ghost": 3}, "3 is not a valid file name"),
     ],
 )
 def test_an_index_that_is_wrong_is_named(folder, change, words):

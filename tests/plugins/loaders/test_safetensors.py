@@ -47,7 +47,7 @@ WRONG = {
         {"a": A, "b": {**B, "data_offsets": [12, 16], "shape": [1]}},
         "begins at 12 and follows a gap",
     ),
-    "beyond the end": ({"a": A, "b": {**B, "data_offsets": [8, 24], "shape": [4]}}, "cut short"),
+    "beyond the end": ({"a": A, "b": {**B, "data_offsets": [8, 24], "shape": [4]}}, "truncated"),
     "backwards": ({"a": {**A, "data_offsets": [8, 0]}}, "takes 8 bytes, not -8"),
     "negative": ({"a": {**A, "data_offsets": [-8, 0]}}, "a: shape"),
     "three offsets": ({"a": {**A, "data_offsets": [0, 4, 8]}}, "a: bad header entry"),
@@ -66,7 +66,7 @@ WRONG = {
     "no text": (b"\xff\xfe{}", "header cannot be read"),
     "doubled": (
         b'{"a": %s, "a": %s}' % (json.dumps(A).encode(), json.dumps(B).encode()),
-        "a is there twice",
+        "duplicate name a",
     ),
     "more data": ({"a": A}, "8 bytes too many"),
     "deep": (b"[" * 100_000, "header cannot be read"),

@@ -76,7 +76,7 @@ def test_wrong_tables_are_refused(table) -> None:
 def test_tokens_that_the_model_lacks_are_refused_and_rows_without_rules_are_left_alone() -> None:
     processor = TranscriptRules(VOCABULARY, torch.device("cpu"))
     table = {"end": END, "times": VOCABULARY}
-    with pytest.raises(RequestError, match="no token of this model"):
+    with pytest.raises(RequestError, match="not a token of this model"):
         processor.admit(RowView(0, SamplingParams(extra_args={"transcript_rules": table}), [], []))
     assert not processor.admit(RowView(0, SamplingParams(extra_args={"other": 1}), [], []))
 

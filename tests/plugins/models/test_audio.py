@@ -289,5 +289,5 @@ def test_conversations_with_sound(tmp_path):
             for one, known in pairs:
                 for token, entry in known.items():
                     assert one[token].logprob == pytest.approx(entry.logprob, abs=1e-2)
-        with pytest.raises(RequestError, match="takes no image"):
+        with pytest.raises(RequestError, match="does not support image"):
             llm.chat([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], params)

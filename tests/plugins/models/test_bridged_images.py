@@ -13,7 +13,7 @@ from modulm.errors import UnsupportedError
 from modulm_towers import tiny_text
 from modulm_towers.testing import ImageFamily, check_images, images, write_family
 from modulm_transformers.config import TransformersConfig
-from modulm_transformers.media import TransformersWithImages
+from modulm_transformers.image_model import TransformersWithImages
 
 PATCHES = {
     "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4,

@@ -232,7 +232,7 @@ def test_what_lacks_something_to_encode_is_refused(family) -> None:
     with modulm.LLM(str(family.folder), **SETTINGS) as llm:
         greedy = SamplingParams(temperature=0, max_tokens=2)
         if "audio" in str(family.prompts[0]):
-            with pytest.raises(RequestError, match="the model answers to audio, and none is given"):
+            with pytest.raises(RequestError, match="the model needs audio in the prompt"):
                 llm.generate({"prompt_token_ids": [1]}, greedy)
             short, long = ((np.zeros(n, np.float32), 16000) for n in (8000, 40000))
             for given, why in (([short, short], "2 items: the model takes one audio"),

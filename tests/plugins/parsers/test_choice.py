@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from modulm.config import EngineConfig
+from modulm.contracts.decision import Decision, Verdict
 from modulm.contracts.parser import ParseContext
 from modulm.loading import open_checkpoint
 from modulm.plugins import manager
-from modulm.plugins.explain import Decision, Verdict
 from modulm.plugins.selection import Selection
 from modulm_chat.templates import execute
 from modulm_parsing import assemble, message_parser

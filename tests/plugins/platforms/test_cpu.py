@@ -74,9 +74,17 @@ def test_dtype_follows_the_instruction_sets(features, stored, chosen):
     assert platform.choose_dtype(stored) == chosen
 
 
+def test_onednn_is_left_out_where_it_cannot_compute_bf16(monkeypatch):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    probe = OneDNN.probe(CpuPlatform())
+    assert probe.score == 0
+    assert "bfloat16" in probe.reason
+
+
 def test_onednn_gives_what_a_plain_product_gives():
-    if OneDNN.probe(CpuPlatform()).score <= 0:
-        pytest.skip("this torch has no oneDNN")
+    probe = OneDNN.probe(CpuPlatform())
+    if probe.score <= 0:
+        pytest.skip(probe.reason)
     ops = OneDNN().ops()
     torch.manual_seed(0)
     weight, bias = torch.randn(48, 40).bfloat16(), torch.randn(48).bfloat16()

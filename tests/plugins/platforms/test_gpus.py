@@ -52,8 +52,8 @@ def test_only_one_of_two_platforms_takes_a_gpu_of_torch_cuda() -> None:
         ("H200", ""): 100, ("H200", "7"): 0, ("MI300X", "7"): 100, ("MI300X", ""): 0,
     }  # fmt: skip
     assert probes["H200", ""].reason == "torch sees 1 NVIDIA GPU"
-    assert probes["H200", "7"].reason == "this torch is built for AMD's GPUs"
-    assert probes["MI300X", ""].reason == "this torch is not built for AMD's GPUs"
+    assert probes["H200", "7"].reason == "this torch is built for AMD GPUs"
+    assert probes["MI300X", ""].reason == "this torch is not built for AMD GPUs"
 
 
 @pytest.mark.parametrize("chip", ["H200", "MI300X", "Max 1550"])

@@ -49,9 +49,9 @@ def test_what_is_left_open_is_settled(given, allowed, settled):
 @pytest.mark.parametrize(
     ("given", "allowed", "message"),
     [
-        (Binding(nodes=(2,)), ALL, "numa_bind_nodes.*no node 2, only 0, 1"),
+        (Binding(nodes=(2,)), ALL, "numa_bind_nodes.*node 2 does not exist; available nodes: 0, 1"),
         (Binding(cpus=(9,)), ALL, "numa_bind_cpus.*core 9"),
-        (Binding(nodes=(1,)), {0}, "none of the node's cores"),
+        (Binding(nodes=(1,)), {0}, "no core of the node"),
     ],
 )
 def test_what_is_not_there_is_refused(given, allowed, message):

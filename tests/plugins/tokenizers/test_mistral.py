@@ -22,12 +22,13 @@ from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 
 from modulm.config import EngineConfig
 from modulm.contracts.sampling import StructuredOutputs
+from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import CheckpointError, ConfigError, RequestError
 from modulm.plugins import manager
 from modulm.testing import kit
 from modulm.testing.checkpoints import make_tokenizer
 from modulm.text.detokenizer import Detokenizer
-from modulm.text.tokenizer import Tokenizer, load_tokenizer
+from modulm.text.tokenizer import load_tokenizer
 from modulm_chat import encode_chat, render
 from modulm_parsing import parse
 from modulm_server.app import create_app

@@ -10,8 +10,9 @@ import torch
 from tests.speech.whisper import whisper_words
 from transformers.models.whisper import generation_whisper, tokenization_whisper
 
-from modulm.text.tokenizer import Tokenizer, load_tokenizer
-from modulm_transcriber_whisper.words import UNSPACED, ends_of, joined
+from modulm.contracts.tokenizer import Tokenizer
+from modulm.text.tokenizer import load_tokenizer
+from modulm_transcriber_whisper.words import UNSPACED, end_frames, group_words
 from modulm_whisper.alignment_rows import median
 
 
@@ -19,10 +20,10 @@ from modulm_whisper.alignment_rows import median
 def test_the_path_is_that_of_transformers(shape: tuple[int, int]) -> None:
     # Few values, so that many ways cost the same.
     for seed, values in ((0, 3), (1, 1000)):
-        found = np.random.default_rng(seed).integers(0, values, shape).astype(np.float32)
-        texts, times = generation_whisper._dynamic_time_warping(-found.astype(np.float64))
+        weights = np.random.default_rng(seed).integers(0, values, shape).astype(np.float32)
+        texts, times = generation_whisper._dynamic_time_warping(-weights.astype(np.float64))
         jumps = np.pad(np.diff(texts), (1, 0), constant_values=1).astype(bool)
-        assert ends_of(found).tolist() == times[jumps].tolist()
+        assert end_frames(weights).tolist() == times[jumps].tolist()
 
 
 @pytest.mark.parametrize(("frames", "width"), [(40, 7), (4, 7), (3, 7), (9, 3), (5, 1)])
@@ -31,7 +32,7 @@ def test_the_median_is_that_of_transformers(frames: int, width: int) -> None:
     assert torch.equal(median(x, width), generation_whisper._median_filter(x, width))
 
 
-class Shown:
+class HFTokenizer:
     """The tokenizer as transformers' functions call one."""
 
     eos_token_id = 1 << 30
@@ -67,14 +68,14 @@ def test_words_are_those_of_transformers(tokenizer: Tokenizer, language: str) ->
         "chinese", "japanese", "thai", "lao", "myanmar", "cantonese"
     }  # fmt: skip
     rng = np.random.default_rng(0)
-    given = [tokenizer.encode(text, add_special_tokens=False) for text in TEXTS]
+    token_lists = [tokenizer.encode(text, add_special_tokens=False) for text in TEXTS]
     # Tokens of single bytes put together at random: characters that are broken in all ways.
-    given += [rng.integers(8, 512, 12).tolist() for _ in range(60)]
-    given += [tokenizer.encode(TEXTS[3], add_special_tokens=False)[:-1], []]
-    for tokens in given:
-        texts, _, places = tokenization_whisper._combine_tokens_into_words(
-            Shown(tokenizer), tokens, language
+    token_lists += [rng.integers(8, 512, 12).tolist() for _ in range(60)]
+    token_lists += [tokenizer.encode(TEXTS[3], add_special_tokens=False)[:-1], []]
+    for tokens in token_lists:
+        texts, _, expected = tokenization_whisper._combine_tokens_into_words(
+            HFTokenizer(tokenizer), tokens, language
         )
-        found = joined(tokens, tokenizer.decode, spaced=language == "english")
-        assert [text for text, _, _ in found] == texts
-        assert [list(range(first, end)) for _, first, end in found] == places
+        grouped = group_words(tokens, tokenizer.decode, spaced=language == "english")
+        assert [text for text, _, _ in grouped] == texts
+        assert [list(range(first, end)) for _, first, end in grouped] == expected

@@ -72,7 +72,7 @@ def test_a_server_process(poisoned: Path, capfd: pytest.CaptureFixture[str]) -> 
         socket.create_server(("127.0.0.1", 0)) as sock,
         Workers(1, sock, "/no/engine/here", 0.0) as workers,
     ):
-        workers._processes[0].wait(60)
+        workers._processes[0].wait(300)
         workers._processes.clear()
     assert "there is no engine at /no/engine/here" in capfd.readouterr().err
     assert not poisoned.exists()

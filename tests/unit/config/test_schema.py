@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from modulm.config import EngineConfig
 from modulm.config.schema import Flag, FlagGroup, Kind, catalog, flag, flag_group
-from modulm.config.schema.flags import flags_of
 from modulm.config.schema.known import known_flags
+from modulm.contracts.flags import flags_of
 from modulm.errors import ConfigError, PluginConflict
 from modulm.plugins.manager import PluginManager, using
 from modulm.structure import parse_int

@@ -149,7 +149,7 @@ def builder() -> list[str] | None:
         ("docker", ["image", "inspect", base]),
     ):
         if path := shutil.which(name):
-            asked = subprocess.run([path, *known], capture_output=True, check=False, timeout=30)
+            asked = subprocess.run([path, *known], capture_output=True, check=False, timeout=300)
             if asked.returncode == 0 and asked.stdout.strip():
                 return [path, "build"]
     return None

@@ -120,7 +120,7 @@ def url(site: Path) -> Iterator[str]:
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
-    thread.join(30)
+    thread.join(300)
     server.server_close()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from modulm.contracts.attention import AttentionBackend, AttentionSpec
+from modulm.contracts.decision import Decision, Verdict
 from modulm.contracts.kernels import KernelProvider
 from modulm.contracts.loader import WeightLoader
 from modulm.contracts.platform import Platform, Probe
@@ -16,7 +17,7 @@ from modulm.contracts.quantization import CheckpointInfo, QuantizationMethod
 from modulm.errors import CheckpointError, ConfigError, UnsupportedError
 from modulm.ops import bind
 from modulm.plugins import Choice, PluginManager, defaults, hookimpl
-from modulm.plugins.explain import Decision, Verdict, as_data, render
+from modulm.plugins.explain import as_data, render
 from modulm.plugins.selection import Selection
 
 SPEC = AttentionSpec(4, 2, 16, 0.25, "float32", "float32")

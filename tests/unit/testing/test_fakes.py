@@ -126,7 +126,7 @@ def test_crash_hang_and_failing_step() -> None:
     future = fake.submit(first)
     assert not future.done()
     fake.resume.set()
-    assert isinstance(future.result(5), StepResult)
+    assert isinstance(future.result(300), StepResult)
     fake.stop()
     fake.stop()
 

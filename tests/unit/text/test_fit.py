@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Core
 from tokenizers import processors
 
+from modulm.contracts.tokenizer import Tokenizer
 from modulm.testing.checkpoints import make_tokenizer
-from modulm.text.tokenizer import Tokenizer, load_tokenizer
+from modulm.text.tokenizer import load_tokenizer
 
 WORDS = st.lists(
     st.sampled_from(["the", "capital", "of", "France", "Paris", "yes", "12"]),

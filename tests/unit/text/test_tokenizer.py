@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
+from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import CheckpointError, ConfigError, PluginNotFound, RequestError
 from modulm.testing.checkpoints import make_tokenizer
 from modulm.text.detokenizer import Detokenizer
-from modulm.text.tokenizer import Tokenizer, load_tokenizer
+from modulm.text.tokenizer import load_tokenizer
 
 VOCAB = 512
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from modulm.config.schema.flags import FlagGroup, flag, flag_group
+from modulm.contracts.flags import FlagGroup, flag, flag_group
 from modulm.errors import ConfigError
 
 __all__ = ["LoRAConfig"]

@@ -9,8 +9,8 @@ from modulm.plugins import hookimpl, manager
 from modulm_adapters.flags import LoRAConfig
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
     from modulm.contracts.adapter import AdapterBank
+    from modulm.contracts.config import EngineConfig
     from modulm.contracts.kernels import Ops
     from modulm.contracts.platform import Platform
 

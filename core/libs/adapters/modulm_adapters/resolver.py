@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
 
 __all__ = ["API", "AdapterResolver"]
 

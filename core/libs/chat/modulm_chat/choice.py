@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from modulm.contracts.decision import Decision
 from modulm.plugins.defaults import choose_tokenizer
-from modulm.plugins.explain import Decision
 from modulm.text.tokenizer import tokenizer_settings
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
     from modulm.plugins.manager import PluginManager
 
 __all__ = ["chat_decisions"]

@@ -28,7 +28,7 @@ from modulm_chat.thoughts import NAMES, place_thoughts, take_thought
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from modulm.text.tokenizer import Tokenizer
+    from modulm.contracts.tokenizer import Tokenizer
 
 __all__ = [
     "ContentFormat",

@@ -14,7 +14,7 @@ from modulm_distributed.flags import DistributedConfig
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
 
 __all__ = ["EplbConfig", "balance_of", "eplb_config"]
 

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from modulm.config import EngineConfig
-    from modulm.config.schema.parallel import ParallelConfig
+    from modulm.contracts.config import EngineConfig
+    from modulm.contracts.config.parallel import ParallelConfig
     from modulm.contracts.sampling import StructuredOutputs
     from modulm_distributed.mesh import Place
     from modulm_distributed.stream import FrameStream

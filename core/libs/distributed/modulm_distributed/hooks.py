@@ -10,7 +10,7 @@ from modulm_distributed.eplb import eplb_config
 from modulm_distributed.flags import DistributedConfig
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
 
 __all__ = ["modulm_config_final"]
 

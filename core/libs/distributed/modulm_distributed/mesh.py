@@ -18,7 +18,7 @@ from modulm_distributed.context import ContextMesh
 from modulm_distributed.replica_experts import ReplicaExperts
 
 if TYPE_CHECKING:
-    from modulm.config.schema.parallel import ParallelConfig
+    from modulm.contracts.config.parallel import ParallelConfig
     from modulm.contracts.platform import Platform
     from modulm.parallel.mesh import SpreadExperts
     from modulm.plugins.manager import PluginManager

@@ -7,33 +7,42 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from modulm.errors import EngineError
 from modulm.wire import frames
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from modulm_distributed.tls import TlsSession
+
 __all__ = ["FrameStream"]
 
 _PIECE = 1 << 16
-#: Seconds, and for the last one milliseconds, after which a machine that does not answer is gone.
-_KEPT = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 2, "TCP_USER_TIMEOUT": 2000}
-#: Most descriptors that come with a frame.
-_MOST = 64
+#: Options by which a machine that does not answer is noticed: seconds, the last one milliseconds.
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 2, "TCP_USER_TIMEOUT": 2000}
+#: Most descriptors of a frame.
+_MAX_DESCRIPTORS = 64
 
 
 class FrameStream:
-    """A socket that frames go over. Any thread may send; one receives."""
+    """Frames over a socket. Any thread may send; one receives.
 
-    def __init__(self, peer: socket.socket) -> None:
+    session: with the process on another machine that a TCP socket leads to.
+    """
+
+    def __init__(self, peer: socket.socket, session: TlsSession | None = None) -> None:
         self._socket = peer
+        self._session = session
         self._lock = threading.Lock()
-        self._data = bytearray()
-        #: Descriptors that have come with frames and were not taken yet.
+        self._data = bytearray(b"" if session is None else session.open(b""))
+        #: Descriptors that came with frames, for the receiver to take.
         self.descriptors: list[int] = []
         #: Whether the other side is on this machine, so that descriptors can be sent to it.
         self.local = peer.family == socket.AF_UNIX
         if not self.local:
-            _watched(peer)
+            if session is None:
+                raise EngineError("a connection to another machine needs a TLS session")
+            _detect_death(peer)
 
     def fileno(self) -> int:
         """For selectors."""
@@ -44,11 +53,13 @@ class FrameStream:
         gone.
         """
         with self._lock:
+            if self._session is not None:
+                data = self._session.seal(data)
             sent = socket.send_fds(self._socket, [data], descriptors) if descriptors else 0
             self._socket.sendall(memoryview(data)[sent:])
 
     def waiting(self) -> list[Any] | None:
-        """A frame that has been received whole, if there is one."""
+        """The next frame that is complete; None if there is none."""
         if len(self._data) < 4:
             return None
         end = 4 + int.from_bytes(self._data[:4], "big")
@@ -61,16 +72,17 @@ class FrameStream:
         return frames.unpack(body)
 
     def read(self) -> bool:
-        """Take what has come, or wait for it; False at the end of the stream."""
+        """Read what has arrived, or wait for it; False at the end of the stream."""
         try:
-            if self.local:
-                piece, came, _, _ = socket.recv_fds(self._socket, _PIECE, _MOST)
-                self.descriptors += came
+            if self._session is None:
+                piece, descriptors, _, _ = socket.recv_fds(self._socket, _PIECE, _MAX_DESCRIPTORS)
+                self.descriptors += descriptors
+                self._data += piece
             else:
                 piece = self._socket.recv(_PIECE)
+                self._data += self._session.open(piece)
         except OSError:
             return False
-        self._data += piece
         return bool(piece)
 
     def receive(self) -> list[Any] | None:
@@ -81,20 +93,20 @@ class FrameStream:
         return frame
 
     def end(self) -> None:
-        """Let both sides know that nothing will follow; who waits here is woken."""
+        """Shut the connection down for both sides; wakes a thread that waits in `read`."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End it, when nobody waits here any more."""
+        """Close the socket. No other thread may use the stream any more."""
         self.end()
         self._socket.close()
 
 
-def _watched(peer: socket.socket) -> None:
-    """Send at once, and let the connection end when the other machine is gone."""
+def _detect_death(peer: socket.socket) -> None:
+    """Send small frames at once, and end the connection when the other machine is gone."""
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEPT.items():
+    for name, value in _KEEP_ALIVE.items():
         if hasattr(socket, name):
             peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

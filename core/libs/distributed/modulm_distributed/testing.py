@@ -26,7 +26,7 @@ from modulm_distributed.worker_process import serve
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
     from modulm.contracts.executor import Plan, StepResult
 
 __all__ = ["MarkedWorker", "PoolExecutor", "RankPool", "through_bytes"]
@@ -75,7 +75,7 @@ class RankPool:
         for stream in self.streams:
             stream.close()
         for process in self.processes:
-            process.wait(60)
+            process.wait(300)
 
 
 class PoolExecutor(WorkersExecutor):
@@ -88,7 +88,7 @@ class PoolExecutor(WorkersExecutor):
     def connect(self, config: EngineConfig) -> Sequence[tuple[FrameStream, Place]]:
         self._folder = tempfile.mkdtemp(prefix="modulm-ranks-")
         parallel = config.parallel
-        places = Place.all(parallel, f"file:{self._folder}/store", seconds=20)
+        places = Place.all(parallel, f"file:{self._folder}/store", seconds=600)
         first = parallel.data_parallel_rank_local * len(places)
         return list(zip(self.pool.streams[first:], places, strict=False))
 

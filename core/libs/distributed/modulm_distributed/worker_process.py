@@ -1,4 +1,4 @@
-"""The process of a worker: `python -m modulm_distributed.worker_process FD` or `HOST:PORT`.
+"""The process of a worker: `python -m modulm_distributed.worker_process DESCRIPTOR`.
 
 executor                              worker
          --start (flags, plugins, place)-->   with the descriptors of rings, if there are any
@@ -254,18 +254,21 @@ def _end_with(parent: int, folder: str) -> None:
     os._exit(1)
 
 
-def main(where: str, folder: str | None = None) -> None:
-    """where: a file descriptor that was inherited, or HOST:PORT of the executor. folder: of files
-    that ranks of this machine share, to be removed where the executor cannot.
+def main(descriptor: str, folder: str | None = None) -> None:
+    """descriptor: of the inherited socket to the executor. folder: of files that the ranks of this
+    machine share, to be removed if the executor was killed.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    host, _, port = where.rpartition(":")
-    peer = socket.create_connection((host, int(port))) if host else socket.socket(fileno=int(port))
+    peer = socket.socket(fileno=int(descriptor))
     if folder is not None:
         watching = partial(_end_with, os.getppid(), folder)
         threading.Thread(target=watching, name="modulm-parent", daemon=True).start()
-    serve(FrameStream(peer))
+    try:
+        serve(FrameStream(peer))
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from modulm.config.schema.flags import FlagGroup, flag, flag_group
+from modulm.contracts.flags import FlagGroup, flag, flag_group
 
 __all__ = ["MODES", "CompilationConfig"]
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from attrs import frozen
 
-from modulm.config.schema.model import ModelConfig
-from modulm.config.schema.scheduler import SchedulerConfig
+from modulm.contracts.config.model import ModelConfig
+from modulm.contracts.config.scheduler import SchedulerConfig
 from modulm.errors import ConfigError
 from modulm_gpu.flags import CompilationConfig
 

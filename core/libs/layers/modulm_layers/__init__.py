@@ -1,7 +1,7 @@
-"""The layers that model files are written with.
+"""Layers that model files are built from.
 
-A model file states the mathematics; the `Builder` (`modulm.nn`) that its layers are made with
-knows dtype, device, ranks, quantization, attention backend and the names of the weights.
+A model file states the mathematics. The `Builder` (`modulm.nn`) passed to its layers knows the
+dtype, device, ranks, quantization, attention backend and weight names.
 """
 
 from modulm_layers.activation import activation, gated

@@ -18,7 +18,7 @@ __all__ = ["activation", "gate_name", "gated"]
 Function = Callable[[Tensor], Tensor]
 
 
-#: config.json's names and the op `activate`'s.
+#: Names in config.json and the op `activate`'s names for them.
 _NAMES: Mapping[str, str] = {
     "gelu": "gelu",
     "gelu_fast": "gelu_tanh",
@@ -35,20 +35,23 @@ _NAMES: Mapping[str, str] = {
 
 
 def activation(name: str, ops: Ops) -> Function:
-    """The function called `name`. Raises UnsupportedError with the names there are."""
+    """Return the activation called `name`. Raises UnsupportedError that lists the known names."""
     return partial(ops.activate, act=_name(name))
 
 
 def gated(name: str, ops: Ops) -> Function:
-    """[tokens, 2 I] -> [tokens, I]: the activation of the first half times the second half."""
+    """[tokens, 2 I] -> [tokens, I]: activation of the first half times the second half."""
     return partial(ops.act_and_mul, act=_name(name))
 
 
 def gate_name(name: str) -> str:
-    """What the op `fused_experts` calls an activation. Raises UnsupportedError if it has none."""
+    """Return the name that the op `fused_experts` uses for an activation.
+
+    Raises UnsupportedError if the op does not support it.
+    """
     act = _name(name)
     if act not in ("silu", "gelu", "gelu_tanh"):
-        raise UnsupportedError(f"hidden_act: experts with the activation {name!r}: not yet")
+        raise UnsupportedError(f"hidden_act: not supported yet for experts: {name!r}")
     return act
 
 
@@ -56,5 +59,5 @@ def _name(name: str) -> str:
     act = _NAMES.get(name)
     if act is None:
         known = list(_NAMES)
-        raise UnsupportedError(f"hidden_act: activation {name!r} is not known; known are {known}")
+        raise UnsupportedError(f"hidden_act: unknown activation {name!r}; known: {known}")
     return act

@@ -1,4 +1,4 @@
-"""The attention layer: projections, norms, rotation; the backend keeps the cache and attends."""
+"""The attention layer: projections, norms and rotation. The backend owns the cache and attends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["Attention", "AttentionNames", "alibi_slopes"]
 
 @frozen
 class AttentionNames:
-    """How a checkpoint calls an attention layer's weights; `qkv` is the fused layer's own name."""
+    """Names of an attention layer's weights in a checkpoint; `qkv` names the fused layer."""
 
     q: str = "q_proj"
     k: str = "k_proj"
@@ -47,13 +47,19 @@ _NAMES = AttentionNames()
 class Attention(Module):
     """Multi-head attention with grouped keys and values (Ainslie et al., arXiv 2305.13245).
 
-    What a family adds to that is an argument: `rope`; `qk_norm`, norms of queries and keys before
-    the rotation (with `norm_last` after it), over each head or (`norm_whole`) over all heads at
-    once; `window`: tokens that a query sees, its own included; `softcap` bounds the scores by tanh;
-    `sinks`: a learned score per head of a token without value; `alibi` multiplies the usual slopes,
-    0 for none; `relative`: positions told by what they add to scores; `clip` bounds the
-    projections; `gate` names a projection of the input whose sigmoid scales what was attended.
-    `scale` multiplies the scores, 1 / sqrt(head_dim) if it is None.
+    Arguments add what individual families need:
+
+    - `rope`: rotary positions.
+    - `qk_norm`: norms of queries and keys before the rotation (after it with `norm_last`), per
+      head, or over all heads at once with `norm_whole`.
+    - `window`: number of tokens a query sees, itself included.
+    - `softcap`: bounds the scores by tanh.
+    - `sinks`: adds a learned score per head for a token without a value.
+    - `alibi`: multiplies the standard slopes; 0 turns ALiBi off.
+    - `relative`: relative positions, added to the scores.
+    - `clip`: bounds the projections.
+    - `gate`: names a projection of the input whose sigmoid scales the attention output.
+    - `scale`: multiplies the scores; None means 1 / sqrt(head_dim).
     """
 
     sinks: Tensor | None
@@ -110,8 +116,8 @@ class Attention(Module):
         self.rotation = None if rope is None else b.rope(rope)
         self.register_parameter("sinks", None)
         if sinks:
-            own = group.shard(heads, b.prefix)
-            b.cut_parameter("sinks", self, "sinks", (own,), dtype=torch.float32)
+            head_shard = group.shard(heads, b.prefix)
+            b.cut_parameter("sinks", self, "sinks", (head_shard,), dtype=torch.float32)
         slopes = alibi * alibi_slopes(heads, group.rank, group.size)
         self.alibi = slopes.to(b.shared.device) if alibi else None
         self.relative = relative
@@ -132,14 +138,14 @@ class Attention(Module):
         )
         copies = max(group.size // kv_heads, 1)
         self.cache, self.backend = b.attention_cache(spec, copies=copies)
-        for kept, part in (("k", names.k), ("v", names.v)):
-            self.register_parameter(f"{kept}_scale", None)
+        for vector, part in (("k", names.k), ("v", names.v)):
+            self.register_parameter(f"{vector}_scale", None)
             if self.backend.spec.scales:
-                stored = scale_names(kept, (part, names.qkv))
-                take_scales(b, self, f"{kept}_scale", self.kv_heads, stored)
+                stored = scale_names(vector, (part, names.qkv))
+                take_scales(b, self, f"{vector}_scale", self.kv_heads, stored)
         self.finds_scales = self.backend.spec.scales and b.shared.calculate_kv_scales
         self.fusable = not (clip or norm_whole or norm_last) and _fusable(qk_norm)
-        # Made when the layer first runs: its tensors are there once the weights are loaded.
+        # Created on the first run, because its tensors exist only after the weights are loaded.
         self._constant: tuple[AttentionInputs, QKVPrepare] | None = None
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
@@ -165,7 +171,7 @@ class Attention(Module):
         return attended
 
     def _bind(self, qkv: Tensor, positions: Tensor) -> tuple[AttentionInputs, QKVPrepare]:
-        """What the layer gives its backend in every step; qkv: what it projected in this one."""
+        """Create the inputs that the backend gets in every step; qkv is this step's projection."""
         if self.finds_scales:
             _, k, v = self._project(qkv.clone(), positions)
             self.k_scale = Parameter(calculated_scale(k, K_LARGEST), requires_grad=False)
@@ -192,8 +198,9 @@ class Attention(Module):
     def _project(
         self, qkv: Tensor, positions: Tensor, table: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [tokens, heads, head_dim], normed and rotated; table: of the
-        rotation, the layer's own if it is None.
+        """Queries, keys and values [tokens, heads, head_dim], normed and rotated.
+
+        table: rotation table; None means the layer's own.
         """
         if self.clip is not None:
             qkv = self.ops.clamp(qkv, self.clip)
@@ -211,7 +218,7 @@ class Attention(Module):
         return (*self._normed(q, k), v) if self.norm_last else (q, k, v)
 
     def _normed_whole(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Over all heads, also those of other ranks."""
+        """Norm over all heads, including those on other ranks."""
         if self.group is None:
             return self._normed(q, k)
         rank, size = self.group.rank, self.group.size
@@ -226,20 +233,20 @@ class Attention(Module):
 
 
 def alibi_slopes(heads: int, rank: int = 0, ranks: int = 1) -> Tensor:
-    """[heads / ranks] fp32: a slope per head (Press et al., arXiv 2108.12409, section 3).
+    """[heads / ranks] fp32: one slope per head (Press et al., arXiv 2108.12409, section 3).
 
-    Powers of two down to 2^-8; where the number of heads is no power of two, every other slope
-    of the next larger set fills up.
+    The slopes are powers of two down to 2^-8. If the number of heads is not a power of two, every
+    other slope of the next larger set is appended.
     """
     whole = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (i + 1) / whole) for i in range(whole)]
     slopes += [2 ** (-4 * (2 * i + 1) / whole) for i in range(heads - whole)]
-    own = heads // ranks
-    return torch.tensor(slopes[rank * own : (rank + 1) * own], dtype=torch.float32)
+    count = heads // ranks
+    return torch.tensor(slopes[rank * count : (rank + 1) * count], dtype=torch.float32)
 
 
 def _fusable(norms: tuple[Norm, Norm] | None) -> bool:
-    """Whether a backend can be asked to do the norms: both are RMS norms, alike."""
+    """Whether a backend may apply the norms itself: both are RMS norms with equal settings."""
     if norms is None:
         return True
     q, k = norms

@@ -1,4 +1,4 @@
-"""config.json of a decoder as a frozen, validated value."""
+"""Decoder settings of config.json as a frozen, validated value."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from modulm_layers.rope import Rope, parse_rope
 
 __all__ = ["DecoderConfig", "only", "size"]
 
-#: Beyond any model there is: a config that implies more is a mistake, not a model.
+#: Larger than any existing model; a config that implies more is taken for a mistake.
 _MOST_PARAMETERS = 10**13
 _MOST_POSITIONS = 2**27
 _MOST_LAYERS = 4096
 
 
 def only(settings: Any, **allowed: tuple[Any, ...]) -> None:
-    """Refuse what nobody has written. Raises ValueError that names the key."""
+    """Reject values that are not implemented. Raises ValueError that names the key."""
     for key, values in allowed.items():
-        found = getattr(settings, key)
-        if found not in values:
+        value = getattr(settings, key)
+        if value not in values:
             known = ", ".join(map(repr, values))
-            raise ValueError(f"{key}: {found!r}: not yet; there is {known}")
+            raise ValueError(f"{key}: not supported yet: {value!r}; supported: {known}")
 
 
 def size(default: Any = attrs.NOTHING, least: int = 1) -> Any:
-    """A field that counts something: an integer of at least `least`, or None where allowed."""
+    """A field for a count: an integer of at least `least`, or None where the default is None."""
 
     def check(_: object, attribute: attrs.Attribute[Any], value: int | None) -> None:
         if value is not None and value < least:
@@ -39,11 +39,11 @@ def size(default: Any = attrs.NOTHING, least: int = 1) -> Any:
 
 @frozen(kw_only=True)
 class DecoderConfig:
-    """The keys of config.json that decoders have in common; families add theirs.
+    """Keys of config.json that decoders have in common; families add their own.
 
-    A key without a default must be in the file. A key that the class does not name is left
-    unread: such files carry much that only training or other programs need. `ALIASES` maps a
-    family's own spelling of a key to the common one.
+    A key without a default is required. Keys that the class does not declare are ignored, because
+    such files also hold settings for training and other programs. `ALIASES` maps a family's
+    spelling of a key to the common one.
     """
 
     ALIASES: ClassVar[Mapping[str, str]] = {}
@@ -92,7 +92,7 @@ class DecoderConfig:
             self.rope(kind)
 
     def _bound(self) -> None:
-        """Refuse what no machine could hold, before anything is made from it."""
+        """Reject sizes that no machine could hold, before anything is allocated."""
         if self.num_hidden_layers > _MOST_LAYERS:
             raise ValueError(f"num_hidden_layers: {self.num_hidden_layers} is absurd")
         if self.max_position_embeddings > _MOST_POSITIONS:
@@ -116,30 +116,30 @@ class DecoderConfig:
 
     @property
     def kv_heads(self) -> int:
-        """Heads that keys and values have; as many as query heads where the file says nothing."""
+        """Number of key and value heads; defaults to the number of query heads."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
     def head_size(self) -> int:
-        """Dimensions of one head."""
+        """Dimensions per head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def inner_size(self) -> int:
-        """Width of the feed-forward part: 4 times the hidden size where the file says nothing."""
+        """Width of the feed-forward block; defaults to 4 times the hidden size."""
         return self.intermediate_size or 4 * self.hidden_size
 
     def layer_type(self, index: int) -> str:
-        """The file's word for what layer `index` is, "" where it has none."""
+        """The entry of `layer_types` for layer `index`, "" if the file has none."""
         return self.layer_types[index] if self.layer_types is not None else ""
 
     def window(self, index: int) -> int | None:
-        """How many tokens layer `index` sees, or None for all: by the file's layer types."""
+        """Attention window of layer `index` in tokens, by its layer type; None for no window."""
         kind = self.layer_type(index)
         return (self.sliding_window or None) if kind in ("", "sliding_attention") else None
 
     def rope(self, layer_type: str = "") -> Rope:
-        """The rotary positions of layers of one type, from either spelling of the keys."""
+        """Rotary positions for layers of one type, from either spelling of the keys."""
         table = dict(self.rope_scaling or self.rope_parameters or {})
         if isinstance(table.get(layer_type), dict):
             table = dict(table[layer_type])
@@ -156,7 +156,7 @@ class DecoderConfig:
 
     @property
     def max_length(self) -> int:
-        """The longest sequence the model is meant for, in tokens."""
+        """Maximum sequence length in tokens."""
         rope = self.rope(self.layer_types[0] if self.layer_types else "")
         if rope.kind in ("linear", "dynamic"):
             return int(self.max_position_embeddings * rope.factor)

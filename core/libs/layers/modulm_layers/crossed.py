@@ -1,4 +1,4 @@
-"""Decoders that look at an encoder's output (Vaswani et al., arXiv 1706.03762, section 3.2.3)."""
+"""Cross attention: decoders that read an encoder's output (arXiv 1706.03762, section 3.2.3)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ _NAMES = AttentionNames(out="out_proj")
 
 
 class CrossAttention(Module):
-    """Attention to what the row's encoder gave: keys and values are made of `Batch.encoded` in the
-    step in which a row begins, and kept. A token that looks at nothing gets zeros. longest: the
-    most that an encoder gives; encoded: how wide that is, as wide as the layer if None; kv_heads,
-    qk_norm, scale: as `Attention` has them.
+    """Attention to the encoder output of the row.
+
+    Keys and values are computed from `Batch.encoded` in the row's first step and cached. Tokens of
+    rows without encoder output get zeros.
+
+    longest: maximum number of encoder positions. encoded: width of the encoder output; None means
+    `hidden`. kv_heads, qk_norm, scale: as in `Attention`.
     """
 
     q_norm: Norm | None
@@ -50,11 +53,11 @@ class CrossAttention(Module):
         self.heads, self.head_dim = b.shared.mesh.tensor.part(heads, b.prefix), head_dim
         self.kv_heads = b.share(kv_heads or heads, 1)
         self.q_norm, self.k_norm = qk_norm or (None, None)
-        whole, kept = heads * head_dim, (kv_heads or heads) * head_dim
-        self.q = b.linear(names.q, hidden, whole, bias=bias)
-        parts = {names.k: kept, names.v: kept}
+        q_size, kv_size = heads * head_dim, (kv_heads or heads) * head_dim
+        self.q = b.linear(names.q, hidden, q_size, bias=bias)
+        parts = {names.k: kv_size, names.v: kv_size}
         self.kv = b.linear("kv_proj", encoded or hidden, parts, bias=bias, least=head_dim)
-        self.out = b.row_linear(names.out, whole, hidden, bias=bias)
+        self.out = b.row_linear(names.out, q_size, hidden, bias=bias)
         self.cache, self.backend = b.attention_cache(
             AttentionSpec(
                 heads=self.heads,
@@ -74,8 +77,8 @@ class CrossAttention(Module):
             q = self.q_norm(q)
         k = v = q[:0, : self.kv_heads]
         if batch.encoded is not None:
-            kept = self.kv(batch.encoded.to(x.dtype))
-            k, v = kept.view(len(kept), 2, self.kv_heads, self.head_dim).unbind(1)
+            projected = self.kv(batch.encoded.to(x.dtype))
+            k, v = projected.view(len(projected), 2, self.kv_heads, self.head_dim).unbind(1)
             if self.k_norm is not None:
                 k = self.k_norm(k.contiguous())
         out = q.new_empty(q.shape)
@@ -85,8 +88,9 @@ class CrossAttention(Module):
 
 
 class CrossedLayer(Module):
-    """Attention to the tokens before, attention to the encoder's output, feed-forward, each added
-    to the stream: with norms before them, or (`before` false) after the additions.
+    """Self-attention, cross-attention and feed-forward block, each added to the stream.
+
+    Norms precede the branches; if `before` is false, they follow the additions.
     """
 
     def __init__(

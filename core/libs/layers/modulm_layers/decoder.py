@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import Module, ModuleList
 
 from modulm.contracts.model import Batch, CacheSpec, Model
+from modulm.contracts.weight_names import WeightNames
 from modulm.errors import UnsupportedError
 from modulm.nn.embedding import Embedding
-from modulm.nn.names import WeightNames
 from modulm_layers.attention import Attention
 from modulm_layers.config import DecoderConfig
 from modulm_layers.mlp import GatedMLP
@@ -38,8 +38,8 @@ class DecoderForCausalLM(Module, Model):
     """A decoder with a language-model head.
 
     A family sets `api`, `config_type`, `layer` (built as `layer(config, builder, index)`, called as
-    `layer(x, residual, batch)`) and, where the checkpoint's names or layouts differ, `names`;
-    and overrides the `make_` method of what is not standard.
+    `layer(x, residual, batch)`) and, if the checkpoint's names or layouts differ, `names`. It
+    overrides a `make_` method for each part that is not standard.
     """
 
     config_type: ClassVar[type] = DecoderConfig
@@ -51,22 +51,29 @@ class DecoderForCausalLM(Module, Model):
         super().__init__()
         stages, count = build.shared.mesh.pipeline, config.num_hidden_layers
         if stages.size > 1 and type(self).forward is not DecoderForCausalLM.forward:
-            raise UnsupportedError(f"{type(self).__name__} in pipeline stages: not yet")
+            raise UnsupportedError(
+                f"pipeline parallelism: not supported yet: {type(self).__name__}"
+            )
         b = build.at(self.root)
         self.config = config
         embeds = stages.first or (stages.last and config.tie_word_embeddings)
         self.embed = self.make_embedding(config, b.stage(embeds))
         if count >= stages.size > 1 and not stages.layers:
             stages = evolve(stages, layers=self._even_stages(config, b, build, stages.size))
-        own = stages.stage(count)
-        layers = [self.layer(config, b.at(f"layers.{i}").stage(i in own), i) for i in range(count)]
-        self.layers = ModuleList(layers[own.start : own.stop])
+        stage_layers = stages.stage(count)
+        layers = [
+            self.layer(config, b.at(f"layers.{i}").stage(i in stage_layers), i)
+            for i in range(count)
+        ]
+        self.layers = ModuleList(layers[stage_layers.start : stage_layers.stop])
         self.norm = self.make_norm(config, b.stage(stages.last))
         self.head = self.make_head(config, build.stage(stages.last))
         self._caches = tuple(build.shared.caches)
 
     def _even_stages(self, config: Any, b: Builder, build: Builder, stages: int) -> tuple[int, ...]:
-        """Layers of each stage: the first holds the embedding as well, the last norm and head."""
+        """Number of layers per stage. The first also has the embedding; the last, the norm and
+        head.
+        """
         layers = [
             weight_of(partial(_layer, self.layer, config, i), b.at(f"layers.{i}"))
             for i in range(config.num_hidden_layers)
@@ -78,15 +85,15 @@ class DecoderForCausalLM(Module, Model):
         return even_stages(layers, stages, first=first, last=last)
 
     def make_embedding(self, config: Any, b: Builder) -> Embedding:
-        """The module that turns a batch into vectors; `b` stands at the decoder."""
+        """Make the module that turns a batch into vectors; `b` points at the decoder."""
         return b.embedding("embed_tokens", config.vocab_size, config.hidden_size)
 
     def make_norm(self, config: Any, b: Builder) -> Norm:
-        """The final norm; `b` stands at the decoder."""
+        """Make the final norm; `b` points at the decoder."""
         return b.rms_norm("norm", config.hidden_size, config.rms_norm_eps)
 
     def make_head(self, config: Any, b: Builder) -> Head:
-        """The head; `b` stands at the top."""
+        """Make the language-model head; `b` points at the root of the model."""
         tied = self.embed if config.tie_word_embeddings else None
         return b.head("lm_head", config.hidden_size, config.vocab_size, tied=tied)
 
@@ -104,12 +111,12 @@ class DecoderForCausalLM(Module, Model):
     def states(self, batch: Batch, layers: Sequence[int]) -> tuple[Tensor, ...]:
         if type(self).forward is not DecoderForCausalLM.forward or batch.carried:
             return super().states(batch, layers)
-        found: dict[int, Tensor] = {}
-        x, residual = self._run(batch, found, frozenset(layers))
-        lacking = [index for index in layers if index not in found]
-        if lacking:
-            raise UnsupportedError(f"there is no layer {lacking[0]}: {len(self.layers)} are there")
-        return (self.norm.add(x, residual)[0], *(found[index] for index in layers))
+        captured: dict[int, Tensor] = {}
+        x, residual = self._run(batch, captured, frozenset(layers))
+        missing = [index for index in layers if index not in captured]
+        if missing:
+            raise UnsupportedError(f"no layer {missing[0]}: the model has {len(self.layers)}")
+        return (self.norm.add(x, residual)[0], *(captured[index] for index in layers))
 
     def embeddings(self, tokens: Tensor) -> Tensor:
         table: Module = self.embed
@@ -123,16 +130,16 @@ class DecoderForCausalLM(Module, Model):
     def _run(
         self,
         batch: Batch,
-        found: dict[int, Tensor] | None = None,
-        wanted: frozenset[int] = frozenset(),
+        captured: dict[int, Tensor] | None = None,
+        selected: frozenset[int] = frozenset(),
     ) -> tuple[Tensor, Tensor | None]:
-        """The layers of this stage; the streams after those that are `wanted` go into `found`."""
+        """Run the layers of this stage; store the residual stream after each `selected` layer."""
         x: Tensor = batch.carried[0] if batch.carried else self.embed(batch)
         residual: Tensor | None = batch.carried[1] if len(batch.carried) > 1 else None
         for index, layer in enumerate(self.layers):
             x, residual = layer(x, residual, batch)
-            if index in wanted and found is not None:
-                found[index] = x if residual is None else self.norm.ops.add(x, residual)
+            if index in selected and captured is not None:
+                captured[index] = x if residual is None else self.norm.ops.add(x, residual)
         return x, residual
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -143,8 +150,8 @@ class DecoderForCausalLM(Module, Model):
 class PreNormLayer(Module):
     """norm, attention, norm, feed-forward, each branch added to the residual stream.
 
-    The addition that ends a branch is done together with the next norm, so a layer takes and
-    gives a pair: the last branch's output and the stream before it.
+    The addition that ends a branch is fused with the next norm, so a layer takes and returns a
+    pair: the last branch's output and the stream before it.
     """
 
     def __init__(self, attn_norm: Norm, attn: Module, mlp_norm: Norm, mlp: Module) -> None:
@@ -164,7 +171,7 @@ class PreNormLayer(Module):
 class ParallelLayer(Module):
     """Attention and feed-forward side by side, both added to the stream at once.
 
-    Both branches see `norm`'s output, or the feed-forward one its own norm's.
+    Both branches read the output of `norm`, unless the feed-forward branch has its own norm.
     """
 
     def __init__(self, norm: Norm, attn: Module, mlp: Module, mlp_norm: Norm | None = None) -> None:
@@ -187,7 +194,7 @@ def _layer(make: Any, config: Any, index: int, b: Builder) -> object:
 def standard_attention(
     c: DecoderConfig, b: Builder, index: int, *, at: str = "self_attn", **changes: Any
 ) -> Attention:
-    """The attention layer that the common keys of config.json describe; `at` is its name."""
+    """Make the attention layer that the common config keys describe; `at` is its weight name."""
     settings: dict[str, Any] = {
         "hidden": c.hidden_size,
         "heads": c.heads,
@@ -202,7 +209,7 @@ def standard_attention(
 
 
 def standard_mlp(c: DecoderConfig, b: Builder, **changes: Any) -> GatedMLP:
-    """The gated feed-forward block that the common keys describe."""
+    """Make the gated feed-forward block that the common config keys describe."""
     settings: dict[str, Any] = {
         "hidden": c.hidden_size,
         "inner": c.inner_size,

@@ -1,4 +1,4 @@
-"""Base class of encoders and bidirectional attention: prompts run whole, nothing is cached."""
+"""Base class of encoders, and bidirectional attention. Prompts run whole; nothing is cached."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from modulm.contracts.model import Batch, CacheSpec, Model
-from modulm.nn.names import WeightNames
+from modulm.contracts.weight_names import WeightNames
 from modulm_layers.attention import AttentionNames
 
 if TYPE_CHECKING:
@@ -23,31 +23,31 @@ if TYPE_CHECKING:
 __all__ = ["BidirectionalAttention", "Encoder", "Segment", "segments"]
 
 
-#: Rows attend in lengths that are multiples of this, so that a step of short texts has few calls.
+#: Row lengths are padded to a multiple of this, so that a step of short texts needs few calls.
 _MULTIPLE = 16
 
 
 @frozen(eq=False)
 class Segment:
-    """Rows of a step that attend together: of one length, or filled up to it.
+    """Rows of a step that attend together, padded to one length.
 
-    places: [rows * length] int64 of their tokens; a filled place repeats the row's last. mask:
-    [rows, 1, 1, length] bool, which places are tokens, and chosen: [tokens] int64, those among
-    places; None for both if all are.
+    indices: [rows * length] int64, token indices; padding repeats the row's last token. mask:
+    [rows, 1, 1, length] bool, true for real tokens. chosen: [tokens] int64, positions of the real
+    tokens within `indices`. `mask` and `chosen` are None if nothing is padded.
     """
 
     rows: int
     length: int
-    places: Tensor
+    indices: Tensor
     mask: Tensor | None = None
     chosen: Tensor | None = None
 
 
 def segments(batch: Batch, multiple: int = 1) -> tuple[Segment, ...]:
-    """The step's rows by length, rounded up to a `multiple`. Computed once, used by all layers.
+    """Group the step's rows by length, rounded up to a `multiple`; all layers share the result.
 
-    How far a row is filled depends on its own length alone, so that its numbers do not depend on
-    how long its neighbours are.
+    The padding of a row depends only on its own length, so its numbers do not depend on the rows
+    beside it.
     """
     starts = batch.query_starts.tolist()
     by_length: dict[int, list[tuple[int, int]]] = {}
@@ -59,22 +59,23 @@ def segments(batch: Batch, multiple: int = 1) -> tuple[Segment, ...]:
 
 
 def _segment(length: int, spans: Sequence[tuple[int, int]], device: torch.device) -> Segment:
-    """spans: (first token, tokens) of each row."""
+    """Build a segment; spans: (first token, number of tokens) of each row."""
     firsts, counts = torch.tensor(spans).T[..., None]
     steps = torch.arange(length)
-    places = (firsts + torch.minimum(steps, counts - 1)).flatten().to(device)
-    kept = steps < counts
-    if bool(kept.all()):
-        return Segment(len(spans), length, places)
-    chosen = kept.flatten().nonzero().flatten()
-    mask = kept[:, None, None].to(device)
-    return Segment(len(spans), length, places, mask, chosen.to(device))
+    indices = (firsts + torch.minimum(steps, counts - 1)).flatten().to(device)
+    valid = steps < counts
+    if bool(valid.all()):
+        return Segment(len(spans), length, indices)
+    chosen = valid.flatten().nonzero().flatten()
+    mask = valid[:, None, None].to(device)
+    return Segment(len(spans), length, indices, mask, chosen.to(device))
 
 
 class BidirectionalAttention(Module):
-    """Attention in which a token sees all of its row, or the `window` tokens on either side.
+    """Attention in which a token sees its whole row, or `window` tokens on either side.
 
-    kv_heads: of keys and values, as many as of queries if 0; head_dim: hidden / heads if 0.
+    kv_heads: number of key and value heads; 0 means as many as `heads`. head_dim: 0 means hidden /
+    heads.
     """
 
     def __init__(
@@ -95,10 +96,10 @@ class BidirectionalAttention(Module):
         self.heads, self.size = group.part(heads, b.prefix), head_dim or hidden // heads
         self.kv_heads = b.share(kv_heads or heads, 1)
         self.ops, self.window = b.ops, window
-        whole, kept = heads * self.size, (kv_heads or heads) * self.size
-        parts = {names.q: whole, names.k: kept, names.v: kept}
+        q_size, kv_size = heads * self.size, (kv_heads or heads) * self.size
+        parts = {names.q: q_size, names.k: kv_size, names.v: kv_size}
         self.qkv = b.linear(names.qkv, hidden, parts, bias=bias, least=self.size)
-        self.out = b.row_linear(names.out, whole, hidden, bias=bias)
+        self.out = b.row_linear(names.out, q_size, hidden, bias=bias)
         self.rotation = None if rope is None else b.rope(rope)
 
     def forward(self, x: Tensor, batch: Batch, rows: tuple[Segment, ...]) -> Tensor:
@@ -110,17 +111,17 @@ class BidirectionalAttention(Module):
             self.ops.rotary(q, k, batch.positions, self.rotation.cos_sin, True)
         out = q.new_empty(q.shape)
         for segment in rows:
-            found, places = self._attend(q, k, v, segment).flatten(0, 1), segment.places
+            attended_rows, indices = self._attend(q, k, v, segment).flatten(0, 1), segment.indices
             if segment.chosen is not None:
-                found, places = found[segment.chosen], places[segment.chosen]
-            out[places] = found
+                attended_rows, indices = attended_rows[segment.chosen], indices[segment.chosen]
+            out[indices] = attended_rows
         attended: Tensor = self.out(out.flatten(1))
         return attended
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, segment: Segment) -> Tensor:
         """[rows, length, heads, head_dim] of one segment."""
         shape = (segment.rows, segment.length, -1, self.size)
-        q, k, v = (t[segment.places].view(shape).transpose(1, 2) for t in (q, k, v))
+        q, k, v = (t[segment.indices].view(shape).transpose(1, 2) for t in (q, k, v))
         mask = segment.mask
         if self.window is not None and segment.length > self.window + 1:
             at = torch.arange(segment.length, device=q.device)
@@ -132,11 +133,11 @@ class BidirectionalAttention(Module):
 
 
 class Encoder(Module, Model):
-    """The frame of an encoder. It keeps no cache, so its prompts run whole, each in one step.
+    """Base class of encoders. There is no cache, so each prompt runs whole in one step.
 
     A family sets `api`, `config_type` and `names`, and builds `embed` (called with the batch),
-    `layers` (called as `layer(x, batch, segments)`) and `norm` or None. `head` turns vectors
-    into classes; without one the vectors are the result.
+    `layers` (called as `layer(x, batch, segments)`) and `norm` or None. `head` maps vectors to
+    classes; without it the vectors are the result.
     """
 
     names: ClassVar[WeightNames] = WeightNames()
@@ -171,5 +172,5 @@ class Encoder(Module, Model):
         return x if self.norm is None else self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden] -> [n, classes], or the vectors themselves where there is no head."""
+        """[n, hidden] -> [n, classes], or the vectors themselves without a head."""
         return hidden if self.head is None else self.head(hidden)

@@ -1,4 +1,4 @@
-"""Scales of what a layer keeps in eight-bit floats: the checkpoint's, or found in a first step."""
+"""Scales of 8-bit float KV caches, from the checkpoint or calculated in the first step."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ __all__ = [
     "take_scales",
 ]
 
-#: The largest key and value of a first step become these of e4m3's 448: later ones may be larger.
+#: The largest key and value of the first step map to these values, below e4m3's maximum of 448:
+#: later ones may be larger.
 K_LARGEST = 200.0
 V_LARGEST = 100.0
 _LEAST = 1e-6
 
 
-def scale_names(kept: str, parts: Sequence[str]) -> list[str]:
-    """Under which names a layer's scale may be stored, below its own path.
+def scale_names(vector: str, parts: Sequence[str]) -> list[str]:
+    """Names under which a checkpoint may store a layer's KV scale, below the layer's path.
 
-    kept: "k" or "v"; parts: the linear layers that it may stand at, its own first. Names of
-    compressed-tensors, ModelOpt, Quark and of older fp8 checkpoints.
+    vector: "k" or "v". parts: linear layers that may carry it, the preferred one first. Covers
+    compressed-tensors, ModelOpt, Quark and older fp8 checkpoints.
     """
     paths = ["", *(f"{part}." for part in parts), "attn."]
-    found = [f"{path}{kept}_scale" for path in paths]
-    return [*found, f"{parts[0]}.output_scale", "kv_scale"]
+    names = [f"{path}{vector}_scale" for path in paths]
+    return [*names, f"{parts[0]}.output_scale", "kv_scale"]
 
 
 def is_kv_scale(name: str) -> bool:
-    """Whether a stored tensor is called like such a scale."""
+    """Whether a stored tensor has the name of a KV scale."""
     return name.rpartition(".")[2] in ("k_scale", "v_scale", "kv_scale") or name.endswith(
         ("k_proj.output_scale", "v_proj.output_scale")
     )
@@ -51,9 +52,9 @@ def is_kv_scale(name: str) -> bool:
 def take_scales(
     b: Builder, layer: Module, attribute: str, heads: int, names: Sequence[str]
 ) -> None:
-    """Give the layer scales [heads] for what it keeps, None where the checkpoint has none.
+    """Register a layer's KV scales [heads]; None if the checkpoint has none.
 
-    names: under which they may be stored, one for all heads or for each.
+    names: names under which they may be stored, one for all heads or one per head.
     """
     shape = (heads,)
     empty = torch.empty(shape, dtype=torch.float32, device="meta")
@@ -65,9 +66,9 @@ def take_scales(
     b.shared.units.append(Unit(b.name(attribute), layer, [slot]))
 
 
-def calculated_scale(kept: Tensor, largest: float) -> Tensor:
-    """kept: keys or values [tokens, heads, size] of a step -> [heads] fp32."""
-    return (kept.detach().float().abs().amax((0, 2)) / largest).clamp(min=_LEAST)
+def calculated_scale(vectors: Tensor, largest: float) -> Tensor:
+    """Scale [heads] fp32 from the keys or values [tokens, heads, size] of a step."""
+    return (vectors.detach().float().abs().amax((0, 2)) / largest).clamp(min=_LEAST)
 
 
 def _each(heads: int, scale: Tensor) -> Tensor:

@@ -25,13 +25,14 @@ __all__ = ["LatentAttention"]
 class LatentAttention(Module):
     """Multi-head latent attention (arXiv 2405.04434, section 2.1).
 
-    A token keeps `rank` numbers, from which every head's key (`nope` dimensions) and value
-    (`value` dimensions) are linear maps, and `rope.size` rotated ones that are part of every
-    head's key. The maps are absorbed: queries go through the transpose of the key map before
-    they meet the cache, and what attention returns through the value map after, so that neither
-    keys nor values of a head are ever made from the cache. `q_rank` compresses the input of the
-    queries as well. `eps` is that of the norms of the compressed vectors. `selection`: see
-    `AttentionSpec`; a subclass that selects says what.
+    The cache has `rank` numbers per token, from which every head's key (`nope` dimensions) and
+    value (`value` dimensions) are linear maps, plus `rope.size` rotated dimensions that all heads'
+    keys share. The maps are absorbed: queries go through the transposed key map before attention
+    and its output through the value map, so keys and values of single heads are never computed from
+    the cache.
+
+    `q_rank` also compresses the input of the queries. `eps` belongs to the norms of the compressed
+    vectors. `selection`: see `AttentionSpec`; subclasses that select tokens implement it.
     """
 
     up_k: Tensor
@@ -83,20 +84,20 @@ class LatentAttention(Module):
             take_scales(b, self, "k_scale", 1, names)
 
     def _make_inputs(
-        self, b: Builder, hidden: int, kept: int, queries: int, bias: bool, eps: float
+        self, b: Builder, hidden: int, cached: int, queries: int, bias: bool, eps: float
     ) -> None:
-        """The layers that read the stream; where queries are compressed both are one."""
+        """Make the layers that read the stream; with compressed queries both are one layer."""
         if self.q_rank is None:
             self.q = b.linear("q_proj", hidden, queries)
-            self.down = b.linear("kv_a_proj_with_mqa", hidden, kept, bias=bias, split=False)
+            self.down = b.linear("kv_a_proj_with_mqa", hidden, cached, bias=bias, split=False)
             return
-        parts = {"q_a_proj": self.q_rank, "kv_a_proj_with_mqa": kept}
+        parts = {"q_a_proj": self.q_rank, "kv_a_proj_with_mqa": cached}
         self.down = b.linear("qkv_a_proj", hidden, parts, bias=bias, split=False)
         self.q_norm = b.rms_norm("q_a_layernorm", self.q_rank, eps)
         self.q = b.linear("q_b_proj", self.q_rank, queries)
 
     def _absorb(self, up: Linear) -> None:
-        """Take the maps of keys and values out of the layer that held them.
+        """Take the key and value maps out of `up`.
 
         up_k: [heads, nope, rank]; up_v: [heads, rank, value].
         """
@@ -121,15 +122,15 @@ class LatentAttention(Module):
             self.k_scale = Parameter(calculated_scale(k, K_LARGEST), requires_grad=False)
             self.finds_scales = False
         inputs = self.selection(x, compressed, batch)
-        if self.k_scale is not None:  # values are a part of the keys
+        if self.k_scale is not None:  # values are part of the keys
             inputs = evolve(inputs, k_scale=self.k_scale, v_scale=self.k_scale)
         self.backend.forward(q, k, k[..., : self.rank], cache, plan, out, inputs)
         attended: Tensor = self.out(self.ops.each_head(out, self.up_v).flatten(1))
         return attended
 
     def selection(self, x: Tensor, compressed: Tensor, batch: Batch) -> AttentionInputs:
-        """What the layer brings to attention: the tokens chosen, where it has a `selection`.
+        """Extra attention inputs: the selected tokens, for layers with a `selection`.
 
-        x: [tokens, hidden]; compressed: [tokens, q_rank], what queries are made from.
+        x: [tokens, hidden]; compressed: [tokens, q_rank], the compressed query input.
         """
         return PLAIN

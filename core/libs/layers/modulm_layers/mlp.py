@@ -63,6 +63,6 @@ class PlainMLP(Module):
         self.down = b.row_linear(down, inner, outputs or hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [tokens, hidden] -> [tokens, outputs], as many as hidden if nothing is said."""
+        """x: [tokens, hidden] -> [tokens, outputs]; outputs defaults to hidden."""
         out: Tensor = self.down(self.act(self.up(x)))
         return out

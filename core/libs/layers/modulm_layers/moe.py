@@ -1,4 +1,4 @@
-"""Mixture of experts: the router, its settings, and the fused experts."""
+"""Mixture of experts: the router, its settings and the fused experts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Routing:
     scale: float = 1.0
 
     def check(self, experts: int) -> None:
-        """Raises ValueError, with the usual keys of config.json, if tokens cannot choose so."""
+        """Raise ValueError, with the usual keys of config.json, if the settings do not fit."""
         each, rest = divmod(experts, self.groups)
         if rest or (self.groups > 1 and self.group_score == "top2" and each < 2):
             raise ValueError(f"n_group: {experts} experts in {self.groups} groups")
@@ -42,7 +42,7 @@ class Routing:
 
 @frozen
 class Gate:
-    """What lies between an expert's two maps; the fields are arguments of `fused_experts`."""
+    """The function between an expert's two maps; the fields are arguments of `fused_experts`."""
 
     act: str
     alpha: float = 1.0
@@ -51,7 +51,7 @@ class Gate:
 
 @frozen
 class ExpertNames:
-    """How a checkpoint calls the router and one expert's weights."""
+    """Names of the router's and the experts' weights in a checkpoint."""
 
     router: str = "gate"
     one: str = "experts.{expert}.{part}"
@@ -71,10 +71,10 @@ _NAMES = ExpertNames()
 class MoE(Module):
     """Sparse gated feed-forward experts (Shazeer et al., arXiv 1701.06538).
 
-    `wide_router` computes the router in fp32, as models do whose experts lie close together.
-    `choice_bias` adds a stored bias to the scores for choosing only. `act` is an activation's
-    name in config.json, or a gate. `shared` is a block that every token takes besides (Dai et
-    al., arXiv 2401.06066), added as it is.
+    `wide_router` computes the router in fp32, for models whose expert scores lie close together.
+    `choice_bias` adds a stored bias to the scores used for choosing, not to the weights. `act` is
+    an activation's name in config.json, or a `Gate`. `shared` is a block that every token takes in
+    addition (Dai et al., arXiv 2401.06066).
     """
 
     choice_bias: Tensor | None
@@ -111,9 +111,9 @@ class MoE(Module):
             rows=True,
         )
         self.fused_experts = b.fused_experts(self.gate_up, self.down)
-        own, ranks = self.down.spec.expert_shard, self.down.reduce
-        # A bias is added by one of the ranks that share an expert.
-        self.adds_bias = ranks is None or ranks.first or own.size < own.whole
+        expert_shard, ranks = self.down.spec.expert_shard, self.down.reduce
+        # Only one of the ranks that share an expert adds its bias.
+        self.adds_bias = ranks is None or ranks.first or expert_shard.size < expert_shard.whole
         self.shared = shared
         self.gate = asdict(Gate(gate_name(act)) if isinstance(act, str) else act)
         self.register_parameter("choice_bias", None)
@@ -138,7 +138,7 @@ class MoE(Module):
         return mixed if self.shared is None else self.ops.add(mixed, self.shared(x))
 
     def summed(self, mixed: Tensor) -> Tensor:
-        """What the experts give, of which each rank has computed a part of the sum."""
+        """Sum the expert outputs over the ranks."""
         return mixed if self.down.reduce is None else self.down.reduce.all_reduce(mixed)
 
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:

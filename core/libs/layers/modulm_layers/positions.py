@@ -1,4 +1,4 @@
-"""Positions that are learned, added to the token embedding."""
+"""Learned positions, added to the token embedding."""
 
 from __future__ import annotations
 

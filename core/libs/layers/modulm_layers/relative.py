@@ -1,6 +1,6 @@
-"""Positions told by what they add to scores (Raffel et al., arXiv 1910.10683, section 2.1).
+"""Relative positions as score biases (Raffel et al., arXiv 1910.10683, section 2.1).
 
-Each head has a number for each bucket of distances: near ones have their own, farther ones share.
+Each head has one number per distance bucket. Small distances have a bucket each; larger ones share.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ __all__ = ["RelativePositions", "bucket_of"]
 
 
 class RelativePositions(Module):
-    """The table of one layer, or of all that share it. buckets, furthest: how many buckets there
-    are, and from which distance on all is in the last; both: keys behind the query have half of the
-    buckets. `table` is there once the weights are loaded: [heads, furthest + 1] fp32 by how far
-    before the query a key stands, or [heads, 2 * furthest + 1] from the farthest behind it on.
+    """The bias table of one layer, or of all layers that share it.
+
+    buckets: number of buckets. furthest: all distances from here on share the last bucket. both:
+    keys after the query use half of the buckets.
+
+    `table` is set once the weights are loaded: [heads, furthest + 1] fp32, indexed by how far the
+    key lies before the query; with `both`, [heads, 2 * furthest + 1], from the farthest key after
+    the query on.
     """
 
     weight: Tensor
@@ -46,20 +50,21 @@ class RelativePositions(Module):
 
     def _lay_out(self) -> None:
         distances = torch.arange(-self.furthest if self.both else 0, self.furthest + 1)
-        places = bucket_of(distances, self.buckets, self.furthest, self.both)
-        self.table = self.weight.detach()[places.to(self.weight.device)].T.contiguous()
+        buckets = bucket_of(distances, self.buckets, self.furthest, self.both)
+        self.table = self.weight.detach()[buckets.to(self.weight.device)].T.contiguous()
 
     def between(self, length: int) -> Tensor:
-        """[heads, length, length] fp32 of a text's queries and keys, in both directions."""
+        """[heads, length, length] fp32: biases between all queries and keys, in both directions."""
         at = torch.arange(length, device=self.table.device)
         distances = (at[:, None] - at).clamp(-self.furthest, self.furthest)
         return self.table[:, distances + self.furthest]
 
 
 def bucket_of(distances: Tensor, count: int, furthest: int, both: bool) -> Tensor:
-    """The bucket of each distance, how far before the query a key stands; below zero it stands
-    behind it, which counts as no distance unless `both`. The first half of the buckets have one
-    distance each; in the others distances grow by the same factor from one to the next.
+    """Return the bucket of each distance (query position minus key position).
+
+    Negative distances count as 0 unless `both`. The first half of the buckets hold one distance
+    each; the sizes of the others grow by a constant factor.
     """
     first: Tensor | int = 0
     if both:

@@ -10,20 +10,20 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from modulm.nn.names import Change
+    from modulm.contracts.weight_names import Change
 
 __all__ = ["split_heads", "transpose"]
 
 
 def transpose(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A weight stored as [..., inputs, outputs]."""
+    """Transpose a weight that is stored as [..., inputs, outputs]."""
     yield name, tensor.transpose(-1, -2)
 
 
 def split_heads(heads: int, kv_heads: int) -> Change:
-    """For q, k and v stored head by head: all of q, then all of k, then all of v.
+    """Split q, k and v that are stored head by head into all of q, all of k, all of v.
 
-    The file holds for each key head its query heads, itself and its value head: rows of
+    For each key head the file holds its query heads, the key head and its value head: rows of
     [kv_heads, heads / kv_heads + 2, head_dim].
     """
     each = heads // kv_heads + 2

@@ -1,8 +1,8 @@
-"""Rotary position embeddings (Su et al., arXiv 2104.09864) and their scalings, as tables.
+"""Tables of rotary position embeddings (Su et al., arXiv 2104.09864) and their scalings.
 
-The table is [positions, R]: cosines of the R / 2 angles, then their sines, already multiplied by
-the attention factor of the scaling, in fp32. A row depends on its position alone, so that a
-sequence gets the same numbers however it is cut into steps.
+A table is [positions, R] fp32: cosines of the R / 2 angles, then their sines, already multiplied by
+the scaling's attention factor. A row depends only on its position, so the numbers of a sequence do
+not depend on how it is cut into steps.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ __all__ = ["Rope", "RopeTable", "cos_sin", "parse_rope"]
 
 @frozen
 class Rope:
-    """One kind of rotary positions. `size` is R, the number of dimensions of a head that turn.
+    """Settings of one kind of rotary positions. `size` is R, the rotated dimensions of a head.
 
-    `original` is the length the model was trained for before it was stretched by `factor`.
-    `score_factor` is for layers that turn only a part of each head: cosines and sines cannot
-    carry the attention factor of the rest, so the softmax scale is multiplied by this.
-    `axes`: [R / 2], the axis of positions that each angle counts along; empty where there is one
-    (M-RoPE, Qwen2-VL, arXiv 2409.12191).
+    `original` is the trained length before it was extended by `factor`. `score_factor` multiplies
+    the softmax scale in layers that rotate only part of each head, where the table cannot carry the
+    attention factor. `axes`: [R / 2], the position axis of each angle; empty for one axis (M-RoPE,
+    Qwen2-VL, arXiv 2409.12191).
     """
 
     size: int
@@ -50,15 +49,15 @@ class Rope:
     axes: tuple[int, ...] = ()
 
     def table(self) -> RopeTable:
-        """A table of it, to be filled: `Builder.rope` makes one for all layers."""
+        """Make an unfilled table; `Builder.rope` makes one for all layers."""
         return RopeTable(self)
 
 
 class RopeTable:
     """The table of one kind of rotary positions, shared by the layers that use it.
 
-    `cos_sin` is [positions, R] fp32 once `fill` has been called, which the loader does when it
-    knows how long sequences can get; a model is built without it.
+    `cos_sin` is [positions, R] fp32 after `fill`, which the loader calls once the maximum sequence
+    length is known.
     """
 
     cos_sin: Tensor
@@ -66,17 +65,17 @@ class RopeTable:
     def __init__(self, rope: Rope) -> None:
         self.rope = rope
         self.cos_sin = torch.empty(0, rope.size, device="meta")
-        #: The positions on several axes that were seen last, and what they gave.
+        #: The latest positions on several axes, and the table computed for them.
         self._last: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
 
     def fill(self, rows: int, length: int, device: torch.device) -> None:
-        """Make the table for `rows` positions; `length` is the longest sequence admitted."""
+        """Compute the table for `rows` positions; `length` is the maximum sequence length."""
         self.cos_sin = cos_sin(self.rope, rows, length, device)
 
     def of_step(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(table, [tokens] rows of it) of a step's tokens.
+        """Return (table, [tokens] row indices) for a step's tokens.
 
-        Where they have positions on several axes the table has a row for each token.
+        With positions on several axes, the table has one row per token.
         """
         on_axes = batch.axis_positions
         if on_axes is None or not self.rope.axes:
@@ -86,21 +85,21 @@ class RopeTable:
             columns = torch.arange(self.rope.size, device=on_axes.device)
             rows = on_axes[axes].clamp(max=len(self.cos_sin) - 1)
             table = self.cos_sin[rows, columns[:, None]].T.contiguous()
-            found = table, torch.arange(len(table), device=on_axes.device)
-            self._last = on_axes, found
+            entry = table, torch.arange(len(table), device=on_axes.device)
+            self._last = on_axes, entry
         return self._last[1]
 
 
 def parse_rope(
     table: Mapping[str, Any], *, head_size: int, max_positions: int, neox: bool = True
 ) -> Rope:
-    """The table that config.json gives (`rope_parameters`, or `rope_scaling` with `rope_theta`).
+    """Read the settings from config.json (`rope_parameters`, or `rope_scaling` and `rope_theta`).
 
-    Raises ValueError for an unknown kind, or a missing or ill-typed key, which it names.
+    Raises ValueError for an unknown kind, and for a missing or ill-typed key, which it names.
     """
     kind = str(table.get("rope_type", table.get("type", "default")))
     if kind not in _FREQUENCIES:
-        raise ValueError(f"rope_type {kind!r} is not known; known are {', '.join(_FREQUENCIES)}")
+        raise ValueError(f"rope_type: unknown {kind!r}; known: {', '.join(_FREQUENCIES)}")
     part = _number(table, "partial_rotary_factor", 1.0)
     size = int(head_size * part)
     if not 0 <= part <= 1 or (part < 1 and size % 2) or head_size < 2:
@@ -133,8 +132,10 @@ def parse_rope(
 
 
 def _axes(table: Mapping[str, Any], angles: int) -> tuple[int, ...]:
-    """The axis of each angle: in sections, or by turns (`mrope_interleaved`, Qwen3-VL) until an
-    axis has all of its section, the first axis the rest.
+    """Return the axis of each angle.
+
+    The axes come in sections; with `mrope_interleaved` (Qwen3-VL) they alternate until an axis has
+    used up its section, and the first axis takes the rest.
     """
     sections = table.get("mrope_section")
     if not sections:
@@ -145,17 +146,17 @@ def _axes(table: Mapping[str, Any], angles: int) -> tuple[int, ...]:
     if table.get("mrope_interleaved"):
         turns = [i % count for i in range(angles)]
         return tuple(a if i // count < sections[a] else 0 for i, a in enumerate(turns))
-    found = [axis % 3 for axis, size in enumerate(sections) for _ in range(size)]
-    if len(found) != angles:
-        raise ValueError(f"mrope_section: {len(found)} angles of {angles}")
-    return tuple(found)
+    axes = [axis % 3 for axis, size in enumerate(sections) for _ in range(size)]
+    if len(axes) != angles:
+        raise ValueError(f"mrope_section: {len(axes)} angles of {angles}")
+    return tuple(axes)
 
 
 def cos_sin(rope: Rope, rows: int, length: int, device: torch.device) -> Tensor:
     """The table for positions 0 to rows - 1: [rows, R] fp32.
 
-    `length` is the longest sequence the engine admits: longrope takes its long factors if that
-    is beyond the trained length, so that all keys of a cache agree.
+    `length` is the maximum sequence length of the engine. If it exceeds the trained length,
+    longrope uses its long factors for all positions, so that all cached keys agree.
     """
     positions = torch.arange(rows, device=device, dtype=torch.float32)
     if rope.kind == "dynamic":
@@ -174,10 +175,10 @@ def _linear(rope: Rope, length: int) -> Tensor:
 
 
 def _dynamic(rope: Rope, positions: Tensor) -> Tensor:
-    """[positions, R / 2]: the base grows with the position, beyond the trained length.
+    """[positions, R / 2]: beyond the trained length, the base grows with the position.
 
-    This is what decoding token by token gives with the scaling known as dynamic NTK; taking the
-    base from the sequence's length instead would change the keys that are cached already.
+    This equals token-by-token decoding with dynamic NTK scaling. Deriving the base from the
+    sequence length instead would invalidate cached keys.
     """
     reach = (positions + 1).clamp(min=rope.original) / rope.original
     stretch = (rope.factor * reach - (rope.factor - 1)) ** (rope.size / (rope.size - 2))
@@ -186,7 +187,7 @@ def _dynamic(rope: Rope, positions: Tensor) -> Tensor:
 
 
 def _llama3(rope: Rope, length: int) -> Tensor:
-    """Short waves are kept, long ones divided by the factor, those between blended."""
+    """Keep short waves, divide long ones by the factor and blend those between."""
     plain = _default(rope, length)
     turns = rope.original * plain / (2 * math.pi)
     blend = (turns - rope.low_frequency) / (rope.high_frequency - rope.low_frequency)
@@ -195,7 +196,7 @@ def _llama3(rope: Rope, length: int) -> Tensor:
 
 
 def _yarn(rope: Rope, length: int) -> Tensor:
-    """Peng et al., arXiv 2309.00071: by the number of turns a dimension makes in `original`."""
+    """Peng et al., arXiv 2309.00071: by the number of turns of a dimension within `original`."""
     half = rope.size // 2
     low, high = (_dimension(rope, turns) for turns in (rope.beta_fast, rope.beta_slow))
     if rope.truncate:
@@ -214,7 +215,7 @@ def _dimension(rope: Rope, turns: float) -> float:
 
 
 def _longrope(rope: Rope, length: int) -> Tensor:
-    """Ding et al., arXiv 2402.13753: a searched factor per dimension, for short and for long."""
+    """Ding et al., arXiv 2402.13753: one searched factor per dimension, for short and for long."""
     factors = rope.long_factors if length > rope.original else rope.short_factors
     return _default(rope, length) / torch.tensor(factors, dtype=torch.float32)
 
@@ -230,7 +231,7 @@ _FREQUENCIES: Mapping[str, Callable[[Rope, int], Tensor]] = {
 
 
 def _attention_factor(kind: str, table: Mapping[str, Any], factor: float, original: int) -> float:
-    """What cosines and sines are multiplied by: 1 for all kinds but yarn and longrope."""
+    """Factor of cosines and sines: 1 for all kinds but yarn and longrope."""
     if kind not in ("yarn", "longrope"):
         return 1.0
     if table.get("attention_factor") is not None:
@@ -244,7 +245,7 @@ def _attention_factor(kind: str, table: Mapping[str, Any], factor: float, origin
 
 
 def _score_factor(kind: str, table: Mapping[str, Any], factor: float) -> float:
-    """`mscale_all_dim` is for queries and keys alike: a score has it squared."""
+    """Score factor from `mscale_all_dim`, squared because it applies to queries and keys."""
     head = _number(table, "mscale_all_dim", 0.0)
     return _mscale(factor, head) ** 2 if head and kind != "default" else 1.0
 
@@ -254,10 +255,10 @@ def _mscale(factor: float, weight: float) -> float:
 
 
 def _positive(table: Mapping[str, Any], key: str, default: float | None) -> float:
-    found = _number(table, key, default)
-    if found <= 0:
-        raise ValueError(f"{key}: {found:g} is not above zero")
-    return found
+    value = _number(table, key, default)
+    if value <= 0:
+        raise ValueError(f"{key}: {value:g} is not above zero")
+    return value
 
 
 def _number(table: Mapping[str, Any], key: str, default: float | None) -> float:

@@ -1,6 +1,6 @@
-"""Routed experts in groups, beside shared ones (arXiv 2401.06066 and 2412.19437).
+"""Routed experts in groups, with shared experts (arXiv 2401.06066 and 2412.19437).
 
-Keys and checks that several families' config.json files have in common, and the block itself.
+The config keys and checks that several families have in common, and the block itself.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from attrs import frozen
 
 from modulm.contracts.model import MtpLayer
-from modulm.nn.names import WeightNames
+from modulm.contracts.weight_names import WeightNames
 from modulm_layers.config import DecoderConfig, size
 from modulm_layers.mlp import GatedMLP
 from modulm_layers.moe import ExpertNames, MoE, Routing
@@ -29,11 +29,11 @@ _NAMES = ExpertNames()
 
 @frozen(kw_only=True)
 class RoutedConfig(DecoderConfig):
-    """A decoder whose layers, but for the first `first_k_dense_replace`, have routed experts.
+    """A decoder whose layers after the first `first_k_dense_replace` have routed experts.
 
-    `mlp_layer_types` says it layer by layer where it is given ("sparse", "dense").
-    Experts are scored by sigmoids; a learned bias (`CHOICE_BIAS`) balances the choice without
-    changing weights; a group of experts is as good as its two best ones.
+    `mlp_layer_types` ("sparse", "dense"), if present, decides per layer instead. Experts are scored
+    by sigmoids. A learned bias (`CHOICE_BIAS`) balances the choice without changing the weights. A
+    group's score is the sum of its two best experts.
     """
 
     CHOICE_BIAS: ClassVar[bool] = True
@@ -66,7 +66,7 @@ class RoutedConfig(DecoderConfig):
 
     @property
     def routing(self) -> Routing:
-        """How a token chooses its experts."""
+        """How tokens choose experts."""
         return Routing(
             self.num_experts_per_tok,
             scoring="sigmoid",
@@ -79,7 +79,7 @@ class RoutedConfig(DecoderConfig):
 
 
 def routed_experts(c: RoutedConfig, b: Builder, *, names: ExpertNames = _NAMES) -> MoE:
-    """The feed-forward part of a sparse layer; `b` stands at it."""
+    """Make the feed-forward block of a sparse layer; `b` points at it."""
     shared = None
     if c.n_shared_experts is not None:
         inner = c.n_shared_experts * c.moe_intermediate_size
@@ -100,7 +100,7 @@ def routed_experts(c: RoutedConfig, b: Builder, *, names: ExpertNames = _NAMES) 
 
 
 def without_drafts(c: RoutedConfig) -> WeightNames:
-    """Names that leave out the layers beyond the last one, which draft tokens."""
+    """Weight names that skip the layers after the last one, which propose draft tokens."""
     drafts = range(c.num_hidden_layers, c.num_hidden_layers + c.num_nextn_predict_layers)
     return WeightNames(ignore=tuple(rf"^model\.layers\.{i}\." for i in drafts))
 
@@ -108,7 +108,7 @@ def without_drafts(c: RoutedConfig) -> WeightNames:
 def next_token_layer(
     c: RoutedConfig, layer: Callable[[Any, Builder, int], Module]
 ) -> MtpLayer | None:
-    """The first layer beyond the last one, as DeepSeek-V3 has it; `layer` makes layers."""
+    """The first layer after the last one, as in DeepSeek-V3; `layer` makes layers."""
     last = c.num_hidden_layers - 1
     if not c.num_nextn_predict_layers:
         return None

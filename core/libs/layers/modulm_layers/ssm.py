@@ -1,4 +1,4 @@
-"""Recurrent layers: causal convolution, the Mamba-2 mixer, recurrences of a model's own."""
+"""Recurrent layers: causal convolution, the Mamba-2 mixer, and model-specific recurrences."""
 
 from __future__ import annotations
 
@@ -24,31 +24,32 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 
 def recur(states: Tensor, plan: StatePlan, step: Step, out: Tensor) -> None:
-    """Scan all rows side by side, from their states in `states` [slots, ...] to new ones.
+    """Scan all rows side by side, updating their states in `states` [slots, ...].
 
-    For recurrences that have no op. `step(state, tokens)` takes the states [n, ...] of the rows
-    that have a next token and those tokens' indices [n]; it changes the states in place and
-    returns what the tokens give, which goes to `out` [tokens, ...]. It is called as often as the
-    longest row has tokens: once when every row has one.
+    For recurrences without an op. `step(state, tokens)` gets the states [n, ...] of the rows that
+    have a next token and those tokens' indices [n]; it updates the states in place and returns the
+    tokens' outputs, which are written to `out` [tokens, ...]. It is called once per token of the
+    longest row, so once in a decode step.
     """
 
     def segment(state: Tensor, at: Tensor) -> Tensor:
-        given = out.new_empty(*at.shape, *out.shape[1:])
-        for place in range(at.shape[1]):
-            here = (at[:, place] < out.shape[0]).nonzero().squeeze(1)
-            moved = state[here]
-            given[here, place] = step(moved, at[here, place])
-            state[here] = moved
-        return given
+        outputs = out.new_empty(*at.shape, *out.shape[1:])
+        for index in range(at.shape[1]):
+            active = (at[:, index] < out.shape[0]).nonzero().squeeze(1)
+            advanced = state[active]
+            outputs[active, index] = step(advanced, at[active, index])
+            state[active] = advanced
+        return outputs
 
     chunked_scan(states, plan, step, segment, out)
 
 
 class CausalConv(Module):
-    """A convolution along each row, channel by channel, over the last `width` tokens.
+    """A depthwise convolution along each row over the last `width` tokens.
 
-    Its state is the row's last width - 1 inputs: [slots, width - 1, channels]. channels: of each of
-    the things that lie side by side in it, and least: what of them ranks cannot cut.
+    Its state is the row's last width - 1 inputs: [slots, width - 1, channels]. channels: channels
+    of each of the parts that are stacked in it; least: for each part, the smallest unit that ranks
+    cannot split.
     """
 
     weight: Tensor
@@ -68,7 +69,7 @@ class CausalConv(Module):
         super().__init__()
         if act not in (None, "silu", "swish"):
             at = b.name(name)
-            raise UnsupportedError(f"hidden_act: {at}: a convolution with {act!r}: not yet")
+            raise UnsupportedError(f"hidden_act: {at}: not supported yet for convolutions: {act!r}")
         self.convolve, self.silu = b.ops.causal_conv, act is not None
         parts = [channels] if isinstance(channels, int) else channels
         cuts = zip(parts, least or [None] * len(parts), strict=True)
@@ -86,9 +87,9 @@ class CausalConv(Module):
 
 
 class GatedNorm(Module):
-    """The norm of what a recurrence gives, over each of `groups` parts of it, with its gate.
+    """Gated norm of a recurrence's output, over each of `groups` parts.
 
-    Where a part lies on several ranks they show one another what they have.
+    Ranks that share a part exchange their sums.
     """
 
     weight: Tensor
@@ -119,9 +120,9 @@ class GatedNorm(Module):
 class StateSpaceMixer(Module):
     """Selective state spaces with one decay per head (Dao and Gu, arXiv 2405.21060, section 7).
 
-    One projection gives gate, convolved inputs (x, b and c) and step sizes, which are bounded by
-    `dt_limit`. The output is gated and then normed over each of `groups` parts. `b` stands at
-    the layer.
+    One projection yields the gate, the convolved inputs (x, b and c) and the step sizes, which are
+    bounded by `dt_limit`. The output is gated and then normed over each of `groups` parts. `b`
+    points at the layer.
     """
 
     a_log: Tensor
@@ -145,12 +146,18 @@ class StateSpaceMixer(Module):
         dt_limit: tuple[float, float] = (0.0, float("inf")),
     ) -> None:
         super().__init__()
-        inner, each = heads * head_dim, groups * size
+        inner, state_size = heads * head_dim, groups * size
         self.ops, self.heads, self.groups = b.ops, b.share(heads), b.share(groups, 1)
         self.dt_limit = dt_limit
-        own, kept = self.heads * head_dim, self.groups * size
-        self.parts, self.mixed = [own, own + 2 * kept, self.heads], [own, kept, kept]
-        pieces, least = [inner, inner, each, each, heads], [head_dim, head_dim, size, size, 1]
+        rank_inner, rank_state = self.heads * head_dim, self.groups * size
+        self.parts, self.mixed = (
+            [rank_inner, rank_inner + 2 * rank_state, self.heads],
+            [rank_inner, rank_state, rank_state],
+        )
+        pieces, least = (
+            [inner, inner, state_size, state_size, heads],
+            [head_dim, head_dim, size, size, 1],
+        )
         self.project = b.pieces("in_proj", hidden, pieces, least, bias=bias)
         self.conv = CausalConv(
             b, "conv1d", pieces[1:4], width, bias=conv_bias, act=act, least=least[1:4]

@@ -1,4 +1,4 @@
-"""Which layers a pipeline stage has: as even in bytes of weights as whole layers allow."""
+"""Split layers into pipeline stages of about equal weight bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ __all__ = ["even_stages", "weight_of"]
 
 
 def weight_of(make: Callable[[Builder], object], b: Builder) -> int:
-    """Bytes of the weights on this rank of what `make` makes of a builder, which is not kept."""
+    """Bytes on this rank of the weights that `make` creates from a builder; the result is
+    discarded.
+    """
     units: list[Unit] = []
     shared = evolve(b.shared, adapters=None, caches=[], units=units, elsewhere=[])
     make(evolve(b, shared=shared))
@@ -27,10 +29,10 @@ def weight_of(make: Callable[[Builder], object], b: Builder) -> int:
 def even_stages(
     layers: Sequence[int], stages: int, *, first: int = 0, last: int = 0
 ) -> tuple[int, ...]:
-    """How many of the layers each stage has, one at least, so that the sum of the squares of what
-    stages weigh is least; of equal ways the one whose first stages have more.
+    """Number of layers per stage (at least one), minimizing the sum of squared stage sizes.
 
-    layers: what each weighs; first, last: what the first and the last stage have besides.
+    Of equal splits the one with larger first stages wins. layers: bytes of each layer; first, last:
+    additional bytes of the first and the last stage.
     """
     count, before = len(layers), [0]
     for size in layers:
@@ -41,15 +43,15 @@ def even_stages(
     best: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
     for stage in range(1, stages + 1):
         ends = range(stage, count - stages + stage + 1) if stage < stages else (count,)
-        made: dict[int, tuple[int, int]] = {}
+        choices: dict[int, tuple[int, int]] = {}
         for end in ends:
-            made[end] = min(
+            choices[end] = min(
                 (cost + (before[end] - before[at]) ** 2, -at)
                 for at, (cost, _) in best[-1].items()
                 if at < end
             )
-        best.append(made)
+        best.append(choices)
     cuts = [count]
-    for made in reversed(best[1:]):
-        cuts.append(-made[cuts[-1]][1])
+    for choices in reversed(best[1:]):
+        cuts.append(-choices[cuts[-1]][1])
     return tuple(end - at for at, end in zip(cuts[:0:-1], cuts[-2::-1], strict=True))

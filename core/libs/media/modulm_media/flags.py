@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from ipaddress import ip_network
 from typing import Any, Literal, TypeAlias
 
-from modulm.config.schema.flags import FlagGroup, flag, flag_group
+from modulm.contracts.flags import FlagGroup, flag, flag_group
 from modulm.errors import ConfigError
 
 __all__ = ["KINDS", "MediaConfig", "MediaKind"]

@@ -22,8 +22,8 @@ from modulm_media.values import KINDS, Media, fingerprint
 
 if TYPE_CHECKING:
     from modulm.contracts.engine_info import EngineInfo
+    from modulm.contracts.tokenizer import Tokenizer
     from modulm.plugins.manager import PluginManager
-    from modulm.text.tokenizer import Tokenizer
 
 __all__ = ["MediaPrompt", "MediaReader", "load_processor", "most_of"]
 

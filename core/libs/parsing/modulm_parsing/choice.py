@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from modulm.contracts.decision import Decision, Verdict
 from modulm.errors import ConfigError, PluginError
 from modulm.loading import open_checkpoint
-from modulm.plugins.explain import Decision, Verdict
 from modulm.plugins.kinds import find_kind
 from modulm_parsing.evidence import Evidence, evidence_of
 from modulm_parsing.fitting import Match, Offer, match, offers_of
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
     from modulm.contracts.quantization import CheckpointInfo
     from modulm.plugins.manager import PluginManager
 

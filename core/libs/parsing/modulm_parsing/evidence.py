@@ -13,8 +13,8 @@ from modulm.loading import stored_tokenizer
 from modulm.text.tokenizer import chat_templates, tokenizer_settings
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
-    from modulm.loading import Checkpoint
+    from modulm.contracts.checkpoint import Checkpoint
+    from modulm.contracts.config import EngineConfig
 
 __all__ = ["Evidence", "evidence_of"]
 

@@ -32,7 +32,7 @@ from modulm_parsing.strict import Function, Layout, as_tag, calls_of, json_call
 from modulm_parsing.typed import Schema, ValueWriter, kinds, parameters_of
 
 if TYPE_CHECKING:
-    from modulm.text.tokenizer import Tokenizer
+    from modulm.contracts.tokenizer import Tokenizer
     from modulm_parsing.elements import Element
 
 __all__ = ["Edit", "Format", "MessageReader", "ReasoningFormat", "ToolFormat", "allowed_kinds"]

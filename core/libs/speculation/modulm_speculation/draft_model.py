@@ -20,7 +20,7 @@ from modulm_speculation.speculator import Options
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
     from modulm.contracts.model import Batch, Model
     from modulm_speculation.target import Target
 

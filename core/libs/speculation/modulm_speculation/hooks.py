@@ -9,7 +9,7 @@ from modulm.plugins import hookimpl, manager
 from modulm_speculation.flags import SpeculationConfig
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
     from modulm.contracts.drafter import Drafter
     from modulm.contracts.platform import Platform
     from modulm.loading import Loaded

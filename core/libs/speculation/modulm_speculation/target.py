@@ -9,7 +9,7 @@ from attrs import frozen
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
     from modulm.contracts.model import Model
     from modulm.contracts.platform import Platform
     from modulm.loading import Loaded

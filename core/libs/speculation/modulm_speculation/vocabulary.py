@@ -12,7 +12,7 @@ from modulm.text.tokenizer import load_tokenizer
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from modulm.text.tokenizer import Tokenizer
+    from modulm.contracts.tokenizer import Tokenizer
     from modulm_speculation.draft_model import DraftModel
     from modulm_speculation.target import Target
 

@@ -20,7 +20,7 @@ from modulm.errors import UnsupportedError
 if TYPE_CHECKING:
     import numpy as np
 
-    from modulm.text.tokenizer import Tokenizer
+    from modulm.contracts.tokenizer import Tokenizer
     from modulm_media.values import Sound
 
 __all__ = ["API", "Alignment", "Question", "Segment", "Task", "Transcriber", "Wanted", "Word"]

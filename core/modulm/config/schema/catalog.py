@@ -8,38 +8,15 @@ from functools import lru_cache
 
 from attrs import frozen
 
-from modulm.config.schema.attention import AttentionConfig
-from modulm.config.schema.cache import CacheConfig
-from modulm.config.schema.device import DeviceConfig
-from modulm.config.schema.flags import Flag, FlagGroup, flags_of
 from modulm.config.schema.known import KnownFlag, find_known, known_flags
-from modulm.config.schema.load import LoadConfig
-from modulm.config.schema.model import ModelConfig
-from modulm.config.schema.observability import ObservabilityConfig
-from modulm.config.schema.parallel import ParallelConfig
-from modulm.config.schema.scheduler import SchedulerConfig
-from modulm.config.schema.structured_outputs import StructuredOutputsConfig
-from modulm.config.schema.tool_calls import ToolCallConfig
+from modulm.contracts.config import CORE_GROUPS
+from modulm.contracts.flags import Flag, FlagGroup, flags_of
 from modulm.errors import PluginBroken, PluginConflict, PluginError
 from modulm.plugins.manager import current
 
-__all__ = ["CORE", "Catalog", "Group", "catalog"]
+__all__ = ["Catalog", "Group", "catalog"]
 
 log = logging.getLogger("modulm.config")
-
-#: attribute of EngineConfig -> class, in the order in which help and docs show them
-CORE: Mapping[str, type[FlagGroup]] = {
-    "model": ModelConfig,
-    "load": LoadConfig,
-    "attention": AttentionConfig,
-    "structured_outputs": StructuredOutputsConfig,
-    "parallel": ParallelConfig,
-    "cache": CacheConfig,
-    "observability": ObservabilityConfig,
-    "scheduler": SchedulerConfig,
-    "device": DeviceConfig,
-    "tool_calls": ToolCallConfig,
-}
 
 
 @frozen
@@ -126,7 +103,7 @@ def _conflict(spec: Flag, first: Group, second: Group) -> str:
 def catalog() -> Catalog:
     """The flags that this process has now; a package whose flags cannot be loaded is left out."""
     broken: list[str] = []
-    core = (Group(name, cls) for name, cls in CORE.items())
+    core = (Group(name, cls) for name, cls in CORE_GROUPS.items())
     return _catalog((*core, *_brought(broken)), tuple(broken))
 
 

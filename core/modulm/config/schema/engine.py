@@ -3,73 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import cache
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import attrs
-from attrs import field, frozen
+from attrs import frozen
 
-from modulm.config.schema.attention import AttentionConfig
-from modulm.config.schema.cache import CacheConfig
-from modulm.config.schema.catalog import CORE, Catalog, catalog
-from modulm.config.schema.device import DeviceConfig
-from modulm.config.schema.flags import Flag, FlagGroup, Kind, read_mapping, suggest
+from modulm.config.schema.catalog import Catalog, catalog
 from modulm.config.schema.known import read_known
-from modulm.config.schema.load import LoadConfig
-from modulm.config.schema.model import ModelConfig
-from modulm.config.schema.observability import ObservabilityConfig
-from modulm.config.schema.parallel import ParallelConfig
-from modulm.config.schema.scheduler import SchedulerConfig
-from modulm.config.schema.structured_outputs import StructuredOutputsConfig
-from modulm.config.schema.tool_calls import ToolCallConfig
+from modulm.contracts import config as contract
+from modulm.contracts.config.engine import CORE_GROUPS, Notice, default_group
+from modulm.contracts.flags import Flag, FlagGroup, Kind, read_mapping, suggest
 from modulm.errors import ConfigError
 
 __all__ = ["EngineConfig", "Notice", "flatten"]
 
-G = TypeVar("G", bound=FlagGroup)
-
-
-@frozen
-class Notice:
-    """What the user should know about a value that was accepted."""
-
-    flag: str
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.flag}: {self.message}"
-
-
-@cache
-def _made(group: Any) -> Any:
-    return group()
-
-
-def _untouched(group: Any) -> Any:
-    """The values that a group has when nobody sets any."""
-    return _made(group)
-
 
 @frozen(kw_only=True)
-class EngineConfig:
-    """Everything an engine and its server are told before they start; never changed after.
+class EngineConfig(contract.EngineConfig):
+    """The configuration of an engine and its server, read with the flags that are installed.
 
-    The groups that the core reads are attributes. `brought` holds the groups of packages that
-    differ from their defaults, `idle` the flags that were given and that nothing here reads.
+    The groups are attributes of `modulm.contracts.config.EngineConfig`.
     """
-
-    model: ModelConfig = field(factory=ModelConfig)
-    load: LoadConfig = field(factory=LoadConfig)
-    attention: AttentionConfig = field(factory=AttentionConfig)
-    structured_outputs: StructuredOutputsConfig = field(factory=StructuredOutputsConfig)
-    parallel: ParallelConfig = field(factory=ParallelConfig)
-    cache: CacheConfig = field(factory=CacheConfig)
-    observability: ObservabilityConfig = field(factory=ObservabilityConfig)
-    scheduler: SchedulerConfig = field(factory=SchedulerConfig)
-    device: DeviceConfig = field(factory=DeviceConfig)
-    tool_calls: ToolCallConfig = field(factory=ToolCallConfig)
-    brought: Mapping[type[FlagGroup], FlagGroup] = field(factory=dict)
-    idle: Mapping[str, Any] = field(factory=dict)
 
     @classmethod
     def from_keywords(cls, **flags: Any) -> EngineConfig:
@@ -80,11 +34,11 @@ class EngineConfig:
         """
         return cls().with_(**flags)
 
-    def with_(self, **flags: Any) -> EngineConfig:
+    def with_(self, **flags: Any) -> Self:
         """A copy with some flags changed, by their flat names."""
         return self.with_parts(flatten(flags))
 
-    def with_parts(self, flat: Mapping[str, Any]) -> EngineConfig:
+    def with_parts(self, flat: Mapping[str, Any]) -> Self:
         """A copy with some fields changed, named as `flatten` returns them."""
         known = catalog()
         changed: dict[type[FlagGroup], dict[str, Any]] = {}
@@ -103,20 +57,11 @@ class EngineConfig:
         _check_together(config)
         return config
 
-    def _replaced(
-        self, groups: Mapping[type[FlagGroup], Any], idle: Mapping[str, Any]
-    ) -> EngineConfig:
+    def _replaced(self, groups: Mapping[type[FlagGroup], Any], idle: Mapping[str, Any]) -> Self:
         core = {_CORE[cls]: value for cls, value in groups.items() if cls in _CORE}
         others = {**self.brought, **{k: v for k, v in groups.items() if k not in _CORE}}
-        brought = {cls: value for cls, value in others.items() if value != _untouched(cls)}
+        brought = {cls: value for cls, value in others.items() if value != default_group(cls)}
         return attrs.evolve(self, **core, brought=brought, idle=idle)
-
-    def group(self, cls: type[G]) -> G:
-        """The values of one group, the core's or a package's: `config.group(Dice).sides`."""
-        attribute = _CORE.get(cls)
-        found: Any = self.brought.get(cls) if attribute is None else getattr(self, attribute)
-        values: G = _untouched(cls) if found is None else found
-        return values
 
     def value(self, flag: str) -> Any:
         """The value of one flag by its flat name; its default where nothing here reads it."""
@@ -146,8 +91,7 @@ class EngineConfig:
         return tuple(Notice(spec.option, remark) for spec in specs if (remark := _remark(spec)))
 
 
-#: class of a core group -> attribute of EngineConfig
-_CORE = {cls: name for name, cls in CORE.items()}
+_CORE = {cls: name for name, cls in CORE_GROUPS.items()}
 
 
 def _remark(spec: Flag) -> str:

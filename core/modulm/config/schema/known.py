@@ -13,7 +13,7 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from modulm.config.schema.flags import Flag, Kind, State, check, read
+from modulm.contracts.flags import Flag, Kind, State, check, read
 from modulm.plugins.index import to_install
 
 __all__ = ["KnownFlag", "find_known", "known_flags", "read_known"]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve
 
 from modulm.config.resolve import Use
+from modulm.contracts.checkpoint import Checkpoint
 from modulm.contracts.engine_info import EngineInfo
 from modulm.contracts.executor import Capacity, Executor
 from modulm.contracts.policy import Policy, Scheduler
@@ -25,13 +26,13 @@ from modulm.engine.sampling.logits_processors import class_at
 from modulm.engine.scheduling.limits import Limits
 from modulm.engine.scheduling.scheduler import BudgetScheduler
 from modulm.errors import ConfigError, QueueFull, RequestError, UnsupportedError
-from modulm.loading import Checkpoint, resolve_checkpoint
+from modulm.loading import resolve_checkpoint
 from modulm.loading.tokenizer import open_tokenizer
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
+    from modulm.contracts.tokenizer import Tokenizer
     from modulm.plugins.manager import PluginManager
-    from modulm.text.tokenizer import Tokenizer
 
 __all__ = ["EngineCore", "limits_of"]
 

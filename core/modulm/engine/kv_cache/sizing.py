@@ -12,8 +12,8 @@ from modulm.contracts.model import CacheSpec, StateSpec
 from modulm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
     from modulm.contracts.attention import AttentionBackend
+    from modulm.contracts.config import EngineConfig
     from modulm.contracts.platform import Platform
     from modulm.loading import CacheGroup
     from modulm.parallel import ProcessGroup

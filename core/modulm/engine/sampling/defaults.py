@@ -15,7 +15,7 @@ from modulm.engine.sampling.validation import problem
 from modulm.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
 
 __all__ = ["end_ids", "sampling_defaults"]
 

@@ -25,8 +25,8 @@ from modulm.errors import ContextLengthExceeded, RequestError
 from modulm.plugins.index import to_install
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
-    from modulm.text.tokenizer import Tokenizer
+    from modulm.contracts.config import EngineConfig
+    from modulm.contracts.tokenizer import Tokenizer
 
 __all__ = [
     "bad_word_ids",

@@ -16,9 +16,9 @@ from modulm.errors import RequestError, UnsupportedError
 from modulm.plugins.index import to_install
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
+    from modulm.contracts.tokenizer import Tokenizer
     from modulm.plugins.manager import PluginManager
-    from modulm.text.tokenizer import Tokenizer
 
 __all__ = ["as_request_error", "check_size", "compile_by", "is_ordinary", "open_backends"]
 

@@ -29,7 +29,7 @@ from modulm.plugins.manager import PluginManager
 from modulm.wire import frames
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
 
 __all__ = ["CompileProcesses"]
 

@@ -41,10 +41,10 @@ from modulm.errors import (
 )
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
     from modulm.contracts.executor import RowStart
+    from modulm.contracts.tokenizer import Tokenizer
     from modulm.plugins.manager import PluginManager
-    from modulm.text.tokenizer import Tokenizer
 
 __all__ = [
     "ConstraintCompiler",

@@ -12,9 +12,9 @@ from modulm.contracts.parser import Content, ParseContext, ReasoningParser
 from modulm.text.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
+    from modulm.contracts.tokenizer import Tokenizer
     from modulm.plugins.manager import PluginManager
-    from modulm.text.tokenizer import Tokenizer
 
 __all__ = ["AfterReasoning", "Gate", "breaks_of", "gate_for", "openers_of"]
 

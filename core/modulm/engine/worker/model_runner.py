@@ -46,7 +46,7 @@ from modulm.loading.cache_groups import CacheGroup, extended
 from modulm.parallel import Mesh
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
     from modulm.contracts.kernels import Forward
     from modulm.contracts.model import Batch, CacheSpec, Model
     from modulm.contracts.platform import Platform

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from modulm.config import EngineConfig
     from modulm.contracts.adapter import AdapterBank
+    from modulm.contracts.config import EngineConfig
     from modulm.contracts.executor import Capacity, Plan
     from modulm.contracts.platform import Platform
     from modulm.contracts.sampling import StructuredOutputs

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import field, mutable
 
-from modulm.config.schema.flags import Flag
+from modulm.contracts.flags import Flag
 from modulm.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import click
 
 from modulm.config.schema.catalog import Group, catalog
-from modulm.config.schema.flags import Flag, Kind, suggest
+from modulm.contracts.flags import Flag, Kind, suggest
 
 __all__ = ["print_help", "write_flag", "write_group", "write_overview", "write_topic"]
 

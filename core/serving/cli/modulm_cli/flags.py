@@ -9,8 +9,8 @@ import click
 from click.shell_completion import CompletionItem
 
 from modulm.config.schema.catalog import Group, catalog
-from modulm.config.schema.flags import Flag
 from modulm.config.sources import Draft, Source, draft, environment, read_yaml
+from modulm.contracts.flags import Flag
 from modulm.errors import ConfigError
 from modulm_cli.arguments import Shapes, TakesFlags, normalize
 from modulm_cli.flag_help import print_help

@@ -1,8 +1,8 @@
-"""How replicas of other machines come to a front end: they announce where they are.
+"""How a front end learns of replicas on other machines: they announce themselves.
 
-A machine without a front end connects to the address that all were given, says what is installed
-there and which replicas it has, and is told whether they fit. Replica N listens on the address
-that this connection comes from, at the port N + 1 above the one of announcements.
+A machine without a front end connects to `--data-parallel-address`, sends what is installed there
+and which replicas it has, and is accepted or refused. Replica N listens on the address that this
+connection comes from, at the port of announcements + 1 + N. Connections are TLS.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from attrs import frozen
 
 from modulm.errors import ConfigError, EngineDead, EngineError
 from modulm.wire import frames
+from modulm_distributed.tls import tls_contexts
 from modulm_fleet.flags import FleetConfig
-from modulm_fleet.secret import admit, check_secret, keep_alive, prove
+from modulm_fleet.secret import keep_alive, read_secret, secret_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
     from modulm.plugins.manager import PluginManager
     from modulm_fleet.placement import Placement
 
@@ -33,17 +34,21 @@ __all__ = ["Announcement", "Announcements", "address_of_rank", "announce"]
 
 log = logging.getLogger("modulm.fleet")
 
-#: Bytes that an announcement may have.
-_LONGEST = 4 << 20
-#: Seconds in which a machine must say what it has.
-_TALK = 10.0
-#: Seconds between two tries to reach the front end, and between two lines that say so.
-_AGAIN, _SAY = 1.0, 15.0
+#: Most bytes of an announcement.
+_MAX_BYTES = 4 << 20
+#: Seconds that a machine has for its announcement.
+_TIMEOUT = 10.0
+#: Seconds between two attempts to reach the front end, and between two log lines about it.
+_RETRY, _LOG_INTERVAL = 1.0, 15.0
 
 
 @frozen
 class Announcement:
-    """What a machine has. installed: (distribution, version, kind/name, target) of all plugins."""
+    """What a machine announces: its version of modulm, its plugins and its replicas.
+
+    installed: (distribution, version, kind/name, target) of each plugin. size: replicas of all
+    machines. ranks: those of this machine.
+    """
 
     version: str
     installed: frozenset[tuple[str, ...]]
@@ -51,11 +56,11 @@ class Announcement:
     ranks: range
 
     @classmethod
-    def of(cls, config: EngineConfig, placed: Placement, plugins: PluginManager) -> Announcement:
-        """This machine's."""
+    def of(cls, config: EngineConfig, placement: Placement, plugins: PluginManager) -> Announcement:
+        """This machine's announcement."""
         installed = frozenset(plugins.snapshot().installed)
         size = config.parallel.data_parallel_size
-        return cls(version("modulm"), installed, size, placed.here)
+        return cls(version("modulm"), installed, size, placement.here)
 
     def pack(self) -> list[Any]:
         """As a frame's plain values."""
@@ -63,9 +68,9 @@ class Announcement:
 
     @classmethod
     def unpack(cls, packed: list[Any]) -> Announcement:
-        """What was packed."""
-        known, installed, size, start, stop = packed
-        return cls(known, frozenset(map(tuple, installed)), size, range(start, stop))
+        """The announcement in a frame's plain values."""
+        release, installed, size, start, stop = packed
+        return cls(release, frozenset(map(tuple, installed)), size, range(start, stop))
 
     def refuses(self, other: Announcement, elsewhere: range) -> str | None:
         """Why replicas of another machine do not fit, by name; None if they do."""
@@ -85,19 +90,22 @@ class Announcement:
 
 
 def address_of_rank(host: str, port: int, rank: int) -> str:
-    """Where a replica of another machine listens. port: that of announcements."""
+    """HOST:PORT of a replica on another machine. port: of announcements."""
     return f"[{host}]:{port + 1 + rank}" if ":" in host else f"{host}:{port + 1 + rank}"
 
 
 class Announcements:
-    """Takes announcements, on a thread, for as long as the front end serves."""
+    """Accepts announcements on a thread, for as long as the front end serves.
 
-    def __init__(self, config: EngineConfig, placed: Placement, plugins: PluginManager) -> None:
-        self._secret = config.group(FleetConfig).data_parallel_secret_file
-        host, self._port = placed.address
-        check_secret(host, self._secret)
-        self._own = Announcement.of(config, placed, plugins)
-        self._elsewhere = placed.elsewhere
+    secret_file: the file with the secret that announcing machines and their replicas share.
+    """
+
+    def __init__(self, config: EngineConfig, placement: Placement, plugins: PluginManager) -> None:
+        host, self._port = placement.address
+        self.secret_file = secret_file(host, config.group(FleetConfig).data_parallel_secret_file)
+        self._tls = tls_contexts(read_secret(self.secret_file))
+        self._own = Announcement.of(config, placement, plugins)
+        self._elsewhere = placement.elsewhere
         self._hosts: dict[int, str] = {}
         self._changed = threading.Condition()
         self._listener = _bound(host, self._port)
@@ -109,16 +117,17 @@ class Announcements:
         """The number and the address of each replica of other machines, once all are known."""
         with self._changed:
             while missing := [rank for rank in self._elsewhere if rank not in self._hosts]:
-                words = ", ".join(map(str, missing))
-                log.warning("waiting for replicas %s, port %d here", words, self._port)
-                self._changed.wait(_SAY)
+                ranks = ", ".join(map(str, missing))
+                log.warning("waiting for replicas %s to announce themselves at port %d", ranks,
+                            self._port)  # fmt: skip
+                self._changed.wait(_LOG_INTERVAL)
             return [
                 (rank, address_of_rank(self._hosts[rank], self._port, rank))
                 for rank in self._elsewhere
             ]
 
     def close(self) -> None:
-        """Take no more."""
+        """Accept no more."""
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -127,59 +136,63 @@ class Announcements:
         with suppress(OSError):
             while True:
                 peer, _ = self._listener.accept()
-                threading.Thread(target=self._talk, args=(peer,), daemon=True).start()
+                threading.Thread(target=self._receive, args=(peer,), daemon=True).start()
 
-    def _talk(self, peer: socket.socket) -> None:
-        """One machine's announcement; the body of a thread, which lasts as long as it is there."""
-        host = peer.getpeername()[0]
+    def _receive(self, stranger: socket.socket) -> None:
+        """Handle one machine's announcement. Runs on a thread until the machine disconnects."""
+        host = stranger.getpeername()[0]
         try:
-            with peer:
-                peer.settimeout(_TALK)
-                keep_alive(peer)
-                admit(peer, self._secret)
-                found = Announcement.unpack(_receive(peer)[1])
-                reason = self._own.refuses(found, self._elsewhere)
-                peer.sendall(frames.pack("told", reason))
+            stranger.settimeout(_TIMEOUT)
+            keep_alive(stranger)
+            with stranger, self._tls.accept(stranger) as peer:
+                announcement = Announcement.unpack(_read_frame(peer)[1])
+                reason = self._own.refuses(announcement, self._elsewhere)
+                peer.sendall(frames.pack("answer", reason))
                 if reason is not None:
-                    log.error("%s is refused: %s", host, reason)
+                    log.error("replicas on %s are refused: %s", host, reason)
                     return
-                self._take(host, found.ranks)
+                self._add(host, announcement.ranks)
                 peer.settimeout(None)
-                peer.recv(1)  # until it is gone
+                peer.recv(1)
         except Exception as error:
-            log.error("%s announced nothing: %s", host, error)
+            log.error("announcement from %s failed: %s", host, error)
 
-    def _take(self, host: str, ranks: Iterable[int]) -> None:
+    def _add(self, host: str, ranks: Iterable[int]) -> None:
         with self._changed:
             self._hosts.update(dict.fromkeys(ranks, host))
             self._changed.notify_all()
 
 
-def announce(config: EngineConfig, placed: Placement, plugins: PluginManager) -> socket.socket:
-    """Tell the front end of this machine's replicas: the connection, which says where they listen
-    (`getsockname`) and ends with the front end. Waits until there is one.
+def announce(config: EngineConfig, placement: Placement, plugins: PluginManager) -> socket.socket:
+    """Announce this machine's replicas to the front end, waiting until there is one.
 
-    Raises EngineError if it refuses them, ConfigError for a secret that cannot be used.
+    Returns the connection: replicas listen on its own address (`getsockname`), and it ends with the
+    front end. Raises EngineError if the front end refuses the replicas, ConfigError for a secret
+    that cannot be used.
     """
-    secret = config.group(FleetConfig).data_parallel_secret_file
-    host, port = placed.address
-    check_secret(host, secret)
-    packed = frames.pack("join", Announcement.of(config, placed, plugins).pack())
-    said = -_SAY
+    host, port = placement.address
+    file = secret_file(host, config.group(FleetConfig).data_parallel_secret_file)
+    contexts = tls_contexts(read_secret(file))
+    packed = frames.pack("join", Announcement.of(config, placement, plugins).pack())
+    logged = -_LOG_INTERVAL
     while True:
         try:
-            peer = socket.create_connection((host, port), _TALK)
+            plain = socket.create_connection((host, port), _TIMEOUT)
         except OSError as error:
-            if time.monotonic() - said > _SAY:
+            if time.monotonic() - logged > _LOG_INTERVAL:
                 log.warning("waiting for the front end at %s:%d (%s)", host, port, error)
-                said = time.monotonic()
-            time.sleep(_AGAIN)
+                logged = time.monotonic()
+            time.sleep(_RETRY)
             continue
         try:
-            keep_alive(peer)
-            prove(peer, secret)
+            keep_alive(plain)
+            peer = contexts.connect(plain)
+        except OSError as error:
+            plain.close()
+            raise EngineDead(f"the front end at {host}:{port}: {error}") from error
+        try:
             peer.sendall(packed)
-            _, reason = _receive(peer)
+            _, reason = _read_frame(peer)
         except OSError as error:
             peer.close()
             raise EngineDead(f"the front end at {host}:{port}: {error}") from error
@@ -204,11 +217,11 @@ def _bound(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _receive(peer: socket.socket) -> list[Any]:
-    """A frame. Raises OSError at the end of the stream."""
+def _read_frame(peer: socket.socket) -> list[Any]:
+    """The next frame. Raises OSError at the end of the stream."""
     with peer.makefile("rb") as stream:
         size = int.from_bytes(stream.read(4), "big")
-        body = stream.read(size) if 0 < size < _LONGEST else b""
+        body = stream.read(size) if 0 < size < _MAX_BYTES else b""
     if not body:
-        raise ConnectionResetError("nothing was said")
+        raise ConnectionResetError("the connection ended without an answer")
     return frames.unpack(body)

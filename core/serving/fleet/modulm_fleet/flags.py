@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from modulm.config.schema.flags import FlagGroup, flag, flag_group
+from modulm.contracts.flags import FlagGroup, flag, flag_group
 
 __all__ = ["FleetConfig"]
 
-#: Where replicas of other machines announce themselves, unless a port is given: vLLM's.
+#: Default of --data-parallel-rpc-port, as in vLLM.
 _PORT = 29550
 
 
@@ -18,37 +18,44 @@ class FleetConfig(FlagGroup):
     server = True
 
     data_parallel_rank: int | None = flag(
-        None, "Serve the one replica of this number; somebody else spreads requests.", least=0,
+        None, "Serve only the replica with this number; an external load balancer spreads requests.", least=0,
         aliases=("-dpn",),
     )  # fmt: skip
     data_parallel_start_rank: int | None = flag(
-        None, "Number of the first replica on this machine; None: 0, or by --node-rank.", least=0,
+        None, "Number of the first replica on this machine; None: derived from --node-rank.", least=0,
         aliases=("-dpr",),
     )  # fmt: skip
     data_parallel_address: str | None = flag(
         None, "Address of the machine with the front end; None: --master-addr.", aliases=("-dpa",)
     )
     data_parallel_rpc_port: int = flag(
-        _PORT, "Port there where replicas of other machines announce themselves.", least=1,
+        _PORT, "Port of that machine at which replicas of other machines announce themselves.", least=1,
         most=65535, aliases=("-dpp",),
     )  # fmt: skip
     data_parallel_secret_file: str | None = flag(
         None,
-        "File with what machines prove to one another that they belong together; needed where the "
-        "address is not this machine's own.",
+        "File with a secret of 16 or more bytes, the same on all machines: their connections are "
+        "TLS between those that know it. Required unless the address is the loopback address; "
+        "there each user has a secret of their own by default.",
         unit="path",
     )
     data_parallel_backend: str = flag(
-        "mp", "Who starts replicas.", choices=("mp", "ray"), aliases=("-dpb",)
+        "mp", "What starts the replicas.", choices=("mp", "ray"), aliases=("-dpb",)
     )
     data_parallel_hybrid_lb: bool = flag(
         False, "Each machine's front end spreads requests over its own replicas only.",
         aliases=("-dph",),
     )  # fmt: skip
     data_parallel_external_lb: bool = flag(
-        False, "Each replica has a front end; needs --data-parallel-rank.", aliases=("-dpe",)
+        False,
+        "Each replica has a front end of its own; requires --data-parallel-rank.",
+        aliases=("-dpe",),
     )
-    headless: bool = flag(False, "Only replicas for the front end of another machine.")
-    nnodes: int = flag(1, "Machines that share the replicas.", least=1, aliases=("-n",))
-    node_rank: int = flag(0, "Which of them this is.", least=0, aliases=("-r",))
-    master_addr: str = flag("127.0.0.1", "Address of the first of them.")
+    headless: bool = flag(
+        False, "Run replicas for the front end of another machine, without a server."
+    )
+    nnodes: int = flag(
+        1, "Number of machines that the replicas are spread over.", least=1, aliases=("-n",)
+    )
+    node_rank: int = flag(0, "Number of this machine, from 0.", least=0, aliases=("-r",))
+    master_addr: str = flag("127.0.0.1", "Address of the first machine.")

@@ -10,7 +10,7 @@ from modulm.errors import ConfigError
 from modulm_fleet.flags import FleetConfig
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
 
 __all__ = ["Placement", "placement"]
 

@@ -1,1 +1,1 @@
-"""The consumer's side: prompts to requests, tokens to text."""
+"""The front end: turns prompts into engine requests and tokens back into text."""

@@ -1,9 +1,9 @@
-"""Beam search, as `transformers` defines it: same beams, same scores, same moment to stop.
+"""Beam search with the beams, scores and stopping rule of `transformers`.
 
-A step takes the best continuations of all beams together. Enough of them are looked at that
-`beam_width` beams can go on even if the best ones all end; only an end among the first
-`beam_width` counts as an answer. Answers compete by their log probability over their length to
-the power of `length_penalty`.
+A step ranks the best continuations of all beams together. It considers enough candidates to keep
+`beam_width` beams running even if the best ones all end. Only an end among the first `beam_width`
+candidates becomes an answer. The score of an answer is its log probability divided by its length
+to the power of `length_penalty`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from modulm.errors import RequestError
 __all__ = ["BeamSearch", "BeamSearchParams"]
 
 
-#: Beyond this, powers of lengths leave the range of floating-point numbers.
-_STEEPEST = 10
+#: Larger exponents of lengths overflow floating-point numbers.
+_MAX_LENGTH_PENALTY = 10
 
 
 def _ids(value: Sequence[int] | None) -> tuple[int, ...]:
@@ -31,13 +31,13 @@ def _ids(value: Sequence[int] | None) -> tuple[int, ...]:
 
 @frozen
 class BeamSearchParams:
-    """What is wanted of a search: `beam_width` answers of at most `max_tokens` tokens.
+    """Parameters of a beam search: `beam_width` answers of at most `max_tokens` tokens.
 
-    early_stopping: True ends when there are `beam_width` answers; False when the best running beam
-    could not displace one if it ended now; "never" when it could not at any length. temperature
-    divides the logits where the engine's logprobs_mode is processed_logprobs and changes nothing
-    else, as nothing is drawn. stop_token_ids end a beam as the end of sequence does. logprobs: the
-    best tokens to report beside the chosen one.
+    early_stopping: True stops at `beam_width` answers; False when the best running beam could not
+    replace an answer if it ended now; "never" when it could not at any length. temperature:
+    divides the logits if the engine's logprobs_mode is processed_logprobs; nothing is sampled.
+    stop_token_ids: end a beam like the end-of-sequence token. logprobs: number of top tokens to
+    report with the chosen one.
     """
 
     beam_width: int
@@ -54,15 +54,15 @@ class BeamSearchParams:
 
     @property
     def n(self) -> int:
-        """How many answers there will be."""
+        """The number of answers."""
         return self.beam_width
 
     def with_(self, **changes: Any) -> BeamSearchParams:
         """A copy with some fields changed."""
         return evolve(self, **changes)
 
-    def shown(self) -> SamplingParams:
-        """How the answers are turned into text, in the terms of other requests."""
+    def text_params(self) -> SamplingParams:
+        """The sampling parameters by which the answers are detokenized."""
         return SamplingParams(
             n=self.beam_width,
             temperature=self.temperature,
@@ -79,7 +79,7 @@ class BeamSearchParams:
 
 @frozen(order=False)
 class _Beam:
-    """score: log probability of the answer; tokens: prompt and answer; steps: of the answer."""
+    """score: log probability of the answer; tokens: prompt and answer; steps: its logprobs."""
 
     score: float
     tokens: tuple[int, ...]
@@ -87,35 +87,40 @@ class _Beam:
 
 
 class BeamSearch:
-    """A search in progress: while there are `sequences`, somebody finds the `best` next tokens of
-    each and feeds them back. It asks nobody itself, so it serves callers of any kind.
+    """A search in progress. It does no inference itself: while there are `sequences`, the caller
+    computes the `num_candidates` best next tokens of each and passes them to `feed`.
 
-    most: tokens that an answer may have. eos: what ends one. Raises RequestError naming the field.
+    max_tokens: length limit of an answer. eos: tokens that end one. Raises RequestError.
     """
 
     def __init__(
-        self, prompt: Sequence[int], params: BeamSearchParams, *, most: int, eos: Sequence[int]
+        self,
+        prompt: Sequence[int],
+        params: BeamSearchParams,
+        *,
+        max_tokens: int,
+        eos: Sequence[int],
     ) -> None:
-        _check(params, most)
+        _check(params, max_tokens)
         self.params = params
-        self._most = most
+        self._max_tokens = max_tokens
         self._eos = frozenset(eos)
         self._keep = max(2, 1 + len(self._eos)) * params.beam_width
-        self.best = max(self._keep, params.logprobs or 0)
+        self.num_candidates = max(self._keep, params.logprobs or 0)
         self._length = 0
         self._running = [_Beam(0.0, tuple(prompt))]
         self._answers: list[tuple[float, _Beam]] = []
 
     @property
     def sequences(self) -> list[tuple[int, ...]]:
-        """Prompt and answer so far of every beam that goes on; none when the search is over."""
+        """Prompt and answer so far of every running beam; empty when the search is over."""
         return [beam.tokens for beam in self._running]
 
-    def feed(self, found: Sequence[Position]) -> None:
-        """The `best` next tokens of each of `sequences`."""
+    def feed(self, positions: Sequence[Position]) -> None:
+        """Extend the beams by the `num_candidates` best next tokens of each of `sequences`."""
         self._length += 1
         width, length = self.params.beam_width, self._length
-        best = self._continuations(found)
+        best = self._continuations(positions)
         ended = [self._ends(beam) for beam in best]
         for beam, over in list(zip(best, ended, strict=True))[:width]:
             if over:
@@ -125,40 +130,40 @@ class BeamSearch:
         self._running = [] if self._decided(running) else running
 
     def answers(self) -> list[BeamSearchSequence]:
-        """The best answers, best first; each ends with its end-of-sequence token if it has one."""
+        """The answers, best first; each includes its end-of-sequence token if it has one."""
         return [self._sequence(beam) for _, beam in self._answers]
 
     def _ends(self, beam: _Beam) -> bool:
-        return self._length == self._most or beam.tokens[-1] in self._eos
+        return self._length == self._max_tokens or beam.tokens[-1] in self._eos
 
     def _decided(self, running: Sequence[_Beam]) -> bool:
-        """Whether no running beam can change the answers any more."""
+        """Whether no running beam can still change the answers."""
         params = self.params
         full = len(self._answers) == params.beam_width
         if not running or (full and params.early_stopping is True):
             return True
         patient = params.early_stopping == "never" and params.length_penalty > 0
-        reach = self._most if patient else self._length
+        reach = self._max_tokens if patient else self._length
         return full and running[0].score / reach**params.length_penalty <= self._answers[-1][0]
 
-    def _continuations(self, found: Sequence[Position]) -> list[_Beam]:
-        """The best beams that are one token longer."""
+    def _continuations(self, positions: Sequence[Position]) -> list[_Beam]:
+        """The best beams with one more token."""
         longer = [
-            (beam.score + entry.logprob, -place, beam, token, position)
-            for place, (beam, position) in enumerate(zip(self._running, found, strict=True))
-            for token, entry in position.items()
-            if (entry.rank or 0) <= self.best
+            (beam.score + entry.logprob, -index, beam, token, candidates)
+            for index, (beam, candidates) in enumerate(zip(self._running, positions, strict=True))
+            for token, entry in candidates.items()
+            if (entry.rank or 0) <= self.num_candidates
         ]
         chosen = heapq.nlargest(self._keep, longer, key=lambda item: item[:2])
         return [
-            _Beam(score, (*beam.tokens, token), (*beam.steps, self._step(token, position)))
-            for score, _, beam, token, position in chosen
+            _Beam(score, (*beam.tokens, token), (*beam.steps, self._step(token, candidates)))
+            for score, _, beam, token, candidates in chosen
         ]
 
     def _step(self, token: int, position: Position) -> Position:
-        """The chosen token and the best ones that are to be reported."""
-        shown = self.params.logprobs or 0
-        best = {t: entry for t, entry in position.items() if (entry.rank or 0) <= shown}
+        """The logprobs of the chosen token and of the top ones to report."""
+        reported = self.params.logprobs or 0
+        best = {t: entry for t, entry in position.items() if (entry.rank or 0) <= reported}
         return {token: position[token]} | best
 
     def _sequence(self, beam: _Beam) -> BeamSearchSequence:
@@ -172,14 +177,15 @@ class BeamSearch:
         )
 
 
-def _check(params: BeamSearchParams, most: int) -> None:
+def _check(params: BeamSearchParams, max_tokens: int) -> None:
     if params.beam_width < 1:
         raise RequestError(f"beam_width must be at least 1, not {params.beam_width}", "n")
-    if most < 1:
+    if max_tokens < 1:
         raise RequestError("max_tokens must be at least 1", "max_tokens")
-    if not -_STEEPEST <= params.length_penalty <= _STEEPEST:
+    if not -_MAX_LENGTH_PENALTY <= params.length_penalty <= _MAX_LENGTH_PENALTY:
         raise RequestError(
-            f"length_penalty must be a number from -{_STEEPEST} to {_STEEPEST}", "length_penalty"
+            f"length_penalty must be a number from -{_MAX_LENGTH_PENALTY} to {_MAX_LENGTH_PENALTY}",
+            "length_penalty",
         )
     if params.early_stopping not in (True, False, "never"):
         raise RequestError('early_stopping must be true, false or "never"', "early_stopping")

@@ -1,4 +1,4 @@
-"""From a caller's prompt and parameters to checked requests of the engine, one per sequence."""
+"""Turns a caller's prompt and parameters into validated engine requests, one per sequence."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ from modulm_media.flags import MediaConfig
 from modulm_media.requested import io_options
 
 if TYPE_CHECKING:
+    from modulm.contracts.tokenizer import Tokenizer
     from modulm.plugins.manager import PluginManager
-    from modulm.text.tokenizer import Tokenizer
     from modulm_media.messages import MediaSource
     from modulm_media.opener import MediaOpener
 
@@ -60,7 +60,7 @@ _KEYS = (
 
 @frozen(eq=False)
 class PendingRequest:
-    """What a caller waits for, and the requests of the engine that will fill it."""
+    """The state that a caller waits on, and the engine requests that fill it."""
 
     state: RequestState
     requests: tuple[Request, ...]
@@ -68,7 +68,7 @@ class PendingRequest:
 
 @frozen(eq=False)
 class BeamSearchRequest:
-    """A beam search: what its caller waits for, and what all its requests have in common."""
+    """A beam search: the state its caller waits on, and the fields that all its requests share."""
 
     state: RequestState
     beams: BeamSearch
@@ -77,60 +77,60 @@ class BeamSearchRequest:
 
     @property
     def running(self) -> bool:
-        """Whether it is neither at its end nor ended from outside."""
+        """Whether the search is neither complete nor aborted."""
         return bool(self.beams.sequences) and not self.state.finished
 
     def next_step(self, name: str) -> PendingRequest:
-        """One token of every running beam, as a request of its own that no statistics count."""
+        """Build the request for the next token of every running beam, uncounted by statistics."""
         sequences = self.beams.sequences
-        names = tuple(f"{name}.{place}" for place in range(len(sequences)))
+        names = tuple(f"{name}.{index}" for index in range(len(sequences)))
         state = RequestState(
             id=name, prompt=None, prompt_ids=_EMPTY, params=self.params, tokenizer=None,
             arrival=time.monotonic(), ids=names, keep=len(names), parent=self.state,
             adapter=self.state.adapter,
         )  # fmt: skip
         requests = tuple(
-            Request(id=own, prompt=tokens, params=self.params, arrival=state.arrival,
+            Request(id=name_of_beam, prompt=tokens, params=self.params, arrival=state.arrival,
                     **self.common)
-            for own, tokens in zip(names, sequences, strict=True)
+            for name_of_beam, tokens in zip(names, sequences, strict=True)
         )  # fmt: skip
         return PendingRequest(state, requests)
 
     def update(self, output: RequestOutput) -> None:
-        """What came of `next_step`. A beam that failed or was aborted ends the search."""
-        self.state.asked(output)
+        """Process the output of `next_step`. A failed or aborted beam ends the search."""
+        self.state.record_step(output)
         positions = [choice.logprobs for choice in output.outputs]
-        for choice, found in zip(output.outputs, positions, strict=True):
-            if choice.finish_reason in ("abort", "error") or not found:
+        for choice, steps in zip(output.outputs, positions, strict=True):
+            if choice.finish_reason in ("abort", "error") or not steps:
                 error = EngineError(f"a beam failed: {choice.stop_reason}")
                 aborted = choice.finish_reason == "abort"
                 self._end("abort" if aborted else "error", None if aborted else error)
                 return
-        self.beams.feed([found[0] for found in positions if found])
+        self.beams.feed([steps[0] for steps in positions if steps])
         if not self.beams.sequences:
             self._fill()
 
     def _end(self, reason: Reason, error: Exception | None) -> None:
-        for place, identity in enumerate(self.state.ids):
-            self.state.ended(place, Finish(identity, reason, None, error))
+        for index, identity in enumerate(self.state.ids):
+            self.state.end_sequence(index, Finish(identity, reason, None, error))
 
     def _fill(self) -> None:
         prompt = len(self.state.prompt_ids)
-        for place, beam in enumerate(self.beams.answers()):
-            choice = self.state.choices[place]
+        for index, beam in enumerate(self.beams.answers()):
+            choice = self.state.choices[index]
             stop = beam.stop_reason if isinstance(beam.stop_reason, int) else None
             reason: Reason = "stop" if beam.finish_reason == "stop" else "length"
-            finish = Finish(self.state.ids[place], reason, stop)
+            finish = Finish(self.state.ids[index], reason, stop)
             *tokens, last = beam.tokens[prompt:]
             for token in tokens:
                 choice.add(token, None, None)
             choice.add(last, None, finish)
             choice.cumulative = beam.cum_logprob
             if choice.logprobs is not None:
-                choice.logprobs = [self._told(position) for position in beam.logprobs]
+                choice.logprobs = [self._with_texts(position) for position in beam.logprobs]
 
-    def _told(self, position: Position) -> Position:
-        """The position with the tokens' texts."""
+    def _with_texts(self, position: Position) -> Position:
+        """Fill in the texts of a position's tokens."""
         text = self.state.tokenizer.token_text if self.state.tokenizer is not None else None
         return {
             token: evolve(entry, decoded_token=text(token) if text else None)
@@ -139,7 +139,7 @@ class BeamSearchRequest:
 
 
 class InputProcessor:
-    """Prepares the requests of one front end; `stream` keeps their random streams apart."""
+    """Prepares the requests of one front end. `stream`: selects its random stream."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         if tokenizer is not None and len(tokenizer) > info.vocabulary:
             log.warning(
-                "the tokenizer has %d ids, the model %d: a prompt with one beyond that is refused",
+                "The tokenizer has %d ids and the model %d. Prompts with larger ids are rejected.",
                 len(tokenizer),
                 info.vocabulary,
             )
@@ -174,7 +174,7 @@ class InputProcessor:
         cache_salt: str | None = None,
         adapter: str | None = None,
     ) -> PendingRequest:
-        """Check everything that can be checked before the engine sees it. Raises RequestError."""
+        """Validate a prompt and its parameters and build its requests. Raises RequestError."""
         room = 0 if isinstance(params, PoolingParams) else 1
         text, ids, salt, media = self.read(prompt, params.truncate_prompt_tokens, room)
         if media.items:
@@ -196,42 +196,42 @@ class InputProcessor:
         cache_salt: str | None = None,
         adapter: str | None = None,
     ) -> BeamSearchRequest:
-        """A beam search that is ready for its first step. Raises RequestError."""
+        """Prepare a beam search up to its first step. Raises RequestError."""
         text, ids, salt, media = self.read(prompt)
-        shown = self._checked(params.shown(), len(ids))
+        text_params = self._checked(params.text_params(), len(ids))
         mode = self.info.config.model.logprobs_mode
         if mode.endswith("logits"):
             raise RequestError(
-                f"beams are ranked by log probabilities and --logprobs-mode {mode} gives logits",
+                f"beam search needs log probabilities, but --logprobs-mode {mode} returns logits",
                 "use_beam_search",
             )
-        best = self.info.vocabulary if shown.logprobs == -1 else shown.logprobs
+        best = self.info.vocabulary if text_params.logprobs == -1 else text_params.logprobs
         beams = BeamSearch(
             ids.tolist(),
             params.with_(logprobs=best),
-            most=shown.max_tokens or 0,
+            max_tokens=text_params.max_tokens or 0,
             eos=(*(() if params.ignore_eos else self.eos), *params.stop_token_ids),
         )
-        asking = SamplingParams(
+        step_params = SamplingParams(
             temperature=params.temperature if mode == "processed_logprobs" else 0,
             max_tokens=1,
-            logprobs=beams.best,
+            logprobs=beams.num_candidates,
             ignore_eos=True,
             detokenize=False,
             output_kind=OutputKind.FINAL_ONLY,
         )
-        state = self._state(text, ids, shown, request_id, params.beam_width, adapter)
+        state = self._state(text, ids, text_params, request_id, params.beam_width, adapter)
         state.keep = params.beam_width
         salt = cache_salt if cache_salt is not None else salt
         common = {"priority": priority, "salt": salt, "adapter": adapter, **media.fields}
-        return BeamSearchRequest(state, beams, asking, common)
+        return BeamSearchRequest(state, beams, step_params, common)
 
     def read(
         self, prompt: PromptLike, truncate: int | None = None, room: int = 1
     ) -> tuple[str | None, np.ndarray, str | None, PromptMedia]:
-        """(text, token ids as int64, cache salt, media) of a prompt in any of its forms."""
-        prompt, begun = split_prompt(prompt)
-        text, ids, salt = self._given(prompt)
+        """Read a prompt of any form into (text, token ids as int64, cache salt, media)."""
+        prompt, decoder_prompt = split_prompt(prompt)
+        text, ids, salt = self._fields(prompt)
         media = NO_MEDIA
         if isinstance(prompt, Mapping) and "prompt_embeds" in prompt:
             ids, items = embedded_prompt(prompt, self.info)
@@ -240,51 +240,53 @@ class InputProcessor:
         if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
             ids, media = placed_media(prompt, ids, self.media, truncate)
         elif (reader := self.media) is not None and reader.reads_text:
-            ids, media = self._encoded_text(reader, ids, begun, truncate)
-        elif begun is not None:
-            raise RequestError("the model has no encoder that reads texts", "encoder_prompt")
+            ids, media = self._encoded_text(reader, ids, decoder_prompt, truncate)
+        elif decoder_prompt is not None:
+            raise RequestError("the model has no text encoder", "encoder_prompt")
         elif reader is not None and reader.crosses and not media.items:
-            takes = " or ".join(reader.kinds)
-            raise RequestError(f"the model answers to {takes}, and none is given", "prompt")
+            kinds = " or ".join(reader.kinds)
+            raise RequestError(f"the model needs {kinds} in the prompt", "prompt")
         most, vocabulary = self.info.max_model_len, self.info.vocabulary
-        kept = _array(cut) if len(cut := truncated(ids, truncate, most, room)) <= most else cut
-        check_prompt(kept, vocabulary=vocabulary, max_model_len=most, room=room)
-        return text, np.asarray(kept, dtype=np.int64), salt, media
+        checked_ids = (
+            _array(cut) if len(cut := truncated(ids, truncate, most, room)) <= most else cut
+        )
+        check_prompt(checked_ids, vocabulary=vocabulary, max_model_len=most, room=room)
+        return text, np.asarray(checked_ids, dtype=np.int64), salt, media
 
     def _encoded_text(
         self,
         reader: MediaReader,
         ids: Sequence[int] | np.ndarray,
-        begun: Any,
+        decoder_prompt: Any,
         truncate: int | None,
     ) -> tuple[np.ndarray, PromptMedia]:
-        """(what the decoder begins with, what its encoder reads). Raises RequestError."""
+        """(decoder prompt, encoder input) of a text for a model with a text encoder."""
         if truncate is not None:
-            words = "what an encoder reads cannot be truncated"
-            raise RequestError(words, "truncate_prompt_tokens")
+            message = "encoder prompts cannot be truncated"
+            raise RequestError(message, "truncate_prompt_tokens")
         check_prompt(ids, vocabulary=self.info.vocabulary, max_model_len=len(ids) + 1, room=1)
-        if begun is not None:
-            text, first, _ = self._given(begun)
-            begun = first if first is not None else self._begun(text)
-        found = reader.read_text(ids, begun)
-        return found.tokens, PromptMedia(found.items)
+        if decoder_prompt is not None:
+            text, first, _ = self._fields(decoder_prompt)
+            decoder_prompt = first if first is not None else self._decoder_ids(text)
+        prompt_media = reader.read_text(ids, decoder_prompt)
+        return prompt_media.tokens, PromptMedia(prompt_media.items)
 
-    def _begun(self, text: Any) -> list[int]:
-        """The tokens of what a decoder begins with, as they are written."""
+    def _decoder_ids(self, text: Any) -> list[int]:
+        """The token ids of a decoder prompt, without special tokens added."""
         if not isinstance(text, str):
-            raise RequestError("decoder_prompt: text or token ids are expected", "decoder_prompt")
+            raise RequestError("decoder_prompt must be text or token ids", "decoder_prompt")
         if self.tokenizer is None:
-            raise RequestError("there is no tokenizer: give token ids", "decoder_prompt")
+            raise RequestError("no tokenizer is loaded: pass token ids", "decoder_prompt")
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def pooling_job(self, prompt: PromptLike, params: PoolingParams) -> PoolingJob:
-        """What to ask of the engine to pool a prompt. Raises RequestError."""
-        text, ids, _ = self._given(prompt)
+        """Build the engine's pooling job for a prompt. Raises RequestError."""
+        text, ids, _ = self._fields(prompt)
         if isinstance(prompt, Mapping) and "prompt_embeds" in prompt:
-            raise RequestError("prompts of embeddings are not pooled", "prompt_embeds")
+            raise RequestError("embedding prompts cannot be pooled", "prompt_embeds")
         if ids is None:
             if not isinstance(text, str):
-                raise RequestError("prompt must be text, token ids, or a table of them", "prompt")
+                raise RequestError("prompt must be text, token ids, or a mapping of them", "prompt")
             ids, params = self.texts.read(text, params)
         if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
             return PoolingJob([({**prompt, "prompt": None, "prompt_token_ids": ids}, params)])
@@ -292,39 +294,41 @@ class InputProcessor:
 
     @cached_property
     def texts(self) -> PoolingInputs:
-        """How texts to pool become prompts. Raises PluginNotFound without a pooler."""
+        """Builds prompts from texts to pool. Raises PluginNotFound without a pooler."""
         return open_pooler(self.info.config, self._plugins).inputs(self.info, self.tokenizer)
 
     @cached_property
     def media(self) -> MediaReader | None:
-        """What reads media in prompts, None for a model that takes none."""
+        """Reads the media of prompts; None if the model takes none."""
         return MediaReader.open(self.info, self.tokenizer, self._plugins)
 
     def take_media(self, messages: Any) -> tuple[Any, tuple[Media, ...]]:
-        """(messages, media) of a conversation of this program's: placeholders stand where its
-        media were, which are fetched and decoded.
+        """Fetch and decode the media of a conversation; returns (messages, media).
 
-        Raises RequestError, ImportError without modulm-chat.
+        Placeholders replace the media in the messages. For trusted callers in this process:
+        local paths are allowed. Raises RequestError, and ImportError without modulm-chat.
         """
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             return messages, ()
         plain, sources = messages_media(messages, self.media)
         return plain, self._opener.open_now(sources, self._io) if sources else ()
 
-    def pair_contents(self, given: Any, name: str) -> list[str | PairContent]:
-        """One side of pairs of this program's, whose media are fetched and decoded.
+    def pair_contents(self, side: Any, name: str) -> list[str | PairContent]:
+        """Read one side of the pairs to score, fetching and decoding its media.
 
         Raises RequestError.
         """
-        made = pair_contents(given, name, lambda: self.media)
-        sources = [one for own in made if isinstance(own, PairContent) for one in own.media]
-        wanted = cast("list[MediaSource]", sources)
-        opened = iter(self._opener.open_now(wanted, self._io) if wanted else ())
+        contents = pair_contents(side, name, lambda: self.media)
+        sources = [
+            one for content in contents if isinstance(content, PairContent) for one in content.media
+        ]
+        media_sources = cast("list[MediaSource]", sources)
+        opened = iter(self._opener.open_now(media_sources, self._io) if media_sources else ())
         return [
-            evolve(own, media=tuple(next(opened) for _ in own.media))
-            if isinstance(own, PairContent)
-            else own
-            for own in made
+            evolve(content, media=tuple(next(opened) for _ in content.media))
+            if isinstance(content, PairContent)
+            else content
+            for content in contents
         ]
 
     @cached_property
@@ -338,8 +342,8 @@ class InputProcessor:
         return io_options(self.info.config.group(MediaConfig), None, "media_io_kwargs")
 
     @staticmethod
-    def _given(prompt: PromptLike) -> tuple[Any, Any, str | None]:
-        """(text, token ids, cache salt) as they were given, ids or None."""
+    def _fields(prompt: PromptLike) -> tuple[Any, Any, str | None]:
+        """The prompt's (text, token ids, cache salt); what it lacks is None."""
         text: Any = None
         ids: Any = None
         salt: Any = None
@@ -353,19 +357,19 @@ class InputProcessor:
             ids = prompt
         listed = isinstance(ids, Sequence | np.ndarray) and not isinstance(ids, str | bytes)
         if ids is not None and not listed:
-            raise RequestError("prompt must be text, token ids, or a table of them", "prompt")
+            raise RequestError("prompt must be text, token ids, or a mapping of them", "prompt")
         return text, ids, salt
 
     def _encode(self, text: Any) -> list[int]:
         if not isinstance(text, str):
-            raise RequestError("prompt must be text, token ids, or a table of them", "prompt")
+            raise RequestError("prompt must be text, token ids, or a mapping of them", "prompt")
         if self.tokenizer is None:
-            raise RequestError("there is no tokenizer: give prompt_token_ids", "prompt")
+            raise RequestError("no tokenizer is loaded: pass prompt_token_ids", "prompt")
         return self.tokenizer.encode(text)
 
     def _checked(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
         if "generate" not in self.info.tasks:
-            raise RequestError(f"the model is for {', '.join(self.info.tasks)} only", "model")
+            raise RequestError(f"the model supports only {', '.join(self.info.tasks)}", "model")
         return check(
             params,
             vocabulary=self.info.vocabulary,
@@ -397,12 +401,12 @@ class InputProcessor:
                 id=identity,
                 prompt=ids,
                 params=params,
-                seed=self._seed(params, place),
+                seed=self._seed(params, index),
                 bad_words=bad,
                 arrival=state.arrival,
                 **common,
             )
-            for place, identity in enumerate(state.ids)
+            for index, identity in enumerate(state.ids)
         )
         return PendingRequest(state, requests)
 
@@ -422,7 +426,7 @@ class InputProcessor:
             offered=self.info.texts.dimensions,
         )
         if params.pool_from >= len(ids):
-            raise RequestError("no token of the text is left after its prompt", "prompt")
+            raise RequestError("the prompt has no tokens after its instruction", "prompt")
         state = self._state(text, ids, params, request_id, 1, common["adapter"])
         request = Request(id=request_id, prompt=ids, params=params, arrival=state.arrival, **common)
         return PendingRequest(state, (request,))
@@ -436,7 +440,7 @@ class InputProcessor:
         count: int,
         adapter: str | None,
     ) -> RequestState:
-        identities = tuple(f"{request_id}#{place}" for place in range(count))
+        identities = tuple(f"{request_id}#{index}" for index in range(count))
         return RequestState(
             id=request_id,
             prompt=text,
@@ -449,12 +453,12 @@ class InputProcessor:
             adapter=adapter,
         )
 
-    def _seed(self, params: SamplingParams, place: int) -> int | None:
-        """Each choice has a random stream of its own; without a seed, one nobody can repeat."""
+    def _seed(self, params: SamplingParams, index: int) -> int | None:
+        """The seed of one choice. Choices differ; without a request seed it is drawn at random."""
         if params.greedy:
             return None
         if params.seed is not None:
-            return params.seed + place
+            return params.seed + index
         return int(self._random.integers(2**63))
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
@@ -466,7 +470,7 @@ class InputProcessor:
 
 
 def _array(ids: Sequence[int] | np.ndarray) -> Sequence[int] | np.ndarray:
-    """Plain integers as one int64 array; anything else as it is, for `check_prompt` to refuse."""
+    """Convert plain integers to an int64 array; leave anything else for `check_prompt`."""
     if isinstance(ids, np.ndarray):
         return ids.copy() if ids.ndim == 1 else list(ids)
     if set(map(type, ids)) != {int}:

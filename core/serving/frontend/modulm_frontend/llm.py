@@ -1,4 +1,4 @@
-"""LLM: many prompts in, all answers out. The engine runs in the caller's thread."""
+"""Offline inference: `LLM` runs the engine in the caller's thread, on batches of prompts."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ from modulm_frontend.profile import StepProfile
 from modulm_frontend.thoughts import ThoughtReader
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
-    from modulm.text.tokenizer import Tokenizer
+    from modulm.contracts.config import EngineConfig
+    from modulm.contracts.tokenizer import Tokenizer
     from modulm_frontend.keywords import LLMFlags
 
 __all__ = ["LLM"]
 
 T = TypeVar("T")
-#: A text, or a table with `text`, or with `content`, parts as messages have them.
+#: A text, a mapping with `text`, or a mapping with `content`: a list of message parts.
 PairSide: TypeAlias = "str | Mapping[str, Any]"
 
 
@@ -63,8 +63,8 @@ class LLM:
         with LLM(model="demo") as llm:
             outputs = llm.generate(["One", "Two"], SamplingParams(max_tokens=20))
 
-    Keywords are the flags of `modulm serve` with underscores. Not safe for use by several
-    threads. Raises ConfigError, CheckpointError or PluginError where it cannot start.
+    Keywords are the flags of `modulm serve` with underscores. Not thread-safe. Raises
+    ConfigError, CheckpointError or PluginError if the engine cannot start.
     """
 
     def __init__(self, model: str = "demo", **flags: Unpack[LLMFlags]) -> None:
@@ -72,7 +72,7 @@ class LLM:
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLM:
-        """An LLM of a configuration that is complete."""
+        """Create an LLM from a complete configuration."""
         llm = cls.__new__(cls)
         llm._open(config)
         return llm
@@ -82,7 +82,7 @@ class LLM:
         if parallel.data_parallel_size > 1 and parallel.data_parallel_group is None:
             raise ConfigError(
                 "data_parallel_size",
-                "replicas are for servers: make one LLM for each, or use `modulm serve`",
+                "LLM runs one replica: create an LLM for each, or use `modulm serve`",
             )
         plugins = manager.current()
         self._core = EngineCore(config, plugins, self, "offline")
@@ -97,29 +97,29 @@ class LLM:
         self._done: list[RequestState] = []
         self._open_now = True
 
-    # What the engine tells (see `loop.Listener`).
+    # Called by the engine (see `loop.Listener`).
 
     def events(self, events: StepEvents) -> None:
-        """A step is done."""
+        """Process the events of a finished step."""
         news, stopped = self._output_processor.process(events)
         for identity in stopped:
             self._core.loop.abort(identity)
         self._done += [state for state in news if state.finished]
 
     def died(self, error: EngineDead) -> None:
-        """The engine cannot go on."""
+        """Fail all requests, since the engine has stopped."""
         self._done += self._output_processor.fail_all(error)
 
-    # What callers ask.
+    # The public interface.
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises UnsupportedError if there is none."""
         if self.tokenizer is None:
-            raise UnsupportedError("there is no tokenizer: skip_tokenizer_init was given")
+            raise UnsupportedError("no tokenizer is loaded, because skip_tokenizer_init is set")
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` uses where it is given no parameters."""
+        """The sampling parameters that `generate` uses by default."""
         return self.info.default_params()
 
     def generate(
@@ -132,26 +132,29 @@ class LLM:
         priority: Sequence[int] | None = None,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
-        """Answer every prompt, in the order given. Prompts are text, token ids, or tables.
+        """Generate an output for every prompt, in the same order.
 
-        sampling_params, lora_request: for all, or one per prompt. Raises RequestError if a prompt
-        or a parameter is wrong, CheckpointError if an adapter is, before anything runs; what goes
-        wrong later is in that output's finish_reason.
+        Prompts are texts, lists of token ids, or mappings. sampling_params, lora_request: one for
+        all prompts, or one per prompt. Raises RequestError for an invalid prompt or parameter and
+        CheckpointError for an invalid adapter, both before anything runs. A failure while running
+        shows in that output's finish_reason.
         """
         listed = _listed(prompts)
         params = _spread(sampling_params, len(listed), self.info.default_params())
-        finals = [given.with_(output_kind=OutputKind.FINAL_ONLY) for given in params]
+        finals = [
+            request_params.with_(output_kind=OutputKind.FINAL_ONLY) for request_params in params
+        ]
         adapters = _spread(lora_request, len(listed), None)
         pending = [
             self._input_processor.process(
                 prompt,
-                given,
+                request_params,
                 str(next(self._numbers)),
-                priority=priority[place] if priority is not None else 0,
+                priority=priority[index] if priority is not None else 0,
                 cache_salt=cache_salt,
                 adapter=None if lora is None else lora.lora_name,
             )
-            for place, (prompt, given, lora) in enumerate(
+            for index, (prompt, request_params, lora) in enumerate(
                 zip(listed, finals, adapters, strict=True)
             )
         ]
@@ -172,21 +175,22 @@ class LLM:
         reasoning_effort: str | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several. Raises ImportError without modulm-chat.
+        """Generate the next message of one conversation or of several.
 
-        Parts of messages may be media: `image_url` (a data: URL or a path), `image_pil`,
-        `image`, `audio`, `video`, with `uuid`; mm_processor_kwargs: for the model's processor.
+        Message parts may be media: `image_url` (a data: URL or a path), `image_pil`, `image`,
+        `audio` or `video`, each with an optional `uuid`. mm_processor_kwargs: options of the
+        model's processor. chat_template: replaces the checkpoint's template; takes the same values
+        as `--chat-template`.
 
-        Thoughts are the answers' `reasoning`, where modulm-parsing is installed and has a reasoning
-        parser for the model. chat_template: in place of the checkpoint's, what `--chat-template`
-        takes.
+        If modulm-parsing is installed and has a reasoning parser for the model, the outputs carry
+        the thoughts in `reasoning`. Raises ImportError without modulm-chat.
         """
         encode_chat = public_name("modulm_chat", "encode_chat", __name__)
         if reasoning_effort is not None:
-            told = public_name("modulm_parsing", "thinking_variables", __name__)
+            thinking_variables = public_name("modulm_parsing", "thinking_variables", __name__)
             parser = self.info.config.structured_outputs.reasoning_parser
-            given = chat_template_kwargs or {}
-            chat_template_kwargs = {**told(parser, reasoning_effort), **given}
+            kwargs = chat_template_kwargs or {}
+            chat_template_kwargs = {**thinking_variables(parser, reasoning_effort), **kwargs}
         if chat_template is not None:
             chat_template = public_name("modulm_chat", "load_template", __name__)(chat_template)
         several = bool(messages) and not isinstance(messages[0], Mapping)
@@ -226,20 +230,20 @@ class LLM:
         *,
         use_tqdm: bool = False,
     ) -> list[BeamSearchOutput]:
-        """The `beam_width` best answers to each prompt, as transformers' beam search finds them.
+        """Find the `beam_width` best sequences for each prompt, as transformers' beam search does.
 
-        Raises RequestError for a wrong prompt or parameter, before anything runs.
+        Raises RequestError for an invalid prompt or parameter, before anything runs.
         """
         searches = [
             self._input_processor.beam_search(prompt, params, str(next(self._numbers)))
             for prompt in _listed(prompts)
         ]
-        found = []
+        outputs = []
         for search in tqdm(searches, disable=not use_tqdm, desc="Beams"):
             while search.running:
                 search.update(*self._run([search.next_step(str(next(self._numbers)))], False))
-            found.append(_beams(search))
-        return found
+            outputs.append(_beams(search))
+        return outputs
 
     def encode(
         self,
@@ -250,15 +254,15 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         pooling_task: str | None = None,
     ) -> list[PoolingRequestOutput]:
-        """Pool every prompt; `outputs.data` is a numpy array. lora_request: as in `generate`.
+        """Pool every prompt into `outputs.data`, a numpy array. lora_request: as in `generate`.
 
-        pooling_task: comes before the parameters' own; without either the model's first one.
+        pooling_task: overrides the task of pooling_params. The default is the model's first task.
         """
         listed = _listed(prompts)
         default = PoolingParams(task=self.info.tasks[0])
         params = _spread(pooling_params, len(listed), default)
         if pooling_task is not None:
-            params = [evolve(given, task=pooling_task) for given in params]
+            params = [evolve(item, task=pooling_task) for item in params]
         jobs = map(self._input_processor.pooling_job, listed, params)
         return self._pool(list(jobs), use_tqdm, _spread(lora_request, len(listed), None))
 
@@ -270,14 +274,14 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[PoolingRequestOutput]:
-        """One embedding per prompt: `outputs.embedding`."""
-        found = self.encode(
+        """Compute one embedding per prompt: `outputs.embedding`."""
+        outputs = self.encode(
             prompts, pooling_params, use_tqdm=use_tqdm, lora_request=lora_request,
             pooling_task="embed",
         )  # fmt: skip
-        for output in found:
+        for output in outputs:
             output.outputs = EmbeddingOutput(output.outputs.data.tolist())
-        return found
+        return outputs
 
     def classify(
         self,
@@ -287,14 +291,14 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[PoolingRequestOutput]:
-        """Probabilities of the model's classes for every prompt: `outputs.probs`."""
-        found = self.encode(
+        """Compute the class probabilities of every prompt: `outputs.probs`."""
+        outputs = self.encode(
             prompts, pooling_params, use_tqdm=use_tqdm, lora_request=lora_request,
             pooling_task="classify",
         )  # fmt: skip
-        for output in found:
+        for output in outputs:
             output.outputs = ClassificationOutput(output.outputs.data.tolist())
-        return found
+        return outputs
 
     def reward(
         self,
@@ -304,7 +308,7 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[PoolingRequestOutput]:
-        """A reward model's rating of every token, or of every step: `outputs.data`."""
+        """Compute a reward model's scores, per token or per step: `outputs.data`."""
         return self.encode(
             prompts, pooling_params, use_tqdm=use_tqdm, lora_request=lora_request,
             pooling_task="reward",
@@ -321,13 +325,12 @@ class LLM:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput]:
-        """How well texts go together: `outputs.score`, one per pair; also with media, as
-        {"content": [parts as in messages]}.
+        """Score pairs of texts: `outputs.score`, one per pair.
 
-        One text in `data_1` goes with each of `data_2`. A model with one class is given each
-        pair, made into a prompt by `chat_template` if there is one; of an embedding model it is
-        the similarity of two embeddings, the cosine if its files say nothing else. lora_request:
-        for all pairs.
+        A single text in `data_1` is paired with each item of `data_2`. An item with media is
+        {"content": [message parts]}. A model with one class reads each pair as one prompt, which
+        `chat_template` formats if there is one. An embedding model compares two embeddings, by
+        cosine similarity unless its files name another measure. lora_request: for all pairs.
         """
         contents = self._input_processor.pair_contents
         left, right = paired(contents(data_1, "data_1"), contents(data_2, "data_2"))
@@ -357,23 +360,23 @@ class LLM:
         return StepProfile(self._core)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes."""
+        """Clear the prefix cache."""
         self._core.reset_prefix_cache()
         return True
 
     def sleep(self, level: int = 1) -> None:
-        """Give back the memory of the caches, with level 2 that of the weights as well.
+        """Free the memory of the KV cache, and at level 2 that of the weights too.
 
         Raises UnsupportedError without enable_sleep_mode.
         """
         self._core.sleep(level)
 
     def wake_up(self) -> None:
-        """Take the memory again; weights that were given back are loaded anew."""
+        """Allocate the memory again, and reload weights that were freed."""
         self._core.wake_up()
 
     def shutdown(self) -> None:
-        """Release the model; may be called twice. Nothing can be asked of it any more."""
+        """Release the model. The LLM cannot be used afterwards; a second call does nothing."""
         self._open_now = False
         self._core.stop()
 
@@ -388,7 +391,7 @@ class LLM:
     ) -> None:
         self.shutdown()
 
-    # How it is done.
+    # Internals.
 
     def _pool(
         self,
@@ -396,7 +399,7 @@ class LLM:
         use_tqdm: bool | Callable[..., Any],
         adapters: Sequence[LoRARequest | None],
     ) -> list[Any]:
-        """Run the parts of all jobs together; the jobs' answers in their order."""
+        """Run the parts of all jobs as one batch; returns the jobs' results in order."""
         pending = [
             self._adapters.apply(
                 self._input_processor.process(ids, params, str(next(self._numbers))), lora
@@ -404,23 +407,23 @@ class LLM:
             for job, lora in zip(jobs, adapters, strict=True)
             for ids, params in job.parts
         ]
-        found = iter(self._run(pending, use_tqdm))
-        return [done for job in jobs for done in job.join([next(found) for _ in job.parts])]
+        outputs = iter(self._run(pending, use_tqdm))
+        return [result for job in jobs for result in job.join([next(outputs) for _ in job.parts])]
 
     def _run(
         self, pending: Sequence[PendingRequest], use_tqdm: bool | Callable[..., Any]
     ) -> list[Any]:
-        """Run the requests to their end; outputs in their order. Constraints come first."""
+        """Run requests until all are finished. Grammars compile before the first step."""
         if not self._open_now:
-            raise EngineDead("this LLM was shut down: make a new one")
+            raise EngineDead("this LLM was shut down: create a new one")
         self._done.clear()
         bar = _bar(use_tqdm, len(pending))
         try:
             for request in pending:
                 self._output_processor.add(request.state)
                 self._core.submit(*request.requests)
-            asked = (part.id for request in pending for part in request.requests)
-            self._core.loop.wait_prepared(asked)
+            request_ids = (part.id for request in pending for part in request.requests)
+            self._core.loop.wait_prepared(request_ids)
             while len(self._output_processor):
                 self._core.loop.check()
                 if not self._core.loop.tick() and len(self._output_processor):
@@ -435,7 +438,7 @@ class LLM:
         return [_final(request.state) for request in pending]
 
     def _withdraw(self, pending: Sequence[PendingRequest]) -> None:
-        """The caller will not wait: what is left of the requests leaves the engine."""
+        """Abort what is left of the requests, because the caller stopped waiting."""
         for request in pending:
             for identity in self._output_processor.abort(request.state):
                 self._core.loop.abort(identity)
@@ -451,20 +454,20 @@ def _listed(prompts: Any) -> list[Any]:
     return [listed] if listed and all(isinstance(item, int) for item in listed) else listed
 
 
-def _spread(given: T | Sequence[T] | None, amount: int, default: T) -> list[T]:
-    """One value per prompt."""
-    if given is None:
+def _spread(value: T | Sequence[T] | None, amount: int, default: T) -> list[T]:
+    """Return `amount` values: the given ones, the same one for all, or the default."""
+    if value is None:
         return [default] * amount
-    if not isinstance(given, Sequence):
-        return [given] * amount
-    if len(given) != amount:
-        raise RequestError(f"{amount} prompts and {len(given)} parameters were given", "params")
-    return list(given)
+    if not isinstance(value, Sequence):
+        return [value] * amount
+    if len(value) != amount:
+        raise RequestError(f"{amount} prompts and {len(value)} parameters were given", "params")
+    return list(value)
 
 
 def _final(state: RequestState) -> Any:
-    """What the caller gets. A request that the engine refused is an answer of its own here, so
-    that it does not take the others with it.
+    """The final output of a request. A refused request becomes an output with an error, so that
+    it does not fail the rest of the batch.
     """
     if isinstance(state.error, RequestError) and state.choices:
         refused, state.error = state.error, None
@@ -472,12 +475,12 @@ def _final(state: RequestState) -> Any:
             choice.finish(Finish(state.id, "error", None, refused))
     output = state.take()
     if output is None:
-        raise ModulmError(f"request {state.id} has no answer")
+        raise ModulmError(f"request {state.id} has no output")
     return output
 
 
 def _beams(search: BeamSearchRequest) -> BeamSearchOutput:
-    """The sequences of a search that is over, with their texts."""
+    """The sequences of a finished search, with their texts."""
     choices, sequences = search.state.choices, search.beams.answers()
     if choices[0].reason == "error":
         raise ModulmError(str(choices[0].stop))
@@ -486,6 +489,6 @@ def _beams(search: BeamSearchRequest) -> BeamSearchOutput:
     return BeamSearchOutput(sequences)
 
 
-def _bar(wanted: bool | Callable[..., Any], total: int) -> Any:
-    make: Any = wanted if callable(wanted) else tqdm
-    return make(total=total, desc="Prompts", disable=not wanted, dynamic_ncols=True)
+def _bar(use_tqdm: bool | Callable[..., Any], total: int) -> Any:
+    make: Any = use_tqdm if callable(use_tqdm) else tqdm
+    return make(total=total, desc="Prompts", disable=not use_tqdm, dynamic_ncols=True)

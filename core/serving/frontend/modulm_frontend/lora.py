@@ -1,4 +1,4 @@
-"""Adapters of an LLM: what a caller names them by, and what the engine is told."""
+"""LoRA adapters of an `LLM`: maps the caller's requests to the engine's adapter keys."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ __all__ = ["LoRARequest", "OfflineAdapters", "active_from", "files_of", "invocat
 
 @frozen
 class LoRARequest:
-    """An adapter for a prompt: a name, a number of its own from 1, and the folder of its files.
+    """An adapter for a prompt: its name, a unique number from 1 up, and its folder.
 
-    The files are read when the name first comes, and again when its number or folder is another.
+    The files are read on first use of the name, and again if the number or folder changes.
     """
 
     lora_name: str = field(validator=min_len(1))
@@ -33,28 +33,28 @@ class LoRARequest:
 
 
 class OfflineAdapters:
-    """The adapters that an engine in this thread has read."""
+    """The adapters loaded into an engine that runs in this thread."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        #: Name -> what it stands for, its key in the engine, and the tokens that activate it.
+        #: Name -> (request, key in the engine, activation tokens).
         self._read: dict[str, tuple[LoRARequest, str, tuple[int, ...]]] = {}
 
     def apply(self, pending: PendingRequest, lora: LoRARequest | None) -> PendingRequest:
-        """The prompt's requests with its adapter, which is read where it was not.
+        """Set the adapter of a prompt's requests, loading it if needed.
 
-        Raises CheckpointError for files that do not fit, UnsupportedError without --enable-lora.
+        Raises CheckpointError for invalid adapter files, UnsupportedError without --enable-lora.
         """
         if lora is None:
             return pending
         key, invocation = self._key(lora)
-        told = tuple(_with(request, key, invocation) for request in pending.requests)
-        return evolve(pending, requests=told)
+        requests = tuple(_with(request, key, invocation) for request in pending.requests)
+        return evolve(pending, requests=requests)
 
     def _key(self, lora: LoRARequest) -> tuple[str, tuple[int, ...]]:
         executor = self._core.executor
         if not self._core.info.limit("adapters", "slots"):
-            raise UnsupportedError("the engine runs without adapters: give enable_lora=True")
+            raise UnsupportedError("the engine runs without LoRA: pass enable_lora=True")
         known = self._read.get(lora.lora_name)
         if known is not None and known[0] == lora:
             executor.prepare_adapter(known[1])
@@ -75,30 +75,33 @@ def _with(request: Request, key: str, invocation: tuple[int, ...]) -> Request:
 
 
 def files_of(path: Path) -> Path:
-    """The folder with the files of the adapter at `path`: of one among several, the one above."""
+    """The folder with the files of the adapter at `path`; for one of several, its parent."""
     several = not path.is_dir() and (path.parent / "adapter_config.json").is_file()
     return path.parent if several else path
 
 
 def invocation_tokens(path: Path) -> tuple[int, ...]:
-    """The tokens that activate an adapter (aLoRA, arXiv 2504.12397), () for one that always is.
+    """The tokens that activate an adapter (aLoRA, arXiv 2504.12397); () if it is always active.
 
-    Raises CheckpointError for a folder without a configuration.
+    Raises CheckpointError if the folder has no adapter_config.json.
     """
     file = files_of(path) / "adapter_config.json"
     try:
-        given = json.loads(file.read_bytes()).get("alora_invocation_tokens") or ()
-        return tuple(map(int, given))
+        tokens = json.loads(file.read_bytes()).get("alora_invocation_tokens") or ()
+        return tuple(map(int, tokens))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from error
 
 
 def active_from(prompt: Sequence[int], invocation: Sequence[int]) -> int | None:
-    """From which token on a prompt has an adapter: where `invocation` stands for the last time;
-    None if it does not, and the prompt is the base model's, as in PEFT.
+    """The prompt position from which an adapter is active: the last one of `invocation`.
+
+    None if the prompt does not contain it; as in PEFT, the base model then answers.
     """
-    size, wanted = len(invocation), list(invocation)
+    size, activation = len(invocation), list(invocation)
     if not size:
         return 0
-    places = range(len(prompt) - size, -1, -1)
-    return next((n for n in places if list(prompt[n : n + size]) == wanted), None)
+    starts = range(len(prompt) - size, -1, -1)
+    return next(
+        (start for start in starts if list(prompt[start : start + size]) == activation), None
+    )

@@ -1,4 +1,4 @@
-"""Where a request comes from, for those who are told of its end (`modulm_request_listeners`)."""
+"""The origin of a request, for listeners of its end (`modulm_request_listeners`)."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from contextvars import ContextVar
 
 __all__ = ["request_origin"]
 
-#: What a front end says of the requests that are made in its context; None where it says nothing.
+#: Set by a front end for the requests created in its context; None by default.
 request_origin: ContextVar[object | None] = ContextVar("modulm_request_origin", default=None)

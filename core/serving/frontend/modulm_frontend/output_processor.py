@@ -1,7 +1,7 @@
-"""Detokenizes what the engine gives: from step events to the outputs of many requests.
+"""Detokenizes step events into the outputs of many requests.
 
-A `RequestState` gathers what the n sequences of a request gave. It is fed once per step and read
-when its caller gets round to it, so a slow caller finds several deltas merged into one.
+A `RequestState` collects the tokens of a request's n sequences. It is updated once per step and
+read whenever its caller is ready, so a slow caller gets several deltas merged into one.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from modulm.text.stops import StopScanner
 from modulm_frontend.origin import request_origin
 
 if TYPE_CHECKING:
-    from modulm.text.tokenizer import Tokenizer
+    from modulm.contracts.tokenizer import Tokenizer
 
 __all__ = ["Choice", "OutputProcessor", "RequestState", "position"]
 
 log = logging.getLogger("modulm.frontend")
 
-#: Tokens at the prompt's end that a detokenizer may look at.
+#: Prompt tokens that a detokenizer gets as context.
 _CONTEXT = 16
 
 
 class Choice:
-    """One sequence's tokens becoming text. What a later stop string would swallow is held back."""
+    """One sequence and its text. Text that may belong to a stop string is held back."""
 
     def __init__(
         self, index: int, prompt: Sequence[int], params: SamplingParams, tokenizer: Tokenizer | None
@@ -71,18 +71,18 @@ class Choice:
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
             )
         self._scanner = StopScanner(params.stop, params.include_stop_str_in_output)
-        # What `delta` has handed out: pieces, tokens, and whether the end was told.
-        self._given = (0, 0, False)
+        # What `delta` has returned: counts of pieces and tokens, and whether the end was among it.
+        self._handed_out = (0, 0, False)
 
     @property
     def text(self) -> str:
-        """All text that is certain."""
+        """The text so far, without a possible stop string at its end."""
         if len(self._pieces) > 1 and self._params.output_kind is not OutputKind.DELTA:
             self._pieces = ["".join(self._pieces)]
         return "".join(self._pieces)
 
     def add(self, token: int, logprobs: RowLogprobs | None, finish: Finish | None) -> bool:
-        """Take one token, and its end if it is the last. Whether a stop string ended it now."""
+        """Add a token and, with the last one, the finish. True if a stop string ended it now."""
         self.tokens.append(token)
         if logprobs is not None and self.logprobs is not None:
             self._add_logprobs(token, logprobs)
@@ -96,7 +96,7 @@ class Choice:
         return finish is None and self.reason is not None
 
     def finish(self, finish: Finish) -> None:
-        """The engine ended the sequence (or it was aborted)."""
+        """End the sequence, as finished by the engine or aborted."""
         if self.reason is not None:
             return
         if self._detokenizer is not None and finish.reason in ("stop", "length"):
@@ -107,7 +107,7 @@ class Choice:
             self.stop = finish.stop if finish.error is None else str(finish.error)
 
     def output(self) -> CompletionOutput:
-        """Everything so far."""
+        """The output so far, cumulative."""
         return CompletionOutput(
             self.index, self.text, self.tokens[:], self.cumulative,
             None if self.logprobs is None else self.logprobs[:], self.reason, self.stop,
@@ -115,10 +115,10 @@ class Choice:
         )  # fmt: skip
 
     def delta(self) -> CompletionOutput | None:
-        """What came since the last call; None if nothing did."""
-        pieces, tokens, _ = given = self._given
-        self._given = (len(self._pieces), len(self.tokens), self.reason is not None)
-        if self._given == given:
+        """The output since the last call; None if nothing is new."""
+        pieces, tokens, _ = before = self._handed_out
+        self._handed_out = (len(self._pieces), len(self.tokens), self.reason is not None)
+        if self._handed_out == before:
             return None
         return CompletionOutput(
             self.index, "".join(self._pieces[pieces:]), self.tokens[tokens:], self.cumulative,
@@ -129,7 +129,7 @@ class Choice:
     def _emit(self, text: str) -> None:
         if not text:
             return
-        # Stop strings count from the token after the last one that min_tokens asks for.
+        # Stop strings are matched only after min_tokens tokens.
         if len(self.tokens) > self._params.min_tokens:
             text, matched = self._scanner.feed(text)
             if matched is not None:
@@ -145,28 +145,28 @@ class Choice:
 
 
 def position(entry: RowLogprobs, tokenizer: Tokenizer | None) -> Position:
-    """One position as callers see it: the chosen token, then the best ones by rank."""
-    found: Position = {}
+    """The logprobs of one position: the chosen token first, then the best ones by rank."""
+    entries: Position = {}
     ids, values = entry.ids.tolist(), entry.values.tolist()
     ranks = [entry.rank, *range(1, len(ids))]
     for token, value, rank in zip(ids, values, ranks, strict=True):
-        if token not in found:
+        if token not in entries:
             text = None if tokenizer is None else tokenizer.token_text(token)
-            found[token] = Logprob(value, rank, text)
-    return found
+            entries[token] = Logprob(value, rank, text)
+    return entries
 
 
 @define(eq=False)
 class RequestState:
-    """A request as its caller sees it, over all of its sequences.
+    """A request as its caller sees it, with all of its sequences.
 
-    prompt_ids: [tokens] int64. ids: the engine's ids of the sequences; keep: how many of them the
-    caller gets, the most probable ones (best_of runs more), without the logprobs if `ranks_only`.
-    parent: the request that this one is a part of; no statistics count it then. origin: see
-    `modulm_frontend.origin`. drafts: most
-    tokens that are drafted in a step. adapter: the one that it names. fresh: tokens since the last
-    `take`; streamed, told: whether anything, and its end, was taken. error: set when the request
-    never ran; its caller gets it raised.
+    prompt_ids: [tokens] int64. ids: the engine's ids of the sequences. keep: how many sequences
+    are returned, the most probable ones (best_of runs more). ranks_only: logprobs were requested
+    only to rank the sequences and are not returned. parent: the request that this one is a part
+    of; statistics then do not count it. origin: see `modulm_frontend.origin`. adapter: the LoRA
+    adapter's name. drafts: maximum number of draft tokens per step. fresh: tokens since the last
+    `take`. streamed: whether anything was taken; end_taken: whether the end was. error: why the
+    request could not run; `take` raises it.
     """
 
     id: str
@@ -187,7 +187,7 @@ class RequestState:
     drafts: int = 0
     fresh: int = 0
     streamed: bool = False
-    told: bool = False
+    end_taken: bool = False
     error: Exception | None = None
     _prompt_logprobs: list[Position | None] | None = None
     _pooled: np.ndarray | None = None
@@ -210,21 +210,21 @@ class RequestState:
             for choice in self.choices:
                 choice.drafted = SpecDecodeMetrics(self.drafts)
 
-    def begin_again(self) -> None:
-        """Forget what came: another engine runs all of it, from the start."""
+    def restart(self) -> None:
+        """Discard all results, since another engine runs the request from the start."""
         self.cached, self.fresh = None, 0
         self.__attrs_post_init__()
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """The prompt as callers get it: one list, made when it is first asked for."""
+        """The prompt's token ids as a list, created on first use."""
         if self._prompt_list is None:
             self._prompt_list = self.prompt_ids.tolist()
         return self._prompt_list
 
     @property
     def finished(self) -> bool:
-        """Whether nothing will be added."""
+        """Whether the request is complete or has failed."""
         if self.error is not None:
             return True
         if isinstance(self.params, PoolingParams):
@@ -232,7 +232,7 @@ class RequestState:
         return all(choice.reason is not None for choice in self.choices)
 
     def summary(self) -> Finished:
-        """What is counted of it once it has ended."""
+        """Summarize the finished request for statistics and listeners."""
         reasons = [choice.reason or "abort" for choice in self.choices] or ["stop"]
         return Finished(
             times=self.metrics,
@@ -246,13 +246,13 @@ class RequestState:
         )
 
     def started(self, cached: int, time: float) -> None:
-        """A sequence got its row; the first one counts."""
+        """Record that a sequence got its row. Only the first of a request counts."""
         if self.cached is None:
             self.cached = cached
             self.metrics.first_scheduled_time = time
 
-    def asked(self, part: RequestOutput) -> None:
-        """A request of a beam search gave a token to each sequence."""
+    def record_step(self, part: RequestOutput) -> None:
+        """Record a step of a beam search, in which every beam got a token."""
         if part.metrics is not None and self.cached is None:
             self.metrics.first_scheduled_time = part.metrics.first_scheduled_time
             self.metrics.first_token_time = part.metrics.first_token_time
@@ -260,39 +260,39 @@ class RequestState:
         if part.metrics is not None:
             self.metrics.last_token_time = part.metrics.last_token_time
 
-    def verified(self, place: int, drafted: int, accepted: int) -> None:
-        """A step verified drafts of a sequence."""
-        metrics = self.choices[place].drafted
-        if metrics is not None and self.choices[place].reason is None:
+    def record_drafts(self, index: int, drafted: int, accepted: int) -> None:
+        """Record how many drafts of a sequence a step accepted."""
+        metrics = self.choices[index].drafted
+        if metrics is not None and self.choices[index].reason is None:
             metrics.steps.append((drafted, accepted))
 
     def add_prompt_logprobs(self, first: int, entries: Sequence[RowLogprobs]) -> None:
-        """Entries for the prompt tokens from `first` on; those of all sequences are equal."""
+        """Add logprobs of the prompt tokens from `first` on; all sequences share them."""
         if self._prompt_logprobs is not None:
             known = len(self._prompt_logprobs)
-            for place, entry in zip(range(first, known), entries, strict=False):
-                self._prompt_logprobs[place] = position(entry, self.tokenizer)
+            for index, entry in zip(range(first, known), entries, strict=False):
+                self._prompt_logprobs[index] = position(entry, self.tokenizer)
 
     def pool(self, values: np.ndarray) -> None:
-        """The result of a pooling request."""
+        """Store the result of a pooling request."""
         self._pooled = values
 
     def fail(self, error: Exception) -> None:
-        """The request did not run, or no engine is left to run it."""
+        """End the request with an error that `take` raises. A finished request is unchanged."""
         if not self.finished:
             self.error = error
 
-    def ended(self, place: int, finish: Finish) -> None:
-        """A sequence ended without a token. A wrong request has an error, no output."""
+    def end_sequence(self, index: int, finish: Finish) -> None:
+        """End a sequence without a token. An invalid request gets an error instead of an output."""
         if isinstance(finish.error, RequestError) or isinstance(self.params, PoolingParams):
             if finish.error is not None:
                 self.fail(finish.error)
         else:
-            self.choices[place].finish(finish)
+            self.choices[index].finish(finish)
 
-    def token(self, place: int, now: float) -> float | None:
-        """A sequence has its next token; seconds since its last one, None for its first."""
-        before, self._last[place] = self._last[place], now
+    def record_token(self, index: int, now: float) -> float | None:
+        """Record the time of a token; returns the seconds since the previous one, if any."""
+        before, self._last[index] = self._last[index], now
         self.fresh += 1
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = now
@@ -300,15 +300,15 @@ class RequestState:
         return None if before is None else now - before
 
     def take(self) -> RequestOutput | PoolingRequestOutput | None:
-        """What the caller should see now; None if there is nothing new. Raises its error."""
+        """Take the next output, None if nothing is new. Raises the request's error."""
         if self.error is not None:
             raise self.error
         if isinstance(self.params, PoolingParams):
             return self._take_pooled()
         kind, finished = self.params.output_kind, self.finished
-        if self.told or (kind is OutputKind.FINAL_ONLY and not finished):
+        if self.end_taken or (kind is OutputKind.FINAL_ONLY and not finished):
             return None
-        self.told, self.streamed, self.fresh = finished, True, 0
+        self.end_taken, self.streamed, self.fresh = finished, True, 0
         outputs = self._deltas() if kind is OutputKind.DELTA else self._best()
         return RequestOutput(
             request_id=self.id,
@@ -322,11 +322,11 @@ class RequestState:
         )
 
     def _deltas(self) -> list[CompletionOutput]:
-        found = [choice.delta() for choice in self.choices]
-        return [output for output in found if output is not None]
+        deltas = [choice.delta() for choice in self.choices]
+        return [output for output in deltas if output is not None]
 
     def _best(self) -> list[CompletionOutput]:
-        """All states, or the `keep` most probable ones of a finished best_of."""
+        """The outputs of all sequences, or the `keep` most probable ones of a finished best_of."""
         outputs = [choice.output() for choice in self.choices]
         if self.keep >= len(outputs):
             return outputs
@@ -338,16 +338,16 @@ class RequestState:
         return outputs[: self.keep]
 
     def _take_pooled(self) -> PoolingRequestOutput | None:
-        if self._pooled is None or self.told:
+        if self._pooled is None or self.end_taken:
             return None
-        self.told = True
+        self.end_taken = True
         return PoolingRequestOutput(
             self.id, PoolingOutput(self._pooled), self.prompt_token_ids, True, self.cached
         )
 
 
 class OutputProcessor:
-    """The requests of one front end that have not ended, by the engine's ids of their sequences."""
+    """The unfinished requests of one front end, by the engine's ids of their sequences."""
 
     def __init__(
         self,
@@ -362,56 +362,54 @@ class OutputProcessor:
         return len(self._sequences)
 
     def add(self, state: RequestState) -> None:
-        """Expect events for a request. Raises RequestError if one of its ids is in use."""
+        """Register a request for events. Raises RequestError if one of its ids is in use."""
         for identity in state.ids:
             if identity in self._sequences:
                 raise RequestError(f"request id {state.id!r} is in use", "request_id")
-        for place, identity in enumerate(state.ids):
-            self._sequences[identity] = (state, place)
+        for index, identity in enumerate(state.ids):
+            self._sequences[identity] = (state, index)
 
     def remove(self, state: RequestState) -> list[str]:
-        """Expect nothing more for it; the ids of sequences that still run."""
+        """Unregister a request; returns the ids of its sequences that still run."""
         return [
             identity for identity in state.ids if self._sequences.pop(identity, None) is not None
         ]
 
     def abort(self, state: RequestState) -> list[str]:
-        """End a request as aborted; the ids that the engine has to abort."""
-        for place, identity in enumerate(state.ids):
-            state.ended(place, Finish(identity, "abort"))
-        self._finished(state)
+        """End a request as aborted; returns the ids that the engine must abort."""
+        for index, identity in enumerate(state.ids):
+            state.end_sequence(index, Finish(identity, "abort"))
+        self._finish(state)
         return self.remove(state)
 
     def fail_all(self, error: Exception) -> list[RequestState]:
-        """No engine is left: every request ends with the error."""
+        """Fail every request, because no engine is left; returns the requests."""
         states = list({id(state): state for state, _ in self._sequences.values()}.values())
         for state in states:
             state.fail(error)
         self._sequences.clear()
         return states
 
-    def lost(self, sequences: Sequence[str]) -> list[RequestState]:
-        """Nothing more comes of these sequences: the requests that had them."""
-        found = (self._sequences.get(identity) for identity in sequences)
-        return list({id(entry[0]): entry[0] for entry in found if entry is not None}.values())
+    def requests_of(self, sequences: Sequence[str]) -> list[RequestState]:
+        """The requests that the sequences belong to."""
+        entries = (self._sequences.get(identity) for identity in sequences)
+        return list({id(entry[0]): entry[0] for entry in entries if entry is not None}.values())
 
-    def begin_again(self, state: RequestState) -> None:
-        """Expect events for all sequences of a request, of which nobody has seen anything."""
+    def restart(self, state: RequestState) -> None:
+        """Register a request again, for a run from the start. Nothing of it was taken yet."""
         self.remove(state)
-        state.begin_again()
+        state.restart()
         self.add(state)
 
     def fail(self, state: RequestState, error: Exception) -> list[str]:
-        """No engine goes on with a request: it ends with the error. The ids of its sequences that
-        had not ended.
-        """
+        """Fail a request; returns the ids of its sequences that still run."""
         state.fail(error)
-        self._finished(state)
+        self._finish(state)
         return self.remove(state)
 
     def process(self, events: StepEvents) -> tuple[list[RequestState], list[str]]:
-        """Take a step's events: the requests with something new, and ids to abort, which a stop
-        string ended.
+        """Process a step's events; returns the requests with new output, and the ids of sequences
+        to abort because a stop string ended them.
         """
         news: dict[str, RequestState] = {}
         ending = {finish.request: finish for finish in events.finished}
@@ -423,8 +421,8 @@ class OutputProcessor:
                 self._sequences[identity][0].add_prompt_logprobs(first, entries)
         for identity, verified in events.drafted.items():
             if identity in self._sequences:
-                state, place = self._sequences[identity]
-                state.verified(place, *verified)
+                state, index = self._sequences[identity]
+                state.record_drafts(index, *verified)
         stopped = self._tokens(events, ending, news)
         for identity, values in events.pooled.items():
             if identity in self._sequences:
@@ -433,14 +431,14 @@ class OutputProcessor:
                 news[state.id] = state
         for identity, finish in ending.items():
             if identity in self._sequences:
-                state, place = self._sequences[identity]
-                state.ended(place, finish)
+                state, index = self._sequences[identity]
+                state.end_sequence(index, finish)
                 news[state.id] = state
         for identity in (*stopped, *(finish.request for finish in events.finished)):
             self._sequences.pop(identity, None)
         for state in news.values():
             if state.finished:
-                self._finished(state)
+                self._finish(state)
         if self.statistics is not None and events.stats is not None:
             self.statistics.step(events.stats)
         return list(news.values()), stopped
@@ -448,26 +446,26 @@ class OutputProcessor:
     def _tokens(
         self, events: StepEvents, ending: dict[str, Finish], news: dict[str, RequestState]
     ) -> list[str]:
-        """Hand out the step's tokens; the ids of sequences that a stop string ended."""
+        """Add a step's tokens; returns the ids of sequences that a stop string ended."""
         stopped: list[str] = []
         gaps: list[float] = []
         now, logprobs, sequences = events.time, events.logprobs, self._sequences
         run = 0
         following = (*events.requests[1:], "")
         for identity, token, after in zip(events.requests, events.tokens, following, strict=False):
-            index, run = run, run + 1 if identity == after else 0
-            found = sequences.get(identity)
-            if found is None:
+            position_in_run, run = run, run + 1 if identity == after else 0
+            entry_of_sequence = sequences.get(identity)
+            if entry_of_sequence is None:
                 continue
-            state, place = found
+            state, index = entry_of_sequence
             finish = None if run else ending.pop(identity, None)
-            if state.choices[place].reason is not None:
+            if state.choices[index].reason is not None:
                 continue
             entries = logprobs.get(identity)
-            entry = entries[index] if entries else None
-            if state.choices[place].add(token, entry, finish):
+            entry = entries[position_in_run] if entries else None
+            if state.choices[index].add(token, entry, finish):
                 stopped.append(identity)
-            gap = state.token(place, now)
+            gap = state.record_token(index, now)
             if gap is not None:
                 gaps.append(gap)
             news[state.id] = state
@@ -476,10 +474,10 @@ class OutputProcessor:
         return stopped
 
     def count(self, state: RequestState) -> None:
-        """A request that was filled from others has ended: count it."""
-        self._finished(state)
+        """Count the end of a request whose output other requests produced, as in beam search."""
+        self._finish(state)
 
-    def _finished(self, state: RequestState) -> None:
+    def _finish(self, state: RequestState) -> None:
         if state.metrics.finished_time is None:
             state.metrics.finished_time = time.monotonic()
             if self.statistics is not None and state.parent is None:
@@ -488,10 +486,10 @@ class OutputProcessor:
                 self._tell(state.summary())
 
     def _tell(self, finished: Finished) -> None:
-        """Tell the listeners; one that raises is not told of the next ones."""
+        """Notify the listeners. A listener that raises is removed."""
         for listener in list(self._listeners):
             try:
                 listener.ended(finished)
             except Exception:
                 self._listeners.remove(listener)
-                log.exception("%r failed and is told of no more requests", listener)
+                log.exception("Request listener %r failed and was removed", listener)

@@ -1,4 +1,4 @@
-"""Profiles of an engine's steps, taken on request; while none is taken nothing is in the way."""
+"""Profiles an engine's steps on request; costs nothing while no profile is running."""
 
 from __future__ import annotations
 
@@ -16,42 +16,40 @@ __all__ = ["StepProfile"]
 
 
 class StepProfile:
-    """One engine's profile. Both methods are called on the engine's thread, between two steps."""
+    """One engine's profile. Call its methods on the engine's thread, between two steps."""
 
     def __init__(self, core: EngineCore) -> None:
         self._executor = core.executor
         self._config = core.config.group(ProfilerConfig)
         self._recorder: Any = None
-        self._taking = False
+        self._running = False
         self._steps = 0
 
     def start(self) -> None:
-        """Record from now on. Raises UnsupportedError without --profiler-config, RequestError if
-        a profile is being taken or its folder cannot be made.
+        """Start recording. Raises UnsupportedError without --profiler-config, RequestError if a
+        profile is running or its folder cannot be created.
         """
         if self._config.profiler is None:
             raise UnsupportedError(
-                "profiles cannot be taken: start the engine with --profiler-config "
+                "profiling is off: start the engine with --profiler-config "
                 '\'{"profiler": "torch", "torch_profiler_dir": "FOLDER"}\''
             )
-        if self._taking:
-            raise RequestError("a profile is being taken: stop it first")
+        if self._running:
+            raise RequestError("a profile is already running: stop it first")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RequestError(
-                f"the folder of profiles cannot be made: {error.strerror}"
-            ) from error
-        self._taking, self._steps = True, 0
+            raise RequestError(f"the profile folder cannot be created: {error.strerror}") from error
+        self._running, self._steps = True, 0
         self._executor.run = self._run  # type: ignore[method-assign]
         if not self._config.delay_iterations:
             self._begin()
 
     def stop(self) -> None:
-        """Write what was recorded. Raises RequestError if nothing is."""
-        if not self._taking:
-            raise RequestError("no profile is being taken: start one first")
-        self._taking = False
+        """Stop recording and write the trace. Raises RequestError if no profile is running."""
+        if not self._running:
+            raise RequestError("no profile is running: start one first")
+        self._running = False
         del self._executor.run
         self._end()
 
@@ -60,7 +58,7 @@ class StepProfile:
         return Path(self._config.torch_profiler_dir or "profiles").expanduser()
 
     def _run(self, plan: Plan) -> StepResult:
-        """A step of the executor, with a name of its own in the trace."""
+        """Run a step of the executor under a name of its own in the trace."""
         import torch
 
         config = self._config
@@ -91,14 +89,14 @@ class StepProfile:
         self._recorder.start()
 
     def _end(self) -> None:
-        """Write the trace, if one was begun and is not written."""
+        """Write the trace, unless it is already written."""
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             recorder.stop()
 
 
 def _devices() -> list[Any]:
-    """What else than the processor can be recorded here."""
+    """The activities besides the CPU that can be recorded on this machine."""
     from torch.profiler import ProfilerActivity, supported_activities
 
     return sorted(supported_activities() - {ProfilerActivity.CPU}, key=str)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Prompts with `multi_modal_data`: media of callers become items of the prompt."""
+"""Reads prompts with `multi_modal_data` into media items."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ __all__ = [
     "split_prompt",
 ]
 
-#: Keys of prompts with media, as vLLM has them.
+#: Keys of prompts with media, the same as vLLM's.
 MEDIA_KEYS = frozenset({"multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"})
 
 
 @frozen(eq=False)
 class PromptMedia:
-    """What a prompt brings beside its tokens, as `Request` has it."""
+    """The media fields of a `Request`."""
 
     items: tuple[MediaItem, ...] = ()
     positions: np.ndarray | None = None
@@ -43,7 +43,7 @@ class PromptMedia:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields of `Request`."""
+        """The values by the names of `Request`'s fields."""
         return {"media": self.items, "positions": self.positions, "position_offset": self.offset}
 
 
@@ -51,78 +51,80 @@ NO_MEDIA = PromptMedia()
 
 
 def split_prompt(prompt: Any) -> tuple[Any, Any]:
-    """(the prompt, what the decoder begins with) of vLLM's {"encoder_prompt": ...,
-    "decoder_prompt": ...}; (prompt, None) of any other.
+    """Split vLLM's {"encoder_prompt": ..., "decoder_prompt": ...} into (prompt, decoder prompt).
 
-    An encoder's prompt with media stands beside the tokens of the decoder's. Raises RequestError.
+    Any other prompt gives (prompt, None), as does an encoder prompt with media, whose media join
+    the decoder prompt. Raises RequestError.
     """
     if not isinstance(prompt, Mapping) or "encoder_prompt" not in prompt:
         return prompt, None
     unknown = sorted(set(prompt) - {"encoder_prompt", "decoder_prompt"})
     if unknown:
-        raise RequestError(f"a prompt of an encoder has no {unknown[0]!r:.60}", "prompt")
-    read, begun = prompt["encoder_prompt"], prompt.get("decoder_prompt")
-    if not isinstance(read, Mapping) or not read.get("multi_modal_data"):
-        return read, begun
-    answered = begun if isinstance(begun, Mapping) else {}
-    if isinstance(begun, str):
-        answered = {"prompt": begun}
-    elif begun is not None and not answered:
-        answered = {"prompt_token_ids": begun}
-    beside = {key: value for key, value in read.items() if key in MEDIA_KEYS}
-    return {"prompt_token_ids": (), **answered, **beside}, None
+        raise RequestError(f"an encoder prompt has no field {unknown[0]!r:.60}", "prompt")
+    encoder_prompt, decoder_prompt = prompt["encoder_prompt"], prompt.get("decoder_prompt")
+    if not isinstance(encoder_prompt, Mapping) or not encoder_prompt.get("multi_modal_data"):
+        return encoder_prompt, decoder_prompt
+    decoder_fields = decoder_prompt if isinstance(decoder_prompt, Mapping) else {}
+    if isinstance(decoder_prompt, str):
+        decoder_fields = {"prompt": decoder_prompt}
+    elif decoder_prompt is not None and not decoder_fields:
+        decoder_fields = {"prompt_token_ids": decoder_prompt}
+    media_fields = {key: value for key, value in encoder_prompt.items() if key in MEDIA_KEYS}
+    return {"prompt_token_ids": (), **decoder_fields, **media_fields}, None
 
 
 def pair_contents(
-    given: Any, name: str, reader: Callable[[], MediaReader | None]
+    side: Any, name: str, reader: Callable[[], MediaReader | None]
 ) -> list[str | PairContent]:
-    """One side of pairs, `name` of a request: texts, {"text": ...} or {"content": [parts]}, one or
-    a list. Media are `MediaSource`s; reader: called if there are any. Raises RequestError.
+    """Read one side of the pairs to score: a text, {"text": ...}, {"content": [parts]}, or a list.
+
+    name: the request's field. reader: called only if there are media, which stay `MediaSource`s.
+    Raises RequestError.
     """
-    if not isinstance(given, list | tuple):
-        return [_pair_content(given, name, name, reader)]
-    return [_pair_content(one, name, f"{name}[{at}]", reader) for at, one in enumerate(given)]
+    if not isinstance(side, list | tuple):
+        return [_pair_content(side, name, name, reader)]
+    return [_pair_content(item, name, f"{name}[{at}]", reader) for at, item in enumerate(side)]
 
 
 def _pair_content(
-    given: Any, name: str, field: str, reader: Callable[[], MediaReader | None]
+    side: Any, name: str, field: str, reader: Callable[[], MediaReader | None]
 ) -> str | PairContent:
-    content = given.get("content", given.get("text")) if isinstance(given, Mapping) else given
-    if not isinstance(content, list | tuple) or not isinstance(given, Mapping):
+    content = side.get("content", side.get("text")) if isinstance(side, Mapping) else side
+    if not isinstance(content, list | tuple) or not isinstance(side, Mapping):
         return _pair_text(content, name)
     if not any(map(part_kind, content)):
         return "\n".join(_pair_text(part, name) for part in content)
-    read, texts = reader(), []
+    media_reader, texts = reader(), []
     message = {"content": [part if part_kind(part) else _text_part(part, name) for part in content]}
     try:
-        (made,), sources = messages_media([message], read, lambda index: field)
+        (plain,), sources = messages_media([message], media_reader, lambda index: field)
     except RequestError as error:
         if error.param == name:
             raise
         raise RequestError(f"{field}: {error.message}", name) from error
-    alone = len(made["content"]) == 1
-    for at, part in enumerate(made["content"]):
-        before = made["content"][at - 1] if at else {}
+    single = len(plain["content"]) == 1
+    for at, part in enumerate(plain["content"]):
+        before = plain["content"][at - 1] if at else {}
         text = part.get("text")
-        if text is None and read is not None:
-            text = read.family.document(part["type"], alone)
+        if text is None and media_reader is not None:
+            text = media_reader.family.document(part["type"], single)
         elif "text" in before:
             texts.append("\n")
         texts.append(text)
-    return PairContent("".join(texts), made["content"], sources)
+    return PairContent("".join(texts), plain["content"], sources)
 
 
 def _text_part(part: Any, name: str) -> Mapping[str, str]:
     return {"type": "text", "text": _pair_text(part, name)}
 
 
-def _pair_text(given: Any, name: str) -> str:
-    if isinstance(given, Mapping):
-        given = given.get("text", given.get("content"))
-    if not isinstance(given, str):
-        words = f"{name}: a text, or an object with text, or with content of texts and media"
-        raise RequestError(words, name)
-    return given
+def _pair_text(part: Any, name: str) -> str:
+    if isinstance(part, Mapping):
+        part = part.get("text", part.get("content"))
+    if not isinstance(part, str):
+        message = f"{name} must be text, an object with text, or one with content parts"
+        raise RequestError(message, name)
+    return part
 
 
 def messages_media(
@@ -130,25 +132,24 @@ def messages_media(
     reader: MediaReader | None,
     field: Callable[[int], str] = "messages[{}]".format,
 ) -> tuple[Sequence[Any], tuple[MediaSource, ...]]:
-    """(messages, sources): marks of `modulm_chat` stand where the messages' media were. field: the
-    name of each message.
+    """Replace the media of messages by placeholders; returns (messages, media sources).
 
-    Raises RequestError.
+    field: names a message in errors, by its index. Raises RequestError.
     """
 
-    def place(source: MediaSource) -> Any:
+    def placeholder(source: MediaSource) -> Any:
         if reader is None:
-            raise source.wrong(f"the model takes no {source.kind}")
+            raise source.wrong(f"the model does not support {source.kind} input")
         part = public_name("modulm_chat", "MediaPart", __name__)
         try:
             return part(source.kind, reader.mark(source.kind))
         except RequestError as error:
             raise source.wrong(error.message) from error
 
-    found, sources = take_media(messages, place, field)
+    plain, sources = take_media(messages, placeholder, field)
     if reader is not None:
         reader.check(Counter(str(source.kind) for source in sources))
-    return found, sources
+    return plain, sources
 
 
 def placed_media(
@@ -157,22 +158,22 @@ def placed_media(
     reader: MediaReader | None,
     truncate: int | None = None,
 ) -> tuple[np.ndarray, PromptMedia]:
-    """(token ids, media) of a table with `multi_modal_data` whose text has these ids.
+    """Put the media of a prompt with `multi_modal_data` into its token ids.
 
-    The data are values as callers have them, by kind, `Media` in the order of their places, or a
-    `MediaPrompt` that was read before. Raises RequestError.
+    The data are the caller's values by kind, `Media` in the order of their placeholders, or a
+    `MediaPrompt` that was read before. Returns (token ids, media). Raises RequestError.
     """
     data, options = prompt["multi_modal_data"], prompt.get("mm_processor_kwargs")
     if "prompt_embeds" in prompt:
-        raise RequestError("prompts of embeddings have no media", "multi_modal_data")
+        raise RequestError("embedding prompts cannot have media", "multi_modal_data")
     if truncate is not None:
         raise RequestError("prompts with media cannot be truncated", "truncate_prompt_tokens")
     if isinstance(data, MediaPrompt):
         return data.tokens, PromptMedia(data.items, data.positions, data.offset)
     if reader is None:
-        raise RequestError("the model takes no images, audio or video", "multi_modal_data")
+        raise RequestError("the model supports no images, audio or video", "multi_modal_data")
     if options is not None and not isinstance(options, Mapping):
-        raise RequestError("mm_processor_kwargs: a table is expected", "mm_processor_kwargs")
+        raise RequestError("mm_processor_kwargs must be a mapping", "mm_processor_kwargs")
     if isinstance(data, tuple) and all(isinstance(one, Media) for one in data):
         media = data
     else:
@@ -181,6 +182,8 @@ def placed_media(
         io = reader.flags.media_io_kwargs
         media = given_media(data, prompt.get("multi_modal_uuids"), io=io)
     if not all(isinstance(token, int | np.integer) for token in ids):
-        raise RequestError("prompt_token_ids: integers are expected", "prompt")
-    found = reader.read(ids, media, options)
-    return found.tokens, PromptMedia(found.items, found.positions, found.offset)
+        raise RequestError("prompt_token_ids must be integers", "prompt")
+    media_prompt = reader.read(ids, media, options)
+    return media_prompt.tokens, PromptMedia(
+        media_prompt.items, media_prompt.positions, media_prompt.offset
+    )

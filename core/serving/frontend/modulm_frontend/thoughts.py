@@ -1,4 +1,4 @@
-"""The thoughts of a chat's answers, told apart from their text as a server does it."""
+"""Separates the thoughts of chat answers from their text, as the server does."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from modulm.plugins import manager
 from modulm.plugins.moved import public_name
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
     from modulm.contracts.outputs import RequestOutput
     from modulm.contracts.sampling import SamplingParams
-    from modulm.text.tokenizer import Tokenizer
+    from modulm.contracts.tokenizer import Tokenizer
 
 __all__ = ["ThoughtReader"]
 
-#: How much of the prompt's end a parser gets to see, in characters.
+#: Characters of the prompt's end that a parser gets.
 _TAIL = 512
 
 
 @frozen
 class ThoughtReader:
-    """Reads answers with the reasoning parser `name`; `make` is `modulm_parsing.message_parser`."""
+    """Parses answers with the reasoning parser `name`; `make`: `modulm_parsing.message_parser`."""
 
     name: str
     tokenizer: Tokenizer
@@ -33,7 +33,7 @@ class ThoughtReader:
 
     @classmethod
     def of(cls, config: EngineConfig, tokenizer: Tokenizer) -> Self | None:
-        """The reader of a model: by flag, or what fits its checkpoint. None if it has none."""
+        """Create the reader of a model, by flag or by its checkpoint. None without a parser."""
         try:
             fitting = public_name("modulm_parsing.choice", "with_declared_parsers", __name__)
         except ImportError:
@@ -44,7 +44,7 @@ class ThoughtReader:
         return cls(name, tokenizer, public_name("modulm_parsing", "message_parser", __name__))
 
     def tuned(self, params: SamplingParams) -> SamplingParams:
-        """The parameters, with special tokens kept where the parser reads them."""
+        """Adapt sampling parameters: keep special tokens if the parser needs them."""
         reads = self._parser("", {}).special_tokens
         return params.with_(skip_special_tokens=False) if reads else params
 

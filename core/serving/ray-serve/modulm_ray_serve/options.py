@@ -9,7 +9,7 @@ from ray.serve.config import RequestRouterConfig
 from modulm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
     from modulm_ray_serve.args import ModelArgs
 
 __all__ = ["front_options", "model_options"]

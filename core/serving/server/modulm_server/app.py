@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from fastapi import APIRouter
     from starlette.types import ASGIApp
 
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
     from modulm.plugins.manager import PluginManager
     from modulm_server.engine.client import EngineClient
 

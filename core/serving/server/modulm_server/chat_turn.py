@@ -22,7 +22,7 @@ from modulm_server.flags import ServerConfig
 from modulm_server.json_body import bad_field
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
     from modulm.contracts.outputs import CompletionOutput, Position, RequestOutput
     from modulm.contracts.parser import Event
     from modulm.contracts.sampling import SamplingParams

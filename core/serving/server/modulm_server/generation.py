@@ -34,10 +34,10 @@ from modulm_server.text_work import TextWork, characters
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
     from modulm.contracts.outputs import PoolingRequestOutput, RequestOutput
     from modulm.contracts.sampling import PoolingParams, SamplingParams
-    from modulm.text.tokenizer import Tokenizer
+    from modulm.contracts.tokenizer import Tokenizer
     from modulm_media.messages import MediaSource
     from modulm_server.engine.client import EngineClient
     from modulm_server.media import TakenMedia

@@ -1,4 +1,4 @@
-"""`modulm serve --headless`: replicas for the front end of another machine, and nothing else."""
+"""`modulm serve --headless`: runs replicas for a front end on another machine."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 from modulm.errors import EngineDead
 from modulm_fleet.announce import announce
 from modulm_fleet.flags import FleetConfig
+from modulm_fleet.secret import secret_file
 from modulm_server.engine.replica_processes import listening
 from modulm_server.engine.replicas import ReplicaSet
 from modulm_server.heap import bound_arenas
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
     from modulm.plugins.manager import PluginManager
     from modulm_fleet.placement import Placement
 
@@ -26,14 +27,14 @@ __all__ = ["serve_headless"]
 
 log = logging.getLogger("modulm_server")
 
-#: Seconds between two looks at whether to go on.
+#: Seconds between two checks for the end.
 _LOOK = 0.25
 
 
 def serve_headless(config: EngineConfig, placed: Placement, plugins: PluginManager) -> int:
-    """Announce the replicas, start them and keep them until SIGTERM or Ctrl-C; the exit code.
+    """Announce and run the replicas until SIGTERM or Ctrl-C; returns the exit code.
 
-    When the front end goes they stay, and are announced to the next one.
+    If the front end ends, the replicas keep running and are announced to the next one.
     """
     from modulm.config.environ import variables
 
@@ -41,15 +42,21 @@ def serve_headless(config: EngineConfig, placed: Placement, plugins: PluginManag
     ending = threading.Event()
     peer = announce(config, placed, plugins)
     died: list[EngineDead] = []
+    file = config.group(FleetConfig).data_parallel_secret_file
     listeners = listening(placed, peer.getsockname()[0])
     replicas = ReplicaSet.open(
         config, plugins, lambda item: None, died.append, placed,
-        listeners=listeners, secret=config.group(FleetConfig).data_parallel_secret_file,
+        listeners=listeners,
+        secret_file=secret_file(placed.address[0], file),
     )  # fmt: skip
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ending.set())
-    log.warning("replicas %d to %d serve %s:%d", placed.here.start, placed.here.stop - 1,
-                *placed.address)  # fmt: skip
+    log.warning(
+        "Replicas %d to %d serve the front end at %s:%d",
+        placed.here.start,
+        placed.here.stop - 1,
+        *placed.address,
+    )
     keeper = threading.Thread(
         target=_keep, args=(peer, ending, config, placed, plugins), daemon=True
     )
@@ -71,7 +78,7 @@ def _keep(
     placed: Placement,
     plugins: PluginManager,
 ) -> None:
-    """Announce the replicas again whenever the front end has gone; the body of a thread."""
+    """Announce the replicas again whenever the front end disconnects; runs in a thread."""
     while not ending.is_set():
         with suppress(OSError):
             peer.recv(1)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from modulm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
 
 __all__ = ["configure_logging"]
 

@@ -22,8 +22,8 @@ import numpy as np
 
 from modulm.contracts.engine_info import EngineInfo
 from modulm.contracts.media import MediaItem
+from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import RequestError
-from modulm.text.tokenizer import Tokenizer
 from modulm_frontend.prompt_embeds import embeds_item
 from modulm_server.json_body import bad_field
 

@@ -12,7 +12,7 @@ from modulm_server.errors import escape
 from modulm_server.flags import ServerConfig
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
     from modulm.contracts.outputs import RequestOutput
     from modulm.contracts.sampling import SamplingParams
     from modulm_frontend.beam_search import BeamSearchParams

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fastapi import APIRouter
     from prometheus_client import CollectorRegistry
 
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
     from modulm_server.engine.client import EngineClient
     from modulm_server.generation import GenerationService
     from modulm_server.loopback import LoopbackClient

@@ -18,11 +18,11 @@ from modulm.contracts.executor import RowLogprobs
 from modulm.contracts.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from modulm.contracts.requests import Finish, PromptLike, StepStats
 from modulm.contracts.sampling import OutputKind, PoolingParams, SamplingParams
+from modulm.contracts.tokenizer import Tokenizer
 from modulm.engine.sampling.logits_processors import processor_classes
 from modulm.engine.sampling.validation import check, check_pooling, check_prompt, truncated
 from modulm.errors import EngineDead, EngineError, NotFound, RequestError, UnsupportedError
 from modulm.plugins import manager
-from modulm.text.tokenizer import Tokenizer
 from modulm_frontend.beam_search import BeamSearchParams
 from modulm_frontend.output_processor import Choice
 from modulm_frontend.prompt_embeds import check_embeds
@@ -230,7 +230,7 @@ class ScriptedEngine(EngineClient):
         adapter: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """As `generate`, with as many equal answers as there are beams."""
-        shown = params.shown()
+        shown = params.text_params()
         more: Any = {"cache_salt": cache_salt, "adapter": adapter}
         async for output in self.generate(prompt, shown, request_id, **more):
             yield output

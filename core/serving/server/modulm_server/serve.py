@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import FrameType
 
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
     from modulm.contracts.engine_info import EngineInfo
     from modulm.plugins.manager import PluginManager
     from modulm_server.engine.client import EngineClient

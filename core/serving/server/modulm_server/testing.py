@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import socket
 import ssl
@@ -36,9 +37,9 @@ class Live:
 
         For TLS give `verify`: reading the certificates of all the world takes 20 ms.
         """
-        return httpx.Client(**{"base_url": self.url, "timeout": 20, "verify": _NOBODY, **options})
+        return httpx.Client(**{"base_url": self.url, "timeout": 300, "verify": _NOBODY, **options})
 
-    def raw(self, data: bytes, wait: float = 5.0) -> bytes:
+    def raw(self, data: bytes, wait: float = 60.0) -> bytes:
         """What the server answers to these bytes until it closes or is silent for `wait` s."""
         where = urlsplit(self.url)
         received = b""
@@ -50,6 +51,21 @@ class Live:
             except (TimeoutError, ConnectionError):
                 return received
         return received
+
+    def abandon(self, path: str, *, requests: int = 1, **content: Any) -> None:
+        """POST and go away once the engine works on `requests` requests of it."""
+
+        async def ask() -> None:
+            options = {"base_url": self.url, "timeout": 300, "verify": _NOBODY}
+            async with httpx.AsyncClient(**options) as client:
+                answer = asyncio.ensure_future(client.post(path, **content))
+                while self.engine.active < requests and not answer.done():
+                    await asyncio.sleep(0.005)
+                if answer.done():
+                    raise RuntimeError(f"answered at once: {answer.result().text}")
+                answer.cancel()
+
+        asyncio.run(ask())
 
 
 #: Trusts no certificate.
@@ -92,7 +108,7 @@ def serve_in_thread(
         yield Live(url, engine, served)
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join(300)
         sock.close()
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from modulm.errors import ContextLengthExceeded, QueueFull
 
 if TYPE_CHECKING:
-    from modulm.text.tokenizer import Tokenizer
+    from modulm.contracts.tokenizer import Tokenizer
 
 __all__ = ["TextWork", "characters"]
 

@@ -1,1 +1,1 @@
-"""Adapters by name, from a folder."""
+"""Resolve adapter names to subfolders of a folder."""

@@ -1,6 +1,6 @@
-"""The flag of this resolver."""
+"""The flag of the filesystem resolver."""
 
-from modulm.config.schema.flags import FlagGroup, flag, flag_group
+from modulm.contracts.flags import FlagGroup, flag, flag_group
 
 __all__ = ["AdapterFolderConfig"]
 
@@ -13,5 +13,7 @@ class AdapterFolderConfig(FlagGroup):
     server = True
 
     lora_resolver_folder: str | None = flag(
-        None, "Folder of adapters, each in a folder of its own, which is its name.", unit="path"
+        None,
+        "Folder with one subfolder per adapter; the subfolder's name is the adapter's.",
+        unit="path",
     )

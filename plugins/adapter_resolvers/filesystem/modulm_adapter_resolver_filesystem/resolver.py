@@ -1,5 +1,5 @@
-"""`FOLDER/NAME` is the adapter NAME, if it is one and if neither it nor a file of it is a link to
-somewhere else.
+"""Adapter NAME is the folder `FOLDER/NAME`, unless it or one of its files is a link to somewhere
+else.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from modulm_adapters.places import inside
 from modulm_adapters.resolver import AdapterResolver
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
 
 __all__ = ["FilesystemResolver"]
 
-#: Folders below the folder, by plain names.
+#: Relative folders below the root, without `..`.
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*", re.ASCII)
 
 
 class FilesystemResolver(AdapterResolver):
-    """Adapters in one folder."""
+    """Resolves names to the adapters of one folder."""
 
     name: ClassVar[str] = "filesystem"
     api: ClassVar[int | tuple[int, int]] = 1
@@ -33,12 +33,12 @@ class FilesystemResolver(AdapterResolver):
 
     @classmethod
     def of(cls, config: EngineConfig) -> Self | None:
-        given = config.group(AdapterFolderConfig).lora_resolver_folder
-        if given is None:
+        setting = config.group(AdapterFolderConfig).lora_resolver_folder
+        if setting is None:
             return None
-        folder = Path(given)
+        folder = Path(setting)
         if not folder.is_dir():
-            raise ConfigError("lora_resolver_folder", f"{given} is no folder")
+            raise ConfigError("lora_resolver_folder", f"{setting} is not a folder")
         return cls(folder)
 
     def resolve(self, name: str) -> Path | None:

@@ -1,1 +1,1 @@
-"""Adapters by name, from the Hugging Face hub."""
+"""Resolve adapter names to repositories of the Hugging Face hub."""

@@ -1,6 +1,6 @@
-"""The flag of this resolver."""
+"""The flag of the hub resolver."""
 
-from modulm.config.schema.flags import FlagGroup, flag, flag_group
+from modulm.contracts.flags import FlagGroup, flag, flag_group
 from modulm.errors import ConfigError
 
 __all__ = ["AdapterHubConfig"]
@@ -14,12 +14,12 @@ class AdapterHubConfig(FlagGroup):
     server = True
 
     lora_resolver_repos: tuple[str, ...] | None = flag(
-        None, "Repositories that requests may name: owner/name, owner/* for all of an owner's."
+        None, "Repositories that requests may name: owner/name, or owner/* for all of an owner's."
     )
 
     def __attrs_post_init__(self) -> None:
-        for given in self.lora_resolver_repos or ():
-            owner, _, name = given.partition("/")
+        for pattern in self.lora_resolver_repos or ():
+            owner, _, name = pattern.partition("/")
             if not (owner and name) or "*" in owner or ("*" in name and name != "*"):
-                words = f"{given!r} is not owner/name, nor owner/*"
-                raise ConfigError("lora_resolver_repos", words)
+                message = f"{pattern!r} must be owner/name or owner/*"
+                raise ConfigError("lora_resolver_repos", message)

@@ -1,4 +1,4 @@
-"""The adapter owner/name is the repository of that name, if the operator allows it."""
+"""Adapter owner/name is the hub repository of that name, if the operator allows it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
 
 __all__ = ["HubResolver"]
 
 
 class HubResolver(AdapterResolver):
-    """Adapters of some repositories, the newest: `--revision` is the model's."""
+    """Resolves names to allowed hub repositories, at their newest revision (`--revision` is the
+    model's).
+    """
 
     name: ClassVar[str] = "hub"
     api: ClassVar[int | tuple[int, int]] = 1

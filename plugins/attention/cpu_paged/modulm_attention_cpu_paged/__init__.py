@@ -1,1 +1,1 @@
-"""Attention over paged memory on CPUs for modulm, by its compiled kernels."""
+"""Paged attention on CPUs for modulm, with compiled kernels."""

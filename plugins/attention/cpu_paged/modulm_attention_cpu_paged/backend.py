@@ -1,8 +1,8 @@
-"""Attention by the compiled CPU kernels: one kernel for prefill, decode and any mix of them.
-
-The kernels own the layout of the cache, so this backend calls them directly and not through the
-op table, whose `write_kv` and `paged_attention` may be another provider's. It stands aside where
-the model does not run on these kernels otherwise: they may have been switched off.
+"""Paged attention with the compiled CPU kernels: one kernel serves prefill, decode and mixed steps.
+The backend calls the kernels directly instead of through the op table, because the kernels define
+the layout of the cache and `write_kv` and `paged_attention` in the table may come from another
+provider. It is rejected when the model does not use these kernels for its other operations, for
+example because they were switched off.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PROVIDER = "cpu"
 
 @cache
 def _kernels() -> ModuleType | str:
-    """The kernel package, or why it cannot be used here."""
+    """Return the kernel package, or the reason why it cannot be used on this machine."""
     try:
         import modulm_kernels_cpu
     except ImportError as error:
@@ -49,11 +49,10 @@ def _kernels() -> ModuleType | str:
 
 @frozen(eq=False)
 class _StepPlan(AttentionPlan):
-    """The arrays of a StepLayout as tensors over the same memory.
-
-    work: [n] int32, how the kernel cuts the step up, the same in every layer. spans: the step's
-    tokens that see one another in both directions, as rows of their own, whose places are
-    `tokens`; they are attended once more.
+    """The arrays of a StepLayout as tensors that share their memory.
+    work: [n] int32, how the kernel divides the step among threads; the same in every layer. spans:
+    the tokens of bidirectional spans as rows of their own; `tokens` holds their indices in the
+    step. They are attended a second time, without the causal mask.
     """
 
     block_tables: Tensor
@@ -78,11 +77,10 @@ class _StepPlan(AttentionPlan):
 
 
 class CpuPagedAttention(AttentionBackend):
-    """Cache [blocks, kv heads, block size, width], in the kernels' layout.
-
-    Keys and values may also be kept in int8, with a scale for each token and head, under queries
-    and weights in 15 and 16 bits of fixed point; or in 8-bit floats, whose scale is 1, under
-    queries and weights rounded to bfloat16.
+    """Cache [blocks, kv heads, block size, width], in the layout of the CPU kernels.
+    The cache may hold keys and values in int8, with one scale per token and head; queries and
+    attention weights are then fixed-point numbers of 15 and 16 bits. It may also hold 8-bit floats
+    with scale 1; queries and attention weights are then rounded to bfloat16.
     """
 
     name = "cpu_paged"
@@ -127,16 +125,16 @@ class CpuPagedAttention(AttentionBackend):
         if isinstance(kernels, str):
             return kernels
         if _PROVIDER not in ops.providers.values():
-            return f"needs the kernels of provider {_PROVIDER}, which are not in use"
+            return f"needs the kernels of {_PROVIDER}, but this model does not use them"
         if max(spec.head_dim, spec.value_dim or 0) > kernels.MAX_HEAD_SIZE:
-            return f"takes heads of up to {kernels.MAX_HEAD_SIZE}, not {spec.head_dim}"
+            return f"supports head sizes up to {kernels.MAX_HEAD_SIZE}, not {spec.head_dim}"
         if spec.spans and spec.alibi:
-            return "has no alibi where tokens see those after them"
+            return "does not support ALiBi together with bidirectional spans"
         if spec.latent and spec.kv_dtype == "int8":
-            return "keeps no latent in int8, not yet"
-        kept = sorted(str(dtype).removeprefix("torch.") for dtype in kernels.CACHE_DTYPES)
-        if spec.kv_dtype not in kept:
-            return f"keeps keys and values in {', '.join(kept)}, not {spec.kv_dtype}"
+            return "does not support a latent (MLA) cache in int8 yet"
+        dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in kernels.CACHE_DTYPES)
+        if spec.kv_dtype not in dtypes:
+            return f"supports KV caches in {', '.join(dtypes)}, not {spec.kv_dtype}"
         return None
 
     @classmethod
@@ -153,14 +151,14 @@ class CpuPagedAttention(AttentionBackend):
     def plan(self, step: StepLayout) -> _StepPlan:
         if step.encoder_lens is not None:
             return self._plan(evolve(step, context_lens=step.encoder_lens), causal=False)
-        made = self._plan(step, self.spec.causal)
+        plan = self._plan(step, self.spec.causal)
         if step.spans is None or not len(step.spans) or not self.spec.causal:
-            return made
+            return plan
         tokens, spans = _rows_of_spans(step)
         if not len(tokens):
-            return made
-        both = self._plan(spans, causal=False)
-        return evolve(made, tokens=torch.from_numpy(tokens), spans=both)
+            return plan
+        span_plan = self._plan(spans, causal=False)
+        return evolve(plan, tokens=torch.from_numpy(tokens), spans=span_plan)
 
     def _plan(self, step: StepLayout, causal: bool) -> _StepPlan:
         spec = self.spec
@@ -189,7 +187,7 @@ class CpuPagedAttention(AttentionBackend):
                 self.write_kv(k, v, cache, plan.slots)
             self._attend(q, cache, plan, out, inputs)
             return
-        # Scores are q . (k s) = (q s) . k, and what is attended is linear in the values.
+        # The score q . (k s) equals (q s) . k, and the output is linear in the values.
         keys, values = _scaled(k, inputs.k_scale), _scaled(v, inputs.v_scale)
         if len(k):
             self.write_kv(keys, values, cache, plan.slots)
@@ -265,22 +263,22 @@ class CpuPagedAttention(AttentionBackend):
 
 
 def _rows_of_spans(step: StepLayout) -> tuple[np.ndarray, StepLayout]:
-    """Places of the step's tokens that lie in spans, and these tokens as a step: each span is a row
-    that ends with it.
-
-    A window reaches as far forward as back there: no span is longer than one.
+    """Return the indices of the step's tokens that lie in spans, and a layout of these tokens in
+    which each span is a row that ends where the span ends.
+    A sliding window reaches equally far in both directions here, since no span is longer than a
+    window.
     """
-    places, counts, ends, rows = [], [], [], []
+    indices, counts, ends, rows = [], [], [], []
     for row, from_, end in step.spans.tolist() if step.spans is not None else ():
         begin = int(step.query_starts[row])
         start = int(step.context_lens[row]) - (int(step.query_starts[row + 1]) - begin)
         first = max(from_, start)
         if first < min(end, int(step.context_lens[row])):
-            places.append(np.arange(begin + first - start, begin + end - start))
+            indices.append(np.arange(begin + first - start, begin + end - start))
             counts.append(end - first)
             ends.append(end)
             rows.append(row)
-    tokens = np.concatenate(places) if places else np.zeros(0, np.int64)
+    tokens = np.concatenate(indices) if indices else np.zeros(0, np.int64)
     layout = StepLayout(
         step.block_size,
         np.ascontiguousarray(step.block_tables[rows]),
@@ -292,12 +290,12 @@ def _rows_of_spans(step: StepLayout) -> tuple[np.ndarray, StepLayout]:
 
 
 def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
-    """Keys or values [tokens, kv heads, size] as they are kept."""
+    """Divide keys or values [tokens, kv heads, size] by their scale, as the cache stores them."""
     return x if scale is None else (x.float() / scale[:, None]).to(x.dtype)
 
 
 def _by_head(x: Tensor, scale: Tensor | None) -> Tensor:
-    """x: [tokens, heads, size], times the scale of the key head that a head looks at."""
+    """Multiply x [tokens, heads, size] by the scale of the key head that each head attends to."""
     if scale is None:
         return x
     each = scale.repeat_interleave(x.shape[1] // len(scale)) if len(scale) > 1 else scale

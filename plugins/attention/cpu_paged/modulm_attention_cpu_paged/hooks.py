@@ -1,4 +1,4 @@
-"""The hook: where this backend runs, it is the one to take."""
+"""Hook: choose this backend wherever it can run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["modulm_choose_attention"]
 
 @hookimpl(trylast=True)
 def modulm_choose_attention(spec: AttentionSpec, platform: Platform, ops: Ops) -> Choice | None:
-    """Compiled kernels before whatever the platform's order has for every machine."""
+    """Prefer the compiled kernels to the platform's default order."""
     from modulm_attention_cpu_paged.backend import CpuPagedAttention
 
     if CpuPagedAttention.refuses(spec, platform, ops) is not None:
         return None
-    return Choice("cpu_paged", "compiled kernels read the paged cache where it lies")
+    return Choice("cpu_paged", "compiled kernels read the paged cache in place")

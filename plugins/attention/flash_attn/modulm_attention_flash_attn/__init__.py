@@ -1,1 +1,1 @@
-"""Attention by the flash-attn library for modulm, where it is installed."""
+"""Attention with the flash-attn library for modulm, if it is installed."""

@@ -1,8 +1,7 @@
-"""Attention over paged memory by FlashAttention 2 or 3.
-
-Decodes go through `flash_attn_with_kvcache`, which splits long contexts; steps with prompts
-through the function for rows of several lengths. Not run on hardware: written to the library's
-documented functions, tested with a stand-in that checks what they are given.
+"""Paged attention with FlashAttention 2 or 3.
+Decode steps use `flash_attn_with_kvcache`, which splits long contexts; steps with prompts use the
+variable-length function. Not run on hardware: written against the library's documented functions
+and tested with a stand-in that checks its arguments.
 """
 
 from __future__ import annotations
@@ -35,25 +34,25 @@ from modulm_attention_flash_attn.library import Library, installed
 __all__ = ["FlashAttention", "FlashOptions"]
 
 _DTYPES = ("bfloat16", "float16")
-#: The widest head; version 2 takes pages of multiples of so many tokens.
+#: Largest head size; version 2 needs block sizes that are multiples of this number of tokens.
 _WIDEST, _PAGE = 256, 256
-#: Abilities of platforms whose chips each version has kernels for.
+#: Platform capabilities that mark the chips for which each version has kernels.
 _CHIPS = {2: ("sm80", "sm86", "sm87", "sm89", "sm90", "wave64"), 3: ("sm90",)}
 
 
 @frozen
 class FlashOptions:
-    """`flash_attn_version`: 2 or 3; None: 3 on chips that it has kernels for."""
+    """`flash_attn_version`: 2 or 3. None picks 3 on chips that it has kernels for, else 2."""
 
     flash_attn_version: int | None = field(default=None, validator=optional(in_((2, 3))))
 
 
 @frozen(eq=False)
 class _StepPlan(AttentionPlan):
-    """The step's layout on the device. blocks, offsets: [tokens] int64, where its keys go.
-
-    key_starts: [rows + 1] int32, sums of the context lengths. longest: tokens of the row with most
-    and of the longest context. single: every row has one token.
+    """The step's layout on the device.
+    blocks, offsets: [tokens] int64, where the step's keys are written. key_starts: [rows + 1]
+    int32, cumulative context lengths. longest: the largest query length and the largest context
+    length. single: every row has one token.
     """
 
     block_tables: Tensor
@@ -85,7 +84,7 @@ class FlashAttention(AttentionBackend):
     name = "flash_attn"
     api = 3
     features = frozenset({"value_dim", "window", "softcap", "alibi", "causal"})
-    #: What is installed, by version; tests put other libraries here.
+    #: The installed libraries by version; tests replace them.
     libraries: ClassVar[Mapping[int, Library | str] | None] = None
 
     def __init__(
@@ -98,16 +97,16 @@ class FlashAttention(AttentionBackend):
     ) -> None:
         super().__init__(spec, platform, ops, block_size, options)
         try:
-            wanted = structure_table(options or {}, FlashOptions).flash_attn_version
+            version = structure_table(options or {}, FlashOptions).flash_attn_version
         except Problem as error:
             raise ConfigError("attention.flash_attn", str(error)) from error
-        found = self._library(spec, platform, wanted)
-        if isinstance(found, str):
-            raise ConfigError("attention_backend", f"flash_attn cannot run: {found}")
-        if found.version == 2 and block_size % _PAGE:
-            words = f"FlashAttention 2 takes multiples of {_PAGE}, not {block_size}"
-            raise ConfigError("block_size", words)
-        self.library = found
+        library = self._library(spec, platform, version)
+        if isinstance(library, str):
+            raise ConfigError("attention_backend", f"flash_attn cannot run: {library}")
+        if library.version == 2 and block_size % _PAGE:
+            message = f"must be a multiple of {_PAGE} for FlashAttention 2, not {block_size}"
+            raise ConfigError("block_size", message)
+        self.library = library
         self.staging = platform.staging()
         self._settings: dict[str, Any] = {
             "softmax_scale": spec.scale,
@@ -119,14 +118,16 @@ class FlashAttention(AttentionBackend):
 
     @classmethod
     def rejects(cls, spec: AttentionSpec, platform: Platform, ops: Ops) -> str | None:
-        found = cls._library(spec, platform)
-        return found if isinstance(found, str) else None
+        library = cls._library(spec, platform)
+        return library if isinstance(library, str) else None
 
     @classmethod
     def _library(
         cls, spec: AttentionSpec, platform: Platform, wanted: int | None = None
     ) -> Library | str:
-        """The newest version that can run the layer here, or why none can."""
+        """Return the newest version that can run the layer on this platform, or the reason why none
+        can.
+        """
         reasons = []
         for version in (3, 2) if wanted is None else (wanted,):
             library = installed(version) if cls.libraries is None else cls.libraries[version]
@@ -184,49 +185,51 @@ class FlashAttention(AttentionBackend):
     ) -> Tensor:
         table = "block_table" if self.library.version == 2 else "page_table"
         settings[table] = step.block_tables
-        found: Tensor
+        result: Tensor
         if step.single:
-            found = self.library.with_cache(
+            result = self.library.with_cache(
                 q.unsqueeze(1), keys, values, cache_seqlens=step.context_lens, **settings
             )
-            return found.squeeze(1)
+            return result.squeeze(1)
         if self.library.version == 3:
-            found = self.library.with_cache(
+            result = self.library.with_cache(
                 q, keys, values, cache_seqlens=step.context_lens, cu_seqlens_q=step.query_starts,
                 max_seqlen_q=step.longest[0], **settings,
             )  # fmt: skip
-            return found
-        found = self.library.varlen(
+            return result
+        result = self.library.varlen(
             q, keys, values, cu_seqlens_q=step.query_starts, cu_seqlens_k=step.key_starts,
             max_seqlen_q=step.longest[0], max_seqlen_k=step.longest[1], **settings,
         )  # fmt: skip
-        return found
+        return result
 
 
 def _window(spec: AttentionSpec) -> tuple[int, int]:
-    """Keys to the left and to the right of a query's own; -1: all."""
+    """Return the number of keys visible to the left and to the right of a query; -1 means all."""
     if spec.window is None:
         return (-1, -1)
     return (spec.window - 1, 0 if spec.causal else spec.window - 1)
 
 
 def _lacks(library: Library, spec: AttentionSpec, platform: Platform) -> str | None:
-    """Why this version cannot do the layer; None if it can."""
+    """Return the reason why this version cannot run the layer, or None."""
     who = f"FlashAttention {library.version}"
     if not platform.capabilities.intersection(_CHIPS[library.version]):
         return f"{who} has no kernels for the chip of platform {platform.name}"
     if spec.dtype not in _DTYPES:
-        return f"{who} computes in {' and '.join(_DTYPES)}, not in {spec.dtype}"
+        return f"{who} supports {' and '.join(_DTYPES)}, not {spec.dtype}"
     if spec.kv_dtype != spec.dtype:
-        return f"{who} is given keys and values as they are computed, not in {spec.kv_dtype}"
+        return f"{who} does not support a KV cache in {spec.kv_dtype}"
     if spec.value_dim not in (None, spec.head_dim):
-        return f"{who} is given values as wide as keys, not {spec.value_dim} and {spec.head_dim}"
+        return f"{who} needs values as wide as keys, not {spec.value_dim} and {spec.head_dim}"
     if spec.head_dim > _WIDEST or spec.head_dim % 8:
-        return f"{who} takes heads of multiples of 8 up to {_WIDEST}, not {spec.head_dim}"
+        return (
+            f"{who} needs head sizes that are multiples of 8 up to {_WIDEST}, not {spec.head_dim}"
+        )
     if spec.alibi and library.version == 3:
-        return f"{who} has no ALiBi slopes"
+        return f"{who} does not support ALiBi"
     if spec.alibi and spec.softcap:
-        return f"{who} does not say in which order ALiBi and a softcap apply"
+        return f"{who} does not document the order of ALiBi and a softcap"
     if spec.softcap and not library.softcap:
-        return f"{who} knows of no softcap in the version installed (2.6 and later do)"
+        return f"{who} needs version 2.6 or later for a softcap"
     return None

@@ -1,5 +1,4 @@
-"""What is installed of FlashAttention: version 3 is a module of its own, for Hopper chips.
-
+"""Detect the installed FlashAttention libraries. Version 3 is a separate module for Hopper GPUs.
 Sources: flash_attn/flash_attn_interface.py and hopper/flash_attn_interface.py of
 Dao-AILab/flash-attention (arXiv 2307.08691, 2407.08608).
 """
@@ -19,8 +18,9 @@ __all__ = ["Library", "installed", "of_module"]
 
 @frozen(eq=False)
 class Library:
-    """version: 2 or 3. varlen: `flash_attn_varlen_func`, which only version 2 gives pages to;
-    with_cache: `flash_attn_with_kvcache`. softcap: whether they know of it (from 2.6 on).
+    """The functions of one FlashAttention version.
+    version: 2 or 3. varlen: `flash_attn_varlen_func`; used with a paged cache by version 2 only.
+    with_cache: `flash_attn_with_kvcache`. softcap: whether they accept it (2.6 and later).
     """
 
     version: int
@@ -30,7 +30,7 @@ class Library:
 
 
 def of_module(module: Any, version: int) -> Library:
-    """The functions of an imported module. Raises AttributeError where one is missing."""
+    """Collect the functions of an imported module. Raises AttributeError if one is missing."""
     names = inspect.signature(module.flash_attn_with_kvcache).parameters
     return Library(
         version, module.flash_attn_varlen_func, module.flash_attn_with_kvcache, "softcap" in names
@@ -39,7 +39,7 @@ def of_module(module: Any, version: int) -> Library:
 
 @cache
 def installed(version: int) -> Library | str:
-    """The library of this version, or why it cannot be used."""
+    """Return the library of this version, or the reason why it cannot be used."""
     name = "flash_attn" if version == 2 else "flash_attn_interface"
     try:
         return of_module(import_module(name), version)

@@ -1,1 +1,1 @@
-"""Attention by the FlashInfer library for modulm, where it is installed."""
+"""Attention with the FlashInfer library for modulm, if it is installed."""

@@ -1,8 +1,7 @@
-"""Attention over paged memory by FlashInfer's wrappers (arXiv 2501.01005).
-
-A wrapper plans a step on the host, so that its steps are not recorded whole: they run between
-pieces. Not run on hardware: written to the library's documented functions, tested with a stand-in
-that checks what they are given.
+"""Paged attention with FlashInfer's wrappers (arXiv 2501.01005).
+A wrapper plans each step on the host, so attention cannot be part of a recorded graph; it runs
+between the recorded pieces. Not run on hardware: written against the library's documented functions
+and tested with a stand-in that checks its arguments.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ __all__ = ["FlashInferAttention"]
 
 _DTYPES = ("bfloat16", "float16")
 _HEADS = (64, 128, 256)
-#: Abilities of platforms whose chips it has kernels for.
+#: Platform capabilities that mark the chips with kernels.
 _CHIPS = ("sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm103", "sm120")
-#: Wrappers in turn: what one has planned may be under way while the next step is planned.
+#: Number of wrappers used in turn: one may still be running while the next step is planned.
 _TURNS = 4
-#: Bytes that a wrapper works in, as its documentation has them.
+#: Bytes of a wrapper's workspace, as its documentation recommends.
 _WORKSPACE = 128 << 20
 
 
 @cache
 def _installed() -> Any:
-    """The library, or why it cannot be used."""
+    """Return the library, or the reason why it cannot be used."""
     try:
         return import_module("flashinfer")
     except (ImportError, OSError) as error:
@@ -54,7 +53,9 @@ def _installed() -> Any:
 
 @frozen(eq=False)
 class _StepPlan(AttentionPlan):
-    """blocks, offsets: [tokens] int64, where the step's keys go. wrapper: has planned the step."""
+    """blocks, offsets: [tokens] int64, where the step's keys are written. wrapper: the wrapper that
+    planned the step.
+    """
 
     blocks: Tensor
     offsets: Tensor
@@ -67,7 +68,7 @@ class FlashInferAttention(AttentionBackend):
     name = "flashinfer"
     api = 3
     features = frozenset({"value_dim", "window", "softcap", "causal"})
-    #: What is installed; tests put another library here.
+    #: The installed library; tests replace it.
     library: Any = None
 
     def __init__(
@@ -100,15 +101,15 @@ class FlashInferAttention(AttentionBackend):
         if not platform.capabilities.intersection(_CHIPS):
             return f"has no kernels for the chip of platform {platform.name}"
         if spec.dtype not in _DTYPES:
-            return f"computes in {' and '.join(_DTYPES)}, not in {spec.dtype}"
+            return f"supports {' and '.join(_DTYPES)}, not {spec.dtype}"
         if spec.kv_dtype != spec.dtype:
-            return f"is given keys and values as they are computed, not in {spec.kv_dtype}"
+            return f"does not support a KV cache in {spec.kv_dtype}"
         if spec.value_dim not in (None, spec.head_dim):
-            return f"is given values as wide as keys, not {spec.value_dim} and {spec.head_dim}"
+            return f"needs values as wide as keys, not {spec.value_dim} and {spec.head_dim}"
         if spec.head_dim not in _HEADS:
-            return f"takes heads of {', '.join(map(str, _HEADS))}, not {spec.head_dim}"
+            return f"supports head sizes {', '.join(map(str, _HEADS))}, not {spec.head_dim}"
         if spec.window is not None and not spec.causal:
-            return "has no window to the right"
+            return "does not support a sliding window without a causal mask"
         return None
 
     def layout(self, blocks: int) -> KVLayout:
@@ -122,14 +123,14 @@ class FlashInferAttention(AttentionBackend):
         lengths = np.maximum(step.context_lens, 1)
         pages = -(-lengths // self.block_size)
         starts = np.concatenate([[0], np.cumsum(pages)]).astype(np.int32)
-        held = np.arange(step.block_tables.shape[1]) < pages[:, None]
+        in_use = np.arange(step.block_tables.shape[1]) < pages[:, None]
         last = ((lengths - 1) % self.block_size + 1).astype(np.int32)
         blocks, offsets = np.divmod(step.slots, self.block_size)
-        sent = self.staging.send((blocks, offsets, step.block_tables[held]))
-        table = (torch.from_numpy(starts), sent[2], torch.from_numpy(last))
+        staged = self.staging.send((blocks, offsets, step.block_tables[in_use]))
+        table = (torch.from_numpy(starts), staged[2], torch.from_numpy(last))
         spec, dtype = self.spec, getattr(torch, self.spec.dtype)
         shape = (spec.heads, spec.kv_heads, spec.head_dim, self.block_size)
-        said = {
+        settings = {
             "window_left": -1 if spec.window is None else spec.window - 1,
             "logits_soft_cap": spec.softcap or None,
             "sm_scale": spec.scale,
@@ -139,12 +140,12 @@ class FlashInferAttention(AttentionBackend):
         self._turn = (self._turn + 1) % _TURNS
         if (counts == 1).all():
             wrapper = self._decode[self._turn]
-            wrapper.plan(*table, *shape, **said)
-            return _StepPlan(sent[0], sent[1], wrapper)
+            wrapper.plan(*table, *shape, **settings)
+            return _StepPlan(staged[0], staged[1], wrapper)
         wrapper = self._prefill[self._turn]
         queries = torch.from_numpy(step.query_starts.copy())
-        wrapper.plan(queries, *table, *shape, causal=spec.causal, **said)
-        return _StepPlan(sent[0], sent[1], wrapper)
+        wrapper.plan(queries, *table, *shape, causal=spec.causal, **settings)
+        return _StepPlan(staged[0], staged[1], wrapper)
 
     def forward(
         self,

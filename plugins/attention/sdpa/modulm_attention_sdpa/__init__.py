@@ -1,1 +1,1 @@
-"""Portable attention over paged memory for modulm, in torch."""
+"""Portable paged attention in plain torch for modulm."""

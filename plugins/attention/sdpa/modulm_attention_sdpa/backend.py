@@ -1,9 +1,8 @@
-"""Attention over paged memory in plain torch: runs wherever torch does.
-
-A step is cut into pieces. A piece is some rows with the same number of new tokens, and for each
-of them the slots of the cached tokens it may see, laid out so that they end together. Rows with
-one new token go together, others by themselves, cut so that no piece grows beyond a bound. A
-piece gathers its keys and values and does one batched attention.
+"""Paged attention in plain torch. Runs wherever torch runs.
+A step is divided into pieces. A piece holds rows with the same number of new tokens and, for each
+row, the cache slots that it may attend to, right-aligned. Rows with one new token share a piece;
+other rows get pieces of their own, split so that no piece exceeds a size limit. Each piece gathers
+its keys and values and runs one batched attention.
 """
 
 from __future__ import annotations
@@ -28,33 +27,32 @@ from modulm.contracts.attention import (
 from modulm.contracts.ops import Ops
 from modulm.contracts.platform import Platform
 from modulm.errors import ConfigError
-from modulm_attention_sdpa.kept import (
+from modulm_attention_sdpa.narrow_kv import (
     INTEGERS,
-    kept_width,
-    narrowed,
-    packed,
-    unpacked,
-    widened,
+    narrow,
+    pack,
+    packed_width,
+    unpack,
+    widen,
 )
 
 __all__ = ["SdpaAttention"]
 
 _KV_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int8", "int4")
-#: Most queries of one row in a piece, and most gathered tokens of a piece.
+#: Limits of a piece: queries of one row, and gathered tokens.
 _QUERIES = 256
 _GATHERED = 65536
-#: What goes with parts that are merged.
+#: Features that are supported when partial results are merged.
 _MERGED = {"partial", "value_dim", "softcap", "latent", "scales"}
 
 
 @frozen(eq=False)
 class _Piece:
-    """Rows with as many queries each, and the keys that they may see, which end together.
-
-    tokens: [R * Q] int64 places in the step; firsts: [R] int64, the position of the first key,
-    below zero in a row shorter than the longest; slots: [R, L] int64 of the keys; distance: [R, Q,
-    L] int32, query position less key position; visible: [R, Q, L] bool, or for some heads each [R,
-    heads or 1, Q, L].
+    """Rows with the same number of queries, and their keys, right-aligned.
+    tokens: [R * Q] int64, indices in the step. firsts: [R] int64, the position of the first key,
+    negative in rows shorter than the longest. slots: [R, L] int64, cache slots of the keys.
+    distance: [R, Q, L] int32, query position minus key position. visible: [R, Q, L] bool, or [R,
+    heads or 1, Q, L] if heads differ.
     """
 
     rows: int
@@ -65,13 +63,13 @@ class _Piece:
     visible: Tensor
 
 
-#: A piece whose tensors are arrays still.
+#: A piece as numpy arrays, before it is sent to the device.
 _Arrays = tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 @frozen(eq=False)
 class _StepPlan(AttentionPlan):
-    """Computed by torch, so there is nothing to record."""
+    """The pieces of a step. Plain torch operations are not recorded."""
 
     slots: Tensor
     pieces: tuple[_Piece, ...]
@@ -118,13 +116,13 @@ class SdpaAttention(AttentionBackend):
     @classmethod
     def rejects(cls, spec: AttentionSpec, platform: Platform, ops: Ops) -> str | None:
         if spec.kv_dtype not in _KV_DTYPES:
-            return f"keeps keys and values in {', '.join(_KV_DTYPES)}, not {spec.kv_dtype}"
-        if spec.partial and (alone := spec.features - _MERGED):
-            return f"makes no parts of attention with {', '.join(sorted(alone))}"
+            return f"supports KV caches in {', '.join(_KV_DTYPES)}, not {spec.kv_dtype}"
+        if spec.partial and (unsupported := spec.features - _MERGED):
+            return f"cannot merge partial results with {', '.join(sorted(unsupported))}"
         if spec.kv_dtype in INTEGERS and (spec.latent or spec.picks):
-            return f"keeps no latent and no keys that are picked by in {spec.kv_dtype}"
+            return f"does not support a latent (MLA) cache or indexer keys in {spec.kv_dtype}"
         if spec.kv_dtype == "int4" and (spec.head_dim % 2 or (spec.value_dim or 0) % 2):
-            return f"keeps pairs of numbers in int4, and heads of {spec.head_dim} are none"
+            return f"needs even head sizes for int4, not {spec.head_dim}"
         return None
 
     def layout(self, blocks: int) -> KVLayout:
@@ -133,7 +131,7 @@ class SdpaAttention(AttentionBackend):
         width = spec.head_dim + values
         heads = 1 if spec.latent else spec.kv_heads
         if spec.kv_dtype in INTEGERS:
-            width = kept_width(spec.kv_dtype, spec.head_dim) + kept_width(spec.kv_dtype, values)
+            width = packed_width(spec.kv_dtype, spec.head_dim) + packed_width(spec.kv_dtype, values)
             one = self.block_size * heads * width
             return KVLayout((blocks, self.block_size, heads, width), "uint8", one)
         one = self.block_size * heads * width * getattr(torch, spec.kv_dtype).itemsize
@@ -143,12 +141,9 @@ class SdpaAttention(AttentionBackend):
         if step.encoder_lens is not None:
             step = evolve(step, context_lens=step.encoder_lens)
         parts = list(self._pieces(step))
-        arrays = [array for _, *given in parts for array in given]
+        arrays = [array for _, *arrays_of_piece in parts for array in arrays_of_piece]
         slots, *tensors = self.staging.send((step.slots, *arrays))
-        pieces = [
-            _Piece(rows, *tensors[5 * place : 5 * place + 5])
-            for place, (rows, *_) in enumerate(parts)
-        ]
+        pieces = [_Piece(rows, *tensors[5 * i : 5 * i + 5]) for i, (rows, *_) in enumerate(parts)]
         return _StepPlan(slots, tuple(pieces))
 
     def forward(
@@ -161,20 +156,20 @@ class SdpaAttention(AttentionBackend):
         out: Tensor,
         inputs: AttentionInputs = PLAIN,
     ) -> None:
-        held = cache.view(-1, *cache.shape[2:])
+        slots = cache.view(-1, *cache.shape[2:])
         if self.spec.kv_dtype in INTEGERS:
-            held[plan.slots] = torch.cat([packed(x, self.spec.kv_dtype) for x in (k, v)], -1)
+            slots[plan.slots] = torch.cat([pack(x, self.spec.kv_dtype) for x in (k, v)], -1)
         else:
-            held[plan.slots, :, : q.shape[-1]] = narrowed(k, inputs.k_scale, cache.dtype)
+            slots[plan.slots, :, : q.shape[-1]] = narrow(k, inputs.k_scale, cache.dtype)
             if cache.shape[-1] > q.shape[-1]:
-                held[plan.slots, :, q.shape[-1] :] = narrowed(v, inputs.v_scale, cache.dtype)
+                slots[plan.slots, :, q.shape[-1] :] = narrow(v, inputs.v_scale, cache.dtype)
         if inputs.head_weights is not None:
             for piece in plan.pieces:
-                self._pick(q, held, piece, out, inputs.head_weights)
+                self._pick(q, slots, piece, out, inputs.head_weights)
             return
         for whole in plan.pieces:
-            piece = whole if inputs.selected is None else self._chosen(whole, inputs.selected)
-            keys, values = self._found(held[piece.slots], q.dtype, inputs)
+            piece = whole if inputs.selected is None else self._select(whole, inputs.selected)
+            keys, values = self._keys_and_values(slots[piece.slots], q.dtype, inputs)
             queries = q[piece.tokens].view(piece.rows, -1, *q.shape[1:]).transpose(1, 2)
             if inputs.lse is not None:
                 result, lse = self._attend_part(queries, keys, values, piece.visible)
@@ -184,64 +179,67 @@ class SdpaAttention(AttentionBackend):
             result = self._attend(queries, keys, values, piece, inputs)
             out[piece.tokens] = result.transpose(1, 2).reshape(-1, *out.shape[1:])
 
-    def _found(
-        self, held: Tensor, dtype: torch.dtype, inputs: AttentionInputs
+    def _keys_and_values(
+        self, entries: Tensor, dtype: torch.dtype, inputs: AttentionInputs
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values [R, Hk, L, D] of what is kept [R, L, Hk, width]."""
+        """Return keys and values [R, Hk, L, D] from cache entries [R, L, Hk, width]."""
         spec = self.spec
         if spec.kv_dtype in INTEGERS:
-            cut = kept_width(spec.kv_dtype, spec.head_dim)
-            pair = (held[..., :cut], held[..., cut:])
-            keys, values = (unpacked(part, spec.kv_dtype, dtype) for part in pair)
+            cut = packed_width(spec.kv_dtype, spec.head_dim)
+            pair = (entries[..., :cut], entries[..., cut:])
+            keys, values = (unpack(part, spec.kv_dtype, dtype) for part in pair)
             return keys.transpose(1, 2), values.transpose(1, 2)
-        found = held.to(dtype).transpose(1, 2)
-        keys = widened(found[..., : spec.head_dim], inputs.k_scale)
-        values = found[..., : spec.latent] if spec.latent else found[..., spec.head_dim :]
-        return keys, widened(values, inputs.v_scale)
+        numbers = entries.to(dtype).transpose(1, 2)
+        keys = widen(numbers[..., : spec.head_dim], inputs.k_scale)
+        values = numbers[..., : spec.latent] if spec.latent else numbers[..., spec.head_dim :]
+        return keys, widen(values, inputs.v_scale)
 
-    def _chosen(self, piece: _Piece, selected: Tensor) -> _Piece:
-        """The piece with what its queries see of `selected` only.
-
-        Single queries that chose tokens, the same for all heads, read no more than those.
+    def _select(self, piece: _Piece, selected: Tensor) -> _Piece:
+        """Restrict a piece to the tokens in `selected` that its queries may see.
+        Single queries that selected tokens, the same for all heads, gather only those tokens.
         """
         queries, run = piece.distance.shape[1], self.spec.selection
-        chosen = selected[piece.tokens].view(piece.rows, queries, *selected.shape[1:]).long()
-        if queries == run == chosen.shape[2] == 1:
-            places = chosen[:, :, 0] - piece.firsts[:, None, None]
-            here, at = (places >= 0) & (chosen[:, :, 0] >= 0), places.clamp_min(0)
+        picks = selected[piece.tokens].view(piece.rows, queries, *selected.shape[1:]).long()
+        if queries == run == picks.shape[2] == 1:
+            offsets = picks[:, :, 0] - piece.firsts[:, None, None]
+            valid, indices = (offsets >= 0) & (picks[:, :, 0] >= 0), offsets.clamp_min(0)
             return evolve(
                 piece,
-                slots=piece.slots.gather(1, at[:, 0]),
-                distance=piece.distance.gather(2, at),
-                visible=piece.visible.gather(2, at) & here,
+                slots=piece.slots.gather(1, indices[:, 0]),
+                distance=piece.distance.gather(2, indices),
+                visible=piece.visible.gather(2, indices) & valid,
             )
         keys = piece.firsts[:, None] + torch.arange(piece.slots.shape[1], device=selected.device)
         runs = keys.clamp_min(0)[:, None, None] // run
-        marked = selected.new_zeros(*chosen.shape[:3], int(piece.slots.shape[1]) + 2)
+        marked = selected.new_zeros(*picks.shape[:3], int(piece.slots.shape[1]) + 2)
         base = piece.firsts.clamp_min(0) // run - 1
-        marks = (chosen - base[:, None, None, None]).clamp(0, marked.shape[-1] - 1)
+        marks = (picks - base[:, None, None, None]).clamp(0, marked.shape[-1] - 1)
         marked.scatter_(3, marks, 1)
-        seen = marked.gather(3, (runs - base[:, None, None, None]).expand(*chosen.shape[:3], -1))
+        seen = marked.gather(3, (runs - base[:, None, None, None]).expand(*picks.shape[:3], -1))
         visible = piece.visible[:, None] & (seen > 0).transpose(1, 2)
         return evolve(piece, visible=self._for_heads(visible))
 
     def _for_heads(self, visible: Tensor) -> Tensor:
-        """visible: [R, kv heads or 1, Q, L] -> [R, heads or 1, Q, L]."""
+        """Expand visible [R, kv heads or 1, Q, L] to [R, heads or 1, Q, L]."""
         kinds = visible.shape[1]
         return visible if kinds == 1 else visible.repeat_interleave(self.spec.heads // kinds, 1)
 
-    def _pick(self, q: Tensor, held: Tensor, piece: _Piece, out: Tensor, weights: Tensor) -> None:
-        """Fill `out` [tokens, 1, picks] for the queries of one piece, a head at a time."""
+    def _pick(
+        self, q: Tensor, entries: Tensor, piece: _Piece, out: Tensor, weights: Tensor
+    ) -> None:
+        """Fill `out` [tokens, 1, picks] with the positions that the queries of one piece select, a
+        head at a time.
+        """
         queries = q[piece.tokens].view(piece.rows, -1, *q.shape[1:]).float() * self.spec.scale
-        keys = held[piece.slots][:, :, 0].float().transpose(1, 2)
+        keys = entries[piece.slots][:, :, 0].float().transpose(1, 2)
         weights = weights[piece.tokens].view(*queries.shape[:3], 1)
         scores = queries.new_zeros(*queries.shape[:2], keys.shape[2])
         for head in range(q.shape[1]):
             scores += (queries[:, :, head] @ keys).relu_() * weights[:, :, head]
         scores.masked_fill_(~piece.visible, -torch.inf)
-        found = scores.topk(min(self.spec.picks, scores.shape[-1]), -1)
-        positions = found.indices + piece.firsts[:, None, None]
-        positions = positions.masked_fill(found.values.isneginf(), -1).sort(-1).values
+        top = scores.topk(min(self.spec.picks, scores.shape[-1]), -1)
+        positions = top.indices + piece.firsts[:, None, None]
+        positions = positions.masked_fill(top.values.isneginf(), -1).sort(-1).values
         picked = positions.new_full((*positions.shape[:2], self.spec.picks), -1)
         picked[..., self.spec.picks - positions.shape[-1] :] = positions
         out[piece.tokens] = picked.view(-1, 1, self.spec.picks).to(out.dtype)
@@ -254,7 +252,7 @@ class SdpaAttention(AttentionBackend):
         piece: _Piece,
         inputs: AttentionInputs,
     ) -> Tensor:
-        """q: [R, Hq, Q, D]; k: [R, Hk, L, D]; v: [R, Hk, L, Dv] -> [R, Hq, Q, Dv]."""
+        """Attend: q [R, Hq, Q, D], k [R, Hk, L, D], v [R, Hk, L, Dv] -> [R, Hq, Q, Dv]."""
         spec, sinks, alibi = self.spec, inputs.sinks, inputs.alibi
         visible = piece.visible if piece.visible.dim() == 4 else piece.visible[:, None]
         if not (spec.softcap or sinks is not None or spec.alibi or spec.biases):
@@ -285,8 +283,9 @@ class SdpaAttention(AttentionBackend):
     def _attend_part(
         self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """[R, Hq, Q, Dv] and the log of the sum of exponents [R, Hq, Q], both fp32; shapes else as
-        in `_attend`, visible: [R, Q, L].
+        """Return partial attention [R, Hq, Q, Dv] and the log-sum-exp of its scores [R, Hq, Q],
+        both fp32.
+        Shapes are those of `_attend`, with visible: [R, Q, L].
         """
         folded = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1]).float() * self.spec.scale
         scores = torch.matmul(folded, k.float().transpose(-1, -2))
@@ -296,19 +295,19 @@ class SdpaAttention(AttentionBackend):
         scores = scores.masked_fill(~visible[:, None], -torch.inf)
         lse = scores.logsumexp(-1)
         weights = (scores - lse[..., None]).exp().nan_to_num_(0.0)
-        found = torch.matmul(weights.view(*folded.shape[:3], -1), v.float())
-        return found.view(*q.shape[:3], -1), lse
+        result = torch.matmul(weights.view(*folded.shape[:3], -1), v.float())
+        return result.view(*q.shape[:3], -1), lse
 
     def _attend_folded(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-        """One query per row: the heads that share a key head become its queries, so that keys
-        and values are read once instead of being repeated for each; shapes as in `_attend`.
+        """Attend with one query per row. Heads that share a key head become its queries, so keys
+        and values are read once instead of repeated per head. Shapes are those of `_attend`.
         """
         rows, heads, _, size = q.shape
         queries = q.reshape(rows, k.shape[1], -1, size)
-        found = F.scaled_dot_product_attention(
+        result = F.scaled_dot_product_attention(
             queries, k, v, attn_mask=visible, scale=self.spec.scale
         )
-        return found.reshape(rows, heads, 1, -1)
+        return result.reshape(rows, heads, 1, -1)
 
     def _pieces(self, step: StepLayout) -> Iterator[_Arrays]:
         counts = np.diff(step.query_starts)
@@ -325,7 +324,7 @@ class SdpaAttention(AttentionBackend):
                 yield self._piece(step, one, np.array([first]), queries)
 
     def _reach(self, ends: np.ndarray, queries: int) -> np.ndarray:
-        """How many of the `ends` cached tokens the last `queries` of them look back over."""
+        """Return how many of the `ends` cached tokens the last `queries` of them attend to."""
         if self.spec.window is None or not self.causal:
             return ends
         return np.minimum(ends, self.spec.window + queries - 1)
@@ -337,7 +336,9 @@ class SdpaAttention(AttentionBackend):
         first: np.ndarray,
         queries: int,
     ) -> _Arrays:
-        """`queries` tokens of each row, from its `first`; rows [R], first [R]."""
+        """Build a piece with `queries` tokens of each row, from its token `first`; rows: [R],
+        first: [R].
+        """
         counts = np.diff(step.query_starts)[rows]
         before = step.context_lens[rows] - counts + first
         ends = before + queries if self.causal else step.context_lens[rows]
@@ -366,23 +367,27 @@ class SdpaAttention(AttentionBackend):
         if self.spec.window is not None:
             back = distance if self.causal else np.abs(distance)
             visible = visible & (back < self.spec.window)
-        places = tokens.ravel().astype(np.int64)
+        indices = tokens.ravel().astype(np.int64)
         seen = visible.copy()
-        return len(rows), places, keys[:, 0].copy(), slots, distance.astype(np.int32), seen
+        return len(rows), indices, keys[:, 0].copy(), slots, distance.astype(np.int32), seen
 
 
 def _spans_in(
     step: StepLayout, rows: np.ndarray, before: np.ndarray, queries: int
 ) -> tuple[tuple[int, int], ...]:
-    """(first, end) of the spans that queries of a piece lie in; of one row by itself."""
+    """Return (first, end) of the spans that the queries of a piece lie in. Only pieces with one row
+    have spans.
+    """
     if step.spans is None or len(rows) != 1:
         return ()
     first, last = int(before[0]), int(before[0]) + queries
-    own = step.spans[step.spans[:, 0] == rows[0], 1:].tolist()
-    return tuple((begin, end) for begin, end in own if begin < last and first < end)
+    spans = step.spans[step.spans[:, 0] == rows[0], 1:].tolist()
+    return tuple((begin, end) for begin, end in spans if begin < last and first < end)
 
 
 def _padded(lengths: np.ndarray) -> np.ndarray:
-    """Tokens that a piece of the first 1, 2, ... rows gathers; never falls."""
+    """Return the number of tokens that a piece of the first 1, 2, ... rows gathers; never
+    decreases.
+    """
     padded: np.ndarray = np.maximum.accumulate(lengths) * np.arange(1, len(lengths) + 1)
     return padded

@@ -1,1 +1,1 @@
-"""Attention over paged memory on GPUs for modulm, by its kernels in Triton."""
+"""Paged attention on GPUs for modulm, with Triton kernels."""

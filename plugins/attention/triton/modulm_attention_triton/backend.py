@@ -1,7 +1,7 @@
-"""Attention by the Triton kernels: tiles over queries for prompts, over keys for decodes.
-
-The kernels own the layout of the cache, so this backend calls them directly and not through the op
-table. It stands aside where the model does not run on these kernels otherwise.
+"""Paged attention with the Triton kernels: prompts are tiled over queries, decodes over keys.
+The backend calls the kernels directly instead of through the op table, because the kernels define
+the layout of the cache. It is rejected when the model does not use these kernels for its other
+operations.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ __all__ = ["TritonAttention"]
 _PROVIDER = "triton"
 _FLOATS = ("bfloat16", "float16", "float32")
 _NARROW = ("float8_e4m3fn", "float8_e5m2", "int8")
-#: The widest head: a latent of 512 and a rotated part of 64.
+#: Largest head size: a latent of 512 and a rotated part of 64.
 _WIDEST = 576
 
 
 @cache
 def _kernels() -> ModuleType | str:
-    """The kernels' driver side, or why it cannot be used here."""
+    """Return the host side of the kernels, or the reason why they cannot be used here."""
     try:
         from modulm_kernels_triton import paged
     except ImportError as error:
@@ -57,7 +57,7 @@ def _kernels() -> ModuleType | str:
 
 @frozen(eq=False)
 class _StepPlan(AttentionPlan):
-    """`work` and the slots of the step's keys, on the device."""
+    """`work` for the kernels and the cache slots of the step's keys, on the device."""
 
     work: Work
     slots: Tensor
@@ -82,10 +82,9 @@ class _StepPlan(AttentionPlan):
 
 
 class TritonAttention(AttentionBackend):
-    """Cache [blocks, kv heads, numbers], a token's key beside its value.
-
-    Keys and values may be kept in 8-bit floats, with a scale of the layer or without, or in int8
-    with a scale for each token and head. A row's result depends on no other row.
+    """Cache [blocks, kv heads, numbers], in which a token's key lies beside its value.
+    The cache may hold 8-bit floats, with or without a scale per layer, or int8 with a scale per
+    token and head. The result of a row does not depend on other rows.
     """
 
     name = "triton"
@@ -122,9 +121,9 @@ class TritonAttention(AttentionBackend):
         self.staging = platform.staging()
         self.kernels = kernels
         values = spec.latent or spec.value_dim or spec.head_dim
-        kept, dtype = getattr(torch, spec.kv_dtype), getattr(torch, spec.dtype)
+        cache_dtype, dtype = getattr(torch, spec.kv_dtype), getattr(torch, spec.dtype)
         self.form = kernels.CacheForm(
-            1 if spec.latent else spec.kv_heads, block_size, spec.head_dim, values, kept,
+            1 if spec.latent else spec.kv_heads, block_size, spec.head_dim, values, cache_dtype,
             bool(spec.latent),
         )  # fmt: skip
         self.look = kernels.Look(
@@ -138,22 +137,22 @@ class TritonAttention(AttentionBackend):
     @classmethod
     def rejects(cls, spec: AttentionSpec, platform: Platform, ops: Ops) -> str | None:
         if _PROVIDER not in ops.providers.values():
-            return f"needs the kernels of provider {_PROVIDER}, which are not in use"
+            return f"needs the kernels of {_PROVIDER}, but this model does not use them"
         kernels = _kernels()
         if isinstance(kernels, str):
             return kernels
         if spec.dtype not in _FLOATS:
-            return f"computes in {', '.join(_FLOATS)}, not in {spec.dtype}"
+            return f"supports {', '.join(_FLOATS)}, not {spec.dtype}"
         if spec.kv_dtype != spec.dtype and spec.kv_dtype not in _NARROW:
-            return f"keeps keys and values as they are or in {', '.join(_NARROW)}, not in " + (
+            return f"supports KV caches in the model's dtype or {', '.join(_NARROW)}, not in " + (
                 spec.kv_dtype
             )
         if spec.kv_dtype == "int8" and (spec.latent or spec.scales):
-            return "keeps no latent and nothing with a scale of the layer in int8"
+            return "does not support a latent (MLA) cache or scales per layer in int8"
         if spec.kv_dtype == "int8" and (spec.head_dim + (spec.value_dim or spec.head_dim)) % 4:
-            return f"keeps heads of multiples of 2 in int8, not of {spec.head_dim}"
+            return f"needs even head sizes for int8, not {spec.head_dim}"
         if max(spec.head_dim, spec.value_dim or 0) > _WIDEST:
-            return f"takes heads of up to {_WIDEST}, not {spec.head_dim}"
+            return f"supports head sizes up to {_WIDEST}, not {spec.head_dim}"
         reason: str | None = kernels.unreadable(spec.kv_dtype)
         return reason
 
@@ -169,18 +168,28 @@ class TritonAttention(AttentionBackend):
     def plan(self, step: StepLayout) -> _StepPlan:
         starts = step.query_starts
         counts = np.diff(starts)
-        few = counts <= self.kernels.FEW
+        is_short = counts <= self.kernels.FEW
         spans = None
         if step.spans is not None and self.spec.spans:
-            few[step.spans[:, 0]] = False
+            is_short[step.spans[:, 0]] = False
             spans = span_of_each(step.spans, starts, step.context_lens)
-        splits, places = split_tiles(starts, np.flatnonzero(few & (counts > 0)), self.split_tokens)
-        prompts = prompt_tiles(starts, np.flatnonzero(~few), self.prompt_tokens)
+        splits, split_tokens = split_tiles(
+            starts, np.flatnonzero(is_short & (counts > 0)), self.split_tokens
+        )
+        prompts = prompt_tiles(starts, np.flatnonzero(~is_short), self.prompt_tokens)
         key_lens = step.context_lens if step.encoder_lens is None else step.encoder_lens
-        arrays = [starts, step.context_lens, key_lens, prompts, splits, places, step.block_tables]
-        sent = self.staging.send([*arrays, step.slots, *([] if spans is None else [spans])])
-        *others, table, slots = sent[: len(arrays) + 1]
-        around = sent[-1] if spans is not None else None
+        arrays = [
+            starts,
+            step.context_lens,
+            key_lens,
+            prompts,
+            splits,
+            split_tokens,
+            step.block_tables,
+        ]
+        staged = self.staging.send([*arrays, step.slots, *([] if spans is None else [spans])])
+        *others, table, slots = staged[: len(arrays) + 1]
+        around = staged[-1] if spans is not None else None
         return _StepPlan(self.kernels.Work(table, *others, around), slots)
 
     def forward(

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from modulm.config.schema.catalog import Group, catalog
-from modulm.config.schema.flags import Flag
 from modulm.config.schema.known import KnownFlag
+from modulm.contracts.flags import Flag
 
 __all__ = ["markdown"]
 
 _INTRO = """\
 # Configuration
 
-Written by `modulm config docs` from the groups of flags in `core/modulm/config/schema` and in the
+Written by `modulm config docs` from the groups of flags in `core/modulm/contracts/config` and in the
 installed packages; a test checks that it is current.
 
 Every flag below is an option of `modulm serve` and of the other commands that run a model

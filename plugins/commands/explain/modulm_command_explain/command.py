@@ -13,7 +13,7 @@ from modulm.config.sources import Draft
 from modulm_cli import FlagCommand, print_notices
 
 if TYPE_CHECKING:
-    from modulm.plugins.explain import Decision
+    from modulm.contracts.decision import Decision
 
 __all__ = ["command", "decisions_for"]
 

@@ -16,8 +16,8 @@ from modulm_tensor_files import RANK_PATTERN, unfit_pattern
 if TYPE_CHECKING:
     import torch
 
-    from modulm.config import EngineConfig
-    from modulm.loading.checkpoint import Checkpoint
+    from modulm.contracts.checkpoint import Checkpoint
+    from modulm.contracts.config import EngineConfig
     from modulm.nn.weight_slots import Slot, Unit
 
 __all__ = ["command"]

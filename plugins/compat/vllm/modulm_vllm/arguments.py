@@ -12,8 +12,8 @@ from typing import Any, Self
 from attrs import evolve
 
 from modulm.config.schema.catalog import catalog
-from modulm.config.schema.flags import Flag, suggest
 from modulm.config.sources import keywords, read_yaml
+from modulm.contracts.flags import Flag, suggest
 from modulm.errors import ConfigError
 from modulm_cli.arguments import Shapes, normalize
 from modulm_vllm.environment import from_environment

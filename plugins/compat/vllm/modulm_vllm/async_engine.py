@@ -19,7 +19,7 @@ from modulm_vllm.params import LoRARequest, native
 from modulm_vllm.tokenizers import that_can_be_awaited
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
 
 __all__ = ["AsyncLLMEngine", "UsageContext"]
 

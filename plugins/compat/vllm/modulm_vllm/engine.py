@@ -17,11 +17,11 @@ from modulm_vllm.failures import as_vllm, refuse
 from modulm_vllm.params import native, native_adapter
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
     from modulm.contracts.engine_info import EngineInfo
     from modulm.contracts.requests import StepEvents
+    from modulm.contracts.tokenizer import Tokenizer
     from modulm.errors import EngineDead
-    from modulm.text.tokenizer import Tokenizer
 
 __all__ = ["EngineFacts", "LLMEngine", "ModelFacts"]
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
     from modulm.contracts.platform import Platform
     from modulm.contracts.sampling import StructuredOutputs
     from modulm.engine.worker.worker import Worker

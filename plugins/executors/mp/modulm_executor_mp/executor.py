@@ -22,7 +22,7 @@ from modulm_distributed.stream import FrameStream
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
 
 __all__ = ["MpExecutor"]
 

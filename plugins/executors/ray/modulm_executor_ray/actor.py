@@ -14,7 +14,9 @@ import ray
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Rank", "connected", "versions"]
+    from modulm_distributed.stream import FrameStream
+
+__all__ = ["Rank", "versions"]
 
 #: Seconds that a process without an executor lives on.
 _LINGER = 5.0
@@ -46,27 +48,36 @@ class Rank:
             port: int = server.getsockname()[1]
             return port
 
-    def serve(self, where: str, token: bytes, rank: int) -> None:
-        """Be the worker of this rank until nobody asks any more. where: the path of a socket on
-        this machine, or HOST:PORT.
+    def serve(self, address: str, secret: bytes, rank: int) -> None:
+        """Be the worker of this rank until the connection to the executor ends.
+
+        address: the path of a socket on this machine, or HOST:PORT of the executor. secret: what
+        both sides authenticate themselves with; Ray has brought it.
         """
-        from modulm_distributed.stream import FrameStream
         from modulm_distributed.worker_process import serve
 
-        peer = connected(where)
-        peer.sendall(token + rank.to_bytes(4, "big"))
-        serve(FrameStream(peer))
-        # Who asked ends this process at once, unless its machine is out of reach.
-        last = threading.Timer(_LINGER, os._exit, [0])
-        last.daemon = True
-        last.start()
+        serve(_connect(address, secret, rank))
+        # The executor ends this process at once, unless its machine is out of reach.
+        exit_timer = threading.Timer(_LINGER, os._exit, [0])
+        exit_timer.daemon = True
+        exit_timer.start()
 
 
-def connected(where: str) -> socket.socket:
-    """A connection to the executor."""
-    if where.startswith("/"):
+def _connect(address: str, secret: bytes, rank: int) -> FrameStream:
+    """A connection to the executor, which learns that this is `rank`. Raises OSError."""
+    from modulm.wire import frames
+    from modulm_distributed.stream import FrameStream
+    from modulm_distributed.tls import TlsSession, tls_contexts
+
+    if address.startswith("/"):
         peer = socket.socket(socket.AF_UNIX)
-        peer.connect(where)
-        return peer
-    host, _, port = where.rpartition(":")
-    return socket.create_connection((host, int(port)))
+        peer.connect(address)
+        stream = FrameStream(peer)
+    else:
+        host, _, port = address.rpartition(":")
+        peer = socket.create_connection((host, int(port)))
+        session = TlsSession(tls_contexts(secret))
+        session.handshake(peer)
+        stream, secret = FrameStream(peer, session), b""
+    stream.send(frames.pack("rank", rank, secret))
+    return stream

@@ -27,18 +27,22 @@ from modulm_distributed.executor import WorkersExecutor
 from modulm_distributed.flags import DistributedConfig
 from modulm_distributed.mesh import Place
 from modulm_distributed.stream import FrameStream
+from modulm_distributed.tls import TlsSession, tls_contexts
 from modulm_executor_ray.actor import Rank, versions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
 
 __all__ = ["RayExecutor"]
 
 log = logging.getLogger("modulm.engine")
 
-_TOKEN = 32
+#: Bytes of the secret that ranks authenticate themselves with.
+_SECRET_BYTES = 32
+#: Seconds that a new connection has to say which rank it is.
+_GREETING_TIMEOUT = 10.0
 #: Ray's name of the devices of a platform; others are called as the platform is.
 _DEVICES: Mapping[str, str] = {"cpu": "", "cuda": "GPU", "rocm": "GPU", "xpu": "GPU"}
 
@@ -72,7 +76,7 @@ class RayExecutor(WorkersExecutor):
             config.parallel, f"tcp:{first}:{port}", seconds=seconds, hosts=len(set(nodes))
         )
         here = ray.get_runtime_context().get_node_id()
-        streams = self._connected([node == here for node in nodes], seconds)
+        streams = self._accept_ranks([node == here for node in nodes], seconds)
         shares = _shares(nodes, visible=self._device != "")
         placed = [
             evolve(place, share=share, address=one["address"])
@@ -123,10 +127,13 @@ class RayExecutor(WorkersExecutor):
             at = PlacementGroupSchedulingStrategy(self._group, rank)
             self._actors.append(made.options(**options, scheduling_strategy=at).remote())
 
-    def _connected(self, local: Sequence[bool], seconds: int) -> list[FrameStream]:
-        """Let each rank connect: by a socket of this machine where it is here, else over TCP."""
+    def _accept_ranks(self, local: Sequence[bool], seconds: int) -> list[FrameStream]:
+        """Let each rank connect: through a Unix socket if it is on this machine, else over TLS.
+
+        local: whether each rank is on this machine.
+        """
         self._folder = tempfile.mkdtemp(prefix="modulm-ranks-")
-        token = secrets.token_bytes(_TOKEN)
+        secret = secrets.token_bytes(_SECRET_BYTES)
         path = str(Path(self._folder) / "executor")
         streams: dict[int, FrameStream] = {}
         with socket.socket(socket.AF_UNIX) as near:
@@ -134,45 +141,53 @@ class RayExecutor(WorkersExecutor):
             near.listen(len(local))
             with socket.create_server((ray.util.get_node_ip_address(), 0)) as far:
                 host, port = far.getsockname()[:2]
-                for rank, (actor, is_here) in enumerate(zip(self._actors, local, strict=True)):
-                    where = path if is_here else f"{host}:{port}"
-                    self._serving.append(actor.serve.remote(where, token, rank))
+                for rank, (actor, is_local) in enumerate(zip(self._actors, local, strict=True)):
+                    address = path if is_local else f"{host}:{port}"
+                    self._serving.append(actor.serve.remote(address, secret, rank))
                 for server, count in ((near, sum(local)), (far, len(local) - sum(local))):
                     server.settimeout(1.0)
-                    until = time.monotonic() + seconds
-                    arrived = 0
-                    while arrived < count:
-                        rank = self._accepted(server, token, streams, until)
-                        arrived += rank is not None
+                    deadline = time.monotonic() + seconds
+                    accepted = 0
+                    while accepted < count:
+                        accepted += self._accept_rank(server, secret, streams, deadline)
         return [streams[rank] for rank in range(len(local))]
 
-    def _accepted(
-        self, server: socket.socket, token: bytes, streams: dict[int, FrameStream], until: float
-    ) -> int | None:
-        """Take the next connection if it is one of our ranks. Raises EngineDead for one that has
-        ended, or when it is too late.
+    def _accept_rank(
+        self, server: socket.socket, secret: bytes, streams: dict[int, FrameStream], deadline: float
+    ) -> bool:
+        """Whether the next connection is one of the ranks, which is added to `streams`.
+
+        Raises EngineDead if a rank has ended, or at the deadline.
         """
         try:
             peer, _ = server.accept()
         except TimeoutError:
             ended, _ = ray.wait(self._serving, timeout=0)
-            if ended or time.monotonic() > until:
+            if ended or time.monotonic() > deadline:
                 rank = self._serving.index(ended[0]) if ended else 0
-                words = self.ending(rank) if ended else "the ranks have not connected"
-                raise EngineDead(f"worker {rank}: {words}") from None
-            return None
-        peer.settimeout(10.0)
-        said = b""
-        with suppress(OSError):
-            while len(said) < _TOKEN + 4 and (piece := peer.recv(_TOKEN + 4 - len(said))):
-                said += piece
-        rank = int.from_bytes(said[_TOKEN:], "big")
-        if not hmac.compare_digest(said[:_TOKEN], token) or rank in streams:
+                reason = self.ending(rank) if ended else "the ranks have not connected"
+                raise EngineDead(f"worker {rank}: {reason}") from None
+            return False
+        peer.settimeout(_GREETING_TIMEOUT)
+        try:
+            if peer.family == socket.AF_UNIX:
+                stream = FrameStream(peer)
+            else:
+                session = TlsSession(tls_contexts(secret), server=True)
+                session.handshake(peer)
+                stream, secret = FrameStream(peer, session), b""
+            _, rank, shown = stream.receive() or (None, None, b"")
+            if not hmac.compare_digest(shown, secret) or rank not in range(len(self._serving)):
+                raise ConnectionRefusedError("it does not know the secret")
+            if rank in streams:
+                raise ConnectionRefusedError(f"rank {rank} has connected before")
+        except Exception as error:  # whatever a stranger sends
+            log.warning("a connection that is not a rank's is closed: %s", error)
             peer.close()
-            return None
+            return False
         peer.settimeout(None)
-        streams[rank] = FrameStream(peer)
-        return rank
+        streams[rank] = stream
+        return True
 
     def at(self, rank: int) -> str:
         return f"worker {rank} on {self._hosts[rank]}" if self._hosts else super().at(rank)

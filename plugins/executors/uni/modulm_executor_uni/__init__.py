@@ -11,7 +11,7 @@ from modulm.errors import EngineError, ModulmError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
     from modulm.contracts.sampling import StructuredOutputs
     from modulm.engine.worker.worker import Worker
 

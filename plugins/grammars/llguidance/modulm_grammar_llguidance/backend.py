@@ -1,7 +1,6 @@
 """Grammar backend on llguidance, written against version 1.9.
-
-Its JSON schema compiler refuses every keyword that it does not enforce, and its parser stops at
-limits of its own, so little has to be checked here.
+Its JSON schema compiler rejects every keyword that it does not enforce, and its parser has limits
+of its own, so only a few checks are needed here.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ class LLGuidance(GrammarBackend):
         try:
             source = _source(constraint, self.tokenizer.added_tokens)
         except (ValueError, KeyError, TypeError, AssertionError) as error:
-            raise _refused(constraint, f"{type(error).__name__}: {error}") from error
-        failed, words = LLMatcher.validate_grammar_with_warnings(source, self._tokens)
+            raise _request_error(constraint, f"{type(error).__name__}: {error}") from error
+        failed, messages = LLMatcher.validate_grammar_with_warnings(source, self._tokens)
         if failed:
-            raise _refused(constraint, words[0])
+            raise _request_error(constraint, messages[0])
         return _Compiled(LLMatcher(self._tokens, source, log_level=0), self._ends)
 
     @cached_property
@@ -73,7 +72,7 @@ class _Compiled(Grammar):
 
 
 class _Matcher(Matcher):
-    """After the end-of-sequence token, only that token goes on being allowed."""
+    """After an end-of-sequence token, only end-of-sequence tokens are allowed."""
 
     def __init__(self, matcher: LLMatcher, ends: list[int]) -> None:
         self._matcher = matcher
@@ -108,22 +107,24 @@ class _Matcher(Matcher):
         return bool(self._after) or self._matcher.is_stopped()
 
 
-#: Most white space between two parts of a JSON text: room for line ends and twenty columns. Without
-#: a bound a small model can write line ends until its tokens are used up.
+#: Most white space between two parts of a JSON text: a line end and twenty columns of indentation.
+#: Without a limit, a small model can write line ends until it runs out of tokens.
 _BLANKS = r"[ \t\r\n]{0,22}"
 
 
-#: Keywords of older drafts, and of contents, that are taken for remarks.
+#: Keywords of older drafts, and of content types, that llguidance treats as annotations.
 _IGNORED = frozenset({
     "contentEncoding", "contentMediaType", "contentSchema", "disallow", "divisibleBy", "extends",
 })  # fmt: skip
-#: Keywords whose values are tables of schemas, by names that are not keywords, or data.
+#: Keywords whose values are tables of schemas, keyed by property names, or data.
 _NAMED = frozenset({"$defs", "definitions", "patternProperties", "properties"})
 _DATA = frozenset({"const", "default", "enum", "example", "examples", "required"})
 
 
 def _source(constraint: StructuredOutputs, added: Mapping[str, int]) -> str:
-    """The constraint in llguidance's own form. added: text -> id of added tokens."""
+    """Translate the constraint to llguidance's own grammar format. added: text -> id of added
+    tokens.
+    """
     options: dict[str, Any] = {"whitespace_flexible": not constraint.disable_any_whitespace}
     if constraint.whitespace_pattern is not None:
         options["whitespace_pattern"] = constraint.whitespace_pattern
@@ -148,9 +149,8 @@ def _source(constraint: StructuredOutputs, added: Mapping[str, int]) -> str:
 
 
 def _format(tag: Any) -> Mapping[str, Any]:
-    """The format of a structural tag; the older form of OpenAI's API is brought into the newer.
-
-    Raises TagError for what is neither.
+    """Return the format of a structural tag; OpenAI's older form is converted to the newer one.
+    Raises TagError if it is neither.
     """
     if isinstance(tag, dict) and isinstance(tag.get("format"), dict):
         form: Mapping[str, Any] = tag["format"]
@@ -174,9 +174,9 @@ def _schema(constraint: StructuredOutputs) -> Any:
 
 
 def _ignored(schema: Any) -> str | None:
-    """A reason why llguidance would not hold answers to the schema, or None.
-
-    It refuses what it knows and cannot do; these keywords it takes for remarks.
+    """Return why llguidance would not hold outputs to the schema, or None.
+    llguidance rejects the keywords that it knows and cannot enforce; those checked here it treats
+    as annotations.
     """
     waiting = [schema]
     while waiting:
@@ -197,7 +197,7 @@ def _ignored(schema: Any) -> str | None:
 
 
 def _closed(schema: Any) -> Any:
-    """The schema with objects that list their properties closed to others."""
+    """Add `additionalProperties: false` to objects that list their properties."""
     if isinstance(schema, list):
         return [_closed(each) for each in schema]
     if not isinstance(schema, Mapping):
@@ -217,9 +217,9 @@ def _json(text: str) -> Any:
         ) from error
 
 
-def _refused(constraint: StructuredOutputs, words: str) -> RequestError:
+def _request_error(constraint: StructuredOutputs, message: str) -> RequestError:
     kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
     kind = next(k for k in kinds if getattr(constraint, k) is not None)
     return RequestError(
-        f"structured_outputs.{kind}: {' '.join(words.split())[:300]}", "structured_outputs"
+        f"structured_outputs.{kind}: {' '.join(message.split())[:300]}", "structured_outputs"
     )

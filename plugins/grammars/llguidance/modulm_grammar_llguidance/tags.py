@@ -1,8 +1,7 @@
-"""Structural tags, whose vocabulary is xgrammar's, as llguidance's Lark.
-
-llguidance reads text by lexemes, the longest ones it can: a free text that something follows is a
-lazy lexeme that ends with the first occurrence of what it must not hold. Added tokens of the
-vocabulary are matched by their id or as they are spelled.
+"""Translate xgrammar's structural tags to llguidance's Lark dialect.
+llguidance splits text into the longest possible lexemes, so free text that is followed by something
+becomes a lazy lexeme that ends at the first occurrence of an excluded text. Added tokens match by
+id or by their spelling.
 """
 
 from __future__ import annotations
@@ -18,16 +17,15 @@ _ANYTHING = r"/(?s:.*)/"
 
 
 class TagError(ValueError):
-    """A structural tag, or a part of it, that cannot be expressed."""
+    """A structural tag, or a part of it, that Lark cannot express."""
 
 
 def as_lark(
     element: Mapping[str, Any], added: Mapping[str, int], blanks: Mapping[str, object]
 ) -> str:
-    """The Lark grammar of a tag's format.
-
-    added: text -> id of the vocabulary's added tokens. blanks: llguidance's options for the white
-    space in JSON. Raises TagError.
+    """Return the Lark grammar of a tag's format.
+    added: text -> id of the vocabulary's added tokens. blanks: llguidance's options for white space
+    in JSON. Raises TagError.
     """
     writer = _Writer(added, blanks)
     start = writer.expression(element)
@@ -38,8 +36,8 @@ class _Writer:
     def __init__(self, added: Mapping[str, int], blanks: Mapping[str, object]) -> None:
         self.rules: list[str] = []
         self._added = {text: index for text, index in added.items() if text}
-        words = sorted(map(re.escape, self._added), key=len, reverse=True)
-        self._words = re.compile("|".join(words) or r"(?!)")
+        spellings = sorted(map(re.escape, self._added), key=len, reverse=True)
+        self._special = re.compile("|".join(spellings) or r"(?!)")
         self._blanks = blanks
         self._kinds: dict[str, Callable[[Mapping[str, Any]], str]] = {
             "const_string": lambda e: self.literal(e["value"]),
@@ -58,7 +56,7 @@ class _Writer:
         }
 
     def expression(self, element: Mapping[str, Any]) -> str:
-        """What stands for an element on the right side of a rule."""
+        """Return the right-hand side of a rule for an element."""
         kind = element.get("type")
         if kind not in self._kinds:
             raise TagError(f"structural tags of type {str(kind)[:64]!r} are not supported")
@@ -68,13 +66,13 @@ class _Writer:
             raise TagError(f"{kind}: {error}") from error
 
     def literal(self, text: str) -> str:
-        """The text; nothing stands for none."""
-        parts, place = [], 0
-        for match in self._words.finditer(text):
-            parts += [_quoted(text[place : match.start()])]
+        """Return an expression for the text. Empty text gives an empty result."""
+        parts, end = [], 0
+        for match in self._special.finditer(text):
+            parts += [_quoted(text[end : match.start()])]
             parts += [f"({_quoted(match[0])} | <[{self._added[match[0]]}]>)"]
-            place = match.end()
-        parts += [_quoted(text[place:])]
+            end = match.end()
+        parts += [_quoted(text[end:])]
         return " ".join(part for part in parts if part) or '""'
 
     def _rule(self, body: str, *, lazy: bool = False, terminal: bool = False) -> str:
@@ -83,7 +81,7 @@ class _Writer:
         return name
 
     def _free(self, element: Mapping[str, Any]) -> str:
-        """A terminal for the free text."""
+        """Return a terminal for free text."""
         for limit in ("max_tokens", "max_chars"):
             if element.get(limit) is not None:
                 raise TagError(f"any_text with {limit} is not supported")
@@ -101,18 +99,20 @@ class _Writer:
                 continue
             following = waiting.pop(0)
             text = following.get("value") if following.get("type") == "const_string" else None
-            words = [w for w in first.get("excludes") or () if isinstance(text, str) and w in text]
-            if not isinstance(text, str) or not words:
-                raise TagError("any_text needs behind it a text that it excludes")
-            end = min(text.index(word) + len(word) for word in words)
+            excluded = [
+                w for w in first.get("excludes") or () if isinstance(text, str) and w in text
+            ]
+            if not isinstance(text, str) or not excluded:
+                raise TagError("any_text must be followed by a text that it excludes")
+            end = min(text.index(word) + len(word) for word in excluded)
             parts += [self._until(first, text[:end]), self.literal(text[end:])]
         return " ".join(part for part in parts if part != '""') or '""'
 
     def _until(self, free: Mapping[str, Any], stop: str) -> str:
-        """Free text up to the first `stop`, that included."""
+        """Free text up to and including the first `stop`."""
         body = self._free(free)
         spelled = self._rule(f"{body} {_quoted(stop)}", lazy=True)
-        last = [match for match in self._words.finditer(stop) if match.end() == len(stop)]
+        last = [match for match in self._special.finditer(stop) if match.end() == len(stop)]
         if not last:
             return spelled
         before = _quoted(stop[: last[0].start()])
@@ -126,7 +126,7 @@ class _Writer:
         schema = element["json_schema"]
         schema = {} if schema is True else schema
         if not isinstance(schema, Mapping):
-            raise TagError("json_schema: an object is expected")
+            raise TagError("json_schema: must be an object")
         return "%json " + json.dumps({**schema, "x-guidance": dict(self._blanks)})
 
     def _repeat(self, element: Mapping[str, Any]) -> str:
@@ -137,8 +137,8 @@ class _Writer:
     def _separated(self, element: Mapping[str, Any]) -> str:
         tag = self._rule(_grouped(self._sequence(_parts(each)) for each in element["tags"]))
         several = f"{tag} ({self.literal(element['separator'])} {tag})*"
-        found = tag if element.get("stop_after_first") else several
-        return found if element.get("at_least_one") else f"({found})?"
+        body = tag if element.get("stop_after_first") else several
+        return body if element.get("at_least_one") else f"({body})?"
 
     def _triggered(self, element: Mapping[str, Any]) -> str:
         """Free text in which each trigger starts the tags that begin with it."""
@@ -160,7 +160,7 @@ class _Writer:
 
 
 def _flat(elements: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The elements with those of sequences among them, and neighbouring texts joined."""
+    """Flatten nested sequences and join neighbouring texts."""
     flat: list[Mapping[str, Any]] = []
     for element in elements:
         kind = element.get("type")
@@ -195,7 +195,7 @@ def _quoted(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """A text as a part of a regular expression between slashes."""
+    """Escape text for a regular expression between slashes."""
     escaped = re.sub(r"[\\.^$|?*+()\[\]{}/]", lambda match: "\\" + match[0], text)
     return escaped.replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
 

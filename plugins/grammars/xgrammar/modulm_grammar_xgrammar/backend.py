@@ -13,13 +13,13 @@ import xgrammar
 
 from modulm.contracts.grammar import Grammar, GrammarBackend, Matcher
 from modulm.contracts.sampling import StructuredOutputs
+from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import RequestError
-from modulm.text.tokenizer import Tokenizer
 from modulm_grammar_xgrammar.schema import unsupported
 
 __all__ = ["XGrammar"]
 
-#: Control characters other than the line feed, as the vocabularies of each kind spell them.
+#: Control characters other than the line feed, as vocabularies of each kind spell them.
 _CONTROL = {
     xgrammar.VocabType.RAW: re.compile(r"[\x00-\x09\x0b-\x1f]"),
     xgrammar.VocabType.BYTE_LEVEL: re.compile(r"[\u0100-\u0109\u010b-\u011f]"),
@@ -27,10 +27,10 @@ _CONTROL = {
         r"[\x00-\x09\x0b-\x1f]|<0x(0[0-9B-F]|1[0-9A-F])>", re.IGNORECASE
     ),
 }
-_PLACE = re.compile(r"^(\[[^]]*\] )?\S+\.cc:\d+: ")
-#: Constraints in the order in which they are looked for.
-#: Most white space between two parts of a JSON text: room for line ends and twenty columns. Without
-#: a bound a small model can write line ends until its tokens are used up.
+_SOURCE_LINE = re.compile(r"^(\[[^]]*\] )?\S+\.cc:\d+: ")
+#: Kinds of constraints in the order in which they are checked.
+#: Most white space between two parts of a JSON text: a line end and twenty columns of indentation.
+#: Without a limit, a small model can write line ends until it runs out of tokens.
 _BLANKS = 22
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
@@ -64,9 +64,9 @@ class XGrammar(GrammarBackend):
             compiled = self._compile(constraint)
         except (RuntimeError, ValueError, TypeError) as error:
             kind = next(k for k in _KINDS if getattr(constraint, k) is not None)
-            words = _PLACE.sub("", str(error).strip().splitlines()[0])[:300]
+            message = _SOURCE_LINE.sub("", str(error).strip().splitlines()[0])[:300]
             raise RequestError(
-                f"structured_outputs.{kind}: {words}", "structured_outputs"
+                f"structured_outputs.{kind}: {message}", "structured_outputs"
             ) from error
         return _Compiled(compiled, self._ends, -(-self.vocabulary // 32))
 
@@ -78,7 +78,7 @@ class XGrammar(GrammarBackend):
                 schema, any_whitespace=spaces, max_whitespace_cnt=_BLANKS if spaces else None
             )
         if constraint.json_object:
-            # The grammar that is built in would take any JSON value, not only objects.
+            # xgrammar's built-in JSON grammar accepts any JSON value, not only objects.
             return self._json_compiler.compile_json_schema(
                 '{"type": "object"}',
                 any_whitespace=spaces,
@@ -106,23 +106,29 @@ class XGrammar(GrammarBackend):
 
     @cached_property
     def _control(self) -> frozenset[int]:
-        """xgrammar lets control characters stand in strings of limited length, JSON does not."""
+        """Tokens of control characters. xgrammar allows them in strings of limited length, JSON
+        does not.
+        """
         control = _CONTROL[_spelling(self.tokenizer)]
         tokens = ((i, self.tokenizer.id_to_token(i)) for i in range(self.vocabulary))
         return frozenset(i for i, token in tokens if token and control.search(token))
 
     @cached_property
     def _tag_compiler(self) -> xgrammar.GrammarCompiler:
-        """Structural tags may be written with special tokens, which other text must not hold."""
+        """Compiler for structural tags, which may contain special tokens that other text must not
+        contain.
+        """
         return self._new_compiler(frozenset())
 
     @cached_property
     def _bounded_tag_compiler(self) -> xgrammar.GrammarCompiler:
-        """For tags with JSON strings of limited length."""
+        """Compiler for structural tags with JSON strings of limited length."""
         return self._new_compiler(self._control)
 
     def _new_compiler(self, hidden: frozenset[int]) -> xgrammar.GrammarCompiler:
-        """hidden: tokens that stand for no text, so that no constraint lets them through."""
+        """Create a compiler. hidden: tokens that are given no text, so that no constraint allows
+        them.
+        """
         tokens = [self.tokenizer.id_to_token(index) for index in range(self.vocabulary)]
         info = xgrammar.TokenizerInfo(
             ["" if i in hidden or token is None else token for i, token in enumerate(tokens)],
@@ -130,28 +136,30 @@ class XGrammar(GrammarBackend):
             vocab_size=self.vocabulary,
             stop_token_ids=self._ends,
         )
-        # The engine keeps compiled grammars itself, within its own bounds.
+        # The engine has its own bounded cache of compiled grammars.
         return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
 
 class _Compiled(Grammar):
-    def __init__(self, compiled: xgrammar.CompiledGrammar, ends: list[int], words: int) -> None:
+    def __init__(
+        self, compiled: xgrammar.CompiledGrammar, ends: list[int], mask_words: int
+    ) -> None:
         self.compiled = compiled
         self.nbytes = compiled.memory_size_bytes
         self.ends = ends
-        self.words = words
+        self.mask_words = mask_words
 
     def matcher(self) -> Matcher:
         return _Matcher(self)
 
 
 class _Matcher(Matcher):
-    """After the end-of-sequence token, only that token goes on being allowed."""
+    """After an end-of-sequence token, only end-of-sequence tokens are allowed."""
 
     def __init__(self, grammar: _Compiled) -> None:
         self._matcher = xgrammar.GrammarMatcher(grammar.compiled, override_stop_tokens=grammar.ends)
         self._ends = grammar.ends
-        self._words = grammar.words
+        self._mask_words = grammar.mask_words
         self._after = 0
 
     def accept(self, token: int) -> bool:
@@ -168,10 +176,10 @@ class _Matcher(Matcher):
             self._matcher.fill_next_token_bitmask(mask)
 
     def rollback(self, tokens: int) -> None:
-        kept = min(tokens, self._after)
-        self._after -= kept
-        if tokens > kept:
-            self._matcher.rollback(tokens - kept)
+        after_end = min(tokens, self._after)
+        self._after -= after_end
+        if tokens > after_end:
+            self._matcher.rollback(tokens - after_end)
 
     @property
     def finished(self) -> bool:
@@ -179,32 +187,31 @@ class _Matcher(Matcher):
             return True
         if not self._matcher.is_completed():
             return False
-        mask = np.zeros(self._words, dtype=np.int32)
+        mask = np.zeros(self._mask_words, dtype=np.int32)
         self.fill(mask)
-        return bool((mask == _only(self._ends, self._words)).all())
+        return bool((mask == _only(self._ends, self._mask_words)).all())
 
 
-def _only(tokens: list[int], words: int) -> np.ndarray:
-    """A mask that allows nothing but `tokens`."""
-    mask = np.zeros(words, dtype=np.uint32)
+def _only(tokens: list[int], mask_words: int) -> np.ndarray:
+    """Return a mask that allows only `tokens`."""
+    mask = np.zeros(mask_words, dtype=np.uint32)
     for token in tokens:
         mask[token // 32] |= np.uint32(1 << (token % 32))
     return mask.view(np.int32)
 
 
 def _schema(constraint: StructuredOutputs) -> Any:
-    given = constraint.json
-    return json.loads(given) if isinstance(given, str) else given
+    schema = constraint.json
+    return json.loads(schema) if isinstance(schema, str) else schema
 
 
 def _alternatives(texts: Any) -> str:
-    """An EBNF grammar of the given texts."""
+    """Return an EBNF grammar of the texts."""
     return "root ::= " + " | ".join(json.dumps(text) for text in dict.fromkeys(texts))
 
 
 def _tag(text: str, blanks: int = _BLANKS) -> str:
-    """The tag as xgrammar reads it; the older form of OpenAI's API is brought into the newer.
-
+    """Return the tag in xgrammar's format; OpenAI's older form is converted.
     The older form: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}. blanks: most
     white space between two parts of JSON.
     """
@@ -227,7 +234,7 @@ def _tag(text: str, blanks: int = _BLANKS) -> str:
 
 
 def _tag_schemas(text: str | None) -> Iterator[Any]:
-    """The JSON schemas in a structural tag of either form; nothing where it cannot be read."""
+    """Yield the JSON schemas in a structural tag of either form; none if it cannot be parsed."""
     try:
         tag = None if text is None else json.loads(_tag(text))
     except (KeyError, TypeError, ValueError):
@@ -238,7 +245,7 @@ def _tag_schemas(text: str | None) -> Iterator[Any]:
 
 
 def _nodes(tag: Any) -> Iterator[dict[str, Any]]:
-    """The objects of a tag, not those inside of JSON schemas."""
+    """Yield the objects of a tag, without those inside JSON schemas."""
     waiting = [tag]
     while waiting:
         node = waiting.pop()
@@ -251,5 +258,5 @@ def _nodes(tag: Any) -> Iterator[dict[str, Any]]:
 
 
 def _spelling(tokenizer: Tokenizer) -> xgrammar.VocabType:
-    """How the vocabulary spells bytes."""
+    """Return how the vocabulary spells bytes."""
     return xgrammar.VocabType[tokenizer.spelling.upper()]

@@ -1,4 +1,6 @@
-"""What xgrammar 0.2 reads in a JSON schema without enforcing it, and what takes it too long."""
+"""JSON schema features that xgrammar 0.2 reads without enforcing, or that take it too long to
+compile.
+"""
 
 from __future__ import annotations
 
@@ -8,35 +10,35 @@ from typing import Any
 
 __all__ = ["unsupported"]
 
-#: Keywords that are dropped silently: an answer could break them.
+#: Keywords that xgrammar drops silently: an output could violate them.
 _DROPPED = frozenset({
     "$dynamicRef", "$recursiveRef", "contains", "contentEncoding", "contentMediaType",
     "contentSchema", "dependencies", "dependentRequired", "dependentSchemas", "disallow",
     "divisibleBy", "else", "extends", "if", "maxContains", "minContains", "not", "then",
     "uniqueItems",
 })  # fmt: skip
-#: Keywords that only describe, so that they may stand beside any other.
+#: Annotations, which may appear beside any other keyword.
 _REMARKS = frozenset({
     "$anchor", "$comment", "$defs", "$dynamicAnchor", "$id", "$schema", "default", "definitions",
     "deprecated", "description", "discriminator", "example", "examples", "nullable", "readOnly",
     "title", "writeOnly",
 })  # fmt: skip
-#: Keywords that win over all that stands beside them.
+#: Keywords that override everything beside them.
 _SOLE = ("$ref", "allOf", "anyOf", "oneOf", "const", "enum")
-#: Keywords that are dropped where no type says what they are about.
+#: Keywords that are dropped if no `type` says what they apply to.
 _TYPED = frozenset({
     "exclusiveMaximum", "exclusiveMinimum", "format", "maxItems", "maxLength", "maxProperties",
     "maximum", "minItems", "minLength", "minProperties", "minimum", "multipleOf", "pattern",
 })  # fmt: skip
-#: Standard formats that are dropped; what is no standard format only describes.
+#: Standard formats that are dropped. Other formats are annotations.
 _FORMATS = frozenset({"idn-email", "idn-hostname", "iri", "iri-reference", "regex"})
-#: Keywords whose values are tables of schemas, by names that are not keywords.
+#: Keywords whose values are tables of schemas, keyed by property names.
 _NAMED = frozenset({"$defs", "definitions", "patternProperties", "properties"})
 #: Keywords whose values are data.
 _DATA = frozenset({"const", "default", "enum", "example", "examples", "required"})
-#: Properties of one object that may be left out: time and memory grow with their square.
+#: Most optional properties of an object: time and memory grow with their square.
 _MAX_OPTIONAL = 256
-#: Alternatives of a oneOf, which are compared two by two.
+#: Most alternatives of a oneOf, which are compared pairwise.
 _MAX_EXCLUSIVE = 64
 _TYPES: Mapping[str, type | tuple[type, ...]] = {
     "array": list, "boolean": bool, "integer": int, "null": type(None), "number": (int, float),
@@ -45,7 +47,7 @@ _TYPES: Mapping[str, type | tuple[type, ...]] = {
 
 
 def unsupported(schema: Any) -> str | None:
-    """A reason why xgrammar would not hold answers to the schema, or None."""
+    """Return why xgrammar would not hold outputs to the schema, or None."""
     for each in _schemas(schema):
         reason = _reason(each, schema)
         if reason is not None:
@@ -59,7 +61,7 @@ def _reason(schema: Mapping[str, Any], root: Any) -> str | None:
         return f"the keyword {dropped[0]!r} is not supported"
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference != "#" and not reference.startswith("#/"):
-        return f"'$ref' to {reference[:80]!r}, outside of this schema, is not supported"
+        return f"'$ref' to {reference[:80]!r}, outside this schema, is not supported"
     for key in _SOLE:
         beside = sorted(schema.keys() - _REMARKS - {key, "type"})
         if key in schema and beside and beside[0] not in _SOLE[: _SOLE.index(key)]:
@@ -72,7 +74,7 @@ def _reason(schema: Mapping[str, Any], root: Any) -> str | None:
 
 
 def _values_reason(schema: Mapping[str, Any]) -> str | None:
-    """Constants and bounds that their type does not allow, or has to be known for."""
+    """Check constants and bounds that their type does not allow or must be known for."""
     kinds = schema.get("type")
     if kinds is None:
         untyped = sorted(_TYPED & schema.keys())
@@ -85,7 +87,7 @@ def _values_reason(schema: Mapping[str, Any]) -> str | None:
 
 
 def _text_reason(schema: Mapping[str, Any]) -> str | None:
-    """What the text of a string must be, in two ways at once."""
+    """Check strings that are constrained in two ways at once."""
     if str(schema.get("format")) in _FORMATS:
         return f"the format {schema['format']!r} is not supported"
     for key in ("pattern", "format"):
@@ -110,7 +112,7 @@ def _object_reason(schema: Mapping[str, Any]) -> str | None:
 
 
 def _fits(value: Any, kinds: Any) -> bool:
-    """Whether a JSON value is of a type, or of one of several; True for what is no type."""
+    """Whether a JSON value is of a type, or of one of several; True for unknown types."""
     if isinstance(kinds, list):
         return any(_fits(value, kind) for kind in kinds)
     wanted = _TYPES.get(kinds) if isinstance(kinds, str) else None
@@ -120,11 +122,11 @@ def _fits(value: Any, kinds: Any) -> bool:
 
 
 def _exclusive(schemas: Sequence[Any], root: Any) -> bool:
-    """Whether no value can be of two of these schemas, as far as can be seen at a glance."""
+    """Whether no value can match two of these schemas, as far as a quick check can tell."""
     if len(schemas) > _MAX_EXCLUSIVE:
         return False
-    found = [_resolved(schema, root) for schema in schemas]
-    return all(_disjoint(one, other) for one, other in combinations(found, 2))
+    resolved = [_resolved(schema, root) for schema in schemas]
+    return all(_disjoint(one, other) for one, other in combinations(resolved, 2))
 
 
 def _disjoint(one: Any, other: Any) -> bool:
@@ -150,27 +152,27 @@ def _apart(one: Any, other: Any) -> bool:
 
 
 def _kinds(schema: Mapping[str, Any]) -> set[str]:
-    """The types that a schema names, or those of its constants; empty if it has neither."""
+    """Return the types that a schema names, or those of its constants; empty if it has neither."""
     kinds = schema.get("type", [])
-    found = {kinds} if isinstance(kinds, str) else set(map(str, kinds))
-    if not found:
-        found = {kind for kind in _TYPES for value in _values(schema) if _fits(value, kind)}
-    return found | {"number"} if "integer" in found else found
+    types = {kinds} if isinstance(kinds, str) else set(map(str, kinds))
+    if not types:
+        types = {kind for kind in _TYPES for value in _values(schema) if _fits(value, kind)}
+    return types | {"number"} if "integer" in types else types
 
 
 def _constants(schema: Any) -> set[str]:
-    """What a schema of constants allows, each as text; empty for other schemas."""
+    """Return the values that a schema of constants allows, as text; empty for other schemas."""
     return set(map(repr, _values(schema))) if isinstance(schema, dict) else set()
 
 
 def _values(schema: Mapping[str, Any]) -> list[Any]:
     """The constants of a schema."""
-    given = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    return given if isinstance(given, list) else []
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    return values if isinstance(values, list) else []
 
 
 def _required(schema: Mapping[str, Any]) -> set[str]:
-    """Names of properties that are required and described."""
+    """Return the names of properties that are required and described."""
     required, properties = schema.get("required"), schema.get("properties")
     if not isinstance(required, list) or not isinstance(properties, dict):
         return set()
@@ -178,18 +180,18 @@ def _required(schema: Mapping[str, Any]) -> set[str]:
 
 
 def _resolved(schema: Any, root: Any) -> Any:
-    """What a schema refers to, one step far; itself if it is no reference."""
+    """Follow a `$ref` one step; other schemas are returned unchanged."""
     if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
         return schema
-    found = root
+    target = root
     for step in schema["$ref"].split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
-        found = found.get(name) if isinstance(found, dict) else None
-    return found
+        target = target.get(name) if isinstance(target, dict) else None
+    return target
 
 
 def _schemas(value: Any) -> Iterator[Mapping[str, Any]]:
-    """Every schema in a schema, itself included."""
+    """Yield every schema inside a schema, itself included."""
     waiting = [value]
     while waiting:
         node = waiting.pop()

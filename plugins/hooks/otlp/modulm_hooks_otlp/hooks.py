@@ -9,7 +9,7 @@ from modulm.plugins import hookimpl
 from modulm_hooks_otlp.flags import TracesConfig
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
     from modulm.contracts.request_listener import RequestListener
 
 __all__ = ["modulm_app_created", "modulm_report_header", "modulm_request_listeners"]

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
+from modulm.contracts.tokenizer import Tokenizer
 from modulm.errors import CheckpointError, UnsupportedError
 from modulm.loading import stored_tokenizer
-from modulm.text.tokenizer import Tokenizer, load_tokenizer
+from modulm.text.tokenizer import load_tokenizer
 from modulm_hooks_pooling_recipes.files import read_object
 from modulm_hooks_pooling_recipes.sentence import SentenceModule
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
-    from modulm.loading import Checkpoint
+    from modulm.contracts.checkpoint import Checkpoint
+    from modulm.contracts.config import EngineConfig
 
 __all__ = ["Classifier", "activation", "read_classifier"]
 

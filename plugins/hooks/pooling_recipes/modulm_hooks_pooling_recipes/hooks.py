@@ -19,8 +19,8 @@ from modulm_hooks_pooling_recipes.sentence import (
 )
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
-    from modulm.loading import Checkpoint
+    from modulm.contracts.checkpoint import Checkpoint
+    from modulm.contracts.config import EngineConfig
 
 __all__ = ["modulm_choose_model", "modulm_pooling"]
 

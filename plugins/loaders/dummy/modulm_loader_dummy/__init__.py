@@ -1,1 +1,1 @@
-"""Random weights for modulm, for measuring without a checkpoint."""
+"""Random weights for modulm, to measure without a checkpoint."""

@@ -1,4 +1,4 @@
-"""Random weights in the shapes that the model wants: for measuring speed without a checkpoint."""
+"""Random weights in the shapes that the model declares, to measure speed without a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["DummyConfig", "DummyLoader"]
 
 @frozen
 class DummyConfig:
-    """`seed` of the weights; floats are normal with deviation `std`, vectors near one."""
+    """`seed` of the generator; matrices are normal with deviation `std`, vectors are near one."""
 
     seed: int = 0
     std: float = 0.02
 
 
 class DummyLoader(WeightLoader):
-    """Invents what the model asks for. Reads nothing but config.json and the tokenizer."""
+    """Generates each weight that the model declares. Reads only config.json and the tokenizer."""
 
     name = "dummy"
     api = 1

@@ -1,1 +1,1 @@
-"""Checkpoints in Mistral's own format."""
+"""Load checkpoints in Mistral's own format."""

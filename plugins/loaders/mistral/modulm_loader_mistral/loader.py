@@ -1,9 +1,8 @@
-"""Checkpoints as Mistral publishes them: params.json, consolidated*.safetensors, tekken.json.
-
-The tensors are those of Llama's reference code: queries and keys have the two numbers that are
-turned together side by side, where families here have them half a head apart; so their rows are
-put in that order. What belongs to a vision encoder is left out: text alone is served. The tokenizer
-is the package `modulm-tokenizer-mistral`'s.
+"""Load checkpoints as Mistral publishes them: params.json, consolidated*.safetensors, tekken.json.
+Tensor names are those of Llama's reference code. There, the two numbers of a query or key that are
+rotated together are adjacent; the model families here store them half a head apart, so the rows are
+reordered. Tensors of a vision encoder are skipped: only text is served. The package
+`modulm-tokenizer-mistral` reads the tokenizer.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ _EXPERT = re.compile(r"(?:feed_forward|block_sparse_moe)\.experts\.(\d+)\.(w[123
 _ROUTERS = ("feed_forward.gate", "block_sparse_moe.gate", "gate")
 _BARE_EXPERT = re.compile(r"experts\.(\d+)\.(w[123])")
 _SCALES = {"qscale_weight": "weight_scale", "qscale_act": "input_scale"}
-#: Which keys' heads are turned.
+#: Layers whose heads are reordered for rotary embeddings.
 _TURNED = {"q_proj": "n_heads", "k_proj": "n_kv_heads"}
 
 
 class MistralLoader(SafetensorsFolder):
-    """`--load-format mistral`; by itself where there is no config.json."""
+    """`--load-format mistral`; selected automatically if there is no config.json."""
 
     name = "mistral"
     api = 1
@@ -54,18 +53,18 @@ class MistralLoader(SafetensorsFolder):
     def opens(cls, path: Path) -> str | None:
         if not (path / _PARAMS).exists() or (path / "config.json").exists():
             return None
-        return f"there are {_PARAMS} and {_WEIGHTS}" if any(path.glob(_WEIGHTS)) else None
+        return f"found {_PARAMS} and {_WEIGHTS}" if any(path.glob(_WEIGHTS)) else None
 
     @cached_property
     def params(self) -> Mapping[str, Any]:
-        """params.json. Raises CheckpointError."""
+        """Parse params.json. Raises CheckpointError."""
         file = self.path / _PARAMS
         try:
             table = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{file}: {error}") from error
         if not isinstance(table, dict):
-            raise CheckpointError(f"{file}: a JSON object is needed")
+            raise CheckpointError(f"{file}: must be a JSON object")
         inner = table.pop("text_config", None) or {}
         return {**table, **inner} if isinstance(inner, dict) else table
 
@@ -73,36 +72,38 @@ class MistralLoader(SafetensorsFolder):
         return configuration(self.params, str(self.path / _PARAMS))
 
     def files(self) -> list[str]:
-        found = sorted(file.name for file in self.path.glob(_WEIGHTS))
-        if not found:
-            raise CheckpointError(f"{self.path}: no {_WEIGHTS} is there")
-        return found
+        files = sorted(file.name for file in self.path.glob(_WEIGHTS))
+        if not files:
+            raise CheckpointError(f"{self.path}: no {_WEIGHTS} found")
+        return files
 
     def headers(self, file: str) -> Iterable[StoredTensor]:
-        left_out = 0
+        skipped = 0
         for stored in super().headers(file):
             if stored.name.startswith(_VISION):
-                left_out += 1
+                skipped += 1
             else:
                 yield stored
-        if left_out:
-            log.warning("%s: %d tensors of the vision encoder are left out", file, left_out)
+        if skipped:
+            log.warning("%s: skipped %d tensors of the vision encoder", file, skipped)
 
     @cached_property
     def _names(self) -> Mapping[str, str]:
-        """Mistral's name -> the family's."""
-        found = super().index()
-        return {name: _renamed(name, self.path) for name in found}
+        """Map Mistral's names to those of the model family."""
+        stored = super().index()
+        return {name: _renamed(name, self.path) for name in stored}
 
     def index(self) -> Mapping[str, StoredTensor]:
-        found = super().index()
-        return {self._names[name]: evolve(found[name], name=self._names[name]) for name in found}
+        tensors = super().index()
+        return {
+            self._names[name]: evolve(tensors[name], name=self._names[name]) for name in tensors
+        }
 
     def by_file(self) -> Mapping[str, list[str]]:
-        found: dict[str, list[str]] = {}
+        names: dict[str, list[str]] = {}
         for name, stored in super().index().items():
-            found.setdefault(stored.file, []).append(name)
-        return found
+            names.setdefault(stored.file, []).append(name)
+        return names
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in super().read():
@@ -111,7 +112,7 @@ class MistralLoader(SafetensorsFolder):
             yield ours, self._turned(part, tensor) if part in _TURNED else tensor
 
     def _turned(self, part: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Rows of a head: those of even number, then those of odd; whatever else lies in a row."""
+        """Reorder the rows of each head: even rows first, then odd ones."""
         heads = self.params.get(_TURNED[part]) or self.params["n_heads"]
         size = self.params.get("head_dim") or self.params["dim"] // self.params["n_heads"]
         if tensor.dim() == 0 or tensor.shape[0] != heads * size:
@@ -122,20 +123,22 @@ class MistralLoader(SafetensorsFolder):
 
 
 def _renamed(name: str, where: Path) -> str:
-    """Raises CheckpointError for a name that Mistral's files do not have."""
+    """Return the model family's name. Raises CheckpointError for names that Mistral's files do not
+    use.
+    """
     path, _, last = name.rpartition(".")
     last = _SCALES.get(last, last)
     if path in _TOP:
         return f"{_TOP[path]}.{last}"
-    found = _LAYER.fullmatch(name)
-    inside = _inside(found[2]) if found else None
-    if found is None or inside is None:
-        raise CheckpointError(f"{where}: {name}: no tensor of Mistral's layers is called so")
-    return f"model.layers.{found[1]}.{inside}.{last}"
+    layer = _LAYER.fullmatch(name)
+    inside = _inside(layer[2]) if layer else None
+    if layer is None or inside is None:
+        raise CheckpointError(f"{where}: {name}: unknown tensor name for Mistral's layers")
+    return f"model.layers.{layer[1]}.{inside}.{last}"
 
 
 def _inside(path: str) -> str | None:
-    """The path of a module in a layer."""
+    """Return the path of a module inside a layer, or None."""
     if path in _NORMS:
         return _NORMS[path]
     if path in _ROUTERS:
@@ -143,9 +146,9 @@ def _inside(path: str) -> str | None:
     expert = _EXPERT.fullmatch(path) or _BARE_EXPERT.fullmatch(path)
     if expert:
         return f"block_sparse_moe.experts.{expert[1]}.{expert[2]}"
-    room, _, own = path.partition(".")
-    if room == "attention" and own in _ATTENTION:
-        return f"self_attn.{_ATTENTION[own]}"
-    if room == "feed_forward" and own in _FEED_FORWARD:
-        return f"mlp.{_FEED_FORWARD[own]}"
+    block, _, projection = path.partition(".")
+    if block == "attention" and projection in _ATTENTION:
+        return f"self_attn.{_ATTENTION[projection]}"
+    if block == "feed_forward" and projection in _FEED_FORWARD:
+        return f"mlp.{_FEED_FORWARD[projection]}"
     return None

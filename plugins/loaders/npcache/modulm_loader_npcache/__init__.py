@@ -1,1 +1,1 @@
-"""PyTorch checkpoints, read once and then from numpy files beside them."""
+"""PyTorch checkpoints, cached as numpy files beside them."""

@@ -1,10 +1,8 @@
-"""PyTorch checkpoints, read once and from then on out of numpy files beside them.
-
-The folder `np` has a .npy file per tensor, called as the tensor, and weight_names.json with all
-names, as vLLM writes and reads it. Of dtypes that numpy lacks the bits are kept, in unsigned
-integers; cache.json says of which, and of which files the cache was made: it is made anew when
-they change. A file of this kind is mapped, and read when it is copied into place; a pickle in one
-is refused.
+"""PyTorch checkpoints, converted on the first load to numpy files that later loads read.
+The folder `np` holds one .npy file per tensor, named after the tensor, and weight_names.json with
+all names; vLLM reads and writes the same layout. Dtypes that numpy lacks are stored as unsigned
+integers with the same bits. cache.json records these dtypes and the source files; the cache is
+rebuilt when the sources change. The files are memory-mapped. Pickled numpy files are rejected.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from modulm_tensor_files import PickledFolder
 __all__ = ["NpcacheLoader"]
 
 _FOLDER, _NAMES, _NOTES = "np", "weight_names.json", "cache.json"
-#: Bytes of a number -> what its bits are kept as.
+#: Bytes of a number -> the integer type that stores its bits.
 _BITS = {1: torch.uint8, 2: torch.uint16}
 
 
@@ -42,77 +40,82 @@ class NpcacheLoader(PickledFolder):
         return None
 
     def index(self) -> Mapping[str, StoredTensor]:
-        if self._found is None:
-            self._found = self._cached() or self._read_index()
-        return self._found
+        if self._index is None:
+            self._index = self._cached() or self._read_index()
+        return self._index
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """From the cache; where there is none yet, from the pickles, and into it on the way."""
+        """Read from the cache. If there is none, read the pickles and write the cache on the
+        way.
+        """
         if all(stored.file.endswith(".npy") for stored in self.index().values()):
             for name, stored in self.index().items():
                 yield name, _open(self.path / stored.file, stored.dtype)
             return
         try:
-            made = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}.", dir=self.path))
+            partial = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}.", dir=self.path))
         except OSError as error:
             raise CheckpointError(
-                f"{self.path}: the cache cannot be written here ({error}); --load-format pt "
-                "needs none"
+                f"{self.path}: cannot write the cache ({error}); --load-format pt needs none"
             ) from error
         try:
             for name, tensor in super().read():
-                _save(made / f"{_plain(name, self.path)}.npy", tensor)
+                _save(partial / f"{_plain(name, self.path)}.npy", tensor)
                 yield name, tensor
-            self._complete(made)
+            self._complete(partial)
         finally:
-            shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
 
-    def _complete(self, made: Path) -> None:
-        """Move a whole cache into place; if another process was first, theirs stays."""
+    def _complete(self, partial: Path) -> None:
+        """Move a complete cache to its final path, unless another process was first."""
         index = self.index()
-        (made / _NAMES).write_text(json.dumps(list(index)))
+        (partial / _NAMES).write_text(json.dumps(list(index)))
         kinds = {name: stored.dtype for name, stored in index.items()}
-        (made / _NOTES).write_text(json.dumps({"dtypes": kinds, "sources": self._sources()}))
-        made.chmod(0o755)
-        place = self.path / _FOLDER
-        if place.exists() and self._cached() is None:
-            shutil.rmtree(place)
-        if not place.exists():
-            os.rename(made, place)
+        (partial / _NOTES).write_text(json.dumps({"dtypes": kinds, "sources": self._sources()}))
+        partial.chmod(0o755)
+        cache = self.path / _FOLDER
+        if cache.exists() and self._cached() is None:
+            shutil.rmtree(cache)
+        if not cache.exists():
+            os.rename(partial, cache)
 
     def _sources(self) -> Mapping[str, list[int]]:
-        """Size and time of change of each file of the checkpoint."""
-        places = self._weight_map()
-        files = sorted(set(places.values())) if places is not None else self.files()
-        found = {file: (self.path / file).stat() for file in files}
-        return {file: [stat.st_size, stat.st_mtime_ns] for file, stat in found.items()}
+        """Return the size and the time of modification of each file of the checkpoint."""
+        weight_map = self._weight_map()
+        files = sorted(set(weight_map.values())) if weight_map is not None else self.files()
+        stats = {file: (self.path / file).stat() for file in files}
+        return {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
 
     def _cached(self) -> dict[str, StoredTensor] | None:
-        """What the cache holds; None without one, or if the checkpoint changed since."""
-        place = self.path / _FOLDER
-        if not (place / _NAMES).exists():
+        """Return the tensors in the cache; None if there is no cache or the checkpoint has changed
+        since.
+        """
+        cache = self.path / _FOLDER
+        if not (cache / _NAMES).exists():
             return None
-        names, notes = _json(place / _NAMES), {}
-        if (place / _NOTES).exists():
-            notes = _json(place / _NOTES)
+        names, notes = _json(cache / _NAMES), {}
+        if (cache / _NOTES).exists():
+            notes = _json(cache / _NOTES)
             if not isinstance(notes, dict) or notes.get("sources") != self._sources():
                 return None
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise CheckpointError(f"{place / _NAMES}: a list of names is needed")
+            raise CheckpointError(f"{cache / _NAMES}: must be a list of names")
         kinds = notes.get("dtypes", {})
-        found = {}
+        stored = {}
         for name in names:
-            file = f"{_FOLDER}/{_plain(name, place)}.npy"
+            file = f"{_FOLDER}/{_plain(name, cache)}.npy"
             tensor = _open(self.path / file, kinds.get(name))
             dtype = str(tensor.dtype).removeprefix("torch.")
-            found[name] = StoredTensor(name, tuple(tensor.shape), dtype, file, tensor.nbytes)
-        return found
+            stored[name] = StoredTensor(name, tuple(tensor.shape), dtype, file, tensor.nbytes)
+        return stored
 
 
 def _plain(name: str, where: Path) -> str:
-    """A tensor's name as a file's. Raises CheckpointError for one that leads elsewhere."""
+    """Return a tensor's name for use as a file name. Raises CheckpointError for names with
+    separators.
+    """
     if Path(name).name != name:
-        raise CheckpointError(f"{where}: {name!r} cannot be the name of a file")
+        raise CheckpointError(f"{where}: {name!r} is not a valid file name")
     return name
 
 
@@ -123,18 +126,18 @@ def _save(file: Path, tensor: torch.Tensor) -> None:
         torch.float32,
         torch.float64,
     )
-    held = tensor.detach().contiguous()
-    np.save(file, (held.view(bits) if lacking and bits else held).numpy())
+    tensor_data = tensor.detach().contiguous()
+    np.save(file, (tensor_data.view(bits) if lacking and bits else tensor_data).numpy())
 
 
 def _open(file: Path, dtype: object) -> torch.Tensor:
-    """The numbers of a file, mapped. Raises CheckpointError if it is damaged or no such file."""
+    """Memory-map a .npy file. Raises CheckpointError if it is damaged."""
     try:
         array: Any = np.load(file, mmap_mode="c", allow_pickle=False)
         tensor = torch.from_numpy(array)
     except (OSError, ValueError, TypeError, EOFError) as error:
         raise CheckpointError(
-            f"{file}: no numpy file of numbers ({error}); remove {file.parent} to have it made anew"
+            f"{file}: not a numpy file of numbers ({error}); remove {file.parent} to rebuild it"
         ) from error
     if dtype is None:
         return tensor
@@ -151,6 +154,4 @@ def _json(file: Path) -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: {error}; remove {file.parent} to have it made anew") from (
-            error
-        )
+        raise CheckpointError(f"{file}: {error}; remove {file.parent} to rebuild it") from (error)

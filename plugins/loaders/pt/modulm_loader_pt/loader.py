@@ -1,4 +1,6 @@
-"""PyTorch checkpoints: pytorch_model.bin, or shards of it and their index. Nothing of them runs."""
+"""PyTorch checkpoints: pytorch_model.bin, or its shards and their index. Their code is never
+executed.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from modulm_tensor_files import PickledFolder
 
 __all__ = ["PtLoader"]
 
-#: Beside these the pickles of a folder are what training left there.
+#: If one of these is present, the pickles in the folder are leftovers of training.
 _BETTER = "*.safetensors*"
 
 
@@ -22,5 +24,5 @@ class PtLoader(PickledFolder):
     def opens(cls, path: Path) -> str | None:
         if not path.is_dir() or any(path.glob(_BETTER)):
             return None
-        found = cls.found_in(path)
-        return f"there is {found}, and no safer format" if found else None
+        file = cls.found_in(path)
+        return f"found {file} and no safer format" if file else None

@@ -1,1 +1,1 @@
-"""Safetensors files, read by several threads ahead of the model."""
+"""Safetensors files, read ahead by several threads."""

@@ -1,7 +1,6 @@
-"""Safetensors through NVIDIA Run:ai's model streamer: several threads read ahead of the model.
-
-`--load-format runai_streamer`, with vLLM's keys in `--model-loader-extra-config`. The library takes
-its settings from variables of the process; they are there for as long as it reads.
+"""Safetensors through NVIDIA Run:ai's model streamer, which reads ahead with several threads.
+Used with `--load-format runai_streamer`, with vLLM's keys in `--model-loader-extra-config`. The
+library takes its settings from environment variables, which are set only while it reads.
 """
 
 from __future__ import annotations
@@ -23,8 +22,10 @@ __all__ = ["RunaiStreamerConfig", "RunaiStreamerLoader"]
 
 @frozen
 class RunaiStreamerConfig:
-    """`concurrency`: threads that read; `memory_limit`: bytes of their buffers, -1 for as many as
-    the files have. `distributed` is for several ranks that share the reading."""
+    """Settings of the streamer.
+    `concurrency`: reading threads. `memory_limit`: bytes of their buffers, -1 for the size of the
+    files. `distributed`: several ranks share the reading; not supported yet.
+    """
 
     concurrency: int | None = field(default=None, validator=validators.optional(validators.ge(1)))
     memory_limit: int | None = field(default=None, validator=validators.optional(validators.ge(-1)))
@@ -32,20 +33,20 @@ class RunaiStreamerConfig:
 
     def __attrs_post_init__(self) -> None:
         if self.distributed:
-            raise ValueError("distributed: several ranks that share the reading are not there yet")
+            raise ValueError("distributed: not supported yet; each rank reads its own files")
 
     @property
     def variables(self) -> Mapping[str, str]:
-        """The names that the library knows."""
-        named = {
+        """Return the environment variables of the library."""
+        settings = {
             "RUNAI_STREAMER_CONCURRENCY": self.concurrency,
             "RUNAI_STREAMER_MEMORY_LIMIT": self.memory_limit,
         }
-        return {name: str(value) for name, value in named.items() if value is not None}
+        return {name: str(value) for name, value in settings.items() if value is not None}
 
 
 class RunaiStreamerLoader(SafetensorsFolder):
-    """The folders that the safetensors loader reads; chosen by name alone."""
+    """Reads the folders of the safetensors loader; selected only by name."""
 
     name = "runai_streamer"
     api = 1
@@ -73,4 +74,4 @@ class RunaiStreamerLoader(SafetensorsFolder):
                 streamer.stream_files([str(self.path / file) for file in files])
                 yield from streamer.get_tensors()
             except Exception as error:
-                raise CheckpointError(f"{self.path}: cannot be streamed: {error}") from error
+                raise CheckpointError(f"{self.path}: streaming failed: {error}") from error

@@ -1,4 +1,6 @@
-"""Safetensors: model.safetensors, or shards and their index, or other *.safetensors."""
+"""Safetensors checkpoints: model.safetensors, shards with an index, or other *.safetensors
+files.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ __all__ = ["SafetensorsLoader"]
 
 
 class SafetensorsLoader(SafetensorsFolder):
-    """What most checkpoints are published as."""
+    """The format in which most checkpoints are published."""
 
     name = "safetensors"
     api = 1
@@ -20,8 +22,8 @@ class SafetensorsLoader(SafetensorsFolder):
         if not path.is_dir():
             return None
         names = {file.name for file in path.glob("*.safetensors*")}
-        own = [n for n in names if n == cls.INDEX or n.endswith(".safetensors")]
+        weight_files = [n for n in names if n == cls.INDEX or n.endswith(".safetensors")]
         of_ranks = rank_files(RANK_PATTERN, 0, 1)
-        if not own or all(of_ranks.fullmatch(name) for name in own):
+        if not weight_files or all(of_ranks.fullmatch(name) for name in weight_files):
             return None
-        return "there are *.safetensors files"
+        return "found *.safetensors files"

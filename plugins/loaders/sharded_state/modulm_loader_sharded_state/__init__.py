@@ -1,1 +1,1 @@
-"""Checkpoints of which each rank reads a file of its own."""
+"""Checkpoints with separate files for each rank."""

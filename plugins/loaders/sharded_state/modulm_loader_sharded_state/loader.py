@@ -1,8 +1,7 @@
-"""Checkpoints of which each rank reads files of its own, written by `modulm save-sharded`.
-
-They hold parameters as the model has them when a checkpoint is in place, before anything is
-repacked: by the model's names, this rank's piece of each. Files are called as vLLM's; what is in
-them is ours, since names and layers' fusing are a runtime's own.
+"""Checkpoints with separate files for each rank, written by `modulm save-sharded`.
+They hold each rank's shards of the parameters under the model's own names, before any repacking.
+File names follow vLLM; the contents do not, because names and fused layers are specific to a
+runtime.
 """
 
 from __future__ import annotations
@@ -23,7 +22,9 @@ __all__ = ["ShardedStateConfig", "ShardedStateLoader"]
 
 @frozen
 class ShardedStateConfig:
-    """`pattern`: names of files, with `{rank}`, `{part}` and perhaps `{ranks}`, their number."""
+    """`pattern`: file names with `{rank}`, `{part}` and optionally `{ranks}`, the number of
+    ranks.
+    """
 
     pattern: str = field(default=RANK_PATTERN)
 
@@ -35,7 +36,7 @@ class ShardedStateConfig:
 
 
 class ShardedStateLoader(SafetensorsFolder):
-    """This rank's files; chosen by name, or where a folder has nothing but such files."""
+    """This rank's files. Selected by name, or if a folder holds only such files."""
 
     name = "sharded_state"
     api = 1
@@ -49,23 +50,23 @@ class ShardedStateLoader(SafetensorsFolder):
     def opens(cls, path: Path) -> str | None:
         first = rank_files(RANK_PATTERN, 0, 1)
         names = [file.name for file in path.glob("*.safetensors")] if path.is_dir() else []
-        return "there is a file for each rank" if any(map(first.fullmatch, names)) else None
+        return "found one file per rank" if any(map(first.fullmatch, names)) else None
 
     def files(self) -> list[str]:
         group = Mesh().tensor
         expression = rank_files(self.config.pattern, group.rank, group.size)
-        found = {}
+        parts = {}
         for file in self.path.glob("*.safetensors"):
             match = expression.fullmatch(file.name)
             if match is not None:
-                found[int(match[1])] = file.name
-        if sorted(found) != list(range(len(found))) or not found:
-            shown = self.config.pattern.replace("{rank}", str(group.rank))
-            have = ", ".join(found[part] for part in sorted(found)) or "none"
+                parts[int(match[1])] = file.name
+        if sorted(parts) != list(range(len(parts))) or not parts:
+            pattern = self.config.pattern.replace("{rank}", str(group.rank))
+            have = ", ".join(parts[part] for part in sorted(parts)) or "none"
             raise CheckpointError(
-                f"{self.path}: parts 0 to the last of {shown} are needed, there are: {have}"
+                f"{self.path}: parts 0 to the last of {pattern} are required, found: {have}"
             )
-        return [found[part] for part in sorted(found)]
+        return [parts[part] for part in sorted(parts)]
 
     def expect(self, tensors: Mapping[str, StoredTensor]) -> bool:
         return True

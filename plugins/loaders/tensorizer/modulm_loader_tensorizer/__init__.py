@@ -1,1 +1,1 @@
-"""Files of CoreWeave's tensorizer."""
+"""Load files of CoreWeave's tensorizer."""

@@ -1,9 +1,8 @@
-"""Files of tensorizer (CoreWeave): the tensors of a Hugging Face model in one stream.
-
-`--load-format tensorizer --model-loader-extra-config '{"tensorizer_uri": "..."}'`, with the keys
-that vLLM has. Without a URI it is model.tensors in the checkpoint's folder. The library opens files
-and http(s):// and s3:// addresses. Written by `TensorSerializer(...).write_module(model)` or
-`write_state_dict(...)` of the library; files that vLLM wrote from its own layers are refused.
+"""Files of CoreWeave's tensorizer: the tensors of a Hugging Face model in one stream.
+Used with `--load-format tensorizer --model-loader-extra-config '{"tensorizer_uri": "..."}'` and
+vLLM's keys. Without a URI, model.tensors in the checkpoint's folder is read. The library opens
+files, http(s):// and s3:// URIs. Write such a file with `TensorSerializer(...).write_module(model)`
+or `write_state_dict(...)`; files that vLLM wrote from its own layers are rejected.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from modulm.plugins.options import structure
 __all__ = ["TensorizerConfig", "TensorizerLoader"]
 
 _FILE = "model.tensors"
-#: A tensor with which vLLM marks what it wrote.
+#: Tensor that marks files written by vLLM.
 _MARKER = "vllm_tensorized_marker"
-#: numpy's names of dtypes, less the order of bytes.
+#: numpy's names of dtypes, without the byte order.
 _DTYPES = {
     "f2": "float16", "f4": "float32", "f8": "float64", "b1": "bool",
     "i1": "int8", "i2": "int16", "i4": "int32", "i8": "int64",
@@ -37,8 +36,9 @@ _DTYPES = {
 
 @frozen
 class TensorizerConfig:
-    """Keys of `--model-loader-extra-config`; `tensorizer_dir` holds model.tensors if no URI is
-    given. `vllm_tensorized` is vLLM's, and must be false."""
+    """Keys of `--model-loader-extra-config`.
+    `tensorizer_dir` holds model.tensors if no URI is set. `vllm_tensorized` must be false.
+    """
 
     tensorizer_uri: str | None = None
     tensorizer_dir: str | None = None
@@ -54,7 +54,7 @@ class TensorizerConfig:
 
 
 class TensorizerLoader(WeightLoader):
-    """Reads a stream from its begin to its end, a tensor at a time."""
+    """Reads a stream sequentially, one tensor at a time."""
 
     name = "tensorizer"
     api = 1
@@ -62,9 +62,9 @@ class TensorizerLoader(WeightLoader):
 
     def __init__(self, path: Path, options: Mapping[str, object] | None = None) -> None:
         super().__init__(path, options)
-        given = dict(options or {})
-        nested = given.pop("tensorizer_config", None)
-        table = nested if isinstance(nested, dict) and not given else {**(options or {})}
+        flat = dict(options or {})
+        nested = flat.pop("tensorizer_config", None)
+        table = nested if isinstance(nested, dict) and not flat else {**(options or {})}
         self.config = structure(table, TensorizerConfig, "model_loader_extra_config")
         if self.config.vllm_tensorized:
             raise CheckpointError(f"{self.uri}: {_OTHER}")
@@ -72,18 +72,18 @@ class TensorizerLoader(WeightLoader):
     @classmethod
     def opens(cls, path: Path) -> str | None:
         if path.is_dir() and (path / _FILE).exists() and not any(path.glob("*.safetensors*")):
-            return f"there is {_FILE}"
+            return f"found {_FILE}"
         return None
 
     @property
     def uri(self) -> str:
-        """Where the tensors are."""
+        """The path or URI of the stream."""
         folder = self.config.tensorizer_dir or str(self.path)
         return self.config.tensorizer_uri or f"{folder.rstrip('/')}/{_FILE}"
 
     @cached_property
     def _index(self) -> Mapping[str, StoredTensor]:
-        reader, found = self._open(lazy_load=True), {}
+        reader, stored = self._open(lazy_load=True), {}
         size = Path(self.uri).stat().st_size if Path(self.uri).exists() else None
         with reader:
             for path, entry in reader._metadata.items():
@@ -100,13 +100,13 @@ class TensorizerLoader(WeightLoader):
                     )
                 if size is not None and entry.data_offset + length > size:
                     raise CheckpointError(
-                        f"{self.uri}: {name}: the file is cut short: "
-                        f"{entry.data_offset + length} bytes are needed, {size} there"
+                        f"{self.uri}: {name}: the file is truncated: "
+                        f"{entry.data_offset + length} bytes expected, {size} found"
                     )
-                found[name] = StoredTensor(name, shape, dtype, Path(self.uri).name, needed)
-        if _MARKER in found:
+                stored[name] = StoredTensor(name, shape, dtype, Path(self.uri).name, needed)
+        if _MARKER in stored:
             raise CheckpointError(f"{self.uri}: {_OTHER}")
-        return found
+        return stored
 
     def index(self) -> Mapping[str, StoredTensor]:
         return self._index
@@ -118,15 +118,15 @@ class TensorizerLoader(WeightLoader):
                 for _, _, path, tensor in reader.read_tensors():
                     name = path if isinstance(path, str) else ".".join(map(str, path))
                     if name not in expected:
-                        raise CheckpointError(f"{self.uri}: {name}: not in the file's own index")
+                        raise CheckpointError(f"{self.uri}: {name}: missing from the file's index")
                     yield name, tensor.detach()
             except CheckpointError:
                 raise
             except Exception as error:
-                raise CheckpointError(f"{self.uri}: cannot be read: {error}") from error
+                raise CheckpointError(f"{self.uri}: reading failed: {error}") from error
 
     def _open(self, **options: Any) -> Any:
-        """The library's reader of the stream. Raises CheckpointError."""
+        """Open the stream with the library's reader. Raises CheckpointError."""
         try:
             from tensorizer import DecryptionParams, TensorDeserializer
             from tensorizer.stream_io import open_stream
@@ -151,17 +151,19 @@ class TensorizerLoader(WeightLoader):
                 stream, device="cpu", **{**reading, **config.deserialization_kwargs, **options}
             )
         except Exception as error:
-            raise CheckpointError(f"{self.uri}: no file of tensorizer: {error!r}") from error
+            raise CheckpointError(f"{self.uri}: not a tensorizer file: {error!r}") from error
 
 
 _OTHER = (
-    "written by vLLM from its own layers, which are fused in its way; serialize the Hugging Face "
+    "written by vLLM from its own fused layers, which is not supported; serialize the Hugging Face "
     "model instead"
 )
 
 
 def _dtype(written: str) -> str | None:
-    """torch's name of what a header says: numpy's, and behind a zero torch's own."""
-    plain, _, own = written.partition("\0")
-    name = own.removeprefix("torch.") or _DTYPES.get(plain[1:])
+    """Return torch's name of a dtype in a header: numpy's name, optionally followed by a zero byte
+    and torch's.
+    """
+    plain, _, torch_name = written.partition("\0")
+    name = torch_name.removeprefix("torch.") or _DTYPES.get(plain[1:])
     return name if name and isinstance(getattr(torch, name, None), torch.dtype) else None

@@ -1,7 +1,6 @@
-"""Penalties for tokens that stand among the last ones, prompt or answer, as llama.cpp counts them.
-
-A request asks for them with `recent_penalties` in its extra arguments: a table of `last_n` (how
-many tokens are looked at, -1: all), `repeat`, `presence` and `frequency`.
+"""Penalties for tokens among the last ones of prompt and answer, as in llama.cpp.
+A request sets them with `recent_penalties` in its extra arguments: a table of `last_n` (the number
+of tokens considered, -1: all), `repeat`, `presence` and `frequency`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def _number(value: object) -> float:
 
 @frozen(kw_only=True)
 class _Penalties:
-    """What a row asked for. A logit above 0 is divided by `repeat`, one below is multiplied."""
+    """A row's penalties. Logits above 0 are divided by `repeat`, others are multiplied by it."""
 
     last_n: int = field(default=64, validator=ge(-1), converter=int)
     repeat: float = field(default=1.0, validator=gt(0), converter=_number)
@@ -41,20 +40,20 @@ class _Penalties:
 
     @classmethod
     def of(cls, params: SamplingParams) -> _Penalties | None:
-        """Raises RequestError for a table that is none."""
-        given = (params.extra_args or {}).get(_FIELD)
-        if given is None:
+        """Structure the request's table. Raises RequestError if it is invalid."""
+        table = (params.extra_args or {}).get(_FIELD)
+        if table is None:
             return None
         try:
-            if not isinstance(given, Mapping):
-                raise TypeError("a table is expected")
-            return cls(**given)
+            if not isinstance(table, Mapping):
+                raise TypeError("must be a table")
+            return cls(**table)
         except (TypeError, ValueError) as error:
             raise RequestError(f"{_FIELD}: {error}", _FIELD) from error
 
 
 class RecentPenalties(LogitsProcessor):
-    """Makes tokens less likely that were said lately."""
+    """Lowers the probability of recently generated tokens."""
 
     api = 1
     fields = ("extra_args",)
@@ -68,10 +67,10 @@ class RecentPenalties(LogitsProcessor):
         _Penalties.of(params)
 
     def admit(self, view: RowView) -> bool:
-        asked = _Penalties.of(view.params)
-        if asked is None or asked.last_n == 0:
+        penalties = _Penalties.of(view.params)
+        if penalties is None or penalties.last_n == 0:
             return False
-        self._rows[view.row] = asked
+        self._rows[view.row] = penalties
         return True
 
     def release(self, row: int) -> None:
@@ -80,20 +79,20 @@ class RecentPenalties(LogitsProcessor):
     def apply_row(self, view: RowView, logits: torch.Tensor) -> torch.Tensor:
         import torch
 
-        asked = self._rows[view.row]
-        counts = Counter(_last(view, asked.last_n))
+        penalties = self._rows[view.row]
+        counts = Counter(_last(view, penalties.last_n))
         if not counts:
             return logits
         ids = torch.tensor(list(counts), device=logits.device)
         often = torch.tensor(list(counts.values()), dtype=logits.dtype, device=logits.device)
-        found = logits[ids]
-        found = torch.where(found > 0, found / asked.repeat, found * asked.repeat)
-        logits[ids] = found - asked.presence - asked.frequency * often
+        values = logits[ids]
+        values = torch.where(values > 0, values / penalties.repeat, values * penalties.repeat)
+        logits[ids] = values - penalties.presence - penalties.frequency * often
         return logits
 
 
 def _last(view: RowView, count: int) -> list[int]:
-    """The last tokens of prompt and answer."""
+    """Return the last tokens of prompt and answer."""
     answer = list(view.output)
     if count < 0:
         return [*map(int, view.prompt), *answer]

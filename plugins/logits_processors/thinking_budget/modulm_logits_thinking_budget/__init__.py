@@ -1,1 +1,1 @@
-"""Budgets for thoughts: `thinking_token_budget` of a request."""
+"""Thinking budgets: `thinking_token_budget` of a request."""

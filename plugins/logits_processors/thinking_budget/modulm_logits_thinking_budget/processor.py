@@ -1,8 +1,7 @@
-"""Thoughts that may have so many tokens: what ends one is written where the budget is spent.
-
-The parsers that take thoughts and calls out of answers also tell here, token by token, whether
-the row thinks and what would end the thought. Nothing but a row's tokens decides, so that it is
-the same with drafts, after a preemption and in every batch.
+"""Thinking budgets: limit the number of reasoning tokens, then force the end of reasoning.
+The parsers that extract reasoning and tool calls from answers also report, token by token, whether
+the row is reasoning and which text would end it. The decision depends on a row's tokens only, so it
+is the same with speculative decoding, after a preemption and in every batch.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from modulm_parsing import MessageParser, Thoughts, message_parser
 if TYPE_CHECKING:
     import torch
 
-    from modulm.config import EngineConfig
-    from modulm.text.tokenizer import Tokenizer
+    from modulm.contracts.config import EngineConfig
+    from modulm.contracts.tokenizer import Tokenizer
 
 __all__ = ["Reading", "Row", "ThinkingBudget"]
 
 _FIELD = "thinking_token_budget"
-#: Tokens of the prompt's end whose text says whether a thought is open.
+#: Number of tokens at the prompt's end whose text shows whether reasoning is open.
 _TAIL = 128
 
 
 class ThinkingBudget(LogitsProcessor):
-    """Ends the thoughts of rows whose `thinking_token_budget` is spent."""
+    """Ends the reasoning of rows that have used up their `thinking_token_budget`."""
 
     api = 1
     fields = (_FIELD,)
@@ -56,7 +55,7 @@ class ThinkingBudget(LogitsProcessor):
         reading = Reading(config, vocabulary)
         if config.group(ReasoningConfig) != ReasoningConfig():
             _check_strings(config)
-            # Who sets it will use it: nobody is to wait for the tokenizer then.
+            # The flag is set to be used: load the tokenizer now, so that no request waits for it.
             Thread(target=reading.warm, name="modulm-thinking-budget", daemon=True).start()
         return cls(vocabulary, device, reading)
 
@@ -70,7 +69,7 @@ class ThinkingBudget(LogitsProcessor):
         if budget is None:
             return False
         if self._reading is None:
-            raise RequestError(f"{_FIELD}: nothing here reads thoughts", _FIELD)
+            raise RequestError(f"{_FIELD}: no reasoning parser is configured", _FIELD)
         self._rows[view.row] = Row(self._reading, budget, self._reading.parser(view.prompt))
         return True
 
@@ -87,8 +86,7 @@ class ThinkingBudget(LogitsProcessor):
 
 @define(eq=False)
 class Reading:
-    """What is shared by all rows: the tokenizer, loaded when first needed, and what ends thoughts.
-
+    """Shared by all rows: the tokenizer, loaded on first use, and the texts that end reasoning.
     vocabulary: width of the logits.
     """
 
@@ -99,7 +97,7 @@ class Reading:
     _tokenizer: Tokenizer | None = None
 
     def warm(self) -> None:
-        """Load the tokenizer; what is wrong with it is told by who needs it."""
+        """Load the tokenizer; errors are raised later, to the request that needs it."""
         try:
             _ = self.tokenizer
         except Exception:
@@ -107,7 +105,7 @@ class Reading:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Raises RequestError on an engine without one."""
+        """The tokenizer. Raises RequestError if the engine has none."""
         with self._lock:
             if self._tokenizer is None:
                 checkpoint = open_checkpoint(self.config, manager.current())
@@ -117,12 +115,12 @@ class Reading:
             return self._tokenizer
 
     @property
-    def said(self) -> str:
-        """What is said instead of what the parser would end a thought with; "" for that."""
+    def end_text(self) -> str:
+        """The configured end of reasoning; "" for the parser's."""
         return self.config.group(ReasoningConfig).reasoning_end_str
 
     def parser(self, prompt: Sequence[int]) -> MessageParser:
-        """What reads an answer to the prompt. Raises RequestError where nothing can."""
+        """Return a parser for an answer to the prompt. Raises RequestError if there is none."""
         _check_config(self.config)
         tokenizer = self.tokenizer
         tail = tokenizer.decode(list(prompt[-_TAIL:]), skip_special_tokens=False)
@@ -133,10 +131,10 @@ class Reading:
         return message_parser(context, self.config.tool_calls.tool_call_parser, parser.name)
 
     def ending(self, text: str) -> tuple[int, ...]:
-        """The tokens of what ends a thought."""
+        """Return the tokens that end reasoning."""
         known = self._endings.get(text)
         if known is None:
-            ids = self.tokenizer.encode(self.said or text, add_special_tokens=False)
+            ids = self.tokenizer.encode(self.end_text or text, add_special_tokens=False)
             check_ids(_FIELD, ids, self.vocabulary)
             known = self._endings[text] = tuple(ids)
         return known
@@ -144,15 +142,16 @@ class Reading:
 
 @define(eq=False)
 class Row:
-    """How far a row is. `spent`: tokens that were thoughts; `settled`: whether the parser has seen
-    a token since the last forced one, which may open what it cannot tell before.
+    """State of a row.
+    `reasoning_tokens`: generated so far. `settled`: whether the parser has seen a token since the
+    last forced one, which may open reasoning unnoticed.
     """
 
     reading: Reading
     budget: int
     parser: MessageParser
     seen: int = 0
-    spent: int = 0
+    reasoning_tokens: int = 0
     settled: bool = True
     tail: deque[int] = field(factory=lambda: deque(maxlen=_TAIL))
     ahead: list[int] = field(factory=list)
@@ -163,7 +162,7 @@ class Row:
         self._decide()
 
     def forced(self, output: Sequence[int]) -> int | None:
-        """The token that has to come after `output`, or None if any may."""
+        """Return the token that must follow `output`, or None."""
         for token in output[self.seen :]:
             self._take(token)
         self.seen = len(output)
@@ -177,82 +176,82 @@ class Row:
             self.ahead.pop(0)
         else:
             self.settled = True
-            # What opens or closes a thought is no part of it.
-            self.spent += thinks and self.parser.reasoning_end is not None
+            # The strings that open and close reasoning do not count.
+            self.reasoning_tokens += thinks and self.parser.reasoning_end is not None
             self.tail.append(token)
         self._decide()
 
     def _decide(self) -> None:
-        if self.ahead or not self.settled or self.spent < self.budget:
+        if self.ahead or not self.settled or self.reasoning_tokens < self.budget:
             return
         text = self.parser.reasoning_end
         if text is not None:
             ending = self.reading.ending(text)
-            self.ahead = list(ending[_begun(self.tail, ending) :])
+            self.ahead = list(ending[_written(self.tail, ending) :])
             self.tail.clear()
 
 
 def _budget(params: SamplingParams) -> int | None:
-    """Tokens that thoughts may have; -1 is no bound, as None."""
+    """Return the maximum number of reasoning tokens; None or -1 for no limit."""
     return None if params.thinking_token_budget == -1 else params.thinking_token_budget
 
 
-def _begun(tail: Sequence[int], ending: tuple[int, ...]) -> int:
-    """How many tokens of the ending the model has just written by itself."""
+def _written(tail: Sequence[int], ending: tuple[int, ...]) -> int:
+    """Return how many tokens of the ending the model has just generated itself."""
     last = tuple(tail)
     counts = range(min(len(last), len(ending) - 1), 0, -1)
     return next((count for count in counts if last[-count:] == ending[:count]), 0)
 
 
 def _known_parser(config: EngineConfig) -> type[ReasoningParser] | None:
-    """The engine's reasoning parser, if it tells how a thought ends."""
+    """Return the engine's reasoning parser, if it reports how reasoning ends."""
     name = config.structured_outputs.reasoning_parser
     if not name:
         return None
-    found: type[ReasoningParser] = manager.current().load("reasoning_parsers", name)
-    return found if found.tells_end else None
+    parser: type[ReasoningParser] = manager.current().load("reasoning_parsers", name)
+    return parser if parser.tells_end else None
 
 
 def _check_config(config: EngineConfig) -> None:
-    """Raise RequestError for an engine that cannot tell where thoughts begin and end."""
-    given = config.group(ReasoningConfig)
-    if (given.reasoning_start_str and given.reasoning_end_str) or _known_parser(config):
+    """Raise RequestError if the engine cannot detect where reasoning begins and ends."""
+    reasoning = config.group(ReasoningConfig)
+    if (reasoning.reasoning_start_str and reasoning.reasoning_end_str) or _known_parser(config):
         return
     name = config.structured_outputs.reasoning_parser
-    lacks = f"reasoning parser {name} does not tell how a thought ends" if name else (
-        "there is no reasoning parser here (--reasoning-parser)"
+    lacks = f"reasoning parser {name} does not report how reasoning ends" if name else (
+        "no reasoning parser is configured (--reasoning-parser)"
     )  # fmt: skip
-    words = "--reasoning-config would need reasoning_start_str and reasoning_end_str"
-    raise RequestError(f"{_FIELD}: {lacks}; without one, {words}", _FIELD)
+    advice = "set reasoning_start_str and reasoning_end_str in --reasoning-config"
+    raise RequestError(f"{_FIELD}: {lacks}; {advice}", _FIELD)
 
 
 def _check_strings(config: EngineConfig) -> None:
-    """Raise ConfigError for strings that the reasoning parser does not understand."""
-    given, parser = config.group(ReasoningConfig), _known_parser(config)
+    """Raise ConfigError for strings that the reasoning parser does not recognise."""
+    reasoning, parser = config.group(ReasoningConfig), _known_parser(config)
     if parser is None:
         return
-    opening, ending = given.reasoning_start_str, given.reasoning_end_str
+    opening, ending = reasoning.reasoning_start_str, reasoning.reasoning_end_str
     reader = parser(ParseContext(prompt_tail=""))
     reader.feed(f"{opening}a")
     if opening and not reader.reasoning:
         raise _unread("reasoning_start_str", opening, parser)
     for example in parser.examples if ending else ():
-        thought, found, _ = example.text.partition(example.reasoning or "\0")
-        if found:
+        thought, content, _ = example.text.partition(example.reasoning or "\0")
+        if content:
             reader = parser(example.context)
-            reader.feed(f"{thought}{found}{ending}")
+            reader.feed(f"{thought}{content}{ending}")
             reader.feed("b")
             if reader.reasoning_end is not None:
                 raise _unread("reasoning_end_str", ending, parser)
 
 
 def _unread(name: str, text: str, parser: type[ReasoningParser]) -> ConfigError:
-    words = f"{name} {text[:64]!r} is none that reasoning parser {parser.name} reads"
-    return ConfigError("reasoning_config", words)
+    message = f"{name} {text[:64]!r} is not recognised by reasoning parser {parser.name}"
+    return ConfigError("reasoning_config", message)
 
 
 def _tagged(config: EngineConfig) -> type[Thoughts]:
-    """What reads thoughts between the strings of the configuration."""
-    given = config.group(ReasoningConfig)
-    tags = {"opening": (given.reasoning_start_str,), "closing": (given.reasoning_end_str,)}
+    """Return a parser for reasoning between the configured strings."""
+    reasoning = config.group(ReasoningConfig)
+    tags = {"opening": (reasoning.reasoning_start_str,), "closing": (reasoning.reasoning_end_str,)}
     return type("Tagged", (Thoughts,), {"name": "tagged", "api": 1, "anywhere": True, **tags})

@@ -1,13 +1,12 @@
-"""Where tokens of time may stand in a transcript, as Whisper's family was taught to write them.
-
-A request asks for it with `transcript_rules` in its extra arguments: a table of `times` (the token
-of second 0, behind which those of later times follow), `written` (whether any are), `end` (the
-token that ends an answer), `latest` (how many times behind `times` the first one may be), `hidden`
-(tokens that are never written) and `hidden_first` (not as the first one either).
-
-With times, an answer begins with one, times do not go back, and each segment is text between two
-of them. Where all times together are more probable than the best text, a time is written. Source:
-Radford et al., Robust Speech Recognition via Large-Scale Weak Supervision, section 4.5.
+"""Rules for timestamp tokens in transcripts, as Whisper models were trained to write them.
+A request sets them with `transcript_rules` in its extra arguments: a table of `times` (the token of
+second 0; tokens of later times follow it), `written` (whether timestamps are generated), `end` (the
+token that ends an answer), `latest` (how far above `times` the first timestamp may be), `hidden`
+(tokens that are never generated) and `hidden_first` (tokens that may not come first either).
+With timestamps, an answer begins with one, times never decrease, and each segment is text between
+two of them. If all timestamps together are more probable than the best text token, a timestamp is
+generated. Source: Radford et al., Robust Speech Recognition via Large-Scale Weak Supervision,
+section 4.5.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ _MOST = 4096
 
 def _id(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
-        raise ValueError(f"{value!r:.40} is no token id")
+        raise ValueError(f"{value!r:.40} is not a token id")
     return value
 
 
 def _ids(value: object) -> tuple[int, ...]:
     if not isinstance(value, list | tuple) or len(value) > _MOST:
-        raise ValueError(f"at most {_MOST} token ids are expected")
+        raise ValueError(f"at most {_MOST} token ids are allowed")
     return tuple(_id(one) for one in value)
 
 
 def _truth(value: object) -> bool:
     if not isinstance(value, bool):
-        raise ValueError(f"{value!r:.40} is neither true nor false")
+        raise ValueError(f"{value!r:.40} is not a boolean")
     return value
 
 
@@ -53,7 +52,7 @@ def _some_id(value: object) -> int | None:
 
 @frozen(kw_only=True)
 class _Rules:
-    """What a row asked for."""
+    """A row's rules."""
 
     end: int = field(converter=_id)
     times: int = field(converter=_id)
@@ -64,14 +63,14 @@ class _Rules:
 
     @classmethod
     def of(cls, params: SamplingParams) -> _Rules | None:
-        """Raises RequestError for a table that is none."""
-        given = (params.extra_args or {}).get(_FIELD)
-        if given is None:
+        """Structure the request's table. Raises RequestError if it is invalid."""
+        table = (params.extra_args or {}).get(_FIELD)
+        if table is None:
             return None
         try:
-            if not isinstance(given, Mapping):
-                raise TypeError("a table is expected")
-            return cls(**given)
+            if not isinstance(table, Mapping):
+                raise TypeError("must be a table")
+            return cls(**table)
         except (TypeError, ValueError) as error:
             raise RequestError(f"{_FIELD}: {error}", _FIELD) from error
 
@@ -84,7 +83,7 @@ class _Row:
 
 
 class TranscriptRules(LogitsProcessor):
-    """Keeps rows to the rules that they asked for."""
+    """Applies the rules to the rows that requested them."""
 
     api = 1
     fields = ("extra_args",)
@@ -99,14 +98,14 @@ class TranscriptRules(LogitsProcessor):
         _Rules.of(params)
 
     def admit(self, view: RowView) -> bool:
-        asked = _Rules.of(view.params)
-        if asked is None:
+        rules = _Rules.of(view.params)
+        if rules is None:
             return False
-        named = (asked.end, asked.times, *asked.hidden, *asked.hidden_first)
-        if max(named) >= self.vocabulary:
-            raise RequestError(f"{_FIELD}: {max(named)} is no token of this model", _FIELD)
-        hidden, first = self._tensor(asked.hidden), self._tensor(asked.hidden_first)
-        self._rows[view.row] = _Row(asked, hidden, first)
+        ids = (rules.end, rules.times, *rules.hidden, *rules.hidden_first)
+        if max(ids) >= self.vocabulary:
+            raise RequestError(f"{_FIELD}: {max(ids)} is not a token of this model", _FIELD)
+        hidden, first = self._tensor(rules.hidden), self._tensor(rules.hidden_first)
+        self._rows[view.row] = _Row(rules, hidden, first)
         return True
 
     def release(self, row: int) -> None:
@@ -125,7 +124,7 @@ class TranscriptRules(LogitsProcessor):
         return logits
 
     def _tensor(self, ids: tuple[int, ...]) -> torch.Tensor:
-        """The ids on the device; those of a model are the same for all of its rows."""
+        """Return the ids on the device, cached: a model's are the same for all of its rows."""
         import torch
 
         if len(self._tensors) > 16:
@@ -136,7 +135,7 @@ class TranscriptRules(LogitsProcessor):
 
 
 def _keep_times(logits: torch.Tensor, output: Sequence[int], rules: _Rules) -> None:
-    """Take away, in place, what may not come after `output`."""
+    """Mask, in place, the tokens that may not follow `output`."""
     import torch
 
     never, times = float("-inf"), rules.times
@@ -154,7 +153,7 @@ def _keep_times(logits: torch.Tensor, output: Sequence[int], rules: _Rules) -> N
             logits[rules.end] = end
     last = next((token for token in reversed(output) if token >= times), None)
     if last is not None:
-        # The end of a segment may be where the next one begins, but not where its own text began.
+        # A segment may begin where the previous one ended, but not end where it began.
         opens = output[-1] >= times and len(output) > 1 and output[-2] < times
         logits[times : last + (0 if opens else 1)] = never
     scores = torch.log_softmax(logits, dim=-1)

@@ -48,7 +48,7 @@ class TransformersForCausalLM(Module, Model):
 
     def __new__(cls, config: TransformersConfig, build: Builder) -> Any:
         """One name serves all kinds: what does not generate, and what sees, is another class."""
-        from modulm_transformers.media import seeing
+        from modulm_transformers.image_model import seeing
 
         if not config.generates:
             return TransformersForPooling(config, build)

@@ -120,13 +120,13 @@ class TransformersForPooling(Module, Model):
         found = None
         for rows in segments(batch):
             shape = (rows.rows, rows.length)
-            inputs = {"input_ids": batch.tokens[rows.places].view(shape)}
+            inputs = {"input_ids": batch.tokens[rows.indices].view(shape)}
             if self.typed and types is not None:
-                inputs["token_type_ids"] = types[rows.places].view(shape)
+                inputs["token_type_ids"] = types[rows.indices].view(shape)
             states: Tensor = self.base(**inputs)[0]
             if found is None:
                 found = states.new_empty(len(batch.tokens), states.shape[-1])
-            found[rows.places] = states.flatten(0, 1)
+            found[rows.indices] = states.flatten(0, 1)
         if found is None:
             raise UnsupportedError("a step without tokens")
         return found

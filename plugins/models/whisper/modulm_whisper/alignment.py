@@ -18,12 +18,12 @@ from modulm.contracts.pooler import Head, Layer, Pooler, PoolingInputs, RowPoole
 from modulm.errors import RequestError, UnsupportedError
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.checkpoint import Checkpoint
+    from modulm.contracts.config import EngineConfig
     from modulm.contracts.engine_info import EngineInfo
     from modulm.contracts.model import Model
     from modulm.contracts.pooling import PoolingRecipe
-    from modulm.loading.checkpoint import Checkpoint
-    from modulm.text.tokenizer import Tokenizer
+    from modulm.contracts.tokenizer import Tokenizer
 
 __all__ = ["AlignmentPooler"]
 

@@ -24,7 +24,7 @@ from modulm_chat import ChatTemplate
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from modulm.text.tokenizer import Tokenizer
+    from modulm.contracts.tokenizer import Tokenizer
 
 __all__ = [
     "R1",

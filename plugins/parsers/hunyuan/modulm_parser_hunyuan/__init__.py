@@ -24,7 +24,7 @@ from modulm_parsing import (
 from modulm_parsing.examples import thought, weather
 
 if TYPE_CHECKING:
-    from modulm.text.tokenizer import Tokenizer
+    from modulm.contracts.tokenizer import Tokenizer
 
 __all__ = [
     "HunyuanA13bReasoningParser",

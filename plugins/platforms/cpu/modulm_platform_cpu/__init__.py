@@ -1,1 +1,1 @@
-"""Processors as a platform for modulm."""
+"""CPUs as a platform for modulm."""

@@ -1,4 +1,4 @@
-"""The hook: processors are taken where nothing faster can be, and it is said why it cannot."""
+"""Hook: choose the CPU if no other platform fits, and report why."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["modulm_choose_platform"]
 
 @hookimpl(trylast=True)
 def modulm_choose_platform(probes: Mapping[str, Probe]) -> Choice | None:
-    """The CPU, if no other platform that is installed fits this machine."""
+    """Choose the CPU if no other installed platform fits this machine."""
     others = {name: probe for name, probe in probes.items() if name != "cpu"}
     if "cpu" not in probes or any(probe.score > 0 for probe in others.values()):
         return None
     reasons = "; ".join(f"{name}: {probe.reason}" for name, probe in others.items())
-    return Choice("cpu", f"nothing faster is here: {reasons or 'no other platform is installed'}")
+    return Choice("cpu", f"no faster platform: {reasons or 'no other platform is installed'}")

@@ -1,4 +1,4 @@
-"""Memory of the machine or of the control group this process is in, whichever is less."""
+"""Memory of the machine or of this process's control group, whichever is less."""
 
 from __future__ import annotations
 
@@ -16,36 +16,34 @@ __all__ = ["give_back", "keep_freed_memory", "lazy_zeros", "read_memory"]
 #: glibc's mallopt: parameters of malloc.h, and a size above any activation.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 1 << 30
-#: The most that old releases take as the size from which blocks are mapped.
+#: Largest mmap threshold that old releases of glibc accept.
 _OLD_MOST = 32 << 20
 
 
 def keep_freed_memory() -> bool:
-    """Lets malloc reuse the pages of large tensors instead of giving them back on every free.
-
-    By default glibc takes blocks above 32 MiB from the system and returns what lies free at the
-    heap's end, so each large output faults in its pages anew: measured, a third of the time of a
-    linear layer with a 16 MB output. The price is that a process keeps its largest use until
-    `give_back`. Returns whether it was set: False where the C library is another than glibc.
+    """Let malloc reuse the pages of large tensors instead of returning them on every free.
+    By default, glibc maps blocks above 32 MiB and trims free memory at the end of the heap, so each
+    large output faults its pages in again: a third of the time of a linear layer with a 16 MB
+    output, measured. The cost is that the process keeps its peak memory until `give_back`.
+    Returns whether it was set; False if the C library is not glibc.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    kept: int = mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
-    mapped: int = mallopt(_MMAP_THRESHOLD, _KEPT_BYTES) or mallopt(_MMAP_THRESHOLD, _OLD_MOST)
-    return bool(kept and mapped)
+    trim: int = mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
+    mmap: int = mallopt(_MMAP_THRESHOLD, _KEPT_BYTES) or mallopt(_MMAP_THRESHOLD, _OLD_MOST)
+    return bool(trim and mmap)
 
 
 def give_back() -> None:
-    """Free pages that malloc has kept go back to the system."""
+    """Return free pages that malloc holds to the system."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def lazy_zeros(size: int) -> torch.Tensor:
-    """[size] zeroed bytes whose pages the system gives when they are first touched.
-
-    Not from malloc, which may hand out memory that was in use and has to be cleared.
+    """Return [size] zeroed bytes whose pages the system provides when they are first touched.
+    They do not come from malloc, which could return used memory that has to be cleared.
     """
     area = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -54,7 +52,7 @@ def lazy_zeros(size: int) -> torch.Tensor:
 
 
 def read_memory(root: Path = Path("/")) -> Memory:
-    """Total and free bytes; `root` is where proc and sys are found (tests put their own there)."""
+    """Read total and available bytes. root: the folder with proc and sys, replaced in tests."""
     total, free = _meminfo(root / "proc/meminfo")
     for limit, used in _limits(root):
         total = min(total, limit)
@@ -71,8 +69,8 @@ def _meminfo(file: Path) -> tuple[int, int]:
 
 
 def _limits(root: Path) -> list[tuple[int, int]]:
-    """(limit, used) of the control groups above this process, versions 2 and 1."""
-    found: list[tuple[int, int]] = []
+    """Return (limit, used) of the control groups above this process, versions 2 and 1."""
+    limits: list[tuple[int, int]] = []
     base = root / "sys/fs/cgroup"
     for limit, usage, reclaimable in (
         ("memory.max", "memory.current", "inactive_file"),
@@ -83,23 +81,23 @@ def _limits(root: Path) -> list[tuple[int, int]]:
             used = _number(folder / usage)
             if bound is not None and used is not None:
                 cached = _stat((folder / limit).parent / "memory.stat", reclaimable)
-                found.append((bound, used - cached))
-    return found
+                limits.append((bound, used - cached))
+    return limits
 
 
 def _folders(root: Path, base: Path) -> list[Path]:
-    """The process's own control group (version 2) and those above it, up to the root."""
-    own = root / "proc/self/cgroup"
+    """Return the process's control group (version 2) and its parents up to the root."""
+    membership = root / "proc/self/cgroup"
     path = ""
-    if own.exists():
-        lines = [line for line in own.read_text().splitlines() if line.startswith("0::")]
+    if membership.exists():
+        lines = [line for line in membership.read_text().splitlines() if line.startswith("0::")]
         path = lines[0].removeprefix("0::").strip("/") if lines else ""
     parts = [part for part in path.split("/") if part not in ("", "..")]
     return [base.joinpath(*parts[:n]) for n in range(len(parts), -1, -1)]
 
 
 def _number(file: Path) -> int | None:
-    """The number in a file; None for "max", for nonsense and for no file."""
+    """Read the number in a file; None for "max", invalid text or a missing file."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):
@@ -107,7 +105,7 @@ def _number(file: Path) -> int | None:
 
 
 def _stat(file: Path, key: str) -> int:
-    """Cached file pages that the kernel can drop count as free."""
+    """Read a counter; cached file pages that the kernel can drop count as free."""
     try:
         pairs = dict(line.split() for line in file.read_text().splitlines())
         return int(pairs.get(key, 0))

@@ -1,4 +1,4 @@
-"""Memory nodes (NUMA): which cores are near which memory, and staying there."""
+"""NUMA nodes: find the cores near each node's memory, and bind to them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BIND = 2
 
 
 def read_nodes(folder: Path = _NODES) -> Mapping[int, frozenset[int]]:
-    """Cores of each node; empty where the system does not say."""
+    """Return the cores of each node; empty if the system does not report them."""
     return {
         int(node.name.removeprefix("node")): _cores((node / "cpulist").read_text())
         for node in folder.glob("node[0-9]*")
@@ -30,15 +30,16 @@ def read_nodes(folder: Path = _NODES) -> Mapping[int, frozenset[int]]:
 def settle(
     binding: Binding, nodes: Mapping[int, frozenset[int]], allowed: frozenset[int]
 ) -> Binding:
-    """The binding with nothing left open: cores that this process may use, and their nodes.
-
-    Raises ConfigError for cores or nodes that are not there.
+    """Return the complete binding: cores that this process may use, and their nodes.
+    Raises ConfigError for cores or nodes that do not exist.
     """
     if lacking := set(binding.nodes) - set(nodes):
         known = ", ".join(map(str, sorted(nodes))) or "none"
-        raise ConfigError("numa_bind_nodes", f"there is no node {min(lacking)}, only {known}")
+        raise ConfigError(
+            "numa_bind_nodes", f"node {min(lacking)} does not exist; available nodes: {known}"
+        )
     if lacking := set(binding.cpus) - allowed:
-        problem = f"core {min(lacking)} is not among those that this process may use"
+        problem = f"core {min(lacking)} is not available to this process"
         raise ConfigError("numa_bind_cpus", problem)
     chosen = binding.nodes
     if not chosen and not binding.cpus and nodes:
@@ -46,33 +47,35 @@ def settle(
     near = frozenset().union(*(nodes[node] for node in chosen)) if chosen else allowed
     cpus = frozenset(binding.cpus) or near & allowed
     if not cpus:
-        raise ConfigError("numa_bind_nodes", "this process may use none of the node's cores")
+        raise ConfigError("numa_bind_nodes", "no core of the node is available to this process")
     chosen = chosen or tuple(sorted(node for node in nodes if nodes[node] & cpus))
     return Binding(cpus=tuple(sorted(cpus)), nodes=chosen)
 
 
 def bind(binding: Binding) -> None:
-    """Keep this thread, threads that it starts, and their new memory to a settled binding."""
+    """Bind this thread, its future threads and their new memory. binding: complete, from
+    `settle`.
+    """
     os.sched_setaffinity(0, binding.cpus)
     if not binding.nodes:
         return
     call = _CALLS.get(host.machine())
     if call is None:
-        raise UnsupportedError(f"numa_bind: memory is not bound on {host.machine()}: not yet")
+        raise UnsupportedError(f"numa_bind: not supported yet on {host.machine()}")
     bits = max(binding.nodes) + 1
-    words = (ctypes.c_ulong * (bits // 64 + 1))()
+    mask = (ctypes.c_ulong * (bits // 64 + 1))()
     for node in binding.nodes:
-        words[node // 64] |= 1 << node % 64
+        mask[node // 64] |= 1 << node % 64
     library = ctypes.CDLL(None, use_errno=True)
-    if library.syscall(call, _BIND, words, ctypes.c_ulong(len(words) * 64 + 1)):
+    if library.syscall(call, _BIND, mask, ctypes.c_ulong(len(mask) * 64 + 1)):
         reason = os.strerror(ctypes.get_errno())
-        raise UnsupportedError(f"numa_bind: the system does not bind memory here: {reason}")
+        raise UnsupportedError(f"numa_bind: the system refused to bind memory: {reason}")
 
 
 def _cores(text: str) -> frozenset[int]:
-    """ "0-3,8" as numbers; nodes without cores have an empty list."""
-    found: set[int] = set()
+    """Parse "0-3,8" to core numbers; nodes without cores have an empty list."""
+    cores: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return frozenset(found)
+        cores.update(range(int(first), int(last or first) + 1))
+    return frozenset(cores)

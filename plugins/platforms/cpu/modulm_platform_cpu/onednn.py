@@ -1,4 +1,4 @@
-"""Linear layers through oneDNN with weights packed once, which plain `F.linear` does per call."""
+"""Linear layers through oneDNN with weights packed once; plain `F.linear` packs in each call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["OneDNN"]
 
 
 class OneDNN(KernelProvider):
-    """torch's own oneDNN operations on packed weights, for bf16."""
+    """torch's oneDNN operations on packed weights, for bf16."""
 
     name = "onednn"
     api = 1
@@ -23,12 +23,14 @@ class OneDNN(KernelProvider):
     @classmethod
     def probe(cls, platform: Platform) -> Probe:
         if platform.device.type != "cpu":
-            return Probe(0, "oneDNN computes on processors")
+            return Probe(0, "oneDNN runs on CPUs only")
         if not torch.backends.mkldnn.is_available() or not hasattr(
             torch.ops.mkldnn, "_reorder_linear_weight"
         ):
             return Probe(0, "this torch was built without oneDNN")
-        return Probe(1, "torch has oneDNN")
+        if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return Probe(0, "oneDNN computes no bfloat16 on this processor")
+        return Probe(1, "torch was built with oneDNN")
 
     def ops(self) -> Mapping[str, Op]:
         return {
@@ -39,23 +41,23 @@ class OneDNN(KernelProvider):
 
     def rejects(self, op: str, **facts: Any) -> str | None:
         if facts.get("dtype") != "bfloat16":
-            return "packing pays for bfloat16 only"
+            return "packing is faster for bfloat16 only"
         return None
 
 
 def pack_linear(weight: Tensor) -> Tensor:
-    """weight: [N, K] -> an opaque tensor in the layout that oneDNN prefers here."""
+    """Pack weight [N, K] to an opaque tensor in the layout that oneDNN prefers on this CPU."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
     return packed
 
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x: [T, K] -> [T, N]."""
+    """Multiply x [T, K] by a packed weight -> [T, N]."""
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return out
 
 
 def unpack_linear(packed: Tensor) -> Tensor:
-    """The weight [N, K] as it was."""
+    """Return the weight [N, K] in its original layout."""
     weight: Tensor = packed.to_dense()
     return weight

@@ -1,4 +1,4 @@
-"""Processors: always there, so the score is the lowest that counts."""
+"""The CPU platform: always available, with the lowest score."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from modulm_platform_cpu.nodes import bind, read_nodes, settle
 
 __all__ = ["CpuPlatform"]
 
-#: Names under /proc/cpuinfo's "flags" (x86) and "Features" (Arm) of bf16 and fp16 arithmetic.
+#: Flags in /proc/cpuinfo ("flags" on x86, "Features" on Arm) of bf16 and fp16 arithmetic.
 _BF16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _FP16 = frozenset({"avx512_fp16", "amx_fp16", "asimdhp"})
 _SHOWN = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2", "bf16", "i8mm", "sve")
 
 
 class CpuPlatform(Platform):
-    """The processors that this process may use."""
+    """The CPU cores that this process may use."""
 
     name = "cpu"
     api = 1
@@ -47,7 +47,7 @@ class CpuPlatform(Platform):
             "compile_mode",
             "compile_backend",
         ),
-        "graphs are for GPUs; kernels repeat recorded steps without them, see --enforce-eager",
+        "CUDA graphs need a GPU; CPU kernels replay recorded steps instead, see --enforce-eager",
     )
     collectives = ("cpu", "gloo")
 
@@ -55,19 +55,19 @@ class CpuPlatform(Platform):
 
     @classmethod
     def probe(cls) -> Probe:
-        return Probe(1, "every machine has processors")
+        return Probe(1, "every machine has a CPU")
 
     @property
     def device(self) -> torch.device:
         return torch.device("cpu")
 
     def memory(self) -> Memory:
-        found, ranks = read_memory(), self._ranks
-        return Memory(total=found.total // ranks, free=found.free // ranks)
+        machine, ranks = read_memory(), self._ranks
+        return Memory(total=machine.total // ranks, free=machine.free // ranks)
 
     @cached_property
     def features(self) -> frozenset[str]:
-        """Instruction sets, as Linux names them; empty where it does not say."""
+        """Instruction sets by Linux's names; empty if it does not report them."""
         for line in self._cpuinfo:
             key, _, value = line.partition(":")
             if key.strip() in ("flags", "Features"):
@@ -80,13 +80,13 @@ class CpuPlatform(Platform):
         return (*names, "float16")
 
     def choose_dtype(self, stored: str) -> str:
-        """fp16 without fp16 arithmetic is slow in torch: bf16 where there is that, else fp32."""
+        """fp16 is slow in torch without fp16 instructions: use bf16 if supported, else fp32."""
         if stored == "float16" and not self.features & _FP16:
             return self.dtypes[0]
         return super().choose_dtype(stored)
 
     def take_share(self, rank: int, ranks: int) -> None:
-        """An equal number of the processors for each, and of the memory."""
+        """Take an equal share of the cores and of the memory for each rank."""
         cpus = sorted(os.sched_getaffinity(0))
         each = len(cpus) // ranks
         if each:
@@ -101,8 +101,8 @@ class CpuPlatform(Platform):
         keep_freed_memory()
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Pages that the system gives when they are first touched: a start does not wait for all
-        of a cache, and what nobody uses is never taken.
+        """Allocate pages that the system provides when they are first touched, so that startup does
+        not wait for the whole cache and unused memory is never taken.
         """
         size = math.prod(shape) * dtype.itemsize
         return lazy_zeros(size).view(dtype).view(tuple(shape))

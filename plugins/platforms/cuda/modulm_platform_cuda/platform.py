@@ -7,13 +7,13 @@ from modulm_gpu.runtime import Runtime
 
 __all__ = ["CudaPlatform"]
 
-#: Compute capabilities from which the chip multiplies these.
+#: Lowest compute capabilities with hardware support for these dtypes.
 _BF16_SINCE = (8, 0)
 _FP8_SINCE = (8, 9)
 
 
 class CudaPlatform(GpuPlatform):
-    """The GPU that torch calls the current one in this process."""
+    """The GPU that is torch's current CUDA device in this process."""
 
     name = "cuda"
     api = 1
@@ -23,11 +23,11 @@ class CudaPlatform(GpuPlatform):
 
     @classmethod
     def misses(cls) -> str | None:
-        return "this torch is built for AMD's GPUs" if cls.runtime.hip else None
+        return "this torch is built for AMD GPUs" if cls.runtime.hip else None
 
     @property
     def capability(self) -> tuple[int, int]:
-        """The chip's generation, (9, 0) for a Hopper."""
+        """The compute capability, (9, 0) for Hopper."""
         properties = self.runtime.properties()
         return int(properties.major), int(properties.minor)
 

@@ -1,1 +1,1 @@
-"""AMD's GPUs as a platform for modulm."""
+"""AMD GPUs as a platform for modulm."""

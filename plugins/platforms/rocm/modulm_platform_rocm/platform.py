@@ -1,6 +1,6 @@
-"""AMD's GPUs, which torch drives by the names of CUDA where it is built for HIP.
-
-Not run on hardware: written to what torch and AMD document, tested against a fake driver.
+"""AMD GPUs, which a HIP build of torch exposes through `torch.cuda`.
+Not run on hardware: written against the documentation of torch and AMD, and tested with a fake
+driver.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from modulm_gpu.runtime import Runtime
 
 __all__ = ["RocmPlatform"]
 
-#: Families of chips by the start of their name, as LLVM calls them, and their floats of 8 bits:
-#: MI300 multiplies those whose only zero is +0 (fnuz, one exponent lower); MI350 and the RDNA 4
-#: generation those of the Open Compute Project.
+#: Prefixes of LLVM's chip names and the 8-bit float format that the chips multiply: MI300 the fnuz
+#: formats (no negative zero, exponent bias one higher); MI350 and RDNA 4 the formats of the Open
+#: Compute Project.
 _FP8 = (
     ("gfx950", "float8_e4m3fn"),
     ("gfx94", "float8_e4m3fnuz"),
     ("gfx12", "float8_e4m3fn"),
 )
-#: Compute chips (GCN, CDNA) run 64 threads in step, those for graphics (RDNA) 32.
+#: Wave size: compute chips (GCN, CDNA) run 64 threads in lockstep, graphics chips (RDNA) 32.
 _WIDE = "gfx9"
-#: Chips before these multiply no bf16.
+#: Prefixes of older chips without bf16 arithmetic.
 _NO_BF16 = ("gfx900", "gfx906", "gfx101", "gfx103")
 
 
 class RocmPlatform(GpuPlatform):
-    """The GPU that torch calls the current one in this process."""
+    """The GPU that is torch's current device in this process."""
 
     name = "rocm"
     api = 1
@@ -35,16 +35,16 @@ class RocmPlatform(GpuPlatform):
 
     @classmethod
     def misses(cls) -> str | None:
-        return None if cls.runtime.hip else "this torch is not built for AMD's GPUs"
+        return None if cls.runtime.hip else "this torch is not built for AMD GPUs"
 
     @property
     def chip(self) -> str:
-        """What LLVM calls it, "gfx942", without the features behind it."""
+        """LLVM's name of the chip, such as "gfx942", without feature suffixes."""
         return str(self.runtime.properties().gcnArchName).partition(":")[0]
 
     @property
     def wave(self) -> int:
-        """Threads that run in step."""
+        """The number of threads that run in lockstep."""
         return 64 if self.chip.startswith(_WIDE) else 32
 
     @property

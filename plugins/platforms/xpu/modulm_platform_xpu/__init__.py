@@ -1,1 +1,1 @@
-"""Intel's GPUs as a platform for modulm."""
+"""Intel GPUs as a platform for modulm."""

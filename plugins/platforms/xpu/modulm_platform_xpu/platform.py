@@ -1,6 +1,5 @@
-"""Intel's GPUs, through `torch.xpu` and the same Triton kernels.
-
-Not run on hardware: written to what torch documents, tested against a fake driver.
+"""Intel GPUs, through `torch.xpu` and the same Triton kernels.
+Not run on hardware: written against torch's documentation and tested with a fake driver.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ __all__ = ["XpuPlatform"]
 
 
 class XpuPlatform(GpuPlatform):
-    """The GPU that torch calls the current one in this process."""
+    """The GPU that is torch's current XPU device in this process."""
 
     name = "xpu"
     api = 1
@@ -22,13 +21,15 @@ class XpuPlatform(GpuPlatform):
     vendor = "Intel"
 
     def memory(self) -> Memory:
-        """Some drivers do not tell what is free: then it is what torch does not hold."""
+        """Total and free bytes. If the driver does not report free memory, count what torch has not
+        allocated.
+        """
         try:
             return super().memory()
         except RuntimeError:
             total = int(self.runtime.properties().total_memory)
-            held = int(self.runtime.module.memory_allocated(self.device))
-            return Memory(total=total, free=total - held)
+            allocated = int(self.runtime.module.memory_allocated(self.device))
+            return Memory(total=total, free=total - allocated)
 
     @property
     def dtypes(self) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
-"""Pooling as sentence-transformers and vLLM have it: embeddings, classes, rewards, scores of pairs.
-
-What needs torch is imported when a worker asks for it: front ends may have none.
+"""Pooling as in sentence-transformers and vLLM: embeddings, classification, rewards, scores of
+pairs.
+Modules that need torch are imported when a worker uses them: front ends may run without torch.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ from typing import TYPE_CHECKING, Any
 from modulm.contracts.pooler import Head, Layer, Pooler, PoolingInputs, RowPooler
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.checkpoint import Checkpoint
+    from modulm.contracts.config import EngineConfig
     from modulm.contracts.engine_info import EngineInfo
     from modulm.contracts.model import Model
     from modulm.contracts.pooling import PoolingRecipe
-    from modulm.loading.checkpoint import Checkpoint
-    from modulm.text.tokenizer import Tokenizer
+    from modulm.contracts.tokenizer import Tokenizer
 
 __all__ = ["StandardPooler"]
 
 
 class StandardPooler(Pooler):
-    """Decoders are converted; one pooling type or several; pairs by the model or by similarity."""
+    """Converts decoders to pooling models, pools with one or several types, and scores pairs with
+    the model or by similarity.
+    """
 
     name = "standard"
     api = 1
@@ -50,18 +52,18 @@ class StandardPooler(Pooler):
         return convert(driver, purpose, table, settings)
 
     def tasks(
-        self, checkpoint: Checkpoint, model: Model, given: Mapping[str, Any]
+        self, checkpoint: Checkpoint, model: Model, settings: Mapping[str, Any]
     ) -> tuple[str, ...]:
         from modulm_pooler_standard.tasks import pooling_tasks
 
-        return pooling_tasks(checkpoint, model, given)
+        return pooling_tasks(checkpoint, model, settings)
 
     def settings(
-        self, checkpoint: Checkpoint, model: Model, given: Mapping[str, Any]
+        self, checkpoint: Checkpoint, model: Model, settings: Mapping[str, Any]
     ) -> dict[str, Any]:
         from modulm_pooler_standard.tasks import pooling_table
 
-        return pooling_table(checkpoint, model, given)
+        return pooling_table(checkpoint, model, settings)
 
     def rows(self, settings: Mapping[str, Any], head: Head, layers: Sequence[Layer]) -> RowPooler:
         from modulm_pooler_standard.rows import PoolerConfig, StandardRows

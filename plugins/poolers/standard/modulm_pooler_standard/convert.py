@@ -1,4 +1,4 @@
-"""Decoders as pooling models: the LM head is replaced by a score layer, or dropped."""
+"""Convert decoders to pooling models: replace the LM head by a score layer, or drop it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 from torch.nn import Identity, Module, ModuleList
 
 from modulm.contracts.model import Model
+from modulm.contracts.weight_names import WeightNames
 from modulm.errors import UnsupportedError
-from modulm.nn.names import WeightNames
 from modulm_layers.decoder import DecoderForCausalLM
 
 __all__ = ["as_classifier", "as_embedder", "as_is", "as_reward"]
 
 
 def as_is(driver: type[Any], tasks: tuple[str, ...]) -> type[Model]:
-    """`driver` with its head, whose logits of some tokens are what is asked for."""
+    """Return `driver` with its head, whose logits of some tokens are the result."""
     return type(driver.__name__, (driver,), {"tasks": tasks})
 
 
 def as_embedder(driver: type[Any]) -> type[Model]:
-    """`driver` without its head. Its checkpoint may hold the bare decoder (`...Model`)."""
+    """Return `driver` without its head. Its checkpoint may hold the bare decoder (`...Model`)."""
     tasks = ("embed", "token_embed")
     if not issubclass(driver, DecoderForCausalLM):
         return as_is(driver, tasks)
@@ -34,13 +34,13 @@ def as_embedder(driver: type[Any]) -> type[Model]:
     def weights(cls: Any, config: Any) -> WeightNames:
         return _without_head(driver, config, "lm_head", "score")
 
-    own = {"tasks": tasks, "make_head": make_head, "weights": classmethod(weights)}
-    return type(driver.__name__, (driver,), own)
+    members = {"tasks": tasks, "make_head": make_head, "weights": classmethod(weights)}
+    return type(driver.__name__, (driver,), members)
 
 
 def as_classifier(driver: type[Any], classes: int) -> type[Model]:
-    """`driver` with the linear layer `score` in place of its head, as transformers stores it.
-
+    """Return `driver` with the linear layer `score` in place of its head, as transformers stores
+    it.
     Raises UnsupportedError for models that are not built as `DecoderForCausalLM`.
     """
 
@@ -52,10 +52,10 @@ def as_classifier(driver: type[Any], classes: int) -> type[Model]:
 
 
 def as_reward(driver: type[Any], rewards: int, *, deep: bool) -> type[Model]:
-    """`driver` that rates each token with `rewards` numbers.
-
-    deep: the layers `score.0` and `score.2` with a ReLU between, as some reward models have them;
-    otherwise the layer `score` of a classifier. Raises UnsupportedError as above.
+    """Return `driver` with a head that rates each token with `rewards` numbers.
+    deep: the head has two layers `score.0` and `score.2` with a ReLU between them, as in some
+    reward models; otherwise it is the layer `score` of a classifier. Raises UnsupportedError as in
+    `as_classifier`.
     """
 
     def make_head(self: Any, config: Any, b: Any) -> Module:
@@ -68,7 +68,7 @@ def as_reward(driver: type[Any], rewards: int, *, deep: bool) -> type[Model]:
 
 
 class _Rating(Module):
-    """linear, ReLU, linear."""
+    """A head of two linear layers with a ReLU between them."""
 
     def __init__(self, b: Any, hidden: int, rewards: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class _Rating(Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [n, hidden] -> [n, rewards]."""
+        """Rate hidden states: x [n, hidden] -> [n, rewards]."""
         first, second = self.layers
         rewards: Tensor = second(first(x).relu())
         return rewards
@@ -86,17 +86,17 @@ class _Rating(Module):
 
 def _scored(driver: type[Any], tasks: tuple[str, ...], make_head: Any) -> type[Model]:
     if not issubclass(driver, DecoderForCausalLM):
-        raise UnsupportedError(f"{driver.__name__} as a model for {tasks[0]}: not yet")
+        raise UnsupportedError(f"{driver.__name__} is not supported yet as a model for {tasks[0]}")
 
     def weights(cls: Any, config: Any) -> WeightNames:
         return _without_head(driver, config, "lm_head")
 
-    own = {"tasks": tasks, "make_head": make_head, "weights": classmethod(weights)}
-    return type(driver.__name__, (driver,), own)
+    members = {"tasks": tasks, "make_head": make_head, "weights": classmethod(weights)}
+    return type(driver.__name__, (driver,), members)
 
 
 def _without_head(driver: type[DecoderForCausalLM], config: Any, *heads: str) -> WeightNames:
-    """The driver's names, where the decoder may stand at the top and the heads are left out."""
+    """Return the driver's weight names without the heads, also accepting a bare decoder's names."""
     names = driver.weights(config)
     bare = rf"^(?!{re.escape(driver.root)}\.|lm_head\.|score\.)"
     return evolve(

@@ -1,4 +1,4 @@
-"""Texts and pairs of texts for pooling: what is pooled of them, and the scores that come of it."""
+"""Turn texts and pairs of texts into pooling prompts, and their outputs into scores."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from modulm_chat.conversation import encode_chat
 if TYPE_CHECKING:
     from modulm.contracts.engine_info import EngineInfo
     from modulm.contracts.requests import PromptLike
-    from modulm.text.tokenizer import Tokenizer
+    from modulm.contracts.tokenizer import Tokenizer
 
 __all__ = ["StandardInputs"]
 
-#: What a checkpoint's prompts call the texts of a pair, best first.
+#: Names of a checkpoint's prompts for the two texts of a pair, in order of preference.
 _FIRST, _SECOND = ("query",), ("document", "passage", "corpus")
 _Outputs = Sequence[PoolingRequestOutput]
 _Part = tuple[list[int], PoolingParams]
@@ -29,32 +29,34 @@ _Side = str | PairContent
 
 
 class StandardInputs(PoolingInputs):
-    """How one engine's texts become prompts. template: of pairs, before the checkpoint's own."""
+    """Prompts for one engine. template: for pairs, takes precedence over the checkpoint's."""
 
     def __init__(
         self, info: EngineInfo, tokenizer: Tokenizer | None, template: str | None = None
     ) -> None:
-        given = info.config.model.pooler_config or {}
+        settings = info.config.model.pooler_config or {}
         self._info, self._rules = info, info.texts
         self._tokenizer = tokenizer
         self._template = template or info.texts.template
-        self._chunked = bool(given.get("enable_chunked_processing"))
-        self._longest = given.get("max_embed_len")
+        self._chunked = bool(settings.get("enable_chunked_processing"))
+        self._longest = settings.get("max_embed_len")
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Raises RequestError if there is none."""
+        """The engine's tokenizer. Raises RequestError if it has none."""
         if self._tokenizer is None:
-            raise RequestError("there is no tokenizer: give prompt_token_ids", "prompt")
+            raise RequestError("the server has no tokenizer: use prompt_token_ids", "prompt")
         return self._tokenizer
 
     def limit(self, params: PoolingParams) -> int | None:
-        """At most how many tokens of a text are wanted; None for all (or for what is refused)."""
+        """Return the number of tokens to keep of a text; None for all, or for invalid values."""
         wanted = params.truncate_prompt_tokens
         return self._info.max_model_len if wanted == -1 else wanted or None
 
     def read(self, text: str, params: PoolingParams, add_special_tokens: bool = True) -> _Part:
-        """The ids of a text behind the prompt that the request names, or the default one."""
+        """Return the token ids of a text after the prompt that the request names, or the default
+        one.
+        """
         name = self._rules.default_prompt if params.prompt_name is None else params.prompt_name
         if name and name not in self._rules.prompts:
             known = ", ".join(self._rules.prompts) or "none"
@@ -74,8 +76,8 @@ class StandardInputs(PoolingInputs):
         return self._split(list(ids)[:limit], params)
 
     def _split(self, ids: list[int], params: PoolingParams) -> PoolingJob:
-        """A text of more tokens than the model takes at once becomes several, if that is allowed:
-        the vector is the mean of theirs, weighted by their lengths.
+        """Split a text that exceeds the model's maximum length, if enabled: its vector is the mean
+        of the chunks' vectors, weighted by their lengths.
         """
         most = self._info.max_model_len
         if not self._chunked or params.task != "embed" or len(ids) <= most:
@@ -89,7 +91,7 @@ class StandardInputs(PoolingInputs):
         plain = evolve(params, normalize=False, truncate_prompt_tokens=None)
         chunks = [ids[start : start + most] for start in range(0, len(ids), most)]
         return PoolingJob(
-            [(chunk, plain) for chunk in chunks], lambda found: [self._mean(found, params)]
+            [(chunk, plain) for chunk in chunks], lambda outputs: [self._mean(outputs, params)]
         )
 
     def pairs(
@@ -101,43 +103,43 @@ class StandardInputs(PoolingInputs):
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> PoolingJob:
-        """Scores of pairs: the model's own, else those of two vectors, or of all their tokens'.
-
-        variables: more of them for the template. Raises RequestError.
+        """Score pairs with the model itself, or by similarity of one vector per text, or of all
+        tokens' vectors.
+        variables: additional variables for the template. Raises RequestError.
         """
         tasks, together = self._info.tasks, list(zip(left, right, strict=True))
         if "score" in tasks:
-            own = evolve(params, task="score")
+            pair_params = evolve(params, task="score")
             template = template or self._template
             return PoolingJob(
-                [self._pair(pair, own, template, variables) for pair in together], _scores
+                [self._pair(pair, pair_params, template, variables) for pair in together], _scores
             )
         if not {"embed", "token_embed"} & set(tasks):
-            raise RequestError(f"the model is for {', '.join(tasks)} only, not for pairs", "model")
+            raise RequestError(f"the model supports {', '.join(tasks)} only, not pairs", "model")
         task = "embed" if "embed" in tasks else "token_embed"
         similar = _SIMILARITIES[self._rules.similarity] if task == "embed" else _late
         unit = True if similar is _cosine else None
-        own = evolve(params, task=task, normalize=unit, use_activation=None)
+        pair_params = evolve(params, task=task, normalize=unit, use_activation=None)
         keys: dict[tuple[_Side, str | None], int] = {}
         ends = [
-            (keys.setdefault((a, self._role(_FIRST, own, a)), len(keys)),
-             keys.setdefault((b, self._role(_SECOND, own, b)), len(keys)))
+            (keys.setdefault((a, self._role(_FIRST, pair_params, a)), len(keys)),
+             keys.setdefault((b, self._role(_SECOND, pair_params, b)), len(keys)))
             for a, b in together
         ]  # fmt: skip
-        parts = [self._alone(side, evolve(own, prompt_name=name)) for side, name in keys]
+        parts = [self._alone(side, evolve(pair_params, prompt_name=name)) for side, name in keys]
         return PoolingJob(
-            parts, lambda found: [_score(found[a], found[b], similar) for a, b in ends]
+            parts, lambda outputs: [_score(outputs[a], outputs[b], similar) for a, b in ends]
         )
 
     # How it is done.
 
     def _alone(self, side: _Side, params: PoolingParams) -> tuple[PromptLike, PoolingParams]:
-        """The prompt of one side."""
+        """Return the prompt of one side."""
         return _with_media(*self.read(_text(side), _uncut(params, side)), side)
 
     def _role(self, names: Sequence[str], params: PoolingParams, side: _Side) -> str | None:
-        """The checkpoint's prompt for one side of a pair, if the request names none; they are for
-        texts.
+        """Return the checkpoint's prompt name for one side of a pair, unless the request names one.
+        Only texts have prompts.
         """
         if isinstance(side, PairContent) and params.prompt_name is None:
             return ""
@@ -153,7 +155,7 @@ class StandardInputs(PoolingInputs):
         return self.tokenizer.fit(*lowered, add_special_tokens=special, limit=limit, side=side)
 
     def _length(self, prompt: str, special: bool) -> int:
-        """The tokens of a prompt, and of what stands before it."""
+        """Return the number of tokens of a prompt, including special tokens before it."""
         ids, _ = self._fit([prompt], PoolingParams(), special)
         return len(ids) - (bool(ids) and ids[-1] in self.tokenizer.special_ids)
 
@@ -176,8 +178,8 @@ class StandardInputs(PoolingInputs):
         if isinstance(first, PairContent) or isinstance(second_text, PairContent):
             return _with_media(ids, params, *pair)
         if limit is not None and len(ids) > limit:
-            kept = self.tokenizer.encode(second_text, False)[: limit - len(ids)]
-            ids = self._rendered(first, self.tokenizer.decode(kept), template, variables)
+            ids_kept = self.tokenizer.encode(second_text, False)[: limit - len(ids)]
+            ids = self._rendered(first, self.tokenizer.decode(ids_kept), template, variables)
         return ids, params
 
     def _rendered(
@@ -199,17 +201,17 @@ class StandardInputs(PoolingInputs):
         )
         return ids
 
-    def _mean(self, found: _Outputs, params: PoolingParams) -> PoolingRequestOutput:
-        sizes = [len(output.prompt_token_ids) for output in found]
-        vectors = np.stack([output.outputs.data for output in found])
+    def _mean(self, outputs: _Outputs, params: PoolingParams) -> PoolingRequestOutput:
+        sizes = [len(output.prompt_token_ids) for output in outputs]
+        vectors = np.stack([output.outputs.data for output in outputs])
         mean = np.average(vectors, axis=0, weights=sizes)
         wishes = (params.normalize, params.use_activation)
         default = self._info.description.pooling.get("normalize", True)
         if next((wish for wish in wishes if wish is not None), default):
             mean /= max(float(np.linalg.norm(mean)), 1e-12)
-        ids = [token for output in found for token in output.prompt_token_ids]
+        ids = [token for output in outputs for token in output.prompt_token_ids]
         return PoolingRequestOutput(
-            found[0].request_id, PoolingOutput(mean.astype(np.float32)), ids
+            outputs[0].request_id, PoolingOutput(mean.astype(np.float32)), ids
         )
 
 
@@ -218,7 +220,7 @@ def _text(side: _Side) -> str:
 
 
 def _uncut(params: PoolingParams, *sides: _Side) -> PoolingParams:
-    """The parameters. Raises RequestError where they cut what has media in it."""
+    """Return the parameters. Raises RequestError if they truncate a prompt with media."""
     if params.truncate_prompt_tokens and any(isinstance(side, PairContent) for side in sides):
         raise RequestError("prompts with media cannot be truncated", "truncate_prompt_tokens")
     return params
@@ -227,17 +229,17 @@ def _uncut(params: PoolingParams, *sides: _Side) -> PoolingParams:
 def _with_media(
     ids: list[int], params: PoolingParams, *sides: _Side
 ) -> tuple[PromptLike, PoolingParams]:
-    """The prompt of these ids with the media of its sides."""
+    """Return the prompt of these ids with the media of its sides."""
     media = [one for side in sides if isinstance(side, PairContent) for one in side.media]
     if not media:
         return ids, params
     return {"prompt_token_ids": ids, "multi_modal_data": tuple(media)}, params
 
 
-def _scores(found: _Outputs) -> list[PoolingRequestOutput]:
-    for output in found:
+def _scores(outputs: _Outputs) -> list[PoolingRequestOutput]:
+    for output in outputs:
         output.outputs = ScoringOutput(float(output.outputs.data.ravel()[0]))
-    return list(found)
+    return list(outputs)
 
 
 def _score(
@@ -245,7 +247,7 @@ def _score(
     second: PoolingRequestOutput,
     similar: Callable[[np.ndarray, np.ndarray], Any],
 ) -> PoolingRequestOutput:
-    """The score of two prompts' vectors, as the answer for both."""
+    """Return the similarity of two outputs as one output for both."""
     score = float(similar(first.outputs.data, second.outputs.data))
     tokens = [*first.prompt_token_ids, *second.prompt_token_ids]
     name = f"{first.request_id}-{second.request_id}"
@@ -253,12 +255,14 @@ def _score(
 
 
 def _cosine(first: np.ndarray, second: np.ndarray) -> Any:
-    """Of vectors of length 1."""
+    """Cosine similarity of vectors of length 1."""
     return np.dot(first, second)
 
 
 def _late(first: np.ndarray, second: np.ndarray) -> Any:
-    """MaxSim (arXiv 2004.12832): each first token with its nearest second one. [tokens, vector]."""
+    """MaxSim (arXiv 2004.12832): sum over the first tokens of the similarity to their nearest
+    second token. Both: [tokens, vector].
+    """
     return (first @ second.T).max(axis=-1).sum()
 
 

@@ -1,4 +1,4 @@
-"""Vectors instead of tokens: what pooling requests get from the hidden states of their rows."""
+"""Pool the hidden states of rows into vectors, for pooling requests."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from modulm.errors import ConfigError
 
 __all__ = ["PoolerConfig", "StandardRows"]
 
-#: Tasks whose vectors go through the model's head (its `logits`) and an activation.
+#: Tasks whose vectors pass through the model's head (its `logits`) and an activation.
 _HEADED = frozenset({"classify", "score", "token_classify", "reward"})
 _PER_TOKEN = frozenset({"token_embed", "token_classify", "reward"})
 _MODES = ("CLS", "LAST", "MEAN", "MAX", "MEAN_SQRT_LEN", "WEIGHTED_MEAN", "ALL")
-#: Rows whose logits are held at once: a head may be as wide as the vocabulary.
+#: Rows whose logits are computed at once: a head may be as wide as the vocabulary.
 _SLICE = 64
-#: What vLLM calls, or called, our settings.
+#: vLLM's current and former names for our settings.
 _ALIASES = {"seq_pooling_type": "pooling_type", "logit_bias": "logit_mean"}
-#: Settings of the same table that others read: loading, and the front ends.
+#: Settings of the same table that are used elsewhere: by loading and by front ends.
 _ELSEWHERE = ("enable_chunked_processing", "max_embed_len", "enable_flash_late_interaction")
 
 _ACTIVATIONS: dict[str, Layer] = {
@@ -35,7 +35,7 @@ _ACTIVATIONS: dict[str, Layer] = {
 
 
 def _modes(value: Any) -> tuple[str, ...]:
-    """One mode or several, which are put side by side."""
+    """Parse one pooling type or several, whose vectors are concatenated."""
     parts = value.split("+") if isinstance(value, str) else value
     return tuple(part.upper() for part in parts)
 
@@ -46,21 +46,20 @@ def _ids(value: Sequence[int] | None) -> tuple[int, ...] | None:
 
 @frozen
 class PoolerConfig:
-    """How hidden states become one vector; the table of `--pooler-config`.
-
-    pooling_type: one or several ("CLS+MAX"): "LAST" token, "CLS" (the first), "MEAN" or "MAX" of
-    all, their sum over the root of their number ("MEAN_SQRT_LEN"), their mean weighted by position
-    from 1 ("WEIGHTED_MEAN"); or "ALL" of them. normalize: embeddings get length 1.
-
-    Logits of classes: `returned_token_ids` picks some of them, `contrast` takes the second minus
-    the first; then (logit - logit_mean) / logit_sigma, then, if `use_activation`, the function
-    `activation`: by default softmax, or sigmoid if there is one class or `multi_label` (each class
-    for itself). step_tag_id: of the tasks that rate tokens, only tokens with this id are rated
-    (tok_pooling_type "ALL": all of them). task: what the model is used for, where it has several;
-    the vectors of this task, else of "embed", pass the layers. media: vectors of tokens are those
-    of media alone (others are zero), and stay as they are. pooled_span: the ids of two tokens, from
-    the first to the second of which one vector is pooled where a prompt has them. A request's own
-    parameters come first.
+    """How hidden states become one vector: the table of `--pooler-config`.
+    pooling_type: one type, or several as in "CLS+MAX". "LAST" token, "CLS" (the first token),
+    "MEAN" or "MAX" of all tokens, "MEAN_SQRT_LEN" (sum divided by the root of the length),
+    "WEIGHTED_MEAN" (weighted by position, from 1), or "ALL" tokens. normalize: scale embeddings to
+    length 1.
+    Class logits: `returned_token_ids` selects some of them; `contrast` takes the second minus the
+    first. They become (logit - logit_mean) / logit_sigma and then, if `use_activation`, pass the
+    function `activation`: by default softmax, or sigmoid if there is one class or `multi_label`.
+    step_tag_id: tasks that rate tokens rate only tokens with this id (tok_pooling_type "ALL": all).
+    task: what the model is used for, if it supports several; vectors of this task, else of "embed",
+    pass the additional layers. media: only vectors of media tokens are returned, unmodified; others
+    are zero. pooled_span: two token ids; if a prompt has both, one vector is pooled from the first
+    to the second.
+    Parameters of a request take precedence.
     """
 
     pooling_type: tuple[str, ...] = field(
@@ -91,9 +90,9 @@ class PoolerConfig:
 
     def __attrs_post_init__(self) -> None:
         if "ALL" in self.pooling_type and len(self.pooling_type) > 1:
-            raise ValueError("pooling_type: ALL stands alone")
+            raise ValueError("pooling_type: ALL cannot be combined with other types")
         if self.pooled_span is not None and len(self.pooled_span) != 2:
-            raise ValueError("pooled_span: the ids of two tokens are needed")
+            raise ValueError("pooled_span: must be two token ids")
         if not self.logit_sigma:
             raise ValueError("logit_sigma: must not be 0")
         if self.tok_pooling_type == "STEP" and self.step_tag_id is None:
@@ -101,36 +100,40 @@ class PoolerConfig:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> PoolerConfig:
-        """Raises ConfigError naming the key."""
-        given = {_ALIASES.get(key, key): value for key, value in table.items()}
-        if (scale := given.pop("logit_scale", None)) is not None:
-            given["logit_sigma"] = 1 / scale if scale else 0.0
-        if given.get("pooling_type") == "STEP":
-            given["tok_pooling_type"] = given.pop("pooling_type")
+        """Structure the table. Raises ConfigError naming the key."""
+        settings = {_ALIASES.get(key, key): value for key, value in table.items()}
+        if (scale := settings.pop("logit_scale", None)) is not None:
+            settings["logit_sigma"] = 1 / scale if scale else 0.0
+        if settings.get("pooling_type") == "STEP":
+            settings["tok_pooling_type"] = settings.pop("pooling_type")
         known = {f.name for f in fields(cls)}
-        for key in given:
+        for key in settings:
             if key not in known and key not in _ELSEWHERE:
                 raise ConfigError("pooler_config", f"{key!r} is not one of {', '.join(known)}")
-        own = {key: value for key, value in given.items() if key in known and value is not None}
+        supported = {
+            key: value for key, value in settings.items() if key in known and value is not None
+        }
         try:
-            return cls(**own)
+            return cls(**supported)
         except (ValueError, TypeError, AttributeError) as error:
             raise ConfigError("pooler_config", str(error.args[0])) from error
 
-    def scores(self, logits: torch.Tensor, wanted: bool | None) -> torch.Tensor:
-        """logits: [n, outputs] -> [n, classes]; wanted: whether a request asks for activation."""
+    def scores(self, logits: torch.Tensor, use_activation: bool | None) -> torch.Tensor:
+        """Convert logits [n, outputs] to scores [n, classes]. wanted: whether the request asks for
+        the activation; None for the default.
+        """
         if self.contrast:
             logits = logits[:, 1:] - logits[:, :1]
         logits = (logits - self.logit_mean) / self.logit_sigma
-        used = self.use_activation if wanted is None else wanted
-        alone = self.multi_label or logits.shape[-1] == 1
-        name = self.activation or ("sigmoid" if alone else "softmax")
+        used = self.use_activation if use_activation is None else use_activation
+        independent = self.multi_label or logits.shape[-1] == 1
+        name = self.activation or ("sigmoid" if independent else "softmax")
         return logits if used is False else _ACTIVATIONS[name](logits)
 
 
 @define(eq=False)
 class _Collected:
-    """What has been seen of a row whose prompt may come in several steps."""
+    """State of a row whose prompt may arrive in several steps."""
 
     params: PoolingParams
     prompt: np.ndarray
@@ -145,15 +148,15 @@ class _Collected:
     passed: int = 0
 
     def within(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Those of the row's next tokens that are pooled."""
+        """Return the hidden states of the row's next tokens that are pooled."""
         if self.inside is None:
             return hidden
         start, self.passed = self.passed, self.passed + len(hidden)
-        places = np.flatnonzero(self.inside[start : self.passed])
-        return hidden[torch.from_numpy(places).to(hidden.device)]
+        indices = np.flatnonzero(self.inside[start : self.passed])
+        return hidden[torch.from_numpy(indices).to(hidden.device)]
 
     def feed(self, hidden: torch.Tensor, modes: Sequence[str]) -> None:
-        """hidden: [tokens, hidden], the next tokens of the row."""
+        """Add the row's next tokens; hidden: [tokens, hidden]."""
         start, self.seen = self.seen, self.seen + len(hidden)
         left_out = max(self.params.pool_from - start, 0)
         start, hidden = start + left_out, hidden[left_out:]
@@ -174,9 +177,9 @@ class _Collected:
             self.weighted = _sum(self.weighted, hidden.double() * ranks[:, None])
 
     def pooled(self, modes: Sequence[str]) -> torch.Tensor:
-        """[1, modes * hidden], or [tokens, hidden] of all."""
+        """Return [1, modes * hidden], or [tokens, hidden] for the type ALL."""
         if self.first is None or self.last is None:
-            raise ValueError("no token is left to pool after the prompt")
+            raise ValueError("no token left to pool after the prompt")
         if "ALL" in modes:
             return torch.cat(self.parts)
         return torch.cat([self._pooled(mode) for mode in modes], dim=-1).to(self.first.dtype)
@@ -197,26 +200,29 @@ class _Collected:
 
 
 def _sum(before: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
-    """Token by token, so that the result is the same for every way of cutting the prompt."""
+    """Add token by token, so that the result does not depend on how the prompt was split into
+    steps.
+    """
     start = torch.zeros_like(values[:1]) if before is None else before
     return torch.cat([start, values]).cumsum(dim=0)[-1:]
 
 
 def _between(prompt: np.ndarray, first: int, last: int) -> np.ndarray | None:
-    """[tokens] bool: from a first token to the last one behind it; None for a prompt without."""
-    begun, ended = np.flatnonzero(prompt == first), np.flatnonzero(prompt == last)
-    if not len(begun) or not len(ended) or ended[-1] < begun[0]:
+    """Return [tokens] bool: True from the first token `first` to the last token `last`; None if the
+    prompt lacks them.
+    """
+    starts, stops = np.flatnonzero(prompt == first), np.flatnonzero(prompt == last)
+    if not len(starts) or not len(stops) or stops[-1] < starts[0]:
         return None
-    places = np.arange(len(prompt))
-    inside: np.ndarray = (places >= begun[0]) & (places <= ended[-1])
+    positions = np.arange(len(prompt))
+    inside: np.ndarray = (positions >= starts[0]) & (positions <= stops[-1])
     return inside
 
 
 class StandardRows(RowPooler):
-    """Collects hidden states by row and makes the result at the row's last token.
-
-    head: the model's `logits`, [n, hidden] and whose row each is -> [n, classes]. layers: those
-    that a vector passes before it is cut and normalised.
+    """Collects hidden states by row and returns the result with the row's last token.
+    head: the model's `logits`, ([n, hidden], row of each [n]) -> [n, classes]. layers: applied to a
+    vector before it is truncated and normalised.
     """
 
     def __init__(self, config: PoolerConfig, head: Head, layers: Sequence[Layer] = ()) -> None:
@@ -226,29 +232,31 @@ class StandardRows(RowPooler):
         self._rows: dict[int, _Collected] = {}
 
     def width(self, hidden: torch.Tensor) -> int:
-        """How wide embeddings are, by the hidden state of one token: [1, hidden]."""
+        """Return the width of embeddings; hidden: the hidden state of one token, [1, hidden]."""
         vector = hidden.repeat(1, len(self._modes(PoolingParams(task=self.config.task))))
         for layer in self.layers:
             vector = layer(vector)
         return vector.shape[-1]
 
     def admit(self, row: int, params: PoolingParams, prompt: np.ndarray) -> None:
-        """A pooling row starts, from its first token. prompt: [tokens] int64."""
+        """Start a pooling row at its first token. prompt: [tokens] int64."""
         span = None if params.task in _PER_TOKEN else self.config.pooled_span
         inside = None if span is None else _between(prompt, *span)
         self._rows[row] = _Collected(params, prompt, inside=inside)
 
     def release(self, row: int) -> None:
-        """The row is gone; unknown rows are ignored."""
+        """Forget a row; unknown rows are ignored."""
         self._rows.pop(row, None)
 
     def feed(self, row: int, hidden: torch.Tensor) -> None:
-        """hidden: [tokens, hidden], the next tokens of the row."""
+        """Add the row's next tokens; hidden: [tokens, hidden]."""
         state = self._rows[row]
         state.feed(state.within(hidden), self._modes(state.params))
 
     def finish(self, rows: Sequence[int]) -> dict[int, np.ndarray]:
-        """By row: [vector] fp32, or [tokens, vector] for the tasks that give one per token."""
+        """Return results by row: [vector] fp32, or [tokens, vector] for tasks with one vector per
+        token.
+        """
         pooled = {row: self._pooled(self._rows[row]) for row in rows}
         single = [row for row in rows if self._task(row) in _HEADED - _PER_TOKEN]
         if single:
@@ -283,11 +291,13 @@ class StandardRows(RowPooler):
         step, rated = self.config.step_tag_id, state.params.task in _HEADED & _PER_TOKEN
         if step is None or not rated or self.config.tok_pooling_type == "ALL":
             return pooled
-        places = np.flatnonzero(state.prompt == step)
-        return pooled[torch.from_numpy(places).to(pooled.device)]
+        indices = np.flatnonzero(state.prompt == step)
+        return pooled[torch.from_numpy(indices).to(pooled.device)]
 
     def _logits(self, pooled: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """[n, hidden] of `rows` [n] -> [n, outputs] fp32, of a wide head only what is wanted."""
+        """Apply the head: [n, hidden] of `rows` [n] -> [n, outputs] fp32. Of a wide head, only the
+        returned tokens are computed.
+        """
         columns = self.config.returned_token_ids
         if columns is None:
             return self.head(pooled, rows).float()
@@ -296,7 +306,7 @@ class StandardRows(RowPooler):
         return torch.cat([self.head(pooled[s], rows[s]).float()[:, wanted] for s in slices])
 
     def _embed(self, pooled: torch.Tensor, params: PoolingParams) -> torch.Tensor:
-        """Matryoshka embeddings (arXiv 2205.13147) are cut first and then normalised."""
+        """Truncate Matryoshka embeddings (arXiv 2205.13147), then normalise."""
         for layer in self.layers if params.task == self.config.task else ():
             pooled = layer(pooled)
         pooled = pooled.float()[:, : params.dimensions or self.config.dimensions]

@@ -1,4 +1,6 @@
-"""What a model pools for, and how: by its files, `--runner`, `--convert`, `--pooler-config`."""
+"""Determine a model's pooling tasks and settings from its files, `--runner`, `--convert` and
+`--pooler-config`.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +11,19 @@ from modulm.errors import ConfigError, UnsupportedError
 from modulm_pooler_standard.convert import as_classifier, as_embedder, as_is, as_reward
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.checkpoint import Checkpoint
+    from modulm.contracts.config import EngineConfig
     from modulm.contracts.model import Model
     from modulm.contracts.pooling import PoolingRecipe
-    from modulm.loading.checkpoint import Checkpoint
 
 __all__ = ["conversion", "convert", "pooling_table", "pooling_tasks"]
 
 _CAUSAL, _CLASSIFIER, _BARE = "ForCausalLM", "ForSequenceClassification", "Model"
-#: Of decoders that take media.
+#: Endings of decoders that accept media.
 _SEEING = "ForConditionalGeneration"
 _DECODERS = (_CAUSAL, _SEEING)
 _REWARD, _PROCESS = "ForRewardModel", "ForProcessRewardModel"
-#: What the architectures of a decoder's family are for, by the end of their names.
+#: What the architectures of a decoder's family are used for, by the end of their names.
 _ENDINGS = {_PROCESS: "reward", _REWARD: "reward", _CLASSIFIER: "classify", _BARE: "embed"}
 _KINDS = ("embed", "classify", "reward")
 _TASKS = {"classify": ("classify", "token_classify"), "reward": ("reward", "token_classify")}
@@ -33,35 +35,34 @@ def conversion(
     installed: Collection[str],
     recipe: PoolingRecipe,
 ) -> tuple[str, str] | None:
-    """(architecture to run, "embed", "classify" or "reward") if a decoder is to be pooled.
-
-    By `--convert`, by `--runner pooling`, by the checkpoint's other files, or because config.json
-    names the bare decoder, the classifier or the reward model of a family whose `...ForCausalLM`
-    or `...ForConditionalGeneration` is installed. Otherwise None. Raises UnsupportedError.
+    """Return (architecture to run, "embed", "classify" or "reward") if a decoder is to be
+    converted, else None.
+    Decided by `--convert`, by `--runner pooling`, by other files of the checkpoint, or because
+    config.json names the bare decoder, the classifier or the reward model of a family whose
+    `...ForCausalLM` or `...ForConditionalGeneration` is installed. Raises UnsupportedError.
     """
     wanted, name = config.model.convert, names[0]
     if wanted not in ("auto", "none", *_KINDS):
-        raise UnsupportedError(f"convert: {wanted}: not yet; there are {', '.join(_KINDS)}")
+        raise UnsupportedError(f"convert: {wanted} is not supported yet; use {', '.join(_KINDS)}")
     if wanted == "none" or any(n in installed and not n.endswith(_DECODERS) for n in names):
         return None
     if name.endswith(_DECODERS):
         pooled = "embed" if config.model.runner == "pooling" else None
         kind = (recipe.kind or pooled) if wanted == "auto" else wanted
         return None if kind is None else (name, kind)
-    for ending, own in _ENDINGS.items():
-        found = [name.removesuffix(ending) + end for end in _DECODERS]
-        base = next((base for base in found if base in installed), None)
+    for ending, default_kind in _ENDINGS.items():
+        candidates = [name.removesuffix(ending) + end for end in _DECODERS]
+        base = next((base for base in candidates if base in installed), None)
         if name.endswith(ending) and base is not None:
-            return base, own if wanted == "auto" else wanted
+            return base, default_kind if wanted == "auto" else wanted
     return None
 
 
 def convert(
     driver: type[Model], kind: str, table: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> type[Model]:
-    """The driver as a pooling model; table: config.json; settings: of the pooler.
-
-    Raises UnsupportedError.
+    """Convert the driver to a pooling model. table: config.json; settings: the pooler's. Raises
+    UnsupportedError.
     """
     if driver.media:
         driver = _seeing(driver, str(table["architectures"][0]))
@@ -76,9 +77,9 @@ def convert(
 
 
 def _seeing(driver: type[Model], name: str) -> type[Model]:
-    """The driver, named `name` in config.json, with the prompts of its family."""
+    """Return the driver, named `name` in config.json, with the prompts of its family."""
     if "image" not in driver.media:
-        raise UnsupportedError(f"{driver.__name__} as a model that pools: not yet")
+        raise UnsupportedError(f"{driver.__name__} is not supported yet as a pooling model")
     ending = next((end for end in _ENDINGS if name.endswith(end)), None)
     family = name if ending is None else name.removesuffix(ending) + _SEEING
     return type(driver.__name__, (driver,), {"media_family": driver.media_family or family})
@@ -87,9 +88,9 @@ def _seeing(driver: type[Model], name: str) -> type[Model]:
 def pooling_tasks(
     checkpoint: Checkpoint, model: Model, settings: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """What requests may ask of the model; "score" if it has one class, for pairs of texts.
-
-    settings: of the pooler. Raises ConfigError if `task` asks for something else.
+    """Return the tasks that requests may use; includes "score" for pairs of texts if the model has
+    one class.
+    settings: the pooler's. Raises ConfigError if `task` is not among them.
     """
     tasks = model.tasks
     task = settings.get("task")
@@ -104,15 +105,17 @@ def pooling_tasks(
 
 
 def _classes(table: Mapping[str, Any]) -> int:
-    """How many classes config.json names; two where it says nothing, as transformers has it."""
-    named = table.get("id2label")
-    return len(named) if isinstance(named, Mapping) else int(table.get("num_labels", 2))
+    """Return the number of classes in config.json; two if it states none, as in transformers."""
+    labels = table.get("id2label")
+    return len(labels) if isinstance(labels, Mapping) else int(table.get("num_labels", 2))
 
 
 def pooling_table(
     checkpoint: Checkpoint, model: Model, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The pooler's settings, by their names in `--pooler-config`, with the model's own way."""
+    """Return the pooler's settings, by their names in `--pooler-config`, including the model's
+    defaults.
+    """
     table: dict[str, Any] = {"pooling_type": model.pooling}
     if model.pooling == "MEDIA":
         table = {"media": True}

@@ -1,6 +1,6 @@
 """The flags of adapters that only a server has."""
 
-from modulm.config.schema.flags import FlagGroup, flag, flag_group
+from modulm.contracts.flags import FlagGroup, flag, flag_group
 
 __all__ = ["ServedAdaptersConfig"]
 

@@ -28,7 +28,7 @@ from modulm_server.sse import DONE, frame
 from modulm_speech.subtitles import srt, vtt
 
 if TYPE_CHECKING:
-    from modulm.text.tokenizer import Tokenizer
+    from modulm.contracts.tokenizer import Tokenizer
     from modulm_speech.transcriber import Transcriber
 
 __all__ = ["Whole", "frames", "usage_of"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from modulm.config.schema.flags import FlagGroup, flag, flag_group
+from modulm.contracts.flags import FlagGroup, flag, flag_group
 from modulm.errors import ConfigError
 
 __all__ = ["ChatPageConfig"]

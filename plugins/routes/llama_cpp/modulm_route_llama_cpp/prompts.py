@@ -13,7 +13,7 @@ from modulm_server.prompts import Prompt
 from modulm_server.sampling import LIMITS
 
 if TYPE_CHECKING:
-    from modulm.text.tokenizer import Tokenizer
+    from modulm.contracts.tokenizer import Tokenizer
     from modulm_route_llama_cpp.schema import InfillRequest
     from modulm_server.generation import GenerationService
 

@@ -9,7 +9,7 @@ import attrs
 
 if TYPE_CHECKING:
     from modulm.contracts.sampling import SamplingParams
-    from modulm.text.tokenizer import Tokenizer
+    from modulm.contracts.tokenizer import Tokenizer
     from modulm_frontend.beam_search import BeamSearchParams
     from modulm_route_openai.objects import Rendered
     from modulm_server.prompts import Prompt

@@ -20,7 +20,7 @@ from modulm_server.route import RouteFamily
 from modulm_server.sampling import LIMITS
 
 if TYPE_CHECKING:
-    from modulm.text.tokenizer import Tokenizer
+    from modulm.contracts.tokenizer import Tokenizer
 
 __all__ = ["Tokens"]
 

@@ -1,4 +1,4 @@
-"""First come, first served."""
+"""First-come, first-served scheduling."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ class FirstCome(Policy):
         return request.arrival
 
     def victim(self, running: Sequence[Candidate]) -> int:
-        """The latest arrival gives way, so the oldest request always gets on."""
+        """Preempt the latest arrival, so that the oldest request always progresses."""
         return max(range(len(running)), key=lambda i: (running[i].arrival, i))

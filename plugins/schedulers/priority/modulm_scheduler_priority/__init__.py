@@ -1,4 +1,4 @@
-"""The smallest priority number first; among equals, first come, first served."""
+"""Priority scheduling: the smallest priority number first, ties by arrival."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Priority"]
 
 
 class Priority(Policy):
-    """The smallest priority number first; among equals, first come, first served."""
+    """The smallest priority number first; ties are served in order of arrival."""
 
     name: ClassVar[str] = "priority"
     api: ClassVar[int | tuple[int, int]] = 1
@@ -20,5 +20,5 @@ class Priority(Policy):
         return (request.priority, request.arrival)
 
     def victim(self, running: Sequence[Candidate]) -> int:
-        """The least important one gives way, the latest arrival among equals."""
+        """Preempt the largest priority number; among equals, the latest arrival."""
         return max(range(len(running)), key=lambda i: (running[i].priority, running[i].arrival, i))

@@ -1,7 +1,6 @@
-"""Mistral's tokenizers, tekken.json and tokenizer.model.vN, as mistral-common reads them.
-
-mistral-common is the specification of Mistral's prompts: it checks conversations and encodes them
-token by token, so that nothing in a text becomes a control token. It is imported when such a
+"""Mistral's tokenizers, tekken.json and tokenizer.model.vN, through mistral-common.
+mistral-common is the specification of Mistral's prompts: it validates conversations and encodes
+them token by token, so that text never becomes a control token. It is imported when such a
 tokenizer is opened.
 """
 
@@ -15,7 +14,7 @@ from modulm.contracts.tokenizer_loader import TokenizerLoader
 from modulm.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from modulm.text.tokenizer import Tokenizer
+    from modulm.contracts.tokenizer import Tokenizer
 
 __all__ = ["MistralTokenizerLoader", "tokenizer_file"]
 
@@ -24,11 +23,13 @@ _VERSIONED = re.compile(r".+\.model\.v\d+(m\d+)?")
 
 
 def tokenizer_file(folder: Path) -> Path | None:
-    """The file in Mistral's own format: tekken.json, or the newest tokenizer.model.vN."""
+    """Return the tokenizer file in Mistral's format: tekken.json, or the newest
+    tokenizer.model.vN.
+    """
     if (folder / _TEKKEN).is_file():
         return folder / _TEKKEN
-    found = [path for path in folder.glob("*.model.v*") if _VERSIONED.fullmatch(path.name)]
-    return max(found, key=_version, default=None)
+    versions = [path for path in folder.glob("*.model.v*") if _VERSIONED.fullmatch(path.name)]
+    return max(versions, key=_version, default=None)
 
 
 def _version(path: Path) -> tuple[int, str]:
@@ -36,7 +37,7 @@ def _version(path: Path) -> tuple[int, str]:
 
 
 class MistralTokenizerLoader(TokenizerLoader):
-    """`--tokenizer-mode mistral`; with auto, where there is no tokenizer.json beside."""
+    """`--tokenizer-mode mistral`; selected automatically if there is no tokenizer.json."""
 
     name = "mistral"
     api = 1

@@ -1,4 +1,4 @@
-"""Conversations in OpenAI's form to what mistral-common encodes, and its refusals to errors."""
+"""Convert conversations in OpenAI's format to mistral-common's, and its errors to ours."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 __all__ = ["MistralChatEncoder"]
 
 _EFFORT = "reasoning_effort"
-#: The form of an identifier of a call in all of Mistral's prompts.
+#: Format of tool call ids in all of Mistral's prompts.
 _IDENTITY = re.compile(r"[A-Za-z0-9]{9}")
 _LETTERS = string.ascii_letters + string.digits
 
 
 class MistralChatEncoder(ChatEncoder):
-    """Messages with tools, calls, results and thoughts, by mistral-common."""
+    """Encodes messages with tools, calls, results and reasoning through mistral-common."""
 
     def __init__(self, mistral: MistralTokenizer[Any, Any, Any, Any, Any], codec: Codec) -> None:
         self._mistral = mistral
@@ -50,7 +50,9 @@ class MistralChatEncoder(ChatEncoder):
         continue_final_message: bool,
         variables: Mapping[str, object],
     ) -> tuple[list[int], str]:
-        """A user's turn ends as an answer's begins: there is no prompt to generate behind it."""
+        """Encode the messages. Mistral has no generation prompt: a user turn ends where an answer
+        begins.
+        """
         settings = _settings(variables)
         try:
             request = ChatCompletionRequest.from_openai(
@@ -67,11 +69,12 @@ class MistralChatEncoder(ChatEncoder):
         except (ValueError, TypeError, AssertionError, KeyError, NotImplementedError) as error:
             raise RequestError(f"messages: {_first(error)}", "messages") from error
         if continue_final_message and ids[-1:] == [self._codec.index("</s>")]:
-            ids.pop()  # versions before 1.10 end an answer of tokenizer v7 that is to go on
+            # versions before 1.10 append an end token to a continued answer with tokenizer v7
+            ids.pop()
         return ids, self._codec.decode(ids, False)
 
     def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Only what mistral-common knows; other fields are refused by it."""
+        """Keep only the fields that mistral-common accepts; it rejects others."""
         role, content = message["role"], message.get("content") or ""
         if role in ("system", "developer"):
             return {"role": "system", "content": content}
@@ -91,12 +94,14 @@ class MistralChatEncoder(ChatEncoder):
 
 
 def _settings(variables: Mapping[str, object]) -> dict[str, Any]:
-    """Of all variables of templates only an effort means something, to newer versions."""
+    """Return mistral-common's settings. Of all template variables only a reasoning effort is used,
+    by newer versions.
+    """
     for name in variables:
         if name != _EFFORT or _EFFORT not in ChatCompletionRequest.model_fields:
             field = _EFFORT if name == _EFFORT else "chat_template_kwargs"
             raise RequestError(
-                f"{field}: {name[:64]!r} means nothing to this model's tokenizer, which encodes "
+                f"{field}: {name[:64]!r} is not supported by this model's tokenizer, which encodes "
                 "messages without a template",
                 field,
             )
@@ -123,19 +128,19 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _identity(given: object) -> str:
-    """Nine letters and digits: the given ones, or always the same for others."""
-    if isinstance(given, str) and _IDENTITY.fullmatch(given):
-        return given
-    number = int.from_bytes(hashlib.blake2b(str(given).encode(), digest_size=16).digest())
+def _identity(call_id: object) -> str:
+    """Return a call id of nine letters and digits: the given one if valid, else a hash of it."""
+    if isinstance(call_id, str) and _IDENTITY.fullmatch(call_id):
+        return call_id
+    number = int.from_bytes(hashlib.blake2b(str(call_id).encode(), digest_size=16).digest())
     return "".join(_LETTERS[number // len(_LETTERS) ** n % len(_LETTERS)] for n in range(9))
 
 
 def _first(error: BaseException) -> str:
-    """What is wrong in one sentence, of all that pydantic lists."""
+    """Summarise an error in one sentence; of a pydantic error, the first entry."""
     errors = getattr(error, "errors", None)
     listed = errors() if callable(errors) else []
     if listed:
-        place = ".".join(map(str, listed[0]["loc"]))
-        return f"{place}: {listed[0]['msg']}"[:500]
+        location = ".".join(map(str, listed[0]["loc"]))
+        return f"{location}: {listed[0]['msg']}"[:500]
     return str(error)[:500] or type(error).__name__

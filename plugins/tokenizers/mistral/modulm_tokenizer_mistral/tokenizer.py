@@ -1,4 +1,4 @@
-"""The two vocabularies of mistral-common behind modulm's surface: bytes, and SentencePiece."""
+"""mistral-common's two kinds of vocabulary, byte-level and SentencePiece, as modulm tokenizers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
-from modulm.contracts.tokenizer import Codec
+from modulm.contracts.tokenizer import Codec, Tokenizer
 from modulm.errors import CheckpointError
-from modulm.text.tokenizer import Tokenizer, stop_ids
+from modulm.text.tokenizer import stop_ids
 from modulm_tokenizer_mistral.messages import MistralChatEncoder
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_
 
 
 def open_tokenizer(file: Path) -> Tokenizer:
-    """The tokenizer in a file of Mistral's. Raises CheckpointError for one that is broken."""
+    """Open a tokenizer file in Mistral's format. Raises CheckpointError if it is broken."""
     try:
         mistral = MistralTokenizer.from_file(str(file))
     except Exception as error:
@@ -46,7 +46,7 @@ def open_tokenizer(file: Path) -> Tokenizer:
 
 
 class _MistralCodec(Codec):
-    """What both have in common. Control tokens that are written out in a text stay text."""
+    """Shared by both kinds. Control tokens spelled out in a text are encoded as text."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -68,7 +68,7 @@ class _MistralCodec(Codec):
                 cut = min(excess, max(len(longest) - others, 1))
                 del longest[slice(-cut, None) if side == "right" else slice(cut)]
                 excess -= cut
-        types = [0] * len(first) + [place for place, part in enumerate(parts) for _ in part]
+        types = [0] * len(first) + [i for i, part in enumerate(parts) for _ in part]
         return [*first, *(index for part in parts for index in part)], types
 
     def size(self) -> int:
@@ -83,7 +83,7 @@ class _MistralCodec(Codec):
 
 
 def _alphabet() -> tuple[str, ...]:
-    """The letters that byte-level vocabularies write bytes with (GPT-2's)."""
+    """Return the letters that byte-level vocabularies use for bytes (GPT-2's)."""
     plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     moved = iter(range(256, 512))
     return tuple(chr(byte if byte in plain else next(moved)) for byte in range(256))
@@ -93,13 +93,13 @@ _LETTERS = _alphabet()
 
 
 class _Tekken(_MistralCodec):
-    """Tokens are bytes; special ones come first."""
+    """A byte-level vocabulary; special tokens come first."""
 
     spelling = "byte_level"
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        kept = (self._bytes(i) for i in ids if not (skip_special_tokens and i in self._special))
-        return b"".join(kept).decode("utf-8", "replace")
+        chunks = (self._bytes(i) for i in ids if not (skip_special_tokens and i in self._special))
+        return b"".join(chunks).decode("utf-8", "replace")
 
     def token(self, index: int) -> str | None:
         if not 0 <= index < self.size():
@@ -123,7 +123,7 @@ class _Tekken(_MistralCodec):
 
 
 class _SentencePiece(_MistralCodec):
-    """Pieces of text, with `<0x0A>` for bytes."""
+    """A vocabulary of text pieces, with pieces like `<0x0A>` for bytes."""
 
     spelling = "byte_fallback"
 

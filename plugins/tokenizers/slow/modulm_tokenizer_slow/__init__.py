@@ -19,13 +19,13 @@ from modulm.text.tokenizer import (
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from modulm.text.tokenizer import Tokenizer
+    from modulm.contracts.tokenizer import Tokenizer
 
 __all__ = ["PythonCodec", "SlowTokenizer"]
 
 
 class SlowTokenizer(TokenizerLoader):
-    """What transformers has in Python. It is also taken where there is nothing quicker."""
+    """Loads a Python tokenizer of transformers. Also used if there is no fast tokenizer."""
 
     name = "slow"
     api = 1
@@ -48,10 +48,10 @@ class SlowTokenizer(TokenizerLoader):
 
 def _table(file: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        table = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}  # a broken one is reported where the model is read
-    return found if isinstance(found, dict) else {}
+        return {}  # a broken file is reported where the model is read
+    return table if isinstance(table, dict) else {}
 
 
 class PythonCodec(Codec):
@@ -66,16 +66,16 @@ class PythonCodec(Codec):
     def fit(
         self, texts: Sequence[str], special: bool, limit: int | None, side: str
     ) -> tuple[list[int], list[int]]:
-        made = {"add_special_tokens": special, "return_token_type_ids": True}
-        found = self._hf(*texts, **made)
-        if limit is not None and len(found["input_ids"]) > limit:
+        options = {"add_special_tokens": special, "return_token_type_ids": True}
+        encoded = self._hf(*texts, **options)
+        if limit is not None and len(encoded["input_ids"]) > limit:
             added = self._hf.num_special_tokens_to_add(len(texts) > 1) if special else 0
             parts = [self.encode(text, False) for text in texts]
             shares = token_shares([len(part) for part in parts], limit - added)
             cuts = zip(parts, shares, strict=True)
-            kept = [p[:n] if side == "right" else p[max(len(p) - n, 0) :] for p, n in cuts]
-            found = self._hf.prepare_for_model(*kept, **made)
-        return list(found["input_ids"]), list(found["token_type_ids"])
+            truncated = [p[:n] if side == "right" else p[max(len(p) - n, 0) :] for p, n in cuts]
+            encoded = self._hf.prepare_for_model(*truncated, **options)
+        return list(encoded["input_ids"]), list(encoded["token_type_ids"])
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return str(
@@ -93,8 +93,8 @@ class PythonCodec(Codec):
         return None if token is None else str(token)
 
     def index(self, token: str) -> int | None:
-        found = self._hf.get_vocab().get(token)
-        return None if found is None else int(found)
+        number = self._hf.get_vocab().get(token)
+        return None if number is None else int(number)
 
     def size(self) -> int:
         return len(self._hf)

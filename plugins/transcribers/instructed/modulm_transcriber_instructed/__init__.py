@@ -1,4 +1,4 @@
-"""Chat models that hear: each is asked in the form and in the words that it was taught with."""
+"""Transcribers for audio chat models, each with the prompt that it was trained with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Flamingo", "Granite", "Qwen3Omni", "QwenAudio", "QwenOmni"]
 _USER = "<|im_start|>user\n"
 _SYSTEM = f"<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{_USER}"
 _ANSWER = "<|im_end|>\n<|im_start|>assistant\n"
-#: How a model begins that puts what was said into a sentence, and the quotation mark that opens it.
+#: Sentence in which a model wraps its transcript, and the quotation mark that opens it.
 _QUOTED = re.compile(r"^The (?:spoken content|transcription|transcript) of the audio is (['\"])")
 
 
@@ -37,13 +37,13 @@ class QwenOmni(QwenAudio):
     """Qwen2.5-Omni (arXiv 2503.20215)."""
 
     form = f"{_SYSTEM}<|audio_bos|><|AUDIO|><|audio_eos|>{{words}}{_ANSWER}"
-    told: ClassVar[Mapping[Task, str]] = MappingProxyType(
+    instructions: ClassVar[Mapping[Task, str]] = MappingProxyType(
         {
             "transcribe": "Transcribe the {language} audio into text.",
             "translate": "Translate the {language} speech into English text.",
         }
     )
-    untold: ClassVar[Mapping[Task, str]] = MappingProxyType(
+    without_language: ClassVar[Mapping[Task, str]] = MappingProxyType(
         {
             "transcribe": "Transcribe the audio into text.",
             "translate": "Translate the speech into English text.",
@@ -65,13 +65,13 @@ class Qwen3Omni(QwenOmni):
 
 
 class Flamingo(InstructedTranscriber):
-    """Audio Flamingo 3 (arXiv 2507.08128); its sentence around what was said is left out."""
+    """Audio Flamingo 3 (arXiv 2507.08128). The sentence around its transcript is removed."""
 
     form = f"{_SYSTEM}<sound>{{words}}{_ANSWER}"
-    told: ClassVar[Mapping[Task, str]] = MappingProxyType(
+    instructions: ClassVar[Mapping[Task, str]] = MappingProxyType(
         {"transcribe": "Transcribe the input speech."}
     )
-    untold = told
+    without_language = instructions
 
     def read(self, tokens: Sequence[int], seconds: float) -> tuple[Segment, ...]:
         return tuple(
@@ -81,19 +81,19 @@ class Flamingo(InstructedTranscriber):
 
 
 class Granite(InstructedTranscriber):
-    """Granite Speech (arXiv 2505.08699); it finds the language itself."""
+    """Granite Speech (arXiv 2505.08699). It detects the language."""
 
     form = (
         "<|start_of_role|>user<|end_of_role|><|audio|>{words}<|end_of_text|>\n"
         "<|start_of_role|>assistant<|end_of_role|>"
     )
-    told: ClassVar[Mapping[Task, str]] = MappingProxyType(
+    instructions: ClassVar[Mapping[Task, str]] = MappingProxyType(
         {
             "transcribe": "can you transcribe the speech into a written format?",
             "translate": "translate the speech to English",
         }
     )
-    untold = told
+    without_language = instructions
     known: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
             "en": "english", "fr": "french", "de": "german", "es": "spanish", "pt": "portuguese",
@@ -103,8 +103,8 @@ class Granite(InstructedTranscriber):
 
 
 def _unquoted(text: str) -> str:
-    found = _QUOTED.match(text.strip())
-    if found is None:
+    match = _QUOTED.match(text.strip())
+    if match is None:
         return text
-    said = text.strip()[found.end() :]
-    return said.removesuffix(".").removesuffix(found[1])
+    transcript = text.strip()[match.end() :]
+    return transcript.removesuffix(".").removesuffix(match[1])

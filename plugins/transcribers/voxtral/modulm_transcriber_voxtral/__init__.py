@@ -1,4 +1,4 @@
-"""Voxtral (arXiv 2507.13264): a prompt of its own for transcripts, told by a control token."""
+"""Voxtral (arXiv 2507.13264): transcribes with a prompt of its own, selected by a control token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LANGUAGES = {
 
 
 class VoxtralTranscriber(Transcriber):
-    """It finds the language itself where it is told none, and takes no words of the client's."""
+    """Detects the language if none is requested. Does not support the client's `prompt`."""
 
     longest = 60.0
     takes_prompts = False
@@ -34,13 +34,13 @@ class VoxtralTranscriber(Transcriber):
     def ask(self, sound: Sound, wanted: Wanted) -> Question:
         names = ("<s>", "[INST]", "[BEGIN_AUDIO]", "[AUDIO]", "[/INST]", "[TRANSCRIBE]")
         *opening, transcribe = map(self._token, names)
-        told: list[int] = []
+        language: list[int] = []
         if wanted.language is not None:
-            told = self.tokenizer.encode(f"lang:{wanted.language}", add_special_tokens=False)
-        return Question(tokens=[*opening, *told, transcribe], sound=sound)
+            language = self.tokenizer.encode(f"lang:{wanted.language}", add_special_tokens=False)
+        return Question(tokens=[*opening, *language, transcribe], sound=sound)
 
     def _token(self, name: str) -> int:
-        found = self.tokenizer.token_to_id(name)
-        if found is None:
-            raise CheckpointError(f"{self.path}: there is no token {name}")
-        return found
+        index = self.tokenizer.token_to_id(name)
+        if index is None:
+            raise CheckpointError(f"{self.path}: the vocabulary has no token {name}")
+        return index

@@ -1,5 +1,4 @@
-"""Whisper: its decoder is told language, task and times by tokens; its times are tokens too.
-
+"""Whisper: language, task and timestamps are tokens of its decoder.
 Source: Radford et al., Robust Speech Recognition via Large-Scale Weak Supervision, section 2.3.
 """
 
@@ -18,19 +17,19 @@ from modulm_speech.transcriber import Task
 if TYPE_CHECKING:
     import numpy as np
 
-    from modulm.text.tokenizer import Tokenizer
+    from modulm.contracts.tokenizer import Tokenizer
     from modulm_media.values import Sound
 
 __all__ = ["WhisperTranscriber"]
 
-#: Seconds between two tokens of time, and times at which a first segment may begin.
+#: Seconds between two timestamp tokens, and the highest index of a first segment's timestamp.
 _STEP, _LATEST = 0.02, 50
-#: Characters of a prompt's end that are looked at: more than fit.
+#: Characters of a prompt's end that are tokenized: more than fit.
 _PROMPT = 8192
 
 
 class WhisperTranscriber(Transcriber):
-    """One checkpoint: what its tokens are is in generation_config.json, or known by their names."""
+    """One checkpoint; token ids are read from generation_config.json or found by name."""
 
     times = True
     aligns = "align"
@@ -39,14 +38,14 @@ class WhisperTranscriber(Transcriber):
         super().__init__(tokenizer, path, config)
         self._generation = _table(Path(path) / "generation_config.json")
         self.longest = _longest(Path(path))
-        self._start = self._told("decoder_start_token_id", "<|startoftranscript|>")
-        self._end = self._told("eos_token_id", "<|endoftext|>")
-        self._no_times = self._told("no_timestamps_token_id", "<|notimestamps|>")
+        self._start = self._token_id("decoder_start_token_id", "<|startoftranscript|>")
+        self._end = self._token_id("eos_token_id", "<|endoftext|>")
+        self._no_times = self._token_id("no_timestamps_token_id", "<|notimestamps|>")
         self._first_time = self._no_times + 1
 
     @property
     def detects(self) -> bool:  # type: ignore[override]
-        """Models of English alone are told no language."""
+        """Whether the model detects languages; English-only models have no language tokens."""
         return bool(self._language_ids)
 
     @property
@@ -61,8 +60,8 @@ class WhisperTranscriber(Transcriber):
         return {code: names.get(code, code) for code in self._language_ids}
 
     def ask(self, sound: Sound, wanted: Wanted) -> Question:
-        tokens = self._before(wanted.prompt)
-        place = len(tokens) + 1
+        tokens = self._previous(wanted.prompt)
+        no_speech_index = len(tokens) + 1
         tokens.append(self._start)
         if self._language_ids:
             tokens.append(self._language_ids[wanted.language or "en"])
@@ -79,12 +78,12 @@ class WhisperTranscriber(Transcriber):
             rules["latest"] = _LATEST if latest is None else int(latest)
         else:
             tokens.append(self._no_times)
-        nobody = self._no_speech
+        no_speech = self._no_speech
         return Question(
             tokens=tokens,
             sound=sound,
             params={"extra_args": {"transcript_rules": rules}},
-            no_speech=None if nobody is None else (place, nobody),
+            no_speech=None if no_speech is None else (no_speech_index, no_speech),
         )
 
     def ask_language(self, sound: Sound) -> Question:
@@ -96,8 +95,10 @@ class WhisperTranscriber(Transcriber):
         return codes[tokens[0]]
 
     def read(self, tokens: Sequence[int], seconds: float) -> tuple[Segment, ...]:
-        """Text between two times is a segment; what has no second one lasts to the end."""
-        found: list[Segment] = []
+        """Return the segments between timestamps; a segment without an end timestamp lasts to the
+        end.
+        """
+        segments: list[Segment] = []
         begin, text = 0.0, []
         for token in tokens:
             if token < self._first_time:
@@ -105,51 +106,53 @@ class WhisperTranscriber(Transcriber):
                 continue
             time = min((token - self._first_time) * _STEP, seconds)
             if text:
-                found.append(self._segment(begin, time, text))
+                segments.append(self._segment(begin, time, text))
             begin, text = time, []
         if text:
-            found.append(self._segment(begin, seconds, text))
-        return tuple(found)
+            segments.append(self._segment(begin, seconds, text))
+        return tuple(segments)
 
     def align(self, question: Question, tokens: Sequence[int]) -> Alignment | None:
-        said = self._said(tokens)
-        if all(token in self._special or token >= self._first_time for token in said):
+        answer = self._answer_ids(tokens)
+        if all(token in self._special or token >= self._first_time for token in answer):
             return None
-        # Half as many as the features, of which there are a hundred a second.
+        # Encoder frames: half as many as feature frames, of which there are 100 a second.
         sound = question.sound
         frames = max(-(-len(sound.samples) * 100 // sound.rate) // 2, 1)
         params = {"pool_from": len(question.tokens), "extra_args": {"frames": frames}}
-        return Alignment(tokens=[*question.tokens, *said], params=params)
+        return Alignment(tokens=[*question.tokens, *answer], params=params)
 
     def words(
-        self, tokens: Sequence[int], found: np.ndarray, seconds: float, language: str | None
+        self, tokens: Sequence[int], alignment: np.ndarray, seconds: float, language: str | None
     ) -> tuple[Word, ...]:
-        """A token is said from where the one before it ends; words do not cross segments."""
-        from modulm_transcriber_whisper.words import UNSPACED, ends_of, joined
+        """Return the words with their times. A token starts where the previous one ends; words do
+        not cross segments.
+        """
+        from modulm_transcriber_whisper.words import UNSPACED, end_frames, group_words
 
-        said = self._said(tokens)
-        ends = [min(float(frame) * _STEP, seconds) for frame in ends_of(found)]
-        words: list[Word] = []
+        answer = self._answer_ids(tokens)
+        ends = [min(float(frame) * _STEP, seconds) for frame in end_frames(alignment)]
+        timed: list[Word] = []
         runs: list[list[int]] = [[]]
-        for place, token in enumerate(said):
+        for i, token in enumerate(answer):
             if token >= self._first_time:
                 runs.append([])
             elif token not in self._special:
-                runs[-1].append(place)
+                runs[-1].append(i)
         for run in runs:
-            parts = joined(
-                [said[place] for place in run],
+            parts = group_words(
+                [answer[i] for i in run],
                 self.tokenizer.decode,
                 spaced=language not in UNSPACED,
             )
             for text, first, end in parts:
                 begin = ends[run[first] - 1] if run[first] else 0.0
                 if text.strip():
-                    words.append(Word(start=begin, end=ends[run[end - 1]], text=text.strip()))
-        return tuple(words)
+                    timed.append(Word(start=begin, end=ends[run[end - 1]], text=text.strip()))
+        return tuple(timed)
 
-    def _said(self, tokens: Sequence[int]) -> list[int]:
-        """An answer without what ends it."""
+    def _answer_ids(self, tokens: Sequence[int]) -> list[int]:
+        """Return an answer's tokens without the end token."""
         listed = list(tokens)
         return listed[:-1] if listed and listed[-1] == self._end else listed
 
@@ -157,84 +160,90 @@ class WhisperTranscriber(Transcriber):
         text = self.tokenizer.decode(tokens)
         return Segment(start=begin, end=max(begin, end), text=text, tokens=tuple(tokens))
 
-    def _before(self, prompt: str) -> list[int]:
-        """The prompt as what was said before; its end, where it is longer than half the room."""
+    def _previous(self, prompt: str) -> list[int]:
+        """Return the tokens that present the prompt as previous text; of long prompts, only the
+        end, up to half the context.
+        """
         opening = self.tokenizer.token_to_id("<|startofprev|>")
         if not prompt.strip() or opening is None:
             return []
         end = prompt.strip()[-_PROMPT:]
-        given = self.tokenizer.encode(f" {end}", add_special_tokens=False)
-        spoken = [token for token in given if token not in self._special]
+        ids = self.tokenizer.encode(f" {end}", add_special_tokens=False)
+        spoken = [token for token in ids if token not in self._special]
         most = int(self.config.get("max_target_positions", 448)) // 2 - 1
         return [opening, *spoken[-most:]]
 
-    def _told(self, key: str, name: str) -> int:
-        """A token's id, by the settings or by its name. Raises CheckpointError."""
-        named = self.tokenizer.token_to_id(name)
+    def _token_id(self, key: str, name: str) -> int:
+        """Return a token's id from the configuration or by its name. Raises CheckpointError."""
+        by_name = self.tokenizer.token_to_id(name)
         stated = self._generation.get(key, self.config.get(key))
-        found = stated if isinstance(stated, int) else named
-        if found is None:
-            raise CheckpointError(f"{self.path}: there is no token {name}")
-        return int(found)
+        index = stated if isinstance(stated, int) else by_name
+        if index is None:
+            raise CheckpointError(f"{self.path}: the vocabulary has no token {name}")
+        return int(index)
 
     def _listed(self, key: str) -> list[int]:
-        given = self._generation.get(key, self.config.get(key))
+        ids = self._generation.get(key, self.config.get(key))
         vocabulary = int(self.config.get("vocab_size", 1 << 31))
-        return [int(one) for one in given or () if 0 <= int(one) < vocabulary]
+        return [int(one) for one in ids or () if 0 <= int(one) < vocabulary]
 
     @cached_property
     def _language_ids(self) -> Mapping[str, int]:
-        """Code -> token; none for models of English alone."""
+        """Language code -> token; empty for English-only models."""
         if self._generation.get("is_multilingual") is False:
             return {}
         stated = self._generation.get("lang_to_id")
         if isinstance(stated, Mapping) and stated:
             return {str(name).strip("<|>"): int(token) for name, token in stated.items()}
-        found = {code: self.tokenizer.token_to_id(f"<|{code}|>") for code in _names()}
-        return {code: token for code, token in found.items() if token is not None}
+        ids = {code: self.tokenizer.token_to_id(f"<|{code}|>") for code in _names()}
+        return {code: token for code, token in ids.items() if token is not None}
 
     @cached_property
     def _task_ids(self) -> Mapping[str, int]:
         stated = self._generation.get("task_to_id") or {}
         return {
-            task: int(stated[task]) if task in stated else self._told("", f"<|{task}|>")
+            task: int(stated[task]) if task in stated else self._token_id("", f"<|{task}|>")
             for task in ("transcribe", "translate")
         }
 
     @cached_property
     def _no_speech(self) -> int | None:
         names = ("<|nospeech|>", "<|nocaptions|>")
-        found = [self.tokenizer.token_to_id(name) for name in names]
-        return next((token for token in found if token is not None), None)
+        ids = [self.tokenizer.token_to_id(name) for name in names]
+        return next((token for token in ids if token is not None), None)
 
     @cached_property
     def _special(self) -> frozenset[int]:
-        """Tokens that are no text, beside those of time."""
+        """Special tokens, without timestamps."""
         return frozenset({*self.tokenizer.special_ids, self._start, self._end, self._no_times})
 
     @cached_property
     def _hidden(self) -> list[int]:
-        """What no answer has: what the settings name, and tokens that only prompts have."""
+        """Tokens that are never generated: those of the configuration, and tokens that only prompts
+        contain.
+        """
         prompts = {token for token in self._special if token < self._first_time}
         return sorted({*self._listed("suppress_tokens"), *prompts} - {self._end})
 
 
 def _longest(folder: Path) -> float:
-    """Seconds of what is heard at once: newer checkpoints have all of a processor in one file."""
+    """Return the seconds of audio per window; newer checkpoints keep the processor's settings in
+    one file.
+    """
     parts = _table(folder / "processor_config.json").get("feature_extractor")
     hears = parts if isinstance(parts, dict) else _table(folder / "preprocessor_config.json")
     return float(hears.get("chunk_length", 30))
 
 
 def _table(file: Path) -> Mapping[str, Any]:
-    """What a file of settings holds, nothing where there is none."""
-    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return found if isinstance(found, dict) else {}
+    """Parse a JSON file of settings; empty if it does not exist."""
+    table = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return table if isinstance(table, dict) else {}
 
 
 def _names() -> Mapping[str, str]:
-    """Code -> name of the languages that Whisper was taught."""
+    """Return code -> name of Whisper's languages."""
     from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
-    found: Mapping[str, str] = LANGUAGES
-    return found
+    languages: Mapping[str, str] = LANGUAGES
+    return languages

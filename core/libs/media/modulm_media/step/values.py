@@ -28,8 +28,9 @@ class EncodePlan:
 class MediaRow:
     """What a row brings.
 
-    items: of its prompt, whose tokens an encoder's outputs replace. positions: [axes, tokens] int64 of the prompt where a model counts positions along several
-    axes; later tokens go on from `offset` + their position, the same on each axis.
+    items: of its prompt, whose tokens an encoder's outputs replace. positions: [axes, tokens] int64
+    of the prompt where a model counts positions along several axes; later tokens go on from
+    `offset` + their position, the same on each axis.
     """
 
     items: tuple[MediaItem, ...] = ()

@@ -49,7 +49,7 @@ from modulm_server.engine.watchdog import Watchdog
 from modulm_server.flags import WatchdogConfig
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
     from modulm_frontend.beam_search import BeamSearchParams
     from modulm_server.engine.adapters import Adapter
     from modulm_server.engine.spawn import EngineProcess
@@ -381,7 +381,7 @@ class AsyncLLM(EngineClient):
         self._requests[state.id] = (state, changed)
         try:
             self._submit(state, pending.requests)
-            while not (state.finished and state.told):
+            while not (state.finished and state.end_taken):
                 await changed.wait()
                 changed.clear()
                 if self._gathers(state):
@@ -425,7 +425,7 @@ class AsyncLLM(EngineClient):
 
     def _abort(self, state: RequestState, changed: asyncio.Event) -> None:
         """End a request that has not ended by itself, or whose end nobody has seen."""
-        if not state.finished or not state.told:
+        if not state.finished or not state.end_taken:
             if len(self._each) > 1:
                 self._count_for(self._core.place(state.ids))
             for identity in self._output_processor.abort(state):
@@ -493,12 +493,12 @@ class AsyncLLM(EngineClient):
         self._count_for(lost.place)
         if isinstance(lost.error, EngineDead):
             self._each[lost.place].forget_now()
-        for state in self._output_processor.lost(lost.sequences):
+        for state in self._output_processor.requests_of(lost.sequences):
             requests, begun = self._submitted.get(state.id, ((), 0))
             begun += state.cached is not None
             if requests and not state.streamed and begun < _BEGINNINGS:
                 self._submitted[state.id] = requests, begun
-                self._output_processor.begin_again(state)
+                self._output_processor.restart(state)
                 try:
                     self._core.submit(requests)
                 except EngineError:

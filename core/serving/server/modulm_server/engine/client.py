@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from modulm.contracts.outputs import PoolingRequestOutput, RequestOutput
     from modulm.contracts.requests import PromptLike, StepStats
     from modulm.contracts.sampling import PoolingParams, SamplingParams
-    from modulm.text.tokenizer import Tokenizer
+    from modulm.contracts.tokenizer import Tokenizer
     from modulm_frontend.beam_search import BeamSearchParams
     from modulm_server.engine.adapters import Adapter
 

@@ -27,10 +27,10 @@ from modulm_server.engine.client import ReplicaHealth
 from modulm_server.engine.heartbeat import StepWatch, stacks_file
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
+    from modulm.contracts.tokenizer import Tokenizer
     from modulm.engine.core.engine_core import EngineCore
     from modulm.plugins.manager import PluginManager
-    from modulm.text.tokenizer import Tokenizer
 
 __all__ = ["EngineCoreClient", "ReplicaEvents", "ReplicaLost", "ThreadCoreClient"]
 

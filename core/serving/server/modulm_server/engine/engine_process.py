@@ -1,15 +1,15 @@
 """The process's half of an engine in a process of its own: serves front ends over a socket.
 
-The process that starts the engine owns it: when the owner goes, by whatever signal, the engine
-goes. Further front ends connect to the same socket (`--api-server-count`). The engine's steps run
-in the main thread; a second thread serves the socket, so that a step never waits for a front end.
+The process that starts the engine owns it, through a socket that the engine inherits: it alone says
+what is run, and when it goes, by whatever signal, the engine goes. Further front ends connect to a
+second socket (`--api-server-count`, or over TLS from other machines). The engine's steps run in the
+main thread; another thread serves the sockets, so that a step never waits for a front end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import faulthandler
-import hmac
 import logging
 import os
 import shutil
@@ -33,7 +33,8 @@ from modulm.plugins import manager
 from modulm.plugins.calls import blame
 from modulm.plugins.manager import PluginManager
 from modulm.wire import frames
-from modulm_fleet.secret import NONCE, digest, read_secret
+from modulm_distributed.tls import TlsContexts, tls_contexts
+from modulm_fleet.secret import read_secret
 from modulm_frontend.profile import StepProfile
 from modulm_server.engine import codec
 from modulm_server.engine.adapters import Adapter, AdapterRegistry
@@ -54,12 +55,12 @@ _PIECE = 1 << 16
 _TELLING = 2.0
 #: Seconds that front ends get to read what was sent last.
 _GRACE = 5.0
-#: Seconds between two looks for the process that started this one.
-_LOOK = 1.0
+#: Seconds that a front end of another machine has to authenticate itself.
+_HANDSHAKE = 10.0
 
 
 class _FrontEnd(asyncio.BufferedProtocol):
-    """A front end, as the engine's process sees it. The first one to say "start" is the owner.
+    """A front end, as the engine's process sees it.
 
     What comes is read into one buffer: asyncio would allocate 256 KiB for each piece and keep its
     first bytes, and the holes between those of requests that run become more and more.
@@ -71,25 +72,16 @@ class _FrontEnd(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self.number = next(server.numbers)
         self.open: set[str] = set()
-        #: What a peer of another machine has to prove itself with, until it has.
-        self._asked = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         if isinstance(transport, asyncio.Transport):
             self._transport = transport
-            if self._server.secret is not None:
-                peer = transport.get_extra_info("socket")
-                peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._asked = os.urandom(NONCE)
-                transport.write(self._asked)
 
     def get_buffer(self, sizehint: int) -> bytearray:
         return self._server.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
         self._data += memoryview(self._server.buffer)[:nbytes]
-        if self._asked and not self._proven():
-            return
         while len(self._data) >= 4:
             end = 4 + int.from_bytes(self._data[:4], "big")
             if end > frames.LIMIT:
@@ -104,24 +96,9 @@ class _FrontEnd(asyncio.BufferedProtocol):
                 log.exception("front end %d sent a frame that cannot be read", self.number)
                 self.drop("a frame cannot be read")
 
-    def _proven(self) -> bool:
-        """Whether a peer of another machine has proved that it knows the secret."""
-        if len(self._data) < 2 * NONCE or self._transport is None:
-            return False
-        own, proof = bytes(self._data[:NONCE]), bytes(self._data[NONCE : 2 * NONCE])
-        del self._data[: 2 * NONCE]
-        secret, asked = self._server.secret or b"", self._asked
-        if not hmac.compare_digest(proof, digest(secret, b"client", asked, own)):
-            self.drop("it has another secret")
-            return False
-        self._asked = b""
-        self._transport.write(digest(secret, b"server", asked, own))
-        return True
-
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
-        if not self._asked:
-            self._server.lost(self)
+        self._server.lost(self)
 
     def send(self, data: bytes) -> None:
         if self._transport is None:
@@ -132,7 +109,7 @@ class _FrontEnd(asyncio.BufferedProtocol):
 
     def drop(self, reason: str) -> None:
         if self._transport is not None:
-            log.error("front end %d is let go: %s", self.number, reason)
+            log.error("front end %d is disconnected: %s", self.number, reason)
             self._transport.abort()
             self._transport = None
 
@@ -185,20 +162,25 @@ class _Reports:
 
 
 class _SocketServer:
-    """Serves the sockets of an engine's process on a thread of its own."""
+    """Serves the sockets of an engine's process on a thread of its own.
 
-    def __init__(self, listener: socket.socket, secret: bytes | None = None) -> None:
-        self.secret = secret
+    owner: the socket that the process has inherited; whoever has its other end says what is run,
+    and nobody else. listener: for further front ends. tls: what those of a TCP listener
+    authenticate themselves with.
+    """
+
+    def __init__(
+        self, owner: socket.socket, listener: socket.socket, tls: TlsContexts | None = None
+    ) -> None:
         self.numbers = count()
-        #: What was read last, of any front end.
+        #: The piece that was read last, of any front end.
         self.buffer = bytearray(_PIECE)
         self.started: Future[list[Any]] = Future()
         self.gone = threading.Event()
-        self._listener = listener
+        self._listener, self._tls = listener, tls
         self.address: str | tuple[Any, ...] = listener.getsockname()
-        self._parent = os.getppid()
         self._loop = asyncio.new_event_loop()
-        self._owner: _FrontEnd | None = None
+        self._owner = _FrontEnd(self)
         self._peers: dict[int, _FrontEnd] = {}
         self._requests: dict[str, _FrontEnd] = {}
         self._hello: bytes | None = None
@@ -206,27 +188,28 @@ class _SocketServer:
         self._core: EngineCore | None = None
         self._registry: AdapterRegistry | None = None
         self._profile: StepProfile | None = None
-        self._thread = threading.Thread(target=self._run, name="modulm-sockets", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(owner,), name="modulm-sockets", daemon=True
+        )
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, owner: socket.socket) -> None:
         asyncio.set_event_loop(self._loop)
-        if self.secret is None:
-            serve: Any = self._loop.create_unix_server(lambda: _FrontEnd(self), sock=self._listener)
-        else:
-            serve = self._loop.create_server(lambda: _FrontEnd(self), sock=self._listener)
-        self._loop.run_until_complete(serve)
-        self._loop.call_later(_LOOK, self._look)
+        self._loop.run_until_complete(self._serve(owner))
         self._loop.run_forever()
 
-    def _look(self) -> None:
-        """Until there is an owner: leave when the process that started this one is gone."""
-        if self._owner is not None:
-            return
-        if os.getppid() != self._parent:
-            self.gone.set()
-            self.leave()
-        self._loop.call_later(_LOOK, self._look)
+    async def _serve(self, owner: socket.socket) -> None:
+        loop, listener = self._loop, self._listener
+        await loop.create_unix_connection(lambda: self._owner, sock=owner)
+        if self._tls is None:
+            await loop.create_unix_server(lambda: _FrontEnd(self), sock=listener)
+        else:
+            await loop.create_server(
+                lambda: _FrontEnd(self),
+                sock=listener,
+                ssl=self._tls.server,
+                ssl_handshake_timeout=_HANDSHAKE,
+            )
 
     def end(self) -> None:
         """Stop serving; front ends are let go."""
@@ -275,8 +258,10 @@ class _SocketServer:
 
     def frame(self, peer: _FrontEnd, frame: list[Any]) -> None:
         kind, *arguments = frame
-        if kind == "start" and self._owner is None:
-            self._owner = peer
+        if kind == "start":
+            if peer is not self._owner or self.started.done():
+                peer.drop("only the process that started the engine says what it runs")
+                return
             self.started.set_result(arguments)
         elif kind == "hello":
             self._peers[peer.number] = peer
@@ -374,16 +359,15 @@ class _SocketServer:
             if self._core is not None:
                 self._abort(self._core, identity)
         peer.open.clear()
-        if self._owner is None and not self.started.done():  # the owner, before it said a word
-            self.gone.set()
-            self.started.set_exception(EngineDead("there is nobody to work for"))
         if peer is self._owner:
             self.gone.set()
             if self._core is not None:
                 self._core.loop.stop()
                 self._loop.call_later(_GRACE, self.leave)
-            elif self.started.done():  # it loads a model for nobody
+            elif self.started.done():  # the model is still loading
                 self.leave()
+            else:
+                self.started.set_exception(EngineDead("the process that started it has ended"))
 
     def leave(self) -> None:
         """End the process at once: there is nobody to work for, and a step may never end."""
@@ -467,16 +451,21 @@ def _split_table(table: str, events: StepEvents, owners: dict[str, Any], parts: 
             getattr(parts[id(owners[identity])][1], table)[identity] = value
 
 
-def main(descriptor: int, secret: str | None = None) -> int:
+def main(owner: int, listener: int, secret_file: str | None = None) -> int:
     """Wait to be told what to run, run it, end with the owner. The body of the process.
 
-    secret: the file with what peers have to know, where the socket is one of TCP.
+    owner, listener: descriptors of the two sockets. secret_file: with what front ends have to know,
+    where the listener is one of TCP.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    listener = socket.socket(fileno=descriptor)
-    local = listener.family == socket.AF_UNIX
-    server = _SocketServer(listener, None if local else read_secret(secret))
+    listening = socket.socket(fileno=listener)
+    tls = None
+    if listening.family != socket.AF_UNIX:
+        if secret_file is None:
+            raise EngineError("an engine that is reached over TCP needs a secret")
+        tls = tls_contexts(read_secret(secret_file))
+    server = _SocketServer(socket.socket(fileno=owner), listening, tls)
     try:
         return _run(server)
     finally:
@@ -512,4 +501,4 @@ def _run(server: _SocketServer) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), *sys.argv[2:3]))
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:4]))

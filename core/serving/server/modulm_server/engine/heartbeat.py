@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Self
 
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
     from modulm.contracts.executor import Plan
     from modulm.engine.core.engine_core import EngineCore
     from modulm.engine.core.loop import EngineLoop

@@ -42,8 +42,8 @@ log = logging.getLogger("modulm_server")
 class ProcessCoreClient(EngineCoreClient):
     """Reaches an engine core in a process of its own over its socket.
 
-    owned: the process, where this front end started it. secret: the file with what an engine of
-    another machine wants to be proved. Waits until the model is loaded and raises
+    owned: the process, where this front end started it; its own connection is used then.
+    secret_file: of an engine that is reached over TCP. Waits until the model is loaded and raises
     what went wrong there.
     """
 
@@ -53,7 +53,7 @@ class ProcessCoreClient(EngineCoreClient):
         events: Callable[[StepEvents], None],
         died: Callable[[EngineDead], None],
         owned: EngineProcess | None = None,
-        secret: str | None = None,
+        secret_file: str | None = None,
     ) -> None:
         self.address = address
         self._events = events
@@ -69,9 +69,10 @@ class ProcessCoreClient(EngineCoreClient):
         self._sender: threading.Thread | None = None
         self._heard = time.monotonic()
         self._stuck: str | None = None
-        self._peer = connect(address, secret)
-        self._stream = self._peer.makefile("rb")
-        self._peer.sendall(frames.pack("hello"))
+        self._connection = owned.connection if owned else connect(address, secret_file)
+        self._peer = self._connection.socket
+        self._stream = self._connection.reader()
+        self._send(frames.pack("hello"))
         frame = self._receive()
         if frame is None:
             self.close()
@@ -171,6 +172,7 @@ class ProcessCoreClient(EngineCoreClient):
     def _send(self, data: bytes) -> None:
         """Send without waiting: what an engine that stands still does not take, a thread sends."""
         with self._lock:
+            data = self._connection.seal(data)
             sent = 0
             if not self._behind:
                 try:

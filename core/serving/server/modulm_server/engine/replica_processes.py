@@ -17,7 +17,7 @@ from modulm_server.engine.process_client import ProcessCoreClient
 from modulm_server.engine.spawn import EngineProcess
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
     from modulm.contracts.engine_info import EngineInfo
     from modulm.plugins.manager import PluginManager
     from modulm_fleet.placement import Placement
@@ -31,11 +31,11 @@ _ALIKE = ("models", "architecture", "vocabulary", "max_model_len", "dtype", "tas
 
 @frozen
 class Address:
-    """Where a replica listens. secret: the file with what it wants to be proved."""
+    """Where a replica listens: a path, or HOST:PORT and the file with the secret to know there."""
 
     rank: int
     where: str
-    secret: str | None = None
+    secret_file: str | None = None
 
 
 @define(eq=False)
@@ -109,7 +109,7 @@ def start_again(
     **parts: str,
 ) -> EngineProcess:
     """A process in the place of one that has died; parts: what changes of its configuration."""
-    process = EngineProcess(address.where, listener, address.secret)
+    process = EngineProcess(address.where, listener, address.secret_file)
     try:
         process.start(config.with_parts(parts), plugins)
     except BaseException:

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, TypeVar
 from modulm.contracts.requests import Request, StepEvents
 from modulm.errors import EngineDead, EngineError, EngineStalled
 from modulm_fleet.announce import Announcements
-from modulm_fleet.flags import FleetConfig
 from modulm_fleet.placement import Placement
 from modulm_fleet.router import Router
 from modulm_server.engine.asked import ask_all, nothing, then
@@ -41,7 +40,7 @@ from modulm_server.engine.spawn import EngineProcess
 from modulm_server.flags import ServerConfig, WatchdogConfig
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
     from modulm.contracts.engine_info import EngineInfo
     from modulm.plugins.manager import PluginManager
     from modulm_server.engine.adapters import Adapter
@@ -104,11 +103,11 @@ class ReplicaSet(EngineCoreClient):
         first: EngineProcess | None = None,
         meanwhile: Callable[[], None] = lambda: None,
         listeners: Sequence[socket.socket] = (),
-        secret: str | None = None,
+        secret_file: str | None = None,
     ) -> ReplicaSet:
         """Start the replicas of this machine as processes, the first in `first`, and wait until
-        those of others have announced themselves. listeners, secret: for processes that front
-        ends of another machine connect to, one of each.
+        those of others have announced themselves. listeners, secret_file: for processes
+        that front ends of another machine connect to.
         """
         here = placed.here
         group = SharedExperts() if config.parallel.shared_experts else None
@@ -123,17 +122,17 @@ class ReplicaSet(EngineCoreClient):
                 if first is not None and not place:
                     process = first
                 else:
-                    process = EngineProcess(None, listener, secret)
+                    process = EngineProcess(None, listener, secret_file)
                 processes.append(process)
                 own = replica_config(config, place, len(here))
                 process.start(own, plugins)
-                address = Address(rank, process.address, secret)
+                address = Address(rank, process.address, secret_file)
                 again = partial(start_again, address, listener, own, plugins)
                 replicas.append(Replica(address, again))
             meanwhile()
             if announced is not None:
-                known = config.group(FleetConfig).data_parallel_secret_file
-                found = [Address(rank, where, known) for rank, where in announced.wait()]
+                file = announced.secret_file
+                found = [Address(rank, where, file) for rank, where in announced.wait()]
                 replicas += [Replica(address, None) for address in found]
             made = cls(replicas, tell, died)
             made._announced, made._group = announced, group
@@ -192,7 +191,9 @@ class ReplicaSet(EngineCoreClient):
         first = next(r.client for r in self._replicas if r.client is not None)
         self.number = first.number
         self.ranks = tuple(replica.address.rank for replica in self._replicas)
-        addresses = [[r.address.rank, r.address.where, r.address.secret] for r in self._replicas]
+        addresses = [
+            [r.address.rank, r.address.where, r.address.secret_file] for r in self._replicas
+        ]
         self.address = json.dumps(addresses)
         self._watcher.start()
 
@@ -220,7 +221,7 @@ class ReplicaSet(EngineCoreClient):
         replica, ended = self._replicas[place], threading.Event()
         client = ProcessCoreClient(
             replica.address.where, partial(self._heard, place),
-            partial(self._lost, place, ended), owned, replica.address.secret,
+            partial(self._lost, place, ended), owned, replica.address.secret_file,
         )  # fmt: skip
         client.report = self._reported
         try:

@@ -17,70 +17,76 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from modulm.config.environ import isolated
-from modulm.errors import EngineDead
-from modulm_fleet.secret import keep_alive, prove
+from modulm.errors import EngineDead, EngineError
+from modulm_distributed.tls import Connection, TlsSession, tls_contexts
+from modulm_fleet.secret import keep_alive, read_secret
 from modulm_server.output import forward
 
 if TYPE_CHECKING:
-    from modulm.config import EngineConfig
+    from modulm.contracts.config import EngineConfig
     from modulm.plugins.manager import PluginManager
 
 __all__ = ["EngineProcess", "address_of", "connect"]
 
 #: Seconds that a process gets to end after it was asked to.
 _GRACE = 5.0
-#: Seconds that are waited for what it printed last.
-_LAST_WORDS = 1.0
+#: Seconds to wait for its last output.
+_LAST_OUTPUT = 1.0
 #: Seconds in which another machine must answer.
-_REACHING = 5.0
-#: Seconds in which a process that was started must do so.
-_STARTING = 120.0
+_CONNECT_TIMEOUT = 5.0
 
 
 class EngineProcess:
-    """Starts the engine's process and ends it. `address` is the socket that front ends connect to.
+    """Starts the engine's process and ends it. `address` is where further front ends connect.
 
-    The process imports what it needs and waits for `start`. Nothing is awaited:
-    `ProcessCoreClient` waits until the model is loaded. address: of a process that this one is to
-    replace. listener: a TCP socket to take instead, on which front ends of other machines prove
-    that they know what is in the file `secret`.
+    The process imports what it needs and waits for `start`, which it takes from `connection` alone:
+    a socket that it has inherited. Nothing is awaited here; `ProcessCoreClient` waits until the
+    model is loaded.
+    address: of a process that this one replaces. listener: a TCP socket to serve instead of one of
+    this machine; front ends of other machines connect to it who know the secret in `secret_file`.
     """
 
     def __init__(
         self,
         address: str | None = None,
         listener: socket.socket | None = None,
-        secret: str | None = None,
+        secret_file: str | None = None,
     ) -> None:
         self._folder: Path | None = None
         self._started = False
         if listener is None:
             listener, self._folder = _listening(address)
         else:
+            if secret_file is None:
+                raise EngineError("an engine that is reached over TCP needs a secret")
             listener = listener.dup()
         self.address = address_of(listener)
-        process: subprocess.Popen[bytes] | None = None
+        ours, theirs = socket.socketpair()
+        self.connection = Connection(ours)
         try:
             command = [sys.executable, "-m", "modulm_server.engine.engine_process"]
-            self._process = process = subprocess.Popen(
-                [*command, str(listener.fileno()), *([secret] if secret else [])],
-                pass_fds=(listener.fileno(),),
+            self._process = subprocess.Popen(
+                [
+                    *command,
+                    str(theirs.fileno()),
+                    str(listener.fileno()),
+                    *([secret_file] if secret_file else []),
+                ],
+                pass_fds=(theirs.fileno(), listener.fileno()),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env=isolated(),
             )
-            if self._process.stdout is not None:
-                self._printing = forward(self._process.stdout)
-            self._connection = connect(self.address, secret, _STARTING)
         except BaseException:
-            if process is not None:
-                process.kill()
-                process.wait()
-            self._tidy()
+            ours.close()
+            self._remove_folder()
             raise
         finally:
             listener.close()
+            theirs.close()
+        if self._process.stdout is not None:
+            self._printing = forward(self._process.stdout)
 
     def start(self, config: EngineConfig, plugins: PluginManager) -> None:
         """Tell the process what to run, and with which plugins."""
@@ -88,7 +94,7 @@ class EngineProcess:
 
         packed = frames.pack_plugins(plugins.snapshot())
         try:
-            self._connection.sendall(frames.pack("start", frames.pack_config(config), packed))
+            self.connection.socket.sendall(frames.pack("start", frames.pack_config(config), packed))
         except OSError as error:
             raise EngineDead(self.ending()) from error
         self._started = True
@@ -118,7 +124,7 @@ class EngineProcess:
 
     def close(self) -> None:
         """End the process; may be called twice."""
-        self._connection.close()
+        self.connection.socket.close()
         if not self._started:
             self._process.kill()
         try:
@@ -126,10 +132,10 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._printing.join(_LAST_WORDS)
-        self._tidy()
+        self._printing.join(_LAST_OUTPUT)
+        self._remove_folder()
 
-    def _tidy(self) -> None:
+    def _remove_folder(self) -> None:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -161,22 +167,29 @@ def address_of(listener: socket.socket) -> str:
     return f"[{name[0]}]:{name[1]}" if ":" in name[0] else f"{name[0]}:{name[1]}"
 
 
-def connect(address: str, secret: str | None = None, seconds: float = _REACHING) -> socket.socket:
-    """A connection to the engine that listens at `address`, a path or HOST:PORT; secret: the file
-    with what it wants to be proved there, within so many seconds.
+def connect(address: str, secret_file: str | None = None) -> Connection:
+    """A connection to the engine that listens at `address`, a path or HOST:PORT; secret_file: of an
+    engine that is reached over TCP.
 
-    Raises EngineDead if there is none.
+    Raises EngineDead if there is none, or one with another secret.
     """
     try:
         if address.startswith("/"):
             peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             peer.connect(address)
-            return peer
+            return Connection(peer)
+        if secret_file is None:
+            raise EngineError("an engine that is reached over TCP needs a secret")
         host, _, port = address.rpartition(":")
-        peer = socket.create_connection((host.strip("[]"), int(port)), seconds)
-        keep_alive(peer)
-        prove(peer, secret)
-        peer.settimeout(None)
+        session = TlsSession(tls_contexts(read_secret(secret_file)))
+        peer = socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT)
+        try:
+            keep_alive(peer)
+            session.handshake(peer)
+            peer.settimeout(None)
+        except BaseException:
+            peer.close()
+            raise
     except OSError as error:
         raise EngineDead(f"there is no engine at {address}: {error}") from error
-    return peer
+    return Connection(peer, session)

@@ -1,0 +1,241 @@
+"""TLS 1.3 between machines that share a secret, without certificates that anybody has to manage.
+
+The secret is the private key of a certificate authority. Each process signs a certificate for
+itself with it, and accepts a peer only if the same key has signed the peer's: servers and clients
+authenticate one another, and what they send is encrypted under keys of that connection alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import socket
+import ssl
+import threading
+from contextlib import suppress
+from datetime import UTC, datetime
+from functools import lru_cache
+from tempfile import NamedTemporaryFile
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+
+if TYPE_CHECKING:
+    from cryptography.x509 import Certificate
+
+__all__ = ["Connection", "TlsContexts", "TlsSession", "tls_contexts"]
+
+#: Bytes that are read at once.
+_PIECE = 1 << 16
+#: Cost of trying another secret: n, r, p and the memory that takes (RFC 7914).
+_SCRYPT = {"n": 1 << 14, "r": 8, "p": 1, "maxmem": 1 << 26}
+_SALT = b"modulm certificate authority 1"
+#: The order of P-256's group (FIPS 186-4, D.1.2.3).
+_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+#: Certificates live as long as their process, so clocks of machines may differ.
+_FROM, _UNTIL = datetime(2020, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, tzinfo=UTC)
+
+
+@frozen(eq=False)
+class TlsContexts:
+    """What a process accepts connections with, and what it connects with."""
+
+    server: ssl.SSLContext
+    client: ssl.SSLContext
+
+    def accept(self, peer: socket.socket) -> ssl.SSLSocket:
+        """The server's side of a connection, for one thread. Raises OSError for strangers."""
+        return _wrapped(self.server, peer, server_side=True)
+
+    def connect(self, peer: socket.socket) -> ssl.SSLSocket:
+        """The client's side of a connection, for one thread. Raises OSError for strangers."""
+        return _wrapped(self.client, peer, server_side=False)
+
+
+def _wrapped(context: ssl.SSLContext, peer: socket.socket, *, server_side: bool) -> ssl.SSLSocket:
+    try:
+        return context.wrap_socket(peer, server_side=server_side)
+    except ssl.SSLError as error:
+        raise _refusal(error) from error
+
+
+def _refusal(error: ssl.SSLError) -> ConnectionRefusedError:
+    return ConnectionRefusedError(f"the secrets differ ({error.reason})")
+
+
+@lru_cache(maxsize=4)
+def tls_contexts(secret: bytes) -> TlsContexts:
+    """The contexts of this process for everybody who knows `secret`."""
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    seed = hashlib.scrypt(secret, salt=_SALT, dklen=48, **_SCRYPT)
+    scalar = int.from_bytes(seed, "big") % (_ORDER - 1) + 1
+    authority_key = ec.derive_private_key(scalar, ec.SECP256R1())
+    authority = _certificate(authority_key, authority_key, None)
+    return TlsContexts(
+        _context(ssl.PROTOCOL_TLS_SERVER, authority, authority_key),
+        _context(ssl.PROTOCOL_TLS_CLIENT, authority, authority_key),
+    )
+
+
+def _context(kind: int, authority: Certificate, authority_key: object) -> ssl.SSLContext:
+    """A context with a new certificate for one of the two sides."""
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+    from cryptography.x509.oid import ExtendedKeyUsageOID
+
+    is_server = kind == ssl.PROTOCOL_TLS_SERVER
+    usage = ExtendedKeyUsageOID.SERVER_AUTH if is_server else ExtendedKeyUsageOID.CLIENT_AUTH
+    key = ec.generate_private_key(ec.SECP256R1())
+    certificate = _certificate(key, authority_key, usage)
+    context = ssl.SSLContext(kind)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False  # whoever knows the secret may be on any machine
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cadata=authority.public_bytes(Encoding.DER))
+    if is_server:
+        context.num_tickets = 0
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    with NamedTemporaryFile(prefix="modulm-", suffix=".pem") as file:  # mode 0600
+        file.write(private + certificate.public_bytes(Encoding.PEM))
+        file.flush()
+        context.load_cert_chain(file.name)
+    return context
+
+
+def _certificate(key: object, signed_by: object, usage: object | None) -> Certificate:
+    """A certificate for `key`; usage: which side may use it, None for the authority's own."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.x509.oid import NameOID
+
+    def name(common: str) -> x509.Name:
+        return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common)])
+
+    issuer = name("modulm authority")
+    public, issuing = key.public_key(), signed_by.public_key()  # type: ignore[attr-defined]
+    is_authority = usage is None
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(issuer if is_authority else name("modulm"))
+        .issuer_name(issuer)
+        .public_key(public)
+        .serial_number(1 if is_authority else x509.random_serial_number())
+        .not_valid_before(_FROM)
+        .not_valid_after(_UNTIL)
+        .add_extension(x509.BasicConstraints(is_authority, 0 if is_authority else None), True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuing), False)
+        .add_extension(
+            x509.KeyUsage(
+                digital_signature=not is_authority,
+                content_commitment=False,
+                key_encipherment=False,
+                data_encipherment=False,
+                key_agreement=False,
+                key_cert_sign=is_authority,
+                crl_sign=False,
+                encipher_only=False,
+                decipher_only=False,
+            ),
+            True,
+        )
+    )
+    if usage is not None:
+        builder = builder.add_extension(x509.ExtendedKeyUsage([usage]), False)  # type: ignore[list-item]
+    return builder.sign(signed_by, hashes.SHA256())  # type: ignore[arg-type]
+
+
+class TlsSession:
+    """One side of a TLS connection, without its socket: bytes in, bytes out. Any thread may use it;
+    what two threads seal has to be sent in the order in which it was sealed.
+    """
+
+    def __init__(self, contexts: TlsContexts, server: bool = False) -> None:
+        self._received, self._sealed = ssl.MemoryBIO(), ssl.MemoryBIO()
+        context = contexts.server if server else contexts.client
+        self._tls = context.wrap_bio(self._received, self._sealed, server_side=server)
+        self._lock = threading.Lock()
+
+    def handshake(self, peer: socket.socket) -> None:
+        """Authenticate both sides. Raises OSError unless the peer knows the secret."""
+        while True:
+            try:
+                self._tls.do_handshake()
+            except ssl.SSLWantReadError:
+                self._flush(peer)
+                piece = peer.recv(_PIECE)
+                if not piece:
+                    raise ConnectionRefusedError("the secrets differ") from None
+                self._received.write(piece)
+            except ssl.SSLError as error:
+                with suppress(OSError):  # the peer learns why
+                    self._flush(peer)
+                raise _refusal(error) from error
+            else:
+                self._flush(peer)
+                return
+
+    def _flush(self, peer: socket.socket) -> None:
+        if data := self._sealed.read():
+            peer.sendall(data)
+
+    def seal(self, data: bytes) -> bytes:
+        """`data` as it is sent."""
+        with self._lock:
+            self._tls.write(data)
+            return self._sealed.read()
+
+    def open(self, piece: bytes) -> bytes:
+        """The peer's data up to this piece of what was received; b"" while a record is incomplete.
+        Call it once with b"" after the handshake, whose last piece may hold data too. Raises
+        OSError for what the peer has not sealed.
+        """
+        with self._lock:
+            self._received.write(piece)
+            opened = []
+            with suppress(ssl.SSLWantReadError, ssl.SSLZeroReturnError):
+                while data := self._tls.read(_PIECE):
+                    opened.append(data)
+            return opened[0] if len(opened) == 1 else b"".join(opened)
+
+
+@frozen(eq=False)
+class Connection:
+    """A stream socket; with a TLS session where it leads to another machine."""
+
+    socket: socket.socket
+    session: TlsSession | None = None
+
+    def seal(self, data: bytes) -> bytes:
+        """`data` as it is sent over the socket."""
+        return data if self.session is None else self.session.seal(data)
+
+    def reader(self) -> io.BufferedReader:
+        """What the peer sends, as a file."""
+        if self.session is None:
+            return self.socket.makefile("rb")
+        return io.BufferedReader(_SessionFile(self.socket, self.session), _PIECE)
+
+
+class _SessionFile(io.RawIOBase):
+    """What a peer sends in a session."""
+
+    def __init__(self, peer: socket.socket, session: TlsSession) -> None:
+        self._socket, self._session = peer, session
+        self._opened = memoryview(session.open(b""))
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        while not self._opened:
+            piece = self._socket.recv(_PIECE)
+            if not piece:
+                return 0
+            self._opened = memoryview(self._session.open(piece))
+        target = memoryview(buffer)
+        size = min(len(target), len(self._opened))
+        target[:size] = self._opened[:size]
+        self._opened = self._opened[size:]
+        return size

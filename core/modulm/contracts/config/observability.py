@@ -1,0 +1,29 @@
+"""What the engine tells about itself: logs, metrics, traces, profiles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from modulm.contracts.flags import FlagGroup, flag, flag_group
+
+__all__ = ["ObservabilityConfig"]
+
+
+@flag_group
+class ObservabilityConfig(FlagGroup):
+    """What the engine tells about itself: logs, metrics, traces, profiles."""
+
+    title = "ObservabilityConfig"
+
+    enable_log_requests: bool = flag(False, "Log each request's prompt and parameters.")
+    disable_log_stats: bool = flag(False, "Log no line every ten seconds while a server works.")
+    log_level: str = flag(
+        "info", "Least level of log lines.",
+        choices=("trace", "debug", "info", "warning", "error", "critical"),
+    )  # fmt: skip
+    log_format: str = flag("text", "Log lines as text, or as JSON.", choices=("text", "json"))
+    logging_config: Mapping[str, Any] | None = flag(None, "Python logging configuration, as JSON.")
+    log_config_file: str | None = flag(
+        None, "JSON file with a Python logging configuration.", unit="path"
+    )

@@ -1,0 +1,62 @@
+"""Answers held to a grammar, and the parsers that take reasoning out of them."""
+
+from __future__ import annotations
+
+from modulm.contracts.flags import FlagGroup, flag, flag_group, parser_name
+
+__all__ = ["StructuredOutputsConfig"]
+
+
+@flag_group
+class StructuredOutputsConfig(FlagGroup):
+    """Answers held to a grammar, and the parsers that take reasoning out of them."""
+
+    title = "StructuredOutputsConfig"
+    table = "structured_outputs_config"
+
+    reasoning_parser: str | None = flag(
+        None,
+        "Parser that takes reasoning out of answers; auto, as without the flag: what fits the "
+        "checkpoint.",
+        kind="reasoning_parsers",
+        choices=("auto", "none"),
+        key="reasoning_parser",
+        parse=parser_name,
+        common=True,
+    )
+    reasoning_parser_plugin: str = flag(
+        "",
+        "Python file that registers reasoning parsers.",
+        key="reasoning_parser_plugin",
+        unit="path",
+        registers=True,
+    )
+    backend: str = flag(
+        "auto",
+        "Grammar backend.",
+        kind="grammars",
+        choices=("auto",),
+        key="backend",
+        own=False,
+    )
+    disable_any_whitespace: bool = flag(
+        False, "Allow no free whitespace in JSON.", key="disable_any_whitespace", own=False
+    )
+    disable_additional_properties: bool = flag(
+        False,
+        "Treat objects as if additionalProperties were false.",
+        key="disable_additional_properties",
+        own=False,
+    )
+    compile_timeout: float = flag(
+        10.0, "Time to compile one constraint.", unit="s", key="compile_timeout", own=False, least=0
+    )
+    compile_memory: int = flag(
+        1 << 30, "Memory to compile one.", unit="bytes", key="compile_memory", own=False, least=1
+    )
+    compile_workers: int = flag(
+        2, "Constraints compiled at once.", key="compile_workers", own=False, least=1
+    )
+    enable_in_reasoning: bool = flag(
+        False, "Hold the reasoning to the grammar too.", key="enable_in_reasoning", own=False
+    )

@@ -1,0 +1,267 @@
+"""How one flag is described, and how a value given for it becomes a checked one.
+
+A group of flags is a class made by `@flag_group`, in the core or in a package that offers it under
+`modulm.flags`; a field of it is made by `flag(default, help, ...)`, and its annotation says its
+type. From that one line come the constructor's check, the command-line option, the YAML key, the
+name in the environment, the `LLM(...)` keyword and the row in docs/config.md.
+
+Nothing is silently ignored: a flag works, or its state says why a value does nothing or is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from enum import Enum
+from types import NoneType, UnionType
+from typing import Any, ClassVar, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
+
+import attrs
+from attrs import frozen
+
+from modulm.errors import ConfigError
+from modulm.structure import parse_int, structure_written
+
+__all__ = [
+    "API",
+    "WORKS",
+    "Flag",
+    "FlagGroup",
+    "Kind",
+    "State",
+    "check",
+    "flag",
+    "flag_group",
+    "flags_of",
+    "parse_int",
+    "parser_name",
+    "read",
+    "read_mapping",
+    "suggest",
+]
+
+API = 1
+
+_KEY = "modulm.flag"
+
+
+class Kind(Enum):
+    """What a flag does.
+
+    WORKS: what its help says. NO_EFFECT: nothing, and a notice says why. RENAMED: it sets another
+    flag, and a notice says which. The others make any value but the default an error: REFUSED
+    names what to use instead, NOT_YET the feature that is planned, NOT_INSTALLED the package.
+    """
+
+    WORKS = "works"
+    NO_EFFECT = "no effect"
+    RENAMED = "renamed"
+    REFUSED = "refused"
+    NOT_YET = "not yet"
+    NOT_INSTALLED = "not installed"
+
+
+#: Any value but the default is an error.
+_UNSETTABLE = frozenset({Kind.REFUSED, Kind.NOT_YET, Kind.NOT_INSTALLED})
+
+
+@frozen
+class State:
+    """A kind and, for all but `works`, the reason that the user reads."""
+
+    kind: Kind
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}: {self.reason}"
+
+
+WORKS = State(Kind.WORKS)
+
+
+@frozen(kw_only=True)
+class Flag:
+    """Everything known about one flag; `type` is the type of its field.
+
+    `kind` is a plugin kind whose installed names are the choices (plus `choices`).
+    `key` is its name inside the group's JSON table; `own` is false when it has no flag of its own.
+    `common`: shown by a plain --help. `registers`: a Python file that is run to register drivers.
+    """
+
+    name: str = ""
+    type: Any = None
+    default: Any = None
+    help: str = ""
+    unit: str | None = None
+    choices: tuple[str, ...] = ()
+    kind: str | None = None
+    aliases: tuple[str, ...] = ()
+    state: State = WORKS
+    deprecated: str | None = None
+    least: float | None = None
+    most: float | None = None
+    key: str | None = None
+    own: bool = True
+    secret: bool = False
+    common: bool = False
+    registers: bool = False
+    parse: Callable[[Any], Any] | None = None
+
+    @property
+    def kinds(self) -> tuple[Any, ...]:
+        """The types that a value may have, without None."""
+        union = get_args(self.type) if get_origin(self.type) is UnionType else (self.type,)
+        return tuple(kind for kind in union if kind is not NoneType)
+
+    @property
+    def optional(self) -> bool:
+        return NoneType in get_args(self.type)
+
+    @property
+    def is_switch(self) -> bool:
+        return self.kinds == (bool,)
+
+    @property
+    def is_list(self) -> bool:
+        return get_origin(self.kinds[0]) is tuple
+
+    @property
+    def is_table(self) -> bool:
+        return get_origin(self.kinds[0]) is Mapping
+
+    @property
+    def option(self) -> str:
+        """The long command-line name."""
+        return "--" + self.name.replace("_", "-")
+
+    def changed(self, value: Any) -> bool:
+        """Whether `value` differs from what the flag has when nobody sets it."""
+        return bool(value != self.default)
+
+
+def flag(default: Any, help: str, **options: Any) -> Any:  # noqa: A002
+    """A field of a group; options are the attributes of `Flag`."""
+    spec = Flag(default=default, help=help, **options)
+    if isinstance(default, dict):
+        return attrs.field(factory=lambda: dict[str, Any](default), metadata={_KEY: spec})
+    return attrs.field(default=default, metadata={_KEY: spec})
+
+
+class FlagGroup:
+    """A group of flags: its title in help, and the JSON flag that fills all of it, if there is one.
+
+    `table_aliases`: short names of that flag. `server`: only commands that run a server have these
+    flags.
+    """
+
+    title: ClassVar[str] = ""
+    table: ClassVar[str | None] = None
+    table_aliases: ClassVar[tuple[str, ...]] = ()
+    server: ClassVar[bool] = False
+
+
+G = TypeVar("G", bound=FlagGroup)
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def flag_group(cls: type[G]) -> type[G]:
+    """Make a class of flags a frozen value whose constructor reads and checks every flag."""
+    return attrs.frozen(kw_only=True, field_transformer=_equip)(cls)
+
+
+def _equip(cls: type, fields: list[attrs.Attribute[Any]]) -> list[attrs.Attribute[Any]]:
+    """Give every field its converter and validator (attrs `field_transformer`)."""
+    types = get_type_hints(cls)
+    return [_equipped(field, types[field.name]) for field in fields]
+
+
+_TYPES = frozenset({bool, int, float, str})
+
+
+def _equipped(field: attrs.Attribute[Any], kind: Any) -> attrs.Attribute[Any]:
+    described = attrs.evolve(field.metadata[_KEY], name=field.name, type=kind)
+    known = described.kinds[0] in _TYPES or described.is_list or described.is_table
+    if not known and described.parse is None:
+        raise TypeError(f"flag {field.name}: no way to read a value of type {kind!r}")
+
+    def convert(value: Any) -> Any:
+        return read(described, value)
+
+    def validate(_instance: Any, _attribute: Any, value: Any) -> None:
+        check(described, value)
+
+    return field.evolve(
+        converter=convert, validator=validate, metadata={**field.metadata, _KEY: described}
+    )
+
+
+def flags_of(group: type[FlagGroup]) -> tuple[Flag, ...]:
+    """The flags of one group class, in the order in which they are written."""
+    return tuple(field.metadata[_KEY] for field in attrs.fields(group))  # type: ignore[arg-type]
+
+
+def read(spec: Flag, value: Any) -> Any:
+    """The value in its field's type. Raises ConfigError that names the flag."""
+    if value is spec.default or (spec.parse is None and spec.optional and _is_none(spec, value)):
+        return value if value is spec.default else None
+    try:
+        return structure_written(value, spec.type) if spec.parse is None else spec.parse(value)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(spec.name, str(error)) from error
+
+
+def _is_none(spec: Flag, value: Any) -> bool:
+    """Whether a text means "not set"; a plugin may be called none, not None."""
+    return isinstance(value, str) and (
+        value == "None" or (value.lower() == "none" and spec.kind is None)
+    )
+
+
+def parser_name(value: str | None) -> str | None:
+    """The name of a parser: None, which means that one is chosen, for "auto"; "" for "none"."""
+    if value is not None and not isinstance(value, str):
+        raise TypeError("a name is expected")
+    return None if value in ("auto", "None") else "" if value == "none" else value
+
+
+def check(spec: Flag, value: Any) -> None:
+    """Raise ConfigError for a missing value, wrong choice, bad range or a flag not to be set."""
+    if value is None and not spec.optional:
+        raise ConfigError(spec.name, f"needs a value; the default is {spec.default!r}")
+    if spec.choices and spec.kind is None and isinstance(value, str):
+        _check_choice(spec, value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        _check_range(spec, value)
+    if spec.state.kind in _UNSETTABLE and spec.changed(value):
+        raise ConfigError(spec.name, str(spec.state))
+
+
+def _check_choice(spec: Flag, value: str) -> None:
+    if value not in spec.choices:
+        known = ", ".join(spec.choices)
+        raise ConfigError(spec.name, f"{value!r} is none of {known}{suggest(value, spec.choices)}")
+
+
+def _check_range(spec: Flag, value: float) -> None:
+    unit = f" {spec.unit}" if spec.unit else ""
+    if value != value:
+        raise ConfigError(spec.name, "is not a number")
+    if spec.least is not None and value < spec.least:
+        raise ConfigError(spec.name, f"{value} is below the least value {spec.least}{unit}")
+    if spec.most is not None and value > spec.most:
+        raise ConfigError(spec.name, f"{value} is above the largest value {spec.most}{unit}")
+
+
+def suggest(word: str, known: tuple[str, ...] | list[str]) -> str:
+    """`; did you mean 'x'?`, or nothing when no known word is close."""
+    close = get_close_matches(word, known, n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+def read_mapping(name: str, value: Any) -> Mapping[str, Any]:
+    """A table given as a mapping or as JSON. Raises ConfigError that names `name`."""
+    try:
+        table: Mapping[str, Any] = structure_written(value, Mapping[str, Any])
+    except (ValueError, TypeError) as error:
+        raise ConfigError(name, str(error)) from error
+    return table
