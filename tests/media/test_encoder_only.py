@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from modulm.engine.worker.media import PromptInputs
 from tests.plugins.models.test_images import FAMILIES, driver
 
 import modulm
 from modulm.errors import ConfigError, RequestError
 from modulm.testing.checkpoints import make_tiny
+from modulm_media.step.runner import MediaRunner
 from modulm_towers.testing import ImageFamily, images, write_family
 
 SETTINGS = {"device": "cpu", "dtype": "float32", "max_num_batched_tokens": 256}
@@ -31,16 +31,16 @@ def test_media_are_answered_with_their_embeddings(architecture, tmp_path, monkey
     mark = family.mark or tokens["image_token"]
     text, pictures = f"A {mark} or {mark} here", images(family.sizes[:2])
     asked = {"prompt": text, "multi_modal_data": {"image": pictures}}
-    kept, encode = {}, PromptInputs.encode
+    kept, begin = {}, MediaRunner.begin
 
-    def noted(self, plan):
-        done = encode(self, plan)
-        if plan.encode:
-            items = [self._rows[row].media[index] for row, index in plan.encode]
+    def noted(self, plan, value):
+        done = begin(self, plan, value)
+        if value is not None and value.items:
+            items = [self._rows[row].media[index] for row, index in value.items]
             kept["all"] = [self._outputs[item.hash].numpy() for item in items]
         return done
 
-    monkeypatch.setattr(PromptInputs, "encode", noted)
+    monkeypatch.setattr(MediaRunner, "begin", noted)
     with modulm.LLM(str(tmp_path), **SETTINGS) as llm:
         llm.generate(asked, modulm.SamplingParams(max_tokens=1), use_tqdm=False)
         whole, expected = llm.info.description.weight_bytes, np.concatenate(kept["all"])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from modulm.engine.worker.media import PromptInputs
 from tests.media.checkpoint import write_llava
 
 import modulm
+from modulm_media.step.runner import MediaRunner
 from modulm_towers import Tower, through, whole
 from modulm_towers.testing import images
 
@@ -23,16 +23,17 @@ def folder(tmp_path_factory):
 def steps(monkeypatch):
     """Of every step: rows of it, whether it encoded, and what it kept, hash by hash."""
     seen = []
-    encode = PromptInputs.encode
+    begin = MediaRunner.begin
 
-    def noted(self, plan):
-        busy, before = bool(plan.encode or self.begun), dict(self._outputs)
-        done = encode(self, plan)
+    def noted(self, plan, value):
+        busy = bool((value and value.items) or self.begun)
+        before = dict(self._outputs)
+        done = begin(self, plan, value)
         kept = {h: o for h, o in self._outputs.items() if h not in before}
         seen.append((plan.rows.tolist(), busy, kept))
         return done
 
-    monkeypatch.setattr(PromptInputs, "encode", noted)
+    monkeypatch.setattr(MediaRunner, "begin", noted)
     return seen
 
 

@@ -216,7 +216,10 @@ def test_requests_keep_what_they_came_with(setting: Setting) -> None:
     setting.ask("second", "a", tokens=5)
     setting.handed_in("second")
     setting.loop.tick()
-    keys = {row.start.request: row.start.adapter for row in setting.executor.rows.values()}
+    keys = {
+        row.start.request: row.start.parts["adapters"].name
+        for row in setting.executor.rows.values()
+    }
     assert setting.executor.held[str(keys["first"])] == "good"
     assert setting.executor.held[str(keys["second"])] == "better"
     setting.run()

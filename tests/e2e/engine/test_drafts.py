@@ -189,7 +189,8 @@ def test_what_a_grammar_forbids_is_not_verified(folder, constraint) -> None:
     class Watched(drafting_executor(FakeDrafter(adversarial, [told]))):
         def run(self, plan):
             result = super().run(plan)
-            seen.extend(len(drafts) for drafts in result.drafts.values())
+            proposed = (report.value for report in result.parts if report.part == "drafts")
+            seen.extend(len(drafts) for rows in proposed for drafts in rows.values())
             return result
 
         submit = Executor.submit

@@ -142,4 +142,5 @@ def test_logprobs_and_pooling() -> None:
         plan(2, 0, PROMPT, [[5, 6]], row=1, admit=[admit(1, PoolingParams(), name="p")])
     )
     assert (result.tokens.tolist(), result.accepted.tolist()) == ([], [0])
-    assert result.pooled[1].shape == (2,)
+    (pooled,) = (report.value for report in result.parts if report.part == "pooling")
+    assert pooled[1].shape == (2,)

@@ -101,7 +101,12 @@ def start(row: int) -> RowStart:
 
 
 def test_the_model_says_what_its_encoder_may_take(runner) -> None:
-    assert runner.capacity.parts["media"] == {"tokens": 64, "cache": 64, "rows": 0, "whole": False}
+    assert runner.capacity.parts["media"] == {
+        "tokens": 64,
+        "cache": 64,
+        "rows": 8192,
+        "whole": False,
+    }
 
 
 @pytest.mark.parametrize("cuts", [(12,), (4, 8), (2, 3, 4, 3), (1,) * 12])

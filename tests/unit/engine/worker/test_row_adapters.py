@@ -184,5 +184,5 @@ def whole(runner, tokens, first=0, block=1) -> tuple[int, list[float]]:
 
 
 def test_a_plan_that_moves_blocks_needs_a_connector(folder) -> None:
-    with pytest.raises(EngineError, match="no KV connector"):
-        new_runner(folder).run(nothing(transfers=TransferPlan()))
+    with pytest.raises(EngineError, match="work for 'transfers', which has no runner"):
+        new_runner(folder).run(transferring())
