@@ -198,7 +198,7 @@ def test_layers_of_blocks_are_packed(mixed):
     modules = dict(session.model.named_modules())
     held = [one for module in modules.values() for one in getattr(module, "held", ())]
     assert {type(one.weight).__name__ for one in held} == {"PackedLinear"}
-    assert session.model.embed.table is session.model.head.held[0].weight
+    assert session.model.embed.table is session.model.head.quantized[0].weight
 
 
 def test_explain_says_the_type_of_each_layer(mixed):
@@ -273,7 +273,7 @@ def test_the_flags_that_name_the_format(tmp_path):
     write_gguf(folder, tmp_path / "m.gguf", "qwen3", lambda name, shape: "Q8_0")
     flags = {"load_format": "gguf", "quantization": "gguf", "hf_config_path": str(folder)}
     found = Session(tmp_path / "m.gguf", device="cpu", dtype="bfloat16", **flags)
-    assert found.loaded.model.layers[0].mlp.down.held[0].weight.format == "int8"
+    assert found.loaded.model.layers[0].mlp.down.quantized[0].weight.format == "int8"
 
 
 def test_several_files_in_a_folder(tmp_path):

@@ -702,8 +702,8 @@ def layers_are_held_as_explained(session: Session) -> None:
     layers = [m for m in modules if isinstance(getattr(m, "method", None), CodedMethod)]
     assert layers
     for layer in layers:
-        wide = "; held as" in (layer.method.note(layer.spec) or "")
-        held = [layer.held] if layer.spec.experts else [one.weight for one in layer.held]
+        wide = "; dequantized to" in (layer.method.note(layer.spec) or "")
+        held = [layer.quantized] if layer.spec.experts else [one.weight for one in layer.quantized]
         assert all((packed.format == "bf16") == wide for packed in held), layer.spec
 
 
@@ -903,7 +903,7 @@ def test_a_file_that_is_cut_short_is_named_in_every_format(published, tmp_path, 
     cut.unlink()
     cut.write_bytes(content[:-3])
     words = (
-        r"model\.safetensors: .*: the file is cut short: \d+ bytes of data are needed, \d+ there"
+        r"model\.safetensors: .*: the file is truncated: it needs \d+ bytes of data and has \d+"
     )
     assert re.search(words, refused(tmp_path))
 
@@ -1055,7 +1055,7 @@ EXPLAINED = {
     ],
     "ct-nvfp4-experts": [r"float4 .*a scale per 16 inputs(?!; held).*experts"],
     "ct-mxfp4-experts": [r"float4 .*a scale per 32 inputs; .*experts"],
-    "bnb-nf4": [r"nf4, a scale per 64 weights; held as bfloat16.*layers.\*.mlp.down_proj"],
+    "bnb-nf4": [r"nf4, a scale per 64 weights; dequantized to bfloat16.*layers.\*.mlp.down_proj"],
     "gptq-desc-act": [
         r"int4, a scale and zero point per 32 inputs, inputs sorted.*self_attn.o_proj"
     ],

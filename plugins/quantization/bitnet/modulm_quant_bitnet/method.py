@@ -121,7 +121,7 @@ class BitNet(CodedMethod):
         unit = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
         parts = [
             self._product(held, (unit.to(x.dtype) * weight.to(x.dtype)), None)
-            for held, weight in zip(keeper.held, keeper.norm_weight, strict=True)
+            for held, weight in zip(keeper.quantized, keeper.norm_weight, strict=True)
         ]
         whole = torch.cat(parts, -1)
         return whole if bias is None else whole + bias

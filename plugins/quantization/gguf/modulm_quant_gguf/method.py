@@ -122,7 +122,7 @@ class GGUF(QuantizationMethod):
         name = "pack_block_experts" if spec.experts else "pack_blocks"
         if kind.name not in _AS_THEY_ARE or spec.dtype == "float32":
             return None
-        return getattr(self.ops, name, None)
+        return self.ops.find(name)
 
     def create(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:
         kinds = self._kinds(spec)
@@ -137,7 +137,7 @@ class GGUF(QuantizationMethod):
         types = " + ".join(kind.name for kind, _ in groupby(kinds))
         coded = [kind for kind in kinds if kind.decode is not None]
         pack = "pack_quantized_experts" if spec.experts else "pack_quantized"
-        kept = spec.kind == "embedding" or spec.dtype == "float32" or not hasattr(self.ops, pack)
+        kept = spec.kind == "embedding" or spec.dtype == "float32" or not self.ops.supports(pack)
         if kept or not coded:
             return types
         uses = dict.fromkeys(_BITS[self._activations(spec, kind)] for kind in coded)
@@ -157,10 +157,10 @@ class GGUF(QuantizationMethod):
         for name in stored:
             layer.register_parameter(name, None)
         if spec.experts:
-            keeper.held = self._stack(stored, spec)
+            keeper.quantized = self._stack(stored, spec)
             return
-        keeper.held = tuple(self._held(part, spec) for part in self._parts(stored, spec))
-        bias, sizes = layer._parameters.get("bias"), [one.outputs for one in keeper.held]
+        keeper.quantized = tuple(self._held(part, spec) for part in self._parts(stored, spec))
+        bias, sizes = layer._parameters.get("bias"), [one.outputs for one in keeper.quantized]
         keeper.biases = None if bias is None else torch.split(bias.detach(), sizes)
 
     def _held(self, blocks: Blocks, spec: LinearSpec) -> _Held:
@@ -168,7 +168,7 @@ class GGUF(QuantizationMethod):
         count = len(blocks.stored)
         if blocks.kind.decode is None:
             return _Held(self.ops.pack_linear(blocks.stored), count)
-        pack = getattr(self.ops, "pack_quantized", None)
+        pack = self.ops.find("pack_quantized")
         if pack is None or spec.dtype == "float32":
             return _Held(blocks, count)
         use, as_it_is = self._activations(spec, blocks.kind), self._blocks(blocks.kind, spec)
@@ -179,7 +179,7 @@ class GGUF(QuantizationMethod):
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         keeper: Any = layer
-        held = keeper.held
+        held = keeper.quantized
         if len(held) == 1:
             return self._product(held[0], x, bias)
         out, first = x.new_empty(*x.shape[:-1], sum(one.outputs for one in held)), 0
@@ -203,7 +203,7 @@ class GGUF(QuantizationMethod):
 
     def experts(self, layer: torch.nn.Module) -> object:
         keeper: Any = layer
-        return keeper.held
+        return keeper.quantized
 
     def _stack(self, stored: Mapping[str, Tensor], spec: LinearSpec) -> Any:
         """What `fused_experts` takes. Raises UnsupportedError for parts of several types."""
@@ -214,7 +214,7 @@ class GGUF(QuantizationMethod):
         (whole,) = stored.values()
         if kinds[0].decode is None:
             return self.ops.pack_experts(whole, len(spec.parts))
-        pack = getattr(self.ops, "pack_quantized_experts", None)
+        pack = self.ops.find("pack_quantized_experts")
         if pack is None or spec.dtype == "float32":
             return Stack(kinds[0], whole, getattr(torch, spec.dtype))
         use, as_they_are = self._activations(spec, kinds[0]), self._blocks(kinds[0], spec)
@@ -228,8 +228,8 @@ class GGUF(QuantizationMethod):
 
     def share(self, head: torch.nn.Module, table: torch.nn.Module) -> None:
         keeper: Any = head
-        (held,) = keeper.held
-        if hasattr(self.ops, "embedding_packed") and not isinstance(held.weight, Blocks | Tensor):
+        (held,) = keeper.quantized
+        if self.ops.supports("embedding_packed") and not isinstance(held.weight, Blocks | Tensor):
             table.table = held.weight
             table.register_parameter(STORED, None)
 
@@ -249,10 +249,10 @@ class GGUF(QuantizationMethod):
         keeper: Any = layer
         dtype: torch.dtype = getattr(torch, spec.dtype)
         if spec.experts:
-            return torch.stack([keeper.held[expert] for expert in range(spec.experts)]).to(dtype)
+            return torch.stack([keeper.quantized[expert] for expert in range(spec.experts)]).to(dtype)
         if spec.kind == "embedding":
             return self.embed(keeper, torch.arange(spec.outputs, device=self.platform.device))
-        return torch.cat([self._weight(one.weight) for one in keeper.held]).to(dtype)
+        return torch.cat([self._weight(one.weight) for one in keeper.quantized]).to(dtype)
 
     def _weight(self, held: Any) -> Tensor:
         if isinstance(held, Blocks):

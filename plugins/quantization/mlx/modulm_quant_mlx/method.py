@@ -189,8 +189,8 @@ class MLX(CodedMethod):
 
     def share(self, head: torch.nn.Module, table: torch.nn.Module) -> None:
         keeper: Any = head
-        (held,) = keeper.held
-        if hasattr(self.ops, "embedding_packed") and not isinstance(held.weight, Codes):
+        (held,) = keeper.quantized
+        if self.ops.supports("embedding_packed") and not isinstance(held.weight, Codes):
             table.packed = held.weight
             self._drop(table)
 

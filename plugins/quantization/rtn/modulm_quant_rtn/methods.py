@@ -57,13 +57,13 @@ class Int4(AtLoad):
 
     def rounded_to(self, spec: LinearSpec) -> Scheme | None:
         found = super().rounded_to(spec)
-        asked = self._asked(spec)
+        asked = self._requested_scheme(spec)
         if found is None and asked is not None and asked.values == "int4":
             return SCHEMES["int8"]
         return found
 
     def note(self, spec: LinearSpec) -> str | None:
-        note, asked = super().note(spec), self._asked(spec)
+        note, asked = super().note(spec), self._requested_scheme(spec)
         if spec.kind == "lm_head" and asked == SCHEMES["int8"]:
             return f"{note}: the head keeps int8, every token's choice hangs on it"
         unfit = asked.unfit(spec.inputs) if asked else None
