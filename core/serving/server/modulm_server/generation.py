@@ -257,7 +257,7 @@ class GenerationService:
         """
         self.check_open()
         check_cost(params, (len(prompt.ids),), self.engine.info, self.config.group(ServerConfig))
-        engine_prompt = prompt.given()
+        engine_prompt = prompt.engine_prompt()
         name = uuid4().hex
         self.request_log.request(name, prompt, params)
         if self.tenants:
@@ -277,7 +277,7 @@ class GenerationService:
     ) -> PoolingRequestOutput:
         """Pool a prompt. adapter: from `find_model`."""
         self.check_open()
-        engine_prompt = {**prompt.given(), "prompt": None}
+        engine_prompt = {**prompt.engine_prompt(), "prompt": None}
         more = _adapter_keyword(adapter)
         source = self.engine.encode(engine_prompt, params, uuid4().hex, priority=priority, **more)
         async with aclosing(source) as outputs:

@@ -98,7 +98,7 @@ class Anthropic(RouteFamily):
             body = await read(request, CountRequest)
             await self.context.generation.find_model(body.model)
             tools, choice, several = tools_of(body)
-            constraint_of(body, self._held(tools, choice, several))
+            constraint_of(body, self._forced_calls(tools, choice, several))
             variables = variables_of(body, self._parsers.reasoning)
             options = ChatOptions(tools=tools, variables=variables)
             prompt = await self.context.generation.from_messages(messages_of(body), options)
