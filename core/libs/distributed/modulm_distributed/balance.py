@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from modulm.contracts.quantization import MovableStack
 from modulm.errors import UnsupportedError
 from modulm_distributed.placement import balancedness, first_placement, placement
 
@@ -30,19 +31,6 @@ __all__ = ["BalancedExperts", "MovableStack"]
 _PIECES = 4
 
 log = logging.getLogger("modulm.eplb")
-
-
-class MovableStack(Protocol):
-    """A packed stack of experts that can be another number of them."""
-
-    def grow(self, experts: int) -> None:
-        """Have room for so many, in place; the new ones hold nothing yet."""
-
-    def memory(self, expert: int) -> tuple[Tensor, ...]:
-        """All that one of them is, to be read."""
-
-    def put(self, expert: int, memory: Sequence[Tensor]) -> None:
-        """Become what another one is."""
 
 
 class BalancedExperts:

@@ -15,6 +15,7 @@ from modulm.contracts.quantization import (
     INPUTS,
     OUTPUTS,
     CheckpointInfo,
+    LinearKind,
     LinearSpec,
     ParamSpec,
     QuantizationMethod,
@@ -152,7 +153,7 @@ class AtLoad(CodedMethod):
         return (round_weight(stored["weight"], scheme, spec.parts, kernel),)
 
     def activations(self, spec: LinearSpec) -> str:
-        settings = self.config.moe if spec.kind == "expert" else self.config.linear
+        settings = self.config.moe if spec.kind is LinearKind.EXPERT else self.config.linear
         requested = settings.get("activation") if isinstance(settings, Mapping) else None
         return requested or self.config.activations or self.ROUNDED
 

@@ -12,7 +12,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from modulm.contracts.platform import Platform
-from modulm.contracts.quantization import CheckpointInfo, LinearSpec, QuantizationMethod
+from modulm.contracts.quantization import CheckpointInfo, LinearKind, LinearSpec, QuantizationMethod
 from modulm_quantized.codes import CodedExperts, Codes
 from modulm_quantized.experts import pack_stack
 from modulm_quantized.fitting import Fitted, for_kernels
@@ -80,7 +80,7 @@ class CodedMethod(QuantizationMethod):
         "fp8" (one scale per token and 128 inputs) if the platform's kernels multiply fp8, otherwise
         "bf16". The head always gets "bf16" because its errors are errors of logits.
         """
-        fits = spec.kind != "lm_head" and self.ops.supports("round_rows_fp8")
+        fits = spec.kind is not LinearKind.LM_HEAD and self.ops.supports("round_rows_fp8")
         return "fp8" if fits else "bf16"
 
     def scheme(self, spec: LinearSpec) -> StoredAs | None:
