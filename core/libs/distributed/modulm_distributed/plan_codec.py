@@ -73,10 +73,10 @@ def decode_result(data: bytes | bytearray | memoryview) -> StepResult:
 def _table(value: Any, kind: type[attrs.AttrsInstance]) -> dict[str, Any]:
     """The fields that hold something."""
     return {
-        name: given
+        name: values
         for name in _names(kind)
-        if (given := getattr(value, name)) is not None
-        and (type(given) is np.ndarray or given not in ((), {}))
+        if (values := getattr(value, name)) is not None
+        and (type(values) is np.ndarray or values not in ((), {}))
     }
 
 
