@@ -94,7 +94,7 @@ def serve(transport: str, pipe: int) -> None:
             peer.send(data)
         elif data == b"?":
             peer.send(struct.pack("d", spent()))
-        elif data == b"end":
+        elif data == b"stop":
             return
 
 
@@ -129,7 +129,7 @@ def measure(transport: str) -> dict[int, tuple[float, float, float]]:
         after = both()
         per_frame = (between - before) / count / 2, (after - between) / count
         found[size] = (statistics.median(times) * 1e6, per_frame[0] * 1e6, per_frame[1] * 1e6)
-    peer.send(b"end")
+    peer.send(b"stop")
     os.waitpid(child, 0)
     return found
 

@@ -9,7 +9,7 @@ from modulm_distributed.ring import Ring
 
 
 def test_every_reader_has_every_frame_in_order():
-    ring = Ring.made(2)
+    ring = Ring.create(2)
     readers = [Ring(os.dup(ring.descriptors[0]), ring.descriptors[1:]) for _ in range(2)]
     found = [[], []]
 
@@ -28,7 +28,7 @@ def test_every_reader_has_every_frame_in_order():
 
 
 def test_what_is_too_long_leaves_its_place():
-    ring = Ring.made(1)
+    ring = Ring.create(1)
     reader = Ring(os.dup(ring.descriptors[0]), ring.descriptors[1:])
     assert ring.write(b"a" * 1000)
     assert not ring.write(b"b" * (1 << 18))
@@ -40,7 +40,7 @@ def test_what_is_too_long_leaves_its_place():
 
 
 def test_a_reader_that_is_gone_is_not_waited_for():
-    ring = Ring.made(1)
+    ring = Ring.create(1)
     for _ in range(40):
         assert ring.write(b"", alive=lambda: False)
     ring.close()

@@ -69,7 +69,7 @@ def test_replicas_answer_as_one_process(plugins, tmp_path, model, tensor, pipeli
             assert [*found] == [[expected[i] for i in places] for places in mine]
         # Whoever had work, each has begun as many passes as the other, and nobody is at one.
         rounds = [llm._core.executor._rounds for llm in replicas]
-        begun = [int(one._begun[place]) for place, one in enumerate(rounds)]
+        begun = [int(one._passes[place]) for place, one in enumerate(rounds)]
         assert begun[0] == begun[1] > 0
 
 

@@ -177,6 +177,6 @@ def test_whatever_happens_the_books_are_right(seed: int) -> None:
         fleet.ended(name)
     assert list(fleet.loads) == [0] * 5
     for place in range(5):
-        assert fleet.held._tokens[place] == sum(fleet.held._held[place].values()) <= 600
+        assert fleet.prefixes._tokens[place] == sum(fleet.prefixes._pieces[place].values()) <= 600
         fleet.lost(place)
-    assert len(fleet.held) == 0
+    assert len(fleet.prefixes) == 0

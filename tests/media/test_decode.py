@@ -13,7 +13,7 @@ from tests.media.files import image_file, shade, sound_file, tone, video_file
 
 from modulm_media.decode import decode
 from modulm_media.limits import LIMITS, Limits, Undecodable
-from modulm_media.video_files import taken
+from modulm_media.video_files import sampled_frames
 
 RED = Image.new("RGB", (6, 4), (200, 0, 0))
 
@@ -175,7 +175,7 @@ def test_what_is_no_sound_is_refused(data, words):
 def test_videos(form, codec, options, io):
     rate = 25 if codec == "mpeg2video" else 10
     video = decode("video", video_file(20, rate=rate, form=form, codec=codec, **options), io)
-    places = taken(20, video.fps, io)
+    places = sampled_frames(20, video.fps, io)
     assert (video.fps, video.total) == (rate, 20)
     assert video.indices.tolist() == places.tolist()
     assert video.frames.shape == (len(places), 48, 64, 3)
@@ -184,11 +184,11 @@ def test_videos(form, codec, options, io):
 
 
 def test_frames_are_spread_evenly():
-    assert taken(10, 5.0, {"num_frames": 3}).tolist() == [0, 4, 9]
-    assert taken(10, 5.0, {"num_frames": 99}).tolist() == list(range(10))
-    assert taken(10, 5.0, {"fps": 1}).tolist() == [0, 9]
-    assert taken(10, 5.0, {"fps": 0.1}).tolist() == [0]
-    assert len(taken(100_000, 25.0, {})) == 32
+    assert sampled_frames(10, 5.0, {"num_frames": 3}).tolist() == [0, 4, 9]
+    assert sampled_frames(10, 5.0, {"num_frames": 99}).tolist() == list(range(10))
+    assert sampled_frames(10, 5.0, {"fps": 1}).tolist() == [0, 9]
+    assert sampled_frames(10, 5.0, {"fps": 0.1}).tolist() == [0]
+    assert len(sampled_frames(100_000, 25.0, {})) == 32
 
 
 def test_frames_that_need_too_much_room_are_made_smaller():
@@ -201,7 +201,7 @@ def test_frames_that_need_too_much_room_are_made_smaller():
     [
         (b"nothing", {}, LIMITS, "cannot be decoded"),
         (video_file(6)[:-600], {}, LIMITS, "cannot be decoded|ends before|no frames|no video"),
-        (video_file(20), {"num_frames": -1}, Limits(frames=10), "at most 10"),
+        (video_file(20), {"num_frames": -1}, Limits(frames=10), "limit 10"),
         (video_file(2), {}, Limits(pixels=100), "at most 100 pixels"),
         (sound_file(tone()), {}, LIMITS, "no video"),
         (b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nfile:///etc/passwd\n", {}, LIMITS, "can"),

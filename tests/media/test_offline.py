@@ -10,7 +10,7 @@ from tests.media.files import sound_file, tone, video_file
 
 from modulm.errors import RequestError
 from modulm_media import Media, Sound, Video
-from modulm_media.offline import as_image, as_media, as_sound, as_video, given_media
+from modulm_media.offline import as_image, as_media, as_sound, as_video, parse_media
 
 RED = np.zeros((4, 6, 3), np.uint8)
 RED[..., 0] = 200
@@ -97,7 +97,7 @@ def test_videos(tmp_path):
     (tmp_path / "grey.mp4").write_bytes(file)
     for value in (file, tmp_path / "grey.mp4"):
         assert len(as_video(value).frames) == 20
-    (one,) = given_media({"video": file}, io={"video": {"num_frames": 4}})
+    (one,) = parse_media({"video": file}, io={"video": {"num_frames": 4}})
     assert len(one.value.frames) == 4
     for wrong in ({"fps": 0}, {"frames_indices": [1]}, {"total_num_frames": 1}):
         with pytest.raises(RequestError, match="video: "):
@@ -108,13 +108,13 @@ def test_videos(tmp_path):
 
 def test_one_value_or_several_by_kind_and_their_names():
     picture = Image.fromarray(RED)
-    one, two = given_media({"image": [picture, RED]})
+    one, two = parse_media({"image": [picture, RED]})
     assert one.hash == two.hash == as_media("image", picture).hash
-    (video,) = given_media({"video": [picture, picture]})
+    (video,) = parse_media({"video": [picture, picture]})
     assert isinstance(video.value, Video)
-    (sound,) = given_media({"audio": (np.ones(4), 8000)})
+    (sound,) = parse_media({"audio": (np.ones(4), 8000)})
     assert isinstance(sound.value, Sound)
-    named = given_media({"image": [picture, None]}, {"image": ["a", "b"]})
+    named = parse_media({"image": [picture, None]}, {"image": ["a", "b"]})
     assert [one.uuid for one in named] == ["a", "b"]
     assert named[0].hash == Media("image", None, "a").hash != one.hash
     for data, uuids in (
@@ -124,7 +124,7 @@ def test_one_value_or_several_by_kind_and_their_names():
         ({"image": [None]}, None),
     ):
         with pytest.raises(RequestError, match="multi_modal|None needs"):
-            given_media(data, uuids)
+            parse_media(data, uuids)
 
 
 def test_names_of_contents_tell_them_apart():

@@ -281,7 +281,7 @@ def test_models_that_do_not_hear_or_speak_say_so(http: httpx.Client) -> None:
     for path, words in (
         ("transcriptions", "does not transcribe"),
         ("translations", "does not transcribe"),
-        ("speech", "not yet"),
+        ("speech", "Not supported yet"),
     ):
         answer = http.post(f"/v1/audio/{path}", files={"file": b"x"})
         assert answer.status_code == 400

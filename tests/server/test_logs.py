@@ -34,7 +34,7 @@ def test_the_reason_of_a_refusal_is_logged(
     messages = [{"role": "user", "content": "hi"}]
     answer = http.post("/v1/chat/completions", json={"messages": messages, **body})
     assert answer.is_client_error
-    (line,) = [line for line in caplog.messages if "refused" in line]
+    (line,) = [line for line in caplog.messages if "rejected" in line]
     assert reason in line
     assert "\n" not in line
 

@@ -141,5 +141,5 @@ def test_what_is_wrong_is_said_as_its_clients_read_it(
 
 
 def test_an_error_inside_a_stream_is_its_last_line(client: ollama.Client) -> None:
-    with pytest.raises(ollama.ResponseError, match="could not finish"):
+    with pytest.raises(ollama.ResponseError, match="failed to finish"):
         list(client.generate("M", "fail late", stream=True))

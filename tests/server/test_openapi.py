@@ -14,7 +14,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis.specs.openapi import checks
 
-from modulm_server.openapi import Shapes, gives
+from modulm_server.openapi import Shapes, response_docs
 from modulm_server.testing import Live, error_of
 
 #: What schemathesis holds answers to; those of this folder's servers are held to closed shapes too
@@ -60,7 +60,7 @@ def test_what_the_description_allows_is_answered(make_server: ServerMaker, round
         )
         @hypothesis.given(case=operation.as_strategy())
         def ask(case: Any) -> None:
-            answer = case.call(timeout=20)
+            answer = case.call(timeout=300)
             check(answer, operation.label)
             case.validate_response(answer, checks=CHECKS)
             statuses[operation.label] += 1
@@ -94,7 +94,7 @@ class Loose(TypedDict, total=False):
 
 def test_types_become_shapes() -> None:
     shapes = Shapes()
-    assert shapes.of(list[Loose | None]) == {
+    assert shapes.schema_of(list[Loose | None]) == {
         "type": "array",
         "items": {"anyOf": [{"$ref": f"#/components/schemas/{HERE}.Loose"}, {"type": "null"}]},
     }
@@ -114,8 +114,8 @@ def test_types_become_shapes() -> None:
         "required": ["kept", "kind", "size"],
     }
     assert leaf["description"] == "A leaf."
-    with pytest.raises(TypeError, match="no shape in JSON"):
-        shapes.of(set[int])
+    with pytest.raises(TypeError, match="has no JSON schema"):
+        shapes.schema_of(set[int])
 
 
 HERE = __name__.partition(".")[0]
@@ -144,7 +144,7 @@ def test_a_route_that_says_nothing_keeps_what_fastapi_says(make_server: ServerMa
         """Told."""
 
     live.served.api.add_api_route("/mine/{number}", mine, methods=["GET"])
-    live.served.api.add_api_route("/told", told, methods=["GET"], responses=gives(Leaf))
+    live.served.api.add_api_route("/told", told, methods=["GET"], responses=response_docs(Leaf))
     live.served.api.openapi_schema = None
     document = live.served.api.openapi()
     answers = document["paths"]["/mine/{number}"]["get"]["responses"]

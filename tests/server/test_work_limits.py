@@ -142,11 +142,11 @@ def test_the_bytes_of_all_requests_are_bounded(make_server: ServerMaker) -> None
             assert "Retry-After" in refused.headers
             for answer in answers:
                 answer.close()
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 300
             while (found := client.post(CHAT, json=large)).status_code == 503:
                 assert time.monotonic() < deadline
             assert found.status_code == 200
-        while live.served.app.held.bytes:
+        while live.served.app.body_bytes.bytes:
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
@@ -187,11 +187,11 @@ def test_short_texts_do_not_wait_for_long_ones(tokenizer: Tokenizer) -> None:
 
 def test_lengths_that_are_read(tokenizer: Tokenizer) -> None:
     work = TextWork(tokenizer, 300_000)
-    most = work.most_per_token
+    most = work.max_characters_per_token
     assert most == max(map(len, tokenizer.core.get_vocab()))
     work.check(16 * 300_000)
     work.check_fits(300_000 * min(most, 16))
-    with pytest.raises(ContextLengthExceeded, match="too long to be tokenized"):
+    with pytest.raises(ContextLengthExceeded, match="too many to tokenize"):
         work.check(16 * 300_000 + 1)
     small = TextWork(tokenizer, 100)
     small.check(1 << 20)

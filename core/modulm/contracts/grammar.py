@@ -53,7 +53,7 @@ class Grammar(ABC):
 class GrammarBackend(ABC):
     """Compiles constraints for one tokenizer. Compiling happens off the step loop, in a thread.
 
-    tokenizer: `modulm.contracts.tokenizer.Tokenizer`; vocabulary: width of the logits; stop_ids: ids
+    tokenizer: of the model; vocabulary: width of the logits; stop_ids: ids
     that may end a text where the grammar is complete.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from enum import StrEnum
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from modulm.contracts.media import MediaItem
     from modulm.contracts.weight_names import WeightNames
 
-__all__ = ["API", "Batch", "CacheSpec", "Model", "MtpLayer", "StatePlan", "StateSpec"]
+__all__ = ["API", "Batch", "CacheKind", "CacheSpec", "Model", "MtpLayer", "StatePlan", "StateSpec"]
 
 API = 1
 
@@ -31,6 +32,14 @@ class StateSpec:
     """Per-sequence state of a recurrent layer: named tensors, each (shape, dtype), one per slot."""
 
     tensors: tuple[tuple[str, tuple[int, ...], str], ...]
+
+
+class CacheKind(StrEnum):
+    """What a cache group keeps: keys and values, those of cross attention, or states."""
+
+    ATTENTION = "attention"
+    CROSS = "cross"
+    STATE = "state"
 
 
 @frozen

@@ -1,9 +1,22 @@
-"""The table of ops that layers and backends call; `contracts.kernels` says who fills it."""
+"""The table of ops that layers, quantization methods and attention backends call.
+
+`modulm.ops` binds each op once, when a model is built: to the kernel provider that has it
+(`contracts.kernels`) or to its twin in plain torch. The twins in `modulm.ops` specify what an op
+computes, with shapes and rounding.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from torch import Tensor
+
+    from modulm.contracts.model import StatePlan
 
 __all__ = ["API", "Op", "Ops"]
 
@@ -11,13 +24,119 @@ API = 1
 
 Op = Callable[..., Any]
 
+Forward = TypeVar("Forward", bound=Callable[..., Any])
+
 
 class Ops(Protocol):
-    """The table that the engine binds once: `ops.rms_norm(...)` is a provider's op or its twin.
+    """Ops by attribute: `ops.rms_norm(x, weight, eps)` runs the callable that was bound at start.
 
-    `providers` names, for each op, who computes it.
+    The ops that are declared here have a twin and are always bound. Kernel providers may have more:
+    `find` returns such an op, or None. `providers` names who computes each op ("torch" for a twin),
+    `refusals` says why a better provider did not get one.
     """
 
     providers: Mapping[str, str]
+    refusals: Mapping[str, str]
 
-    def __getattr__(self, name: str) -> Op: ...
+    def supports(self, name: str) -> bool:
+        """Whether an op of this name is bound."""
+
+    def find(self, name: str) -> Op | None:
+        """The op of this name, or None if no provider has it."""
+
+    def recorded(self, forward: Forward) -> Forward:
+        """`forward` as the best provider, or else the platform, records and repeats it."""
+
+    # fmt: off
+    def activate(self, x: Tensor, act: str, constants: tuple[float, ...] = ()) -> Tensor: ...
+    def add(self, x: Tensor, y: Tensor, gate: Tensor | None = None) -> Tensor: ...
+    def multiply(self, x: Tensor, y: Tensor, act: str = "") -> Tensor: ...
+    def scale(self, x: Tensor, factor: float) -> Tensor: ...
+    def clamp(self, x: Tensor, limit: float) -> Tensor: ...
+    def take_columns(self, x: Tensor, order: Tensor) -> Tensor: ...
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor: ...
+    def rms_norm(
+        self, x: Tensor, weight: Tensor | None, eps: float, out: Tensor | None = None,
+        offset: float = 0.0,
+    ) -> Tensor: ...
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float,
+        out: Tensor | None = None, offset: float = 0.0,
+    ) -> Tensor: ...
+    def gated_rms_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int, *, norm_first: bool,
+    ) -> Tensor: ...
+    def layer_norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
+        out: Tensor | None = None,
+    ) -> Tensor: ...
+    def act_and_mul(self, x: Tensor, act: str, out: Tensor | None = None) -> Tensor: ...
+    def pack_linear(self, weight: Tensor) -> Any: ...
+    def linear(
+        self, x: Tensor, packed: Any, bias: Tensor | None = None, out: Tensor | None = None,
+    ) -> Tensor: ...
+    def unpack_linear(self, packed: Any) -> Tensor: ...
+    def embedding(self, ids: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor: ...
+    def rotary(
+        self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, neox: bool = True,
+    ) -> None: ...
+    def varlen_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float | None = None,
+    ) -> Tensor: ...
+    def latent_prepare(
+        self, q: Tensor, kept: Tensor, up: Tensor, weight: Tensor, eps: float, cos_sin: Tensor,
+        positions: Tensor, neox: bool = True,
+    ) -> tuple[Tensor, Tensor]: ...
+    def each_head(self, x: Tensor, weight: Tensor) -> Tensor: ...
+    def moe_route(
+        self, logits: Tensor, top_k: int, *, scoring: str = "softmax", renormalise: bool = True,
+        bias: Tensor | None = None, groups: int = 1, top_groups: int = 1, group_score: str = "max",
+        scale: float = 1.0,
+    ) -> tuple[Tensor, Tensor]: ...
+    def pack_experts(self, weight: Tensor, parts: int = 1) -> Any: ...
+    def fused_experts(
+        self, x: Tensor, weights: Tensor, ids: Tensor, gate_up: Any, down: Any, *,
+        act: str = "silu", alpha: float = 1.0, limit: float = 0.0,
+        gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+    ) -> Tensor: ...
+    def uniforms(self, seeds: np.ndarray, positions: np.ndarray) -> np.ndarray: ...
+    def argmax(self, logits: Tensor) -> Tensor: ...
+    def sample(
+        self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
+        uniform: Tensor,
+    ) -> Tensor: ...
+    def sample_blind(
+        self, logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None,
+        min_p: Tensor | None, uniform: Tensor,
+    ) -> Tensor: ...
+    def filter_logits(
+        self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
+    ) -> Tensor: ...
+    def apply_penalties(
+        self, logits: Tensor, places: Tensor, ids: Tensor, counts: Tensor, repetition: Tensor,
+        frequency: Tensor, presence: Tensor,
+    ) -> None: ...
+    def apply_bitmask(self, logits: Tensor, places: Tensor, mask: Tensor) -> None: ...
+    def top_logprobs(
+        self, values: Tensor, chosen: Tensor, k: int, normalise: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    def causal_conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, states: Tensor,
+        plan: StatePlan,
+    ) -> Tensor: ...
+    def selective_scan(
+        self, x: Tensor, step: Tensor, a_log: Tensor, b: Tensor, c: Tensor, skip: Tensor,
+        states: Tensor, plan: StatePlan, bias: Tensor | None = None,
+        limit: tuple[float, float] = (0.0, inf),
+    ) -> Tensor: ...
+    def delta_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, step: Tensor, a_log: Tensor,
+        bias: Tensor, states: Tensor, plan: StatePlan, reach: float = 1.0,
+    ) -> Tensor: ...
+    def add_lora(self, out: Tensor, x: Tensor, groups: Any, table: Any) -> None: ...
+
+    # Without a twin: ask `supports` first.
+    def embedding_packed(
+        self, ids: Tensor, packed: Any, dtype: torch.dtype | None = None,
+    ) -> Tensor: ...
+    # fmt: on

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from enum import StrEnum
 from itertools import accumulate
 from math import gcd
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from modulm.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -27,7 +28,9 @@ __all__ = [
     "PARTS",
     "Axis",
     "CheckpointInfo",
+    "LinearKind",
     "LinearSpec",
+    "MovableStack",
     "ParamSpec",
     "QuantizationMethod",
     "Shard",
@@ -62,14 +65,23 @@ class Shard:
     whole: int
 
 
+class LinearKind(StrEnum):
+    """What a linear map is in the model."""
+
+    LINEAR = "linear"
+    LM_HEAD = "lm_head"
+    EMBEDDING = "embedding"
+    ROUTER = "router"
+    EXPERT = "expert"
+
+
 @frozen
 class LinearSpec:
     """One linear map y = x W^T + b, possibly several stored side by side (q, k and v).
 
     `name` is the module's path ("model.layers.0.self_attn.qkv_proj"), `parts` the output sizes
-    of the fused pieces on this rank, `kind` is "linear", "lm_head", "embedding", "router" or
-    "expert".
-    `experts` > 0 means that many maps of this shape stacked in front.
+    of the fused pieces on this rank. `experts` > 0 means that many maps of this shape stacked in
+    front.
     `part_names` are the paths that a checkpoint gives the parts (those of the first expert, and
     `expert_names` those of all, with {expert} for its number).
     `shards`, `input_shard` and `expert_shard` are where the parts, inputs and experts of this rank
@@ -81,7 +93,7 @@ class LinearSpec:
     parts: tuple[int, ...]
     bias: bool
     dtype: str
-    kind: str = "linear"
+    kind: LinearKind = field(default=LinearKind.LINEAR, converter=LinearKind)
     experts: int = 0
     part_names: tuple[str, ...] = ()
     _shards: tuple[Shard, ...] = ()
@@ -214,6 +226,19 @@ class ParamSpec:
         return (spec.experts, *found) if spec.experts else found
 
 
+class MovableStack(Protocol):
+    """A packed stack of experts whose members are copied between ranks."""
+
+    def grow(self, experts: int) -> None:
+        """Make room for this many experts, in place. New entries are undefined until `put`."""
+
+    def memory(self, expert: int) -> tuple[torch.Tensor, ...]:
+        """The tensors that hold one expert, for reading."""
+
+    def put(self, expert: int, memory: Sequence[torch.Tensor]) -> None:
+        """Replace an expert by a copy of another one's `memory`."""
+
+
 class QuantizationMethod(ABC):
     """Creates, finishes and applies the weights of linear layers.
 
@@ -304,8 +329,8 @@ class QuantizationMethod(ABC):
         """The stack that `kind == "expert"` created, as the op `fused_experts` takes it.
 
         That is the op's own packed form, or anything that gives the weight [outputs, inputs] of
-        one expert by its index. Experts that move between ranks are in a tensor [experts, ...], or
-        in what has the methods of `modulm_distributed.balance.MovableStack`.
+        one expert by its index. Experts that move between ranks are a tensor [experts, ...] or a
+        `MovableStack`.
         """
         raise UnsupportedError(f"quantization method {self.name} does not hold experts: not yet")
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from attrs import evolve, frozen
 
 from modulm.contracts.attention import AttentionBackend, AttentionSpec
-from modulm.contracts.model import CacheSpec, StateSpec
+from modulm.contracts.model import CacheKind, CacheSpec, StateSpec
 from modulm.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["CacheGroup", "extended", "group_caches"]
 
 
-@frozen
+@frozen(kw_only=True)
 class CacheGroup:
     """Layers with equal specs. `layers` are indices into the model's caches.
 
@@ -31,7 +31,7 @@ class CacheGroup:
     block_size tokens more than the block before.
     """
 
-    kind: Literal["attention", "cross", "state"]
+    kind: CacheKind
     layers: tuple[int, ...]
     spec: AttentionSpec | StateSpec
     backend: AttentionBackend | None
@@ -65,8 +65,16 @@ def group_caches(
     for spec, layers in members.items():
         owners = sum(caches[layer].shares is None for layer in layers)
         if isinstance(spec, StateSpec):
-            size = owners * _state_bytes(spec.tensors)
-            groups.append(CacheGroup("state", tuple(layers), spec, None, state_block, None, size))
+            state_group = CacheGroup(
+                kind=CacheKind.STATE,
+                layers=tuple(layers),
+                spec=spec,
+                backend=None,
+                block_size=state_block,
+                window=None,
+                block_bytes=owners * _state_bytes(spec.tensors),
+            )
+            groups.append(state_group)
             continue
         backend = backends[spec]
         followers = [(backends[other], tuple(at)) for other, at in following.get(spec, {}).items()]
@@ -78,9 +86,17 @@ def group_caches(
                     f"per block, its backend {other.name} takes {other.block_size}"
                 )
             size += len(at) * other.layout(1).block_bytes
-        block, window = backend.block_size, spec.cross or spec.window
-        common = (tuple(layers), spec, backend, block, window, size, tuple(followers))
-        groups.append(CacheGroup("cross" if spec.cross else "attention", *common))
+        paged_group = CacheGroup(
+            kind=CacheKind.CROSS if spec.cross else CacheKind.ATTENTION,
+            layers=tuple(layers),
+            spec=spec,
+            backend=backend,
+            block_size=backend.block_size,
+            window=spec.cross or spec.window,
+            block_bytes=size,
+            followers=tuple(followers),
+        )
+        groups.append(paged_group)
     return tuple(groups)
 
 
@@ -113,9 +129,17 @@ def extended(
         backend = None if isinstance(cache.spec, StateSpec) else backends.get(cache.spec)
         at = next((i for i, group in enumerate(made) if _takes(group, cache, backend)), None)
         if backend is not None and at is None:
-            block, window, size = backend.block_size, backend.spec.window, 0
             at = len(made)
-            made.append(CacheGroup("attention", (), backend.spec, backend, block, window, size))
+            own_group = CacheGroup(
+                kind=CacheKind.ATTENTION,
+                layers=(),
+                spec=backend.spec,
+                backend=backend,
+                block_size=backend.block_size,
+                window=backend.spec.window,
+                block_bytes=0,
+            )
+            made.append(own_group)
         if at is None:
             raise UnsupportedError(f"{cache.layer}: no attention layer of the model is like it")
         made[at] = _with_cache(made[at], index, cache, backend)

@@ -18,7 +18,7 @@ from modulm.errors import ArchitectureNotFound, ConfigError, UnsupportedError
 from modulm.loading.checkpoint import open_loader, pooling_recipe
 from modulm.loading.pooling import may_convert, open_pooler, pooling_settings
 from modulm.loading.strangers import model_kind
-from modulm.ops import OpTable, bind
+from modulm.ops import bind
 from modulm.plugins import defaults
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from modulm.contracts.kernels import KernelProvider
     from modulm.contracts.loader import WeightLoader
     from modulm.contracts.model import Model
+    from modulm.contracts.ops import Ops
     from modulm.contracts.platform import Platform
     from modulm.contracts.pooling import PoolingRecipe
     from modulm.parallel import Mesh
@@ -117,7 +118,7 @@ class Choices:
             )
         return driver
 
-    def ops(self, dtype: str) -> OpTable:
+    def ops(self, dtype: str) -> Ops:
         """The op table of the kernel providers that run here, bound for `dtype`."""
         names = self.config.attention.kernels
         if names is not None:
@@ -145,7 +146,7 @@ class Choices:
         self.decisions.append(chosen.decision)
         return chosen.driver
 
-    def method(self, ops: OpTable) -> Methods:
+    def method(self, ops: Ops) -> Methods:
         """The quantization method of the checkpoint or of --quantization, and the plain one."""
         plain = self._method(PLAIN, {}, ops)
         info = self.checkpoint.info
@@ -160,7 +161,7 @@ class Choices:
         table = {**chosen.driver.settings(info), **given}
         return Methods(self._method(name, table, ops), plain, self.platform)
 
-    def _method(self, name: str, table: Mapping[str, Any], ops: OpTable) -> QuantizationMethod:
+    def _method(self, name: str, table: Mapping[str, Any], ops: Ops) -> QuantizationMethod:
         driver = self.plugins.load("quantization", name)
         given = self.config.device.options("quantization", name)
         options = self.plugins.options("quantization", name, {**table, **given})
@@ -174,7 +175,7 @@ class Choices:
         """
         return self._keep(open_loader(self.config, self.checkpoint.path, self.plugins))
 
-    def adapters(self, ops: OpTable) -> AdapterBank | None:
+    def adapters(self, ops: Ops) -> AdapterBank | None:
         """The bank of adapters that the configuration has a table for, or that a plugin makes."""
         found = self.plugins.configured("adapters", self.config.device.plugin_config)
         bank: AdapterBank | None
@@ -190,13 +191,13 @@ class Choices:
         self.decisions.append(Decision("adapters", verdicts, bank.name, "has a configuration"))
         return bank
 
-    def backend(self, spec: AttentionSpec, ops: OpTable, mesh: Mesh) -> AttentionBackend:
+    def backend(self, spec: AttentionSpec, ops: Ops, mesh: Mesh) -> AttentionBackend:
         """The attention backend of a spec; layers with equal specs share one."""
         if spec not in self.backends:
             self.backends[spec] = mesh.attention(spec, partial(self._choose_backend, ops=ops))
         return self.backends[spec]
 
-    def _choose_backend(self, spec: AttentionSpec, ops: OpTable) -> AttentionBackend:
+    def _choose_backend(self, spec: AttentionSpec, ops: Ops) -> AttentionBackend:
         requested = self.config.attention.attention_backend
         subject = f"attention ({_describe(spec)})"
         try:

@@ -10,6 +10,7 @@ import torch
 from attrs import field, frozen
 
 from modulm.config.resolve import DTYPE_ALIASES
+from modulm.contracts.model import CacheKind
 from modulm.errors import CheckpointError, ConfigError, UnsupportedError
 from modulm.loading.cache_groups import CacheGroup, group_caches
 from modulm.loading.choices import Choices, Methods
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
     from modulm.contracts.decision import Decision
     from modulm.contracts.loader import WeightLoader
     from modulm.contracts.model import Model
+    from modulm.contracts.ops import Ops
     from modulm.contracts.platform import Platform
     from modulm.contracts.pooler import Pooler
     from modulm.contracts.quantization import QuantizationMethod
     from modulm.contracts.weight_names import WeightNames
-    from modulm.ops import OpTable
     from modulm.plugins.manager import PluginManager
 
 __all__ = ["Loaded", "build_model", "explain_model", "load_model", "plan_checkpoint"]
@@ -67,7 +68,7 @@ class Loaded:
     dtype: str
     vocabulary: int
     max_model_len: int
-    ops: OpTable
+    ops: Ops
     weight_bytes: int
     tasks: tuple[str, ...] = ("generate",)
     pooler: Pooler | None = None
@@ -144,7 +145,7 @@ class _Built:
     model: Any
     settings: Any
     dtype: str
-    ops: OpTable
+    ops: Ops
     shared: Shared
     choices: Choices
     method: QuantizationMethod
@@ -195,7 +196,7 @@ def _shared(
     config: EngineConfig,
     choices: Choices,
     methods: Methods,
-    ops: OpTable,
+    ops: Ops,
     dtype: str,
     length: int,
     mesh: Mesh,
@@ -284,7 +285,7 @@ def _check_memory(size: int, platform: Platform) -> None:
 def _fill_tables(shared: Shared, groups: Sequence[CacheGroup], platform: Platform) -> None:
     """Make the tables of rotary angles: up to the longest sequence, or to what memory can cache."""
     rows = shared.max_length
-    whole = [g for g in groups if g.kind == "attention" and g.window is None]
+    whole = [g for g in groups if g.kind is CacheKind.ATTENTION and g.window is None]
     bytes_per_token = sum(g.block_bytes / g.block_size for g in whole)
     if bytes_per_token:
         rows = min(rows, int(platform.memory().total / bytes_per_token) + 1)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from modulm.contracts.quantization import CheckpointInfo, QuantizationMethod
+from modulm.contracts.quantization import CheckpointInfo, LinearKind, QuantizationMethod
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +65,7 @@ class _Adapted(QuantizationMethod):
 
     def finish(self, layer: Module, spec: LinearSpec) -> None:
         self.base.finish(layer, spec)
-        apply = self.base.embed if spec.kind == "embedding" else self.base.apply
+        apply = self.base.embed if spec.kind is LinearKind.EMBEDDING else self.base.apply
         self.around.finish(partial(apply, layer))
 
     def share(self, head: Module, table: Module) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from modulm.contracts.model import CacheSpec
-from modulm.contracts.quantization import OUTPUTS, LinearSpec, ParamSpec, Shard
+from modulm.contracts.quantization import OUTPUTS, LinearKind, LinearSpec, ParamSpec, Shard
 from modulm.errors import CheckpointError, UnsupportedError
 from modulm.nn.adapted import adapted, same_method
 from modulm.nn.embedding import Embedding, Head
@@ -173,7 +173,7 @@ class Builder:
     ) -> Router:
         """What rates experts, on every rank; computed in fp32 if `wide`, whatever the model is."""
         dtype = "float32" if wide else self.dtype
-        spec = self._spec(name, inputs, experts, bias=bias, kind="router", dtype=dtype)
+        spec = self._spec(name, inputs, experts, bias=bias, kind=LinearKind.ROUTER, dtype=dtype)
         return self._weights(Router(spec, self._method(spec), None))
 
     def experts(
@@ -201,7 +201,7 @@ class Builder:
         group = self.shared.mesh.tensor
         own = self.shared.mesh.expert.shard(experts, f"{self.name(name)}: experts")
         spread = own.size < experts
-        more: dict[str, Any] = {"kind": "expert", "experts": own.size, "expert_shard": own}
+        more: dict[str, Any] = {"kind": LinearKind.EXPERT, "experts": own.size, "expert_shard": own}
         if spread:
             spec = self._spec(name, inputs, outputs, **more)
         elif rows:
@@ -242,7 +242,7 @@ class Builder:
 
     def embedding(self, name: str, rows: int, hidden: int, *, scale: float = 1.0) -> Embedding:
         """A table of vectors [rows, hidden]; every rank holds all of it."""
-        spec = self._spec(name, hidden, rows, kind="embedding")
+        spec = self._spec(name, hidden, rows, kind=LinearKind.EMBEDDING)
         return self._weights(Embedding(spec, self._method(spec), scale))
 
     def head(
@@ -262,7 +262,7 @@ class Builder:
         """
         group = self.shared.mesh.tensor
         split = vocabulary % group.size == 0 and (tied is None or _by_rows(tied))
-        spec = self._spec(name, hidden, vocabulary, bias=bias, split=split, kind="lm_head")
+        spec = self._spec(name, hidden, vocabulary, bias=bias, split=split, kind=LinearKind.LM_HEAD)
         gathered = group if split else ProcessGroup()
         head = Head(spec, self._method(spec), gathered, scale=scale, cap=cap)
         if tied is None:

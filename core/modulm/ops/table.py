@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from modulm.ops import lora, recurrence, sampling_twins, twins
 
 if TYPE_CHECKING:
-    from modulm.contracts.kernels import Forward, KernelProvider, Op
+    from modulm.contracts.kernels import Forward, KernelProvider, Op, Ops
 
 __all__ = ["BUNDLES", "TWIN", "OpTable", "bind", "twin_ops"]
 
@@ -23,7 +23,8 @@ TWIN = "torch"
 class OpTable:
     """Ops by attribute: `ops.rms_norm(x, weight, eps)` calls the callable bound at start.
 
-    `providers` says who computes each op, `refusals` why a better provider did not get one.
+    `providers` names who computes each op, `refusals` says why a better provider did not get one.
+    `modulm.contracts.ops.Ops` declares the ops that are always there.
     """
 
     providers: Mapping[str, str]
@@ -37,9 +38,18 @@ class OpTable:
         recorders: Sequence[Callable[[Forward], Forward]] = (),
     ) -> None:
         self.__dict__.update(ops)
+        self._ops = MappingProxyType(dict(ops))
         self._recorders = tuple(recorders)
         self.providers = MappingProxyType(dict(providers))
         self.refusals = MappingProxyType(dict(refusals))
+
+    def supports(self, name: str) -> bool:
+        """Whether an op of this name is bound."""
+        return name in self._ops
+
+    def find(self, name: str) -> Op | None:
+        """The op of this name, or None if no provider has it."""
+        return self._ops.get(name)
 
     def recorded(self, forward: Forward) -> Forward:
         """`forward` as the best provider, or else the platform, records and repeats it."""
@@ -66,7 +76,7 @@ def bind(
     providers: Sequence[KernelProvider] = (),
     recorder: Callable[[Forward], Forward] | None = None,
     **facts: Any,
-) -> OpTable:
+) -> Ops:
     """Bind every op to the first provider that has it and does not reject `facts`.
 
     `providers` are ordered best first and already known to run on the platform. `facts` are what
@@ -92,4 +102,5 @@ def bind(
             else:
                 refusals[name] = f"{provider.name}: {reason}"
     found = (*(provider.recorded for provider in providers), recorder)
-    return OpTable(ops, chosen, refusals, [each for each in found if each is not None])
+    recorders = [each for each in found if each is not None]
+    return cast("Ops", OpTable(ops, chosen, refusals, recorders))

@@ -117,7 +117,7 @@ def rms_norm(
 def add_rms_norm(
     x: Tensor,
     residual: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     out: Tensor | None = None,
     offset: float = 0.0,
@@ -171,12 +171,13 @@ def pack_linear(weight: Tensor) -> Any:
     return weight
 
 
-def linear(x: Tensor, packed: Any, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, packed: Any, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """x W^T + b; x: [T, K], packed: from `pack_linear`, bias: [N] -> [T, N].
 
     One row and many rows add up in different orders, so fp32 results differ in the last bits.
     """
-    return F.linear(x, packed, bias)
+    result = F.linear(x, packed, bias)
+    return result if out is None else out.copy_(result)
 
 
 def unpack_linear(packed: Any) -> Tensor:

@@ -170,9 +170,9 @@ def modulm_choose_parser(kind: str, checkpoint: CheckpointInfo) -> Choice | None
 def modulm_pooling(checkpoint: Any, config: Any) -> PoolingRecipe | None:
     """Read what a checkpoint's files say of pooling, in the format of one library or another.
 
-    `checkpoint` is the opened `modulm.contracts.checkpoint.Checkpoint` (its folder in `path`, config.json in
-    `config`), `config` the EngineConfig. First result. Asked when an engine starts, unless
-    `--runner generate` is given; read no weights here. Raising stops the start.
+    `checkpoint` is a `modulm.contracts.checkpoint.Checkpoint` (its folder in `path`, config.json in
+    `config`), `config` the EngineConfig. First result. Called when an engine starts, unless
+    `--runner generate` is set; read no weights here. Raising stops the start.
     """
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from modulm.contracts.adapter import AdaptedExperts, AdaptedLayer, AdapterBank
 from modulm.contracts.kernels import Ops
 from modulm.contracts.platform import Platform
-from modulm.contracts.quantization import LinearSpec
+from modulm.contracts.quantization import LinearKind, LinearSpec
 from modulm.errors import CheckpointError, EngineError
 from modulm.ops import bind
 from modulm.plugins.manager import current
@@ -58,9 +58,9 @@ class FakeAdapters(AdapterBank):
         return self.config.slots
 
     def layer(self, spec: LinearSpec) -> AdaptedLayer | None:
-        if spec.kind not in self.config.kinds or spec.kind == "expert":
+        if spec.kind not in self.config.kinds or spec.kind is LinearKind.EXPERT:
             return None
-        table = spec.kind == "embedding"
+        table = spec.kind is LinearKind.EMBEDDING
         inputs, outputs = (spec.outputs, spec.inputs) if table else (spec.inputs, spec.outputs)
         return self._pair(spec, inputs, outputs)
 
@@ -262,7 +262,7 @@ def _check_layer(bank: AdapterBank, spec: LinearSpec) -> None:
     if around is None:
         return
     weight, bias = torch.randn(spec.outputs, spec.inputs), torch.randn(spec.outputs)
-    table, x = spec.kind == "embedding", torch.randn(4, spec.inputs)
+    table, x = spec.kind is LinearKind.EMBEDDING, torch.randn(4, spec.inputs)
     ids = torch.tensor([3, 1, 0, 9])
     around.finish(weight.__getitem__ if table else partial(_linear, weight))
     for slots in (None, torch.zeros(4, dtype=torch.int32)):

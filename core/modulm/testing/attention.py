@@ -30,8 +30,9 @@ from modulm.contracts.attention import (
     QKVPrepare,
     StepLayout,
 )
+from modulm.contracts.ops import Ops
 from modulm.contracts.platform import Platform
-from modulm.ops import OpTable, bind, twins
+from modulm.ops import bind, twins
 from modulm.ops.recording import FixedInputs, signature
 from modulm.plugins import defaults, manager
 from modulm.testing.paged_attention import ReferencePlan, attend, pick_scores, write_kv
@@ -140,7 +141,7 @@ class _Case:
 
     driver: type[AttentionBackend]
     platform: Platform
-    ops: OpTable
+    ops: Ops
     spec: AttentionSpec
     what: str
     options: Mapping[str, Any]
@@ -517,7 +518,7 @@ def _positions(step: StepLayout) -> Tensor:
     return torch.from_numpy(np.concatenate(parts).astype(np.int64))
 
 
-def _bind(platform: Platform) -> OpTable:
+def _bind(platform: Platform) -> Ops:
     """The op table that an engine here would have."""
     chosen = defaults.choose_kernels(manager.current(), platform)
     return bind([provider() for provider in chosen.driver])

@@ -24,6 +24,7 @@ from modulm.contracts.quantization import (
     OUTPUTS,
     PARTS,
     CheckpointInfo,
+    LinearKind,
     LinearSpec,
     ParamSpec,
     QuantizationMethod,
@@ -55,7 +56,11 @@ class FakeFormat(QuantizationMethod):
 
     @classmethod
     def rejects(cls, spec: LinearSpec, platform: Platform) -> str | None:
-        return None if spec.kind in ("linear", "expert") else f"{cls.name} has no {spec.kind}"
+        return (
+            None
+            if spec.kind in (LinearKind.LINEAR, LinearKind.EXPERT)
+            else f"{cls.name} has no {spec.kind}"
+        )
 
     def rename(self, name: str) -> str | None:
         """Files of the format call the blocks' scales the inverse of what they are."""

@@ -21,7 +21,13 @@ from attrs import evolve
 from torch import Tensor
 
 from modulm.contracts.platform import Platform
-from modulm.contracts.quantization import CheckpointInfo, LinearSpec, ParamSpec, QuantizationMethod
+from modulm.contracts.quantization import (
+    CheckpointInfo,
+    LinearKind,
+    LinearSpec,
+    ParamSpec,
+    QuantizationMethod,
+)
 from modulm.errors import UnsupportedError
 from modulm.ops import bind
 from modulm.plugins import manager
@@ -35,9 +41,9 @@ _BASE = LinearSpec("model.layers.0.mlp.gate_up_proj", 256, (128, 64), False, "fl
 _LAYERS: Mapping[str, LinearSpec] = {
     "two fused parts": _BASE,
     "with a bias": evolve(_BASE, bias=True),
-    "a head": evolve(_BASE, parts=(512,), kind="lm_head"),
-    "an embedding": evolve(_BASE, parts=(512,), kind="embedding"),
-    "experts": evolve(_BASE, experts=3, kind="expert"),
+    "a head": evolve(_BASE, parts=(512,), kind=LinearKind.LM_HEAD),
+    "an embedding": evolve(_BASE, parts=(512,), kind=LinearKind.EMBEDDING),
+    "experts": evolve(_BASE, experts=3, kind=LinearKind.EXPERT),
 }
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2, "float16": 1e-2}
 
@@ -94,7 +100,7 @@ def _check_layer(method: QuantizationMethod, spec: LinearSpec, what: str, fill: 
         return
     expected_shape = (*((spec.experts,) if spec.experts else ()), spec.outputs, spec.inputs)
     assert tuple(weight.shape) == expected_shape, f"{what}: dequantize() gives {weight.shape}"
-    if spec.kind == "embedding":
+    if spec.kind is LinearKind.EMBEDDING:
         ids = torch.tensor([0, 5, 5, 511], device=device)
         _close(method.embed(layer, ids), weight[ids], spec.dtype, f"{what}: embed()")
         return

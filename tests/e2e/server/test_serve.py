@@ -196,7 +196,7 @@ def test_f41_a_port_in_use_is_one_clear_line(tiny_folder: Path, process: Process
     done = begun(str(tiny_folder), "--port", port)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        f"modulm: port: 127.0.0.1:{port} is in use by another program: choose another with --port"
+        f"modulm: port: 127.0.0.1:{port} is in use: choose another port with --port"
     ]
 
 

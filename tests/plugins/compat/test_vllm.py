@@ -10,6 +10,8 @@ import dataclasses
 import io
 import json
 import os
+import pkgutil
+import re
 import socket
 import subprocess
 import sys
@@ -23,11 +25,13 @@ import openai
 import pytest
 import torch
 
+from modulm.config.schema.catalog import catalog
 from modulm.testing.adapters import write_lora
 from modulm.testing.checkpoints import make_tiny
 from modulm_vllm.command import main
 
 BIN = Path(sys.executable).parent
+ROOT = Path(__file__).resolve().parents[3]
 SMALL = {"max_model_len": 128, "max_num_seqs": 8, "num_gpu_blocks_override": 65,
          "disable_log_stats": False}  # fmt: skip
 PROMPTS = ["Hello, my name is", "The president of the United States is", "The future of AI is"]
@@ -151,7 +155,7 @@ def test_every_name_is_there() -> None:
     [
         ("from vllm import ModelRegistry", ImportError, "modulm.register"),
         ("import vllm.model_executor.models.llama", ImportError, "modulm_layers"),
-        ("from vllm.distributed import get_tp_group", ImportError, "one device"),
+        ("from vllm.distributed import get_tp_group", ImportError, "tensor_parallel_size"),
         ("from vllm.entrypoints.openai.api_server import run_server", ImportError, "vllm serve"),
         ("from vllm.v1.sample.logits_processor import AdapterLogitsProcessor", ImportError,
          "plugins-logits-processor.md"),
@@ -171,6 +175,26 @@ def test_every_name_is_there() -> None:
 def test_what_is_not_there_says_what_is(code: str, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words.replace("(", r"\(")):
         exec(code, {})
+
+
+def test_replacements_exist() -> None:
+    """Pages, flags and names that the messages point to are there, and vLLM's names are not."""
+    from modulm_vllm.elsewhere import INSTEAD
+    from modulm_vllm.modules import MODULES
+
+    known = {*catalog().specs, *catalog().tables}
+    for name, text in INSTEAD.items():
+        text = text.replace("`modulm.executors`", "")  # a group of entry points
+        assert name not in {
+            f"{module}.{each}" for module, names in MODULES.items() for each in names
+        }
+        for page in re.findall(r"docs/[\w-]+\.md", text):
+            assert (ROOT / page).is_file(), page
+        for flag in re.findall(r"--([a-z][a-z-]+)", text):
+            assert flag == "model" or flag.replace("-", "_") in known, flag
+        for path in re.findall(r"\bmodulm(?:_\w+)?(?:\.\w+)+", text):
+            assert pkgutil.resolve_name(path) is not None, path
+        assert "not yet" not in text
 
 
 def test_a_name_that_is_not_there_can_be_asked_for() -> None:

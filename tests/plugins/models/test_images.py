@@ -626,16 +626,16 @@ def test_the_sounds_of_videos_leave_no_placeholders():
     own, other = (Media("audio", Sound(sound, 16000)) for sound in sounds((0.1, 0.2)))
     tokens = np.array([1, 485, 484, 486, 482, 481, 483, 485, 484, 486, 2])
     options = {"use_audio_in_video": True}
-    left, media = family.gathered(tokens, [film, own, other], options)
+    left, media = family.group_media(tokens, [film, own, other], options)
     assert left.tolist() == [1, 482, 481, 483, 485, 484, 486, 2]
     assert [one.kind for one in media] == ["video", "audio"]
     assert media[0].hash not in {film.hash, own.hash}
     assert media[1] is other
-    plain, media = family.gathered(tokens, [film, own, other], {})
+    plain, media = family.group_media(tokens, [film, own, other], {})
     assert plain is tokens
     assert media == [film, own, other]
     with pytest.raises(RequestError, match="1 videos and 0 sounds"):
-        family.gathered(tokens, [film], options)
+        family.group_media(tokens, [film], options)
 
 
 def test_minicpm_with_more_tokens_and_in_prompts_that_are_filled_already(tmp_path):

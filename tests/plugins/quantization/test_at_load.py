@@ -89,7 +89,7 @@ def test_explain_says_what_stays_otherwise(checkpoint, capsys):
             main(["explain", str(checkpoint), *given])
     shown = capsys.readouterr().out
     assert "the head keeps int8" in shown
-    assert "int4 at load holds linear layers and experts, not embedding" in shown
+    assert "int4 at load supports linear layers and experts, not embedding" in shown
     assert "192 inputs are not whole groups of 128; model.layers.*.mlp.down_proj)" in shown
 
 

@@ -127,7 +127,7 @@ def test_what_was_fetched_serves_without_a_connection(hub, tmp_path, monkeypatch
     hub.asked.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert opened("someone/some-gguf:Q8_0", tmp_path).path == first
-    with pytest.raises(CheckpointError, match=r"Q4_K_M: no file is of that type; .*: Q8_0$"):
+    with pytest.raises(CheckpointError, match=r"Q4_K_M: no file has this type; .*: Q8_0$"):
         opened("someone/some-gguf:Q4_K_M", tmp_path)
     words = "'someone/plain' is not in the local cache and the hub cannot be reached"
     with pytest.raises(CheckpointError, match=words):
@@ -147,7 +147,7 @@ def test_all_pieces_of_a_model_are_fetched(hub, tmp_path):
     [
         (
             "someone/some-gguf:Q2_K",
-            r"Q2_K: no file is of that type; there are: BF16, Q4_K_M, Q8_0, UD-Q4_K_M",
+            r"Q2_K: no file has this type; available: BF16, Q4_K_M, Q8_0, UD-Q4_K_M",
         ),
         ("someone/plain:Q8_0", r"someone/plain:Q8_0: no installed loader knows of parts"),
         ("someone/nobody:Q8_0", "there is no model 'someone/nobody' on the hub"),
@@ -181,8 +181,8 @@ def test_a_process_that_is_told_the_endpoint_answers(hub, tmp_path):
         ("UD-IQ1_S", ["a-UD-IQ1_S.gguf", "a-IQ1_S.gguf"], ["a-UD-IQ1_S.gguf"]),
         ("IQ1_S", ["a-UD-IQ1_S.gguf", "a-IQ1_S.gguf"], ["a-IQ1_S.gguf"]),
         ("Q6_K", ["model.safetensors"], None),
-        ("Q6_K", ["a-Q6_K.gguf", "b-Q6_K.gguf"], "several files are of that type"),
-        ("Q6_K", ["a-Q6_K-00001-of-00002.gguf"], "a-Q6_K-00002-of-00002.gguf is not beside it"),
+        ("Q6_K", ["a-Q6_K.gguf", "b-Q6_K.gguf"], "several files have this type"),
+        ("Q6_K", ["a-Q6_K-00001-of-00002.gguf"], "missing a-Q6_K-00002-of-00002.gguf"),
     ],
 )
 def test_which_files_a_type_means(part, names, wanted):

@@ -281,10 +281,10 @@ def test_templates_and_special_tokens(tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"pre": "none-such"}, r"tokenizer\.ggml\.pre: 'none-such': not yet"),
-        ({"merges": ["a"]}, "merges: number 0, 'a', is no pair of tokens"),
-        ({"merges": ["a zz"]}, "merges: number 0, 'a zz', is no pair"),
-        ({"bos_token_id": 10**6}, "bos_token_id: 1000000 is no token"),
+        ({"pre": "none-such"}, r"tokenizer\.ggml\.pre: 'none-such' is not supported yet"),
+        ({"merges": ["a"]}, "merges: number 0, 'a', is not a pair of tokens"),
+        ({"merges": ["a zz"]}, "merges: number 0, 'a zz', is not a pair"),
+        ({"bos_token_id": 10**6}, "bos_token_id: 1000000 is not a token id"),
     ],
 )
 def test_a_spoilt_vocabulary_is_named(tmp_path, more, message):
@@ -296,5 +296,5 @@ def test_a_spoilt_vocabulary_is_named(tmp_path, more, message):
 
 def test_a_vocabulary_without_types_or_with_too_few_scores(tmp_path):
     path = write(tmp_path / "m.gguf", "llama", ["a", "b"], [KIND.NORMAL] * 2, scores=[0.5])
-    with pytest.raises(CheckpointError, match="scores: a number for each of the 2 tokens"):
+    with pytest.raises(CheckpointError, match="scores: must have a number for each of the 2"):
         GGUFLoader(path).tokenizer()

@@ -97,7 +97,7 @@ def test_older_files_have_a_key_of_their_own(folders, tmp_path):
 @pytest.mark.parametrize(("table", "words"), [
     (TABLE | {"mode": "mxfp4"}, "mode.*mxfp4"),
     (TABLE | {"bits": 7}, "bits.*7"),
-    (TABLE | {"group_size": 48}, "groups of 48"),
+    (TABLE | {"group_size": 48}, "group size 48"),
     (TABLE | {"model.layers.0.mlp.up_proj": {"bits": 1}}, "up_proj.*bits"),
 ])  # fmt: skip
 def test_what_is_not_known_is_named(folders, tmp_path, table, words):

@@ -128,17 +128,17 @@ def test_patterns_by_part():
     method = made("int8", ignore=["re:.*\\.q$"], targets={"k": "fp8"})
     assert method.skips("layers.0.q")
     assert not method.skips("layers.0.k")
-    with pytest.raises(ConfigError, match="layers.0.q, layers.0.k: not alike"):
+    with pytest.raises(ConfigError, match="layers.0.q, layers.0.k: fused layers need"):
         method.rounded_to(SPEC)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"linear": "int5"}, "no scheme 'int5'; there are int8"),
-        ({"moe": {"activation": "mxfp8"}}, "rounded to int8 or"),
+        ({"linear": "int5"}, "unknown scheme 'int5'; known: int8"),
+        ({"moe": {"activation": "mxfp8"}}, "known: int8, bf16"),
         ({"moe": {"wieght": "int8"}}, "not wieght"),
-        ({"targets": {"k": "no"}}, "no scheme 'no'"),
+        ({"targets": {"k": "no"}}, "unknown scheme 'no'"),
         ({"activations": "int3"}, "activations"),
     ],
 )

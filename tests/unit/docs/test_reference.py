@@ -27,6 +27,12 @@ def test_the_page_is_current(reference: ModuleType, name: str) -> None:
     assert written == reference.PAGES[name](), "run `python tools/reference.py`"
 
 
+def test_generated_parts_are_current(reference: ModuleType) -> None:
+    for page in reference.PARTS:
+        written = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
+        assert written == reference.filled(page), "run `python tools/reference.py`"
+
+
 def test_they_have_what_is_there(reference: ModuleType) -> None:
     assert "| `--num-prompts` INTEGER |" in reference.cli_page()
     page = reference.http_page()

@@ -95,7 +95,7 @@ def test_a_path_that_is_taken_is_an_error_that_names_both(install, engine, path:
     add(install, "a_thief", path)
     with using(PluginManager()), pytest.raises(PluginConflict) as error:
         create_app(engine, EngineConfig.from_keywords(model="M"))
-    assert f"GET {path} of routes 'a_thief' is claimed by GET /v1/models" in str(error.value)
+    assert f"GET {path} of routes 'a_thief' conflicts with GET /v1/models" in str(error.value)
     assert "of routes 'openai'" in str(error.value)
 
 

@@ -1,19 +1,20 @@
-"""Experts that move between the ranks they are spread over (`--enable-eplb`).
+"""Move experts between ranks to balance their load (`--enable-eplb`).
 
-Each rank sees all tokens of a step, so all count alike and decide alike, without asking one
-another. Weights move inside a layer's own turn, before it computes.
+Each rank sees all tokens of a step, so all compute the same counts and decisions without
+communication. Weights move when their layer runs, before it computes.
 """
 
 from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from modulm.contracts.quantization import MovableStack
 from modulm.errors import UnsupportedError
 from modulm_distributed.placement import balancedness, first_placement, placement
 
@@ -26,27 +27,14 @@ if TYPE_CHECKING:
 
 __all__ = ["BalancedExperts", "MovableStack"]
 
-#: Tensors that an expert of a stack has at most.
+#: Most tensors of an expert in a stack.
 _PIECES = 4
 
 log = logging.getLogger("modulm.eplb")
 
 
-class MovableStack(Protocol):
-    """A packed stack of experts that can be another number of them."""
-
-    def grow(self, experts: int) -> None:
-        """Have room for so many, in place; the new ones hold nothing yet."""
-
-    def memory(self, expert: int) -> tuple[Tensor, ...]:
-        """All that one of them is, to be read."""
-
-    def put(self, expert: int, memory: Sequence[Tensor]) -> None:
-        """Become what another one is."""
-
-
 class BalancedExperts:
-    """What layers with experts have in common: `Mesh.spread`."""
+    """The balanced experts of all layers (`Mesh.spread`)."""
 
     def __init__(self, group: ProcessGroup, config: EplbConfig) -> None:
         self._group, self._config = group, config
@@ -54,37 +42,37 @@ class BalancedExperts:
         if config.log_balancedness:
             log.setLevel(logging.INFO)
 
-    def layer(self, fused: Callable[..., Tensor], own: Shard, name: str) -> Callable[..., Tensor]:
+    def layer(self, fused: Callable[..., Tensor], shard: Shard, name: str) -> Callable[..., Tensor]:
         """`fused` for one layer's experts, of which this rank loads `own`."""
-        self._layers.append(_Layer(name, own.whole, self._group, self._config))
+        self._layers.append(_Layer(name, shard.whole, self._group, self._config))
         return partial(self._layers[-1], fused)
 
     def report(self) -> np.ndarray | None:
         """[experts] int64: tokens that chose each since the last report, in all layers."""
         if not self._layers:
             return None
-        counts = [layer.told for layer in self._layers]
+        counts = [layer.reported for layer in self._layers]
         total = torch.nn.utils.rnn.pad_sequence(counts).sum(1).cpu().numpy()
         for one in counts:
             one.zero_()
-        found: np.ndarray = total
-        return found
+        counted: np.ndarray = total
+        return counted
 
 
 class _Layer:
-    """One layer's experts: who is where, and how many tokens chose each."""
+    """The experts of one layer: the slots of each, and the tokens that chose it."""
 
     def __init__(self, name: str, experts: int, group: ProcessGroup, config: EplbConfig) -> None:
         self._name, self._group, self._config = name, group, config
         spare = config.num_redundant_experts // group.size
         self._placed = first_placement(experts, group.size, spare)
         self._steps = 0
-        self._begun = False
+        self._is_ready = False
         self._recent = torch.zeros(config.window_size, experts, dtype=torch.int32)
         self._counts = torch.zeros(experts, dtype=torch.int64)  # of `recent`
         #: Tokens since the last report.
-        self.told = torch.zeros(experts, dtype=torch.int64)
-        #: [experts, most copies]: where each is; [experts]: how many it has.
+        self.reported = torch.zeros(experts, dtype=torch.int64)
+        #: Slots of each expert [experts, most copies]; number of copies [experts].
         self._slots = self._copies = torch.empty(0, dtype=torch.int64)
 
     def __call__(
@@ -98,48 +86,48 @@ class _Layer:
     ) -> Tensor:
         """What the experts in this rank's slots add: [tokens, hidden], a part of the sum."""
         biases = [more[name] for name in ("gate_up_bias", "down_bias") if more[name] is not None]
-        if not self._begun:  # when the engine tries the model: what it asks does not count
+        if not self._is_ready:  # the warm-up pass, whose tokens do not count
             self._begin([*stacks, *biases], ids.device)
         else:
             if self._steps and self._steps % self._config.step_interval == 0:
                 self._balance([*stacks, *biases], ids.device)
             self._count(ids)
         slots = self._placed.shape[1]
-        places = self._chosen(x, ids) - self._group.rank * slots
-        here = (places >= 0) & (places < slots)
-        return fused(x, weights * here, places.where(here, 0), *stacks, **more)
+        slots_of_tokens = self._choose_slots(x, ids) - self._group.rank * slots
+        here = (slots_of_tokens >= 0) & (slots_of_tokens < slots)
+        return fused(x, weights * here, slots_of_tokens.where(here, 0), *stacks, **more)
 
     def _count(self, ids: Tensor) -> None:
         chosen = ids.flatten().long()
         now = torch.zeros_like(self._counts).scatter_add_(0, chosen, torch.ones_like(chosen))
-        place = self._recent[self._steps % len(self._recent)]
-        self._counts += now - place
-        place.copy_(now)
-        self.told += now
+        oldest = self._recent[self._steps % len(self._recent)]
+        self._counts += now - oldest
+        oldest.copy_(now)
+        self.reported += now
         self._steps += 1
 
-    def _chosen(self, x: Tensor, ids: Tensor) -> Tensor:
-        """Slots for the experts `ids`. Where an expert is held more than once a token's own numbers
-        say which copy it takes, so that an answer does not depend on what else is in the step.
+    def _choose_slots(self, x: Tensor, ids: Tensor) -> Tensor:
+        """Slots for the experts `ids`. If an expert has copies, a hash of the token's values picks
+        one, so that an answer does not depend on the rest of the step.
         """
         copies = self._copies[ids]
-        own = x[:, :16].contiguous().view(torch.uint8).sum(-1, dtype=torch.int64)
-        return self._slots[ids, own[:, None] % copies]
+        hashes = x[:, :16].contiguous().view(torch.uint8).sum(-1, dtype=torch.int64)
+        return self._slots[ids, hashes[:, None] % copies]
 
     def _begin(self, stacks: Sequence[Any], device: torch.device) -> None:
-        """Make room for copies, and fill it."""
-        self._begun = True
+        """Make room for copies and fill it."""
+        self._is_ready = True
         self._recent, self._counts = self._recent.to(device), self._counts.to(device)
-        self.told = self.told.to(device)
+        self.reported = self.reported.to(device)
         ranks, slots = self._placed.shape
-        own = len(self._counts) // ranks
+        own_experts = len(self._counts) // ranks
         for stack in stacks:
             _grow(stack, slots, self._name)
         self._check(stacks)
         empty = self._placed.copy()
-        empty[:, own:] = -1
+        empty[:, own_experts:] = -1
         self._move(empty, self._placed, stacks)
-        self._settle(device)
+        self._index_slots(device)
 
     def _balance(self, stacks: Sequence[Any], device: torch.device) -> None:
         counts = self._counts.cpu().numpy()
@@ -151,14 +139,14 @@ class _Layer:
                 balancedness(counts, self._placed),
             )  # fmt: skip
         self._move(before, self._placed, stacks)
-        self._settle(device)
+        self._index_slots(device)
 
     def _check(self, stacks: Sequence[Any]) -> None:
-        """Raises UnsupportedError where ranks hold their experts in different forms."""
+        """Raise UnsupportedError if ranks hold their experts in different formats."""
         sizes = torch.zeros(1, len(stacks) * _PIECES, dtype=torch.int64)
         for number, stack in enumerate(stacks):
-            for place, piece in enumerate(_memory(stack, 0)):
-                sizes[0, number * _PIECES + place] = piece.nbytes
+            for index, piece in enumerate(_memory(stack, 0)):
+                sizes[0, number * _PIECES + index] = piece.nbytes
         every = self._group.all_gather(sizes).view(self._group.size, -1)
         if bool((every != every[0]).any()):
             raise UnsupportedError(
@@ -166,8 +154,8 @@ class _Layer:
                 "move: only some have zero points"
             )
 
-    def _settle(self, device: torch.device) -> None:
-        """Note where each expert is: slots [experts, most copies] and how many it has."""
+    def _index_slots(self, device: torch.device) -> None:
+        """Index the slots of each expert: [experts, most copies], and the number of copies."""
         flat = self._placed.ravel()
         copies = np.bincount(flat, minlength=len(self._counts))
         slots = np.zeros((len(copies), copies.max()), dtype=np.int64)
@@ -179,7 +167,7 @@ class _Layer:
         self._copies = torch.from_numpy(copies).to(device)
 
     def _move(self, before: np.ndarray, after: np.ndarray, stacks: Sequence[Any]) -> None:
-        """Exchange the weights of slots whose expert is another one, all ranks in one order."""
+        """Exchange the weights of slots whose expert changes, in the same order on all ranks."""
         rank, coming = self._group.rank, []
         for to, slot in zip(*np.nonzero(before != after), strict=True):
             expert = after[to, slot]
@@ -187,21 +175,23 @@ class _Layer:
             source = to if to in holders else holders[to % len(holders)]
             at = int(np.nonzero(before[source] == expert)[0][0])
             if rank == source == to:
-                held = [[piece.clone() for piece in _memory(stack, at)] for stack in stacks]
-                coming.append((int(slot), held))
+                pieces_of_stacks = [
+                    [piece.clone() for piece in _memory(stack, at)] for stack in stacks
+                ]
+                coming.append((int(slot), pieces_of_stacks))
             elif rank == source:
                 for stack in stacks:
                     for piece in _memory(stack, at):
                         self._group.send(piece, int(to))
             elif rank == to:
-                # Empty slots are like those that hold something.
-                given = [
+                # Empty slots have the shapes of filled ones.
+                received = [
                     [self._group.recv(like, int(source)) for like in _memory(stack, int(slot))]
                     for stack in stacks
                 ]
-                coming.append((int(slot), given))
-        for slot, held in coming:
-            for stack, pieces in zip(stacks, held, strict=True):
+                coming.append((int(slot), received))
+        for slot, pieces_of_stacks in coming:
+            for stack, pieces in zip(stacks, pieces_of_stacks, strict=True):
                 _put(stack, slot, pieces)
 
 

@@ -26,9 +26,9 @@ API = 1
 class Members:
     """The ranks of a group, of which this process is number `rank`.
 
-    name: of the group, the same on each rank and no other group's. store: where they find one
-    another. one_host: whether all of them run on this machine. seconds: how long one waits for the
-    others. address: of this machine, for the others.
+    name: of the group; unique, and the same on each rank. store: where the ranks meet. one_host:
+    whether all run on this machine. seconds: how long a rank waits for the others. address: of
+    this machine, for ranks on others.
     """
 
     name: str
@@ -41,14 +41,14 @@ class Members:
 
 
 class Collectives(ABC):
-    """Connects ranks."""
+    """Connects the ranks of a group."""
 
     name: ClassVar[str]
     api: ClassVar[int | tuple[int, int]]
 
     @classmethod
     def rejects(cls, platform: Platform, members: Members) -> str | None:
-        """Why these ranks cannot exchange tensors so; None: they can."""
+        """Why these ranks cannot be connected this way; None if they can."""
         return None
 
     @classmethod

@@ -35,40 +35,40 @@ if TYPE_CHECKING:
 
 __all__ = ["ContextAttention", "ContextMesh", "Runs"]
 
-#: What layers may have whose tokens are shared out; sinks are added where parts are merged.
+#: Features of layers whose tokens can be shared; sinks are added when parts are merged.
 _CUT = {"value_dim", "softcap", "latent", "scales", "sinks"}
-#: Layers that keep little: each rank has all of it, as ever.
+#: Features of layers with small caches, which every rank holds whole.
 _WHOLE = {"window", "cross"}
 
 
 @frozen
 class Runs:
-    """Which tokens a rank keeps: runs of `length` neighbours, by turns."""
+    """The tokens that a rank caches: runs of `length` consecutive tokens, in turns."""
 
     rank: int
     ranks: int
     length: int
 
     def before(self, ends: np.ndarray) -> np.ndarray:
-        """How many of the first `ends` tokens this rank keeps."""
+        """The number of the first `ends` tokens that this rank caches."""
         turn = self.length * self.ranks
         rest = np.clip(ends % turn - self.rank * self.length, 0, self.length)
-        found: np.ndarray = ends // turn * self.length + rest
-        return found
+        count: np.ndarray = ends // turn * self.length + rest
+        return count
 
     def slots(self, slots: np.ndarray, block: int) -> np.ndarray:
-        """Places in blocks of `block` tokens here, of places in those of all ranks; those of tokens
-        that others keep are in the null block.
+        """Convert global slots to slots in this rank's blocks of `block` tokens; slots of other
+        ranks' tokens are in the null block.
         """
         ids, inside = np.divmod(slots, block * self.ranks)
         runs, within = np.divmod(inside, self.length)
-        own = ids * block + runs // self.ranks * self.length + within
-        kept: np.ndarray = np.where(runs % self.ranks == self.rank, own, 0)
-        return kept
+        local = ids * block + runs // self.ranks * self.length + within
+        masked: np.ndarray = np.where(runs % self.ranks == self.rank, local, 0)
+        return masked
 
 
 class ContextAttention(AttentionBackend):
-    """Around a backend that attends to this rank's tokens with the heads of all."""
+    """Wraps a backend that attends to this rank's tokens with the heads of all ranks."""
 
     def __init__(
         self, inner: AttentionBackend, spec: AttentionSpec, group: ProcessGroup, length: int
@@ -83,11 +83,11 @@ class ContextAttention(AttentionBackend):
         self._inner, self._group = inner, group
         self._runs = Runs(group.rank, group.size, length)
         first = group.rank * spec.heads
-        self._own = slice(first, first + spec.heads)
+        self._own_heads = slice(first, first + spec.heads)
 
     @classmethod
     def rejects(cls, spec: Any, platform: Any, ops: Any) -> str | None:
-        return "stands around another backend"
+        return "wraps another backend"
 
     def layout(self, blocks: int) -> KVLayout:
         return self._inner.layout(blocks)
@@ -124,15 +124,15 @@ class ContextAttention(AttentionBackend):
         every = self._group.all_gather(q.flatten(1)).view(tokens, heads, -1)
         part = out.new_empty(tokens, heads, out.shape[-1])
         lse = torch.empty(tokens, heads, device=q.device)
-        own = evolve(inputs, sinks=None, lse=lse)
-        self._inner.forward(every, k, v, cache, plan, part, own)
+        own_inputs = evolve(inputs, sinks=None, lse=lse)
+        self._inner.forward(every, k, v, cache, plan, part, own_inputs)
         packed = torch.cat([part.float(), lse[..., None]], -1).flatten(1)
         parts = self._group.all_gather(packed).view(tokens, -1, heads, out.shape[-1] + 1)
-        out.copy_(_merged(parts[:, :, self._own], inputs.sinks))
+        out.copy_(_merge(parts[:, :, self._own_heads], inputs.sinks))
 
 
-def _merged(parts: Tensor, sinks: Tensor | None) -> Tensor:
-    """What each rank attended, and its lse: [tokens, ranks, heads, D + 1] -> [tokens, heads, D]."""
+def _merge(parts: Tensor, sinks: Tensor | None) -> Tensor:
+    """Merge outputs and their lse: [tokens, ranks, heads, D + 1] -> [tokens, heads, D]."""
     lse = parts[..., -1]
     whole = lse.logsumexp(1)
     if sinks is not None:
@@ -146,17 +146,17 @@ def _merged(parts: Tensor, sinks: Tensor | None) -> Tensor:
 
 @frozen
 class ContextMesh(Mesh):
-    """Ranks of which those of `context` keep other tokens of a sequence each; neighbours: how many
-    a rank keeps before it is another one's turn.
+    """A mesh whose `context` ranks share the cached tokens of a sequence, `interleave_tokens` at a
+    time.
     """
 
-    neighbours: int = 1
+    interleave_tokens: int = 1
 
     @classmethod
-    def of(cls, mesh: Mesh, context: ProcessGroup, neighbours: int) -> ContextMesh:
-        """The same ranks, sharing out tokens."""
+    def of(cls, mesh: Mesh, context: ProcessGroup, interleave_tokens: int) -> ContextMesh:
+        """The same ranks, sharing the cached tokens."""
         groups = {field.name: getattr(mesh, field.name) for field in fields(Mesh)}
-        return cls(**{**groups, "context": context}, neighbours=neighbours)
+        return cls(**{**groups, "context": context}, interleave_tokens=interleave_tokens)
 
     def cut_cache(self, spec: AttentionSpec, copies: int, what: str) -> AttentionSpec:
         if spec.features & _WHOLE:
@@ -183,4 +183,4 @@ class ContextMesh(Mesh):
             return choose(spec)
         heads = spec.heads * self.context.size
         inner = choose(evolve(spec, heads=heads, sinks=False))
-        return ContextAttention(inner, spec, self.context, self.neighbours)
+        return ContextAttention(inner, spec, self.context, self.interleave_tokens)

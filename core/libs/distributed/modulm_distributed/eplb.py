@@ -1,4 +1,4 @@
-"""How experts are balanced, as `--eplb-config` says it in vLLM's words."""
+"""`--eplb-config`, with the keys of vLLM."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = ["EplbConfig", "balance_of", "eplb_config"]
 
 @frozen
 class EplbConfig:
-    """window_size: steps whose tokens count. step_interval: steps between two looks at them.
-    num_redundant_experts: slots of all ranks beyond one for each expert.
+    """Expert balancing. window_size: steps whose tokens are counted. step_interval: steps between
+    two rebalances. num_redundant_experts: extra slots on all ranks together.
     """
 
     window_size: int = field(default=1000, validator=ge(1))
@@ -32,7 +32,7 @@ class EplbConfig:
 
 
 def eplb_config(table: Mapping[str, Any]) -> EplbConfig:
-    """The table as it was given. Raises ConfigError, which names the key."""
+    """The configuration from a table. Raises ConfigError, which names the key."""
     try:
         return structure_table(table, EplbConfig)
     except Problem as problem:
@@ -40,6 +40,6 @@ def eplb_config(table: Mapping[str, Any]) -> EplbConfig:
 
 
 def balance_of(config: EngineConfig) -> EplbConfig | None:
-    """How experts are balanced, if they are."""
+    """The configuration, or None if experts are not balanced."""
     flags = config.group(DistributedConfig)
     return eplb_config(flags.eplb_config) if flags.enable_eplb else None

@@ -1,4 +1,4 @@
-"""What executors are written with whose workers are processes, here or elsewhere."""
+"""Base class of executors whose workers are processes, on this machine or others."""
 
 from __future__ import annotations
 
@@ -42,38 +42,38 @@ if TYPE_CHECKING:
     from modulm.contracts.config import EngineConfig
     from modulm.contracts.config.parallel import ParallelConfig
     from modulm.contracts.sampling import StructuredOutputs
-    from modulm_distributed.mesh import Place
+    from modulm_distributed.mesh import RankSpec
     from modulm_distributed.stream import FrameStream
 
 __all__ = ["WorkersExecutor", "unpack_capacity"]
 
 log = logging.getLogger("modulm.engine")
 
-#: Seconds that the other ranks have to report a step that failed on one of them.
+#: Seconds that the other ranks have to report a step that failed on one rank.
 _ALL_FAIL = 5.0
-#: Seconds that workers have to end when they are told to.
+#: Seconds that workers have to end.
 _GRACE = 10.0
-#: Seconds between two looks at steps that do not end.
+#: Seconds between two checks for steps that take too long.
 _LOOK = 1.0
-#: Steps of fewer seconds are waited for awake.
+#: Results of steps shorter than this (seconds) are polled for.
 _SHORT = 5e-4
-#: Seconds after a step in which the next one may come before a replica that shares experts is given
-#: an empty one, at least, and between two looks at that.
+#: Least seconds to wait for the next step before a replica that shares experts runs an empty pass,
+#: and between two checks.
 _NEXT = 3e-3
-#: Seconds between two steps that are no measure of it: there was nothing to do.
+#: Longer gaps between two steps (seconds) mean that the replica was idle.
 _IDLE = 5e-2
-#: Seconds that a step may have failed before its replica ends: one whose rank died says so first.
+#: Seconds between a failed step and the end of its replica, so that a dead rank is reported first.
 _FIRST_DEAD = 1.0
 
 
 def unpack_capacity(table: dict[str, Any]) -> Capacity:
-    """From its fields as plain values."""
+    """A capacity from its fields as plain values."""
     groups = tuple(GroupCapacity(**group) for group in table["groups"])
     return Capacity(**{**table, "groups": groups, "notes": tuple(table["notes"])})
 
 
 class _Step(Future[StepResult]):
-    """A step under way. Who waits for it reads results until it is there."""
+    """A running step. The thread that waits for it reads results until its own has arrived."""
 
     def __init__(self, land: Callable[[_Step], None]) -> None:
         super().__init__()
@@ -89,17 +89,16 @@ class _Step(Future[StepResult]):
 
 
 class WorkersExecutor(Executor):
-    """Gives every plan to all ranks, and takes results from the one that gives them.
+    """Sends every plan to all ranks and receives results from the output rank.
 
-    On one machine plans and results go through shared memory (`Ring`), and who waits for a result
-    reads it. A thread reads what else the ranks say, so that a death is known at once, in a step or
-    between two.
-    A subclass starts the processes (`connect`) and can end them (`end`).
+    On one machine plans and results go through shared memory (`Ring`); the thread that waits for a
+    result reads it. Another thread reads all other frames, so that the death of a rank is noticed
+    at once. A subclass starts the processes (`connect`) and ends them (`end`).
     """
 
     def __init__(self) -> None:
         self._streams: list[FrameStream] = []
-        #: Of each step under way: since when (monotonic seconds), its result, and what failed.
+        #: Running steps: start (monotonic seconds) and future; and the failures reported so far.
         self._steps: dict[int, tuple[float, Future[StepResult]]] = {}
         self._failed: dict[int, tuple[float, dict[int, ModulmError]]] = {}
         self._calls: dict[int, tuple[Future[Any], set[int]]] = {}
@@ -111,44 +110,44 @@ class WorkersExecutor(Executor):
         self._description = ModelDescription()
         self._seconds: float | None = None
         self._codec = PlanCodec(())
-        #: What ranks whose results nobody looks at have reported since the last result.
+        #: Reports of the other ranks since the last result.
         self._reports: list[PartReport] = []
-        #: The rank that gives results: the first of the last stage.
-        self._giver = 0
+        #: The rank that returns results: the first of the last stage.
+        self._output_rank = 0
         self._reader: threading.Thread | None = None
         #: For plans and for results, where all workers are on this machine.
         self._rings: tuple[Ring, Ring] | None = None
         self._landing = threading.Lock()
         self._bell = select.poll()
-        #: Seconds that the result of the last step was waited for.
+        #: Seconds spent waiting for the last result.
         self._waited = 0.0
-        #: Where replicas share experts: the passes of all, and what this one begins without work.
+        #: For replicas that share experts: the passes of all, and the plan of an empty one.
         self._rounds: Rounds | None = None
         self._empty = b""
-        self._partaker: threading.Thread | None = None
+        self._empty_pass_thread: threading.Thread | None = None
         #: When the last step ended (monotonic seconds), and how long until the next one begins.
         self._ended = self._gap = 0.0
 
     @abstractmethod
-    def connect(self, config: EngineConfig) -> Sequence[tuple[FrameStream, Place]]:
-        """Start the workers' processes: the connection and the place of each, by rank."""
+    def connect(self, config: EngineConfig) -> Sequence[tuple[FrameStream, RankSpec]]:
+        """Start the workers' processes: the connection and the spec of each, by rank."""
 
     @abstractmethod
     def end(self, seconds: float) -> None:
-        """End the processes, by force if they have not ended after so many seconds."""
+        """Wait for the processes to end, and kill them after so many seconds."""
 
     def at(self, rank: int) -> str:
-        """What a rank is called for people."""
+        """The name of a rank in error messages."""
         return f"worker {rank}"
 
     @abstractmethod
     def ending(self, rank: int) -> str:
-        """How the process of a rank ended, for people."""
+        """How the process of a rank ended, for error messages."""
 
     def start(self, config: EngineConfig) -> Capacity:
         flags = config.group(DistributedConfig)
         self._seconds = flags.worker_timeout or None
-        self._giver = config.parallel.ranks - config.parallel.tensor_parallel_size
+        self._output_rank = config.parallel.ranks - config.parallel.tensor_parallel_size
         self._codec = PlanCodec(open_parts(config, manager.current()))
         plugins = frames.pack_plugins(manager.current().snapshot())
         packed = frames.pack_config(config), plugins
@@ -156,11 +155,11 @@ class WorkersExecutor(Executor):
             connected = self.connect(config)
             self._streams = [stream for stream, _ in connected]
             if all(stream.local for stream in self._streams):
-                self._rings = Ring.made(len(connected)), Ring.made(1)
+                self._rings = Ring.create(len(connected)), Ring.create(1)
                 self._bell.register(self._rings[1].bell(), select.POLLIN)
             shared = [d for ring in self._rings or () for d in ring.descriptors]
-            for stream, place in connected:
-                stream.send(frames.pack("start", *packed, attrs.asdict(place)), shared)
+            for stream, spec in connected:
+                stream.send(frames.pack("start", *packed, attrs.asdict(spec)), shared)
             capacity, self._description = self._ready()
             self._join(config.parallel, capacity)
         except BaseException:
@@ -171,11 +170,11 @@ class WorkersExecutor(Executor):
         return capacity
 
     def _join(self, parallel: ParallelConfig, capacity: Capacity) -> None:
-        """Keep step with the other replicas, if experts are shared."""
+        """Synchronize steps with the other replicas, if they share experts."""
         if parallel.data_parallel_group is None:
             return
-        place, size = parallel.data_parallel_rank_local, parallel.data_parallel_size
-        self._rounds = Rounds(parallel.data_parallel_group, place, size)
+        replica, size = parallel.data_parallel_rank_local, parallel.data_parallel_size
+        self._rounds = Rounds(parallel.data_parallel_group, replica, size)
         one = np.ones(1, np.int32)
         tables = tuple(np.zeros((1, 1), np.int32) for _ in capacity.groups)
         self._empty = self._codec.encode_plan(
@@ -189,31 +188,31 @@ class WorkersExecutor(Executor):
                 samples=np.zeros(1, bool),
             )
         )
-        self._partaker = threading.Thread(
-            target=self._take_part, args=(self._rounds,), name="modulm-rounds", daemon=True
+        self._empty_pass_thread = threading.Thread(
+            target=self._run_empty_passes, args=(self._rounds,), name="modulm-rounds", daemon=True
         )
-        self._partaker.start()
+        self._empty_pass_thread.start()
 
     def _ready(self) -> tuple[Capacity, ModelDescription]:
-        """Wait until all ranks have loaded their part; what the last one, which gives, can hold."""
-        said: dict[int, list[Any]] = {}
+        """Wait until all ranks have loaded; the capacity and description of the output rank."""
+        frames_by_rank: dict[int, list[Any]] = {}
         with selectors.DefaultSelector() as selector:
             for rank, stream in enumerate(self._streams):
                 selector.register(stream, selectors.EVENT_READ, rank)
-            while len(said) < len(self._streams):
+            while len(frames_by_rank) < len(self._streams):
                 for key, _ in selector.select():
                     frame = self._streams[key.data].receive()
                     if frame is None:
                         raise EngineDead(f"{self.at(key.data)}: {self.ending(key.data)}")
                     if frame[0] == "error":
-                        raise self._not_started(key.data, frame[1])
-                    said[key.data] = frame
-        _, capacity, description = said[self._giver]
+                        raise self._start_error(key.data, frame[1])
+                    frames_by_rank[key.data] = frame
+        _, capacity, description = frames_by_rank[self._output_rank]
         described = frames.unpack_description(description)
-        weights = sum(frame[2]["weight_bytes"] for frame in said.values())
+        weights = sum(frame[2]["weight_bytes"] for frame in frames_by_rank.values())
         return unpack_capacity(capacity), attrs.evolve(described, weight_bytes=weights)
 
-    def _not_started(self, rank: int, packed: list[Any] | None) -> ModulmError:
+    def _start_error(self, rank: int, packed: list[Any] | None) -> ModulmError:
         error = frames.unpack_error(packed) or EngineDead("a worker did not start")
         if isinstance(error, PluginConflict):
             return PluginConflict(f"{self.at(rank)}: {error}")
@@ -232,24 +231,24 @@ class WorkersExecutor(Executor):
                 return future
             self._steps[plan.step] = time.monotonic(), future
         if self._rounds is None:
-            self._give(data)
+            self._send_plan(data)
         else:
             if (gap := time.monotonic() - self._ended) < _IDLE:
                 self._gap = gap
             with self._rounds.order:
                 if len(plan.rows):
                     self._rounds.begin()
-                self._give(data)
+                self._send_plan(data)
         return future
 
-    def _give(self, data: bytes) -> None:
-        """A plan to all ranks."""
+    def _send_plan(self, data: bytes) -> None:
+        """Send a plan to all ranks."""
         if self._rings is None or not self._rings[0].write(data, lambda: self._dead is None):
             self._broadcast(frames.pack("run", data))
 
-    def _take_part(self, rounds: Rounds) -> None:
-        """Begin an empty pass for each of another replica that this one has no work for; the body
-        of a thread. One that has steps under way, or has just had one, begins the next by itself.
+    def _run_empty_passes(self, rounds: Rounds) -> None:
+        """Run an empty pass for each pass of another replica while this one is idle; the body of a
+        thread. A replica that is running, or has just run, starts its next pass itself.
         """
         while rounds.wait():
             while rounds.behind and self._dead is None:
@@ -259,10 +258,10 @@ class WorkersExecutor(Executor):
                 with rounds.order:
                     if rounds.behind and not self._steps:
                         rounds.begin()
-                        self._give(self._empty)
+                        self._send_plan(self._empty)
 
     def _land(self, step: _Step) -> None:
-        """Read results until the one of `step` is there."""
+        """Read results until that of `step` has arrived."""
         if self._rings is None:
             return
         with self._landing:
@@ -271,20 +270,20 @@ class WorkersExecutor(Executor):
                 wait(self._bell, _SHORT if self._waited < _SHORT else 0.0)
                 for data in self._rings[1].frames():
                     if len(data):  # a longer one comes over its stream
-                        self._gave(self._codec.decode_result(data))
+                        self._resolve_step(self._codec.decode_result(data))
             self._waited = time.perf_counter() - began
 
-    def _gave(self, result: StepResult) -> None:
-        found = self._resolve(result.step)
-        if found is not None:
+    def _resolve_step(self, result: StepResult) -> None:
+        step = self._resolve(result.step)
+        if step is not None:
             with self._lock:
                 reports, self._reports = self._reports, []
             if reports:
                 result = attrs.evolve(result, parts=(*result.parts, *reports))
-            found.set_result(result)
+            step.set_result(result)
 
     def _wake(self) -> None:
-        """Let who waits for a step look whether it has ended in another way."""
+        """Wake the thread that waits for a result, to check whether its step has failed."""
         if self._rings is not None:
             self._rings[1].wake()
 
@@ -296,14 +295,14 @@ class WorkersExecutor(Executor):
                 self._die(EngineDead(f"{self.at(rank)}: {self.ending(rank)}"))
                 return
 
-    # What workers say, on the reading thread.
+    # Frames from workers, on the reading thread.
 
     def _read(self) -> None:
         try:
             self._listen()
         except Exception as error:
-            log.exception("a worker sent what cannot be read")
-            self._die(EngineDead(f"a worker sent what cannot be read: {error}"))
+            log.exception("a frame from a worker cannot be read")
+            self._die(EngineDead(f"a frame from a worker cannot be read: {error}"))
 
     def _listen(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -317,60 +316,62 @@ class WorkersExecutor(Executor):
                             self._die(EngineDead(f"{self.at(rank)}: {self.ending(rank)}"))
                         return
                     while (frame := self._streams[rank].waiting()) is not None:
-                        self._heard(rank, *frame)
-                self._look()
+                        self._handle(rank, *frame)
+                self._check_steps()
 
-    def _heard(self, rank: int, kind: str, *arguments: Any) -> None:
+    def _handle(self, rank: int, kind: str, *arguments: Any) -> None:
         if kind == "result":
-            self._gave(self._codec.decode_result(arguments[0]))
+            self._resolve_step(self._codec.decode_result(arguments[0]))
             self._wake()
         elif kind == "reports":
             with self._lock:
                 self._reports += self._codec.decode_reports(arguments[0])
         elif kind == "failed":
-            self._step_failed(rank, *arguments)
+            self._handle_failed_step(rank, *arguments)
         elif kind == "error":
             self._die(EngineDead(f"{self.at(rank)}: {frames.unpack_error(arguments[0])}"))
         else:
-            self._answered(rank, *arguments)
+            self._handle_answer(rank, *arguments)
 
     def _resolve(self, step: int) -> Future[StepResult] | None:
-        """The step whose end is known, for who ends it; None: somebody else has."""
+        """Remove a step and return its future; None if it was removed before."""
         with self._lock:
             self._ended = time.monotonic()
             return self._steps.pop(step, (0.0, None))[1]
 
-    def _step_failed(self, rank: int, step: int, error: list[Any]) -> None:
-        """A step has failed once all ranks say so; where some do not, they wait for ever, as do
-        those of other replicas that share experts.
+    def _handle_failed_step(self, rank: int, step: int, error: list[Any]) -> None:
+        """Fail a step once all ranks have reported its failure. If only some do, the others hang,
+        as do replicas that share experts with this one.
         """
         _, reported = self._failed.setdefault(step, (time.monotonic(), {}))
         reported[rank] = frames.unpack_error(error) or EngineError("a step failed")
         if len(reported) == len(self._streams) and self._rounds is None:
             del self._failed[step]
-            found = self._resolve(step)
-            if found is not None:
-                found.set_exception(reported[rank])
+            future = self._resolve(step)
+            if future is not None:
+                future.set_exception(reported[rank])
                 self._wake()
 
-    def _look(self) -> None:
-        """Give up steps that failed on some ranks and not on all, and those that do not end."""
+    def _check_steps(self) -> None:
+        """End the engine if a step failed on some ranks only, or takes too long."""
         now = time.monotonic()
         most, others = _ALL_FAIL, "some ranks"
         if self._rounds is not None:
             most, others = _FIRST_DEAD, "this replica"
         for step, (since, reported) in self._failed.items():
             if now - since > most:
-                words = "; ".join(f"{self.at(rank)}: {error}" for rank, error in reported.items())
-                self._die(EngineDead(f"step {step} failed on {others} only ({words})"))
+                failures = "; ".join(
+                    f"{self.at(rank)}: {error}" for rank, error in reported.items()
+                )
+                self._die(EngineDead(f"step {step} failed on {others} only ({failures})"))
                 return
         with self._lock:
             step, since = next(((s, t) for s, (t, _) in self._steps.items()), (0, now))
         if self._seconds is not None and now - since > self._seconds:
-            words = f"step {step} took longer than --worker-timeout, {self._seconds:.0f} s"
-            self._die(EngineDead(words))
+            failures = f"step {step} took longer than --worker-timeout, {self._seconds:.0f} s"
+            self._die(EngineDead(failures))
 
-    def _answered(self, rank: int, number: int, value: Any, error: list[Any] | None) -> None:
+    def _handle_answer(self, rank: int, number: int, value: Any, error: list[Any] | None) -> None:
         answer, missing = self._calls[number]
         missing.discard(rank)
         failed = frames.unpack_error(error)
@@ -382,7 +383,7 @@ class WorkersExecutor(Executor):
                 answer.set_result(value)
 
     def _die(self, error: EngineDead) -> None:
-        """Nothing can be run any more: the processes are ended, and all who wait are told."""
+        """Kill the processes and fail all steps and calls."""
         with self._lock:
             if self._dead is not None:
                 return
@@ -400,7 +401,7 @@ class WorkersExecutor(Executor):
         if self._died is not None:
             self._died(error)
 
-    # What is asked of workers beside steps.
+    # Calls between steps.
 
     def watch(self, died: Callable[[EngineDead], None]) -> None:
         self._died = died
@@ -409,10 +410,10 @@ class WorkersExecutor(Executor):
         return self._description
 
     def prepare(self, request: str, constraint: StructuredOutputs) -> Future[None]:
-        return self._ask("prepare", request, changed(constraint), ranks=(self._giver,))
+        return self._ask("prepare", request, changed(constraint), ranks=(self._output_rank,))
 
     def forget(self, request: str) -> None:
-        self._ask("call", "forget", request, ranks=(self._giver,))
+        self._ask("call", "forget", request, ranks=(self._output_rank,))
 
     def check(self) -> None:
         self._ask("call", "check").result(self._seconds)
@@ -448,18 +449,18 @@ class WorkersExecutor(Executor):
         return values
 
     def _ask(self, kind: str, *arguments: Any, ranks: Sequence[int] | None = None) -> Future[Any]:
-        """Ask some ranks, or all: the answer is there when each has given one."""
-        asked = range(len(self._streams)) if ranks is None else ranks
+        """Call a function on some ranks, or all; done when each has answered."""
+        targets = range(len(self._streams)) if ranks is None else ranks
         number, answer = next(self._numbers), Future[Any]()
         answer.set_running_or_notify_cancel()
         with self._lock:
             if self._dead is not None:
                 answer.set_exception(self._dead)
                 return answer
-            self._calls[number] = answer, set(asked)
+            self._calls[number] = answer, set(targets)
         what, rest = (kind, arguments) if kind == "prepare" else ("call", arguments)
         data = frames.pack(what, number, *rest)
-        for rank in asked:
+        for rank in targets:
             with suppress(OSError):  # the reading thread sees that it is gone
                 self._streams[rank].send(data)
         return answer
@@ -478,10 +479,10 @@ class WorkersExecutor(Executor):
         self.end(_GRACE)
 
     def _leave(self) -> None:
-        """Keep step with nobody any more."""
-        if self._rounds is not None and self._partaker is not None:
+        """Stop synchronizing with other replicas."""
+        if self._rounds is not None and self._empty_pass_thread is not None:
             self._rounds.end()
-            self._partaker.join()
+            self._empty_pass_thread.join()
             self._rounds.close()
 
     def _close_rings(self) -> None:

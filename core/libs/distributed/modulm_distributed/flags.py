@@ -1,4 +1,4 @@
-"""The flags of ranks that are processes, by vLLM's names where it has them."""
+"""Flags of ranks, with vLLM's names where it has them."""
 
 from __future__ import annotations
 

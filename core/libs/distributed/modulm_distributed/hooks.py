@@ -1,4 +1,4 @@
-"""What several ranks ask of a configuration."""
+"""Checks of the configuration for several ranks."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ __all__ = ["modulm_config_final"]
 
 @hookimpl
 def modulm_config_final(config: EngineConfig) -> None:
-    """Refuse before a model is loaded what cannot be balanced."""
+    """Refuse expert balancing that is impossible, before a model is loaded."""
     flags = config.group(DistributedConfig)
-    asked = eplb_config(flags.eplb_config)
+    balance = eplb_config(flags.eplb_config)
     if not flags.enable_eplb:
         if flags.eplb_config:
             raise ConfigError("eplb_config", "does nothing without --enable-eplb")
         return
     parallel = config.parallel
     if parallel.shared_experts:
-        words = "with experts of several replicas (--data-parallel-size): not yet"
-        raise ConfigError("enable_eplb", words)
+        message = "with experts of several replicas (--data-parallel-size): not yet"
+        raise ConfigError("enable_eplb", message)
     if not parallel.enable_expert_parallel or parallel.tensor_parallel_size == 1:
         raise ConfigError(
             "enable_eplb",
             "balances experts that are spread over ranks: give --enable-expert-parallel and "
             "--tensor-parallel-size, or leave it out",
         )
-    if asked.num_redundant_experts % parallel.tensor_parallel_size:
+    if balance.num_redundant_experts % parallel.tensor_parallel_size:
         raise ConfigError(
             "eplb_config",
-            f"num_redundant_experts: {asked.num_redundant_experts} are not equally many for each "
+            f"num_redundant_experts: {balance.num_redundant_experts} are not equally many for each "
             f"of {parallel.tensor_parallel_size} ranks",
         )

@@ -1,4 +1,4 @@
-"""From a rank's number to its groups."""
+"""The groups that a rank belongs to, and how it connects to them."""
 
 from __future__ import annotations
 
@@ -25,21 +25,24 @@ if TYPE_CHECKING:
     from modulm_distributed.collectives import Collectives
     from modulm_distributed.eplb import EplbConfig
 
-__all__ = ["Place", "open_mesh"]
+__all__ = ["RankSpec", "open_mesh"]
 
 
 @frozen
-class Place:
-    """Where a worker stands. rank: of tensor * pipeline; ranks of one stage follow one another.
+class RankSpec:
+    """Which rank a worker is, and how it reaches the others.
 
-    store: where all ranks find one another: "file:PATH"; "tcp:HOST:PORT", which rank 0 serves; or
-    "launcher:PREFIX", names in the store of the program that has started the ranks. hosts: on how
-    many machines the ranks are. seconds: how long they wait for another. layers: of each stage, if
-    they are given. spread: whether a rank has whole experts. share: which part of its machine it
-    has, of how many; None: as all ranks are on one. address: of its machine, for the others, where
-    they are on several. context: how many neighbours share out cached tokens, `neighbours` of them
-    at a time. replica: which of `replicas` this is whose ranks hold the experts between them, and
-    find one another at the store `shared`.
+    rank: of tensor * pipeline; ranks of one stage follow one another. tensor, pipeline: sizes.
+    store: where all ranks meet: "file:PATH"; "tcp:HOST:PORT", which rank 0 serves; or
+    "launcher:PREFIX", names in the store of the program that started the ranks.
+    hosts: number of machines. seconds: how long ranks wait for one another.
+    layers: of each stage; empty: split automatically.
+    expert_parallel: ranks hold whole experts (`--enable-expert-parallel`).
+    host_slot: (index, count) among the workers that share this machine; None: all ranks do.
+    address: of this machine, for ranks on others.
+    context: ranks that share the cached tokens of a sequence (`--decode-context-parallel-size`),
+    interleave_tokens at a time (`--cp-kv-cache-interleave-size`).
+    replica: index among `replicas` whose ranks share experts, and meet at `replica_store`.
     """
 
     rank: int
@@ -49,101 +52,101 @@ class Place:
     hosts: int = 1
     seconds: float = 300.0
     layers: tuple[int, ...] = ()
-    spread: bool = False
-    share: tuple[int, int] | None = None
+    expert_parallel: bool = False
+    host_slot: tuple[int, int] | None = None
     address: str = ""
     context: int = 1
-    neighbours: int = 1
+    interleave_tokens: int = 1
     replica: int = 0
     replicas: int = 1
-    shared: str = ""
+    replica_store: str = ""
 
     @classmethod
-    def all(cls, parallel: ParallelConfig, store: str, **more: Any) -> list[Place]:
-        """Those of all ranks of one replica."""
+    def all_ranks(cls, parallel: ParallelConfig, store: str, **more: Any) -> list[RankSpec]:
+        """The specs of all ranks of one replica."""
         sizes = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         layers = parallel.pipeline_layer_partition
-        more |= {"layers": layers, "spread": parallel.enable_expert_parallel}
+        more |= {"layers": layers, "expert_parallel": parallel.enable_expert_parallel}
         more["context"] = parallel.decode_context_parallel_size
-        more["neighbours"] = parallel.cp_kv_cache_interleave_size
+        more["interleave_tokens"] = parallel.cp_kv_cache_interleave_size
         if parallel.data_parallel_group is not None:
             more["replica"] = parallel.data_parallel_rank_local
             more["replicas"] = parallel.data_parallel_size
-            more["shared"] = f"file:{Path(parallel.data_parallel_group) / 'ranks'}"
+            more["replica_store"] = f"file:{Path(parallel.data_parallel_group) / 'ranks'}"
         return [cls(rank, *sizes, store, **more) for rank in range(parallel.ranks)]
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         return self.tensor * self.pipeline
 
 
 def open_mesh(
-    place: Place, platform: Platform, plugins: PluginManager, balance: EplbConfig | None = None
+    spec: RankSpec, platform: Platform, plugins: PluginManager, balance: EplbConfig | None = None
 ) -> Mesh:
-    """Connect this rank with those it shares something with. balance: how experts that are spread
-    move between ranks; None: they do not. Raises EngineError.
+    """Connect this rank with the ranks of its groups. balance: how experts are moved between ranks;
+    None: they stay. Raises EngineError.
     """
-    if place.ranks == 1 and place.replicas == 1:
+    if spec.ranks == 1 and spec.replicas == 1:
         return Mesh()
-    stage, share = divmod(place.rank, place.tensor)
-    store = _store(place.store, place.ranks, place)
+    stage, share = divmod(spec.rank, spec.tensor)
+    store = _store(spec.store, spec.ranks, spec)
 
     def group(name: str, rank: int, size: int) -> ProcessGroup:
         if size == 1:
             return ProcessGroup()
-        one_host = place.hosts == 1
-        members = Members(name, rank, size, store, one_host, place.seconds, place.address)
+        one_host = spec.hosts == 1
+        members = Members(name, rank, size, store, one_host, spec.seconds, spec.address)
         return _choose(platform, members, plugins).open(platform, members)
 
-    world = group("world", place.rank, place.ranks)
-    tensor = world if place.pipeline == 1 else group(f"tensor {stage}", share, place.tensor)
-    pipeline = group(f"pipeline {share}", stage, place.pipeline)
-    pipeline = evolve(pipeline, layers=tuple(place.layers))
-    expert, data = tensor if place.spread else ProcessGroup(), ProcessGroup()
+    world = group("world", spec.rank, spec.ranks)
+    tensor = world if spec.pipeline == 1 else group(f"tensor {stage}", share, spec.tensor)
+    pipeline = group(f"pipeline {share}", stage, spec.pipeline)
+    pipeline = evolve(pipeline, layers=tuple(spec.layers))
+    expert, data = tensor if spec.expert_parallel else ProcessGroup(), ProcessGroup()
     spread: SpreadExperts | None = None if balance is None else BalancedExperts(expert, balance)
-    if place.replicas > 1:
-        store = _store(place.shared, place.ranks * place.replicas, place)
-        first, size = place.replica * place.tensor, place.replicas * place.tensor
+    if spec.replicas > 1:
+        store = _store(spec.replica_store, spec.ranks * spec.replicas, spec)
+        first, size = spec.replica * spec.tensor, spec.replicas * spec.tensor
         expert = data = group(f"experts {stage}", first + share, size)
-        if place.tensor > 1:
-            data = group(f"replicas {stage} {share}", place.replica, place.replicas)
+        if spec.tensor > 1:
+            data = group(f"replicas {stage} {share}", spec.replica, spec.replicas)
         expert = evolve(expert, flag="data_parallel_size with enable_expert_parallel")
         spread = ReplicaExperts(expert, data, platform.device)
     mesh = Mesh(
         tensor=tensor, pipeline=pipeline, data=data, expert=expert, world=world, spread=spread
     )
-    if place.context == 1:
+    if spec.context == 1:
         return mesh
     context = tensor
-    if place.context < place.tensor:
-        among, part = divmod(share, place.context)
-        context = group(f"context {stage} {among}", part, place.context)
-    return ContextMesh.of(mesh, context, place.neighbours)
+    if spec.context < spec.tensor:
+        among, part = divmod(share, spec.context)
+        context = group(f"context {stage} {among}", part, spec.context)
+    return ContextMesh.of(mesh, context, spec.interleave_tokens)
 
 
-def _store(named: str, ranks: int, place: Place) -> c10d.Store:
-    kind, _, where = named.partition(":")
+def _store(address: str, ranks: int, spec: RankSpec) -> c10d.Store:
+    kind, _, where = address.partition(":")
     if kind == "file":
         return c10d.FileStore(where, ranks)
     if kind == "launcher":
-        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=place.seconds)))
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=spec.seconds)))
         return c10d.PrefixStore(where, store)
     host, _, port = where.rpartition(":")
-    return c10d.TCPStore(host, int(port), ranks, is_master=place.rank == 0)
+    return c10d.TCPStore(host, int(port), ranks, is_master=spec.rank == 0)
 
 
 def _choose(platform: Platform, members: Members, plugins: PluginManager) -> type[Collectives]:
-    """The first of the platform's collectives that is there and can connect these ranks."""
+    """The first of the platform's collectives that is installed and accepts these ranks."""
     reasons = []
     for name in platform.collectives:
         try:
-            found: type[Collectives] = plugins.load("collectives", name)
+            collectives: type[Collectives] = plugins.load("collectives", name)
         except PluginError as error:
             reasons.append(str(error))
             continue
-        reason = found.rejects(platform, members)
+        reason = collectives.rejects(platform, members)
         if reason is None:
-            return found
+            return collectives
         reasons.append(f"{name}: {reason}")
     raise EngineError(f"nothing connects {members.size} ranks: {'; '.join(reasons)}")

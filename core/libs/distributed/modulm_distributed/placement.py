@@ -1,7 +1,7 @@
-"""Which rank holds which experts, some of them more than once, so that all have as much to do.
+"""Assign experts to ranks, some of them more than once, so that all ranks have the same load.
 
 After DeepSeek's expert-parallel load balancer (arXiv 2412.19437, 3.4.2): experts that many tokens
-choose get more copies, and copies are dealt out from the heaviest on.
+choose get more copies, and copies are assigned from the heaviest down.
 """
 
 from __future__ import annotations
@@ -17,55 +17,59 @@ __all__ = ["balancedness", "first_placement", "placement", "rank_loads"]
 
 
 def first_placement(experts: int, ranks: int, spare: int) -> np.ndarray:
-    """Who is in each slot before anything is known: [ranks, experts / ranks + spare] int64, each
-    rank's own experts as checkpoints are cut, and then copies of the next rank's.
+    """The initial experts of each slot: [ranks, experts / ranks + spare] int64. Each rank has its
+    share of the checkpoint, followed by copies of the next rank's experts.
     """
-    own = np.arange(experts).reshape(ranks, -1)
-    copies = [np.resize(np.roll(own, -1, 0)[rank], spare) for rank in range(ranks)]
-    return np.concatenate([own, np.array(copies, dtype=own.dtype).reshape(ranks, spare)], 1)
+    experts_by_rank = np.arange(experts).reshape(ranks, -1)
+    copies = [np.resize(np.roll(experts_by_rank, -1, 0)[rank], spare) for rank in range(ranks)]
+    return np.concatenate(
+        [experts_by_rank, np.array(copies, dtype=experts_by_rank.dtype).reshape(ranks, spare)], 1
+    )
 
 
 def placement(counts: Sequence[int] | np.ndarray, before: np.ndarray) -> np.ndarray:
-    """Who should be in each slot: [ranks, slots]. Each expert is somewhere, and no rank has more to
-    do than the busiest one before. An expert that stays on a rank stays in its slot.
+    """The balanced experts of each slot: [ranks, slots]. Every expert has a slot, and no rank has
+    more load than the busiest one before. An expert that stays on a rank keeps its slot.
 
-    counts: [experts], tokens that chose each. before: [ranks, slots], who is there now.
+    counts: [experts], tokens that chose each. before: [ranks, slots], the current experts.
     """
     counts, (ranks, slots) = np.asarray(counts, dtype=np.float64), before.shape
     copies = _copies(counts, ranks * slots, ranks)
     shares = counts / copies
     free = np.full(ranks, slots)
     loads = np.zeros(ranks)
-    found: list[list[int]] = [[] for _ in range(ranks)]
-    # The heaviest first; of equal ones those with most copies, which fit in fewest places.
+    experts_of_ranks: list[list[int]] = [[] for _ in range(ranks)]
+    # Heaviest first; among equals those with most copies, which fit on the fewest ranks.
     for expert in sorted(range(len(counts)), key=lambda e: (-shares[e], -copies[e], e)):
         for _ in range(copies[expert]):
             open_to = [r for r in range(ranks) if free[r]]
-            without = [r for r in open_to if expert not in found[r]]
+            without = [r for r in open_to if expert not in experts_of_ranks[r]]
             rank = min(without or open_to, key=lambda r: (loads[r], r))
-            found[rank].append(expert)
+            experts_of_ranks[rank].append(expert)
             loads[rank] += shares[expert]
             free[rank] -= 1
-    made = np.array([_settled(wanted, there) for wanted, there in zip(found, before, strict=True)])
-    better = rank_loads(counts, made).max() < rank_loads(counts, before).max()
-    return made if better else before
+    proposed = np.array(
+        [_keep_slots(wanted, there) for wanted, there in zip(experts_of_ranks, before, strict=True)]
+    )
+    better = rank_loads(counts, proposed).max() < rank_loads(counts, before).max()
+    return proposed if better else before
 
 
 def rank_loads(counts: np.ndarray, placed: np.ndarray) -> np.ndarray:
-    """Tokens that each rank has to do with, copies of an expert taking equal shares: [ranks]."""
+    """Tokens of each rank, [ranks]; the copies of an expert get equal shares."""
     copies = np.bincount(placed.ravel(), minlength=len(counts))
     loads: np.ndarray = (counts / np.maximum(copies, 1))[placed].sum(1)
     return loads
 
 
 def balancedness(counts: np.ndarray, placed: np.ndarray) -> float:
-    """A rank's tokens on average by those of the busiest: 1 where all have equally many."""
+    """Mean load of the ranks over the largest: 1 if all have the same."""
     loads = rank_loads(counts, placed)
     return float(loads.mean() / loads.max()) if loads.max() else 1.0
 
 
 def _copies(counts: np.ndarray, slots: int, ranks: int) -> np.ndarray:
-    """How often each expert is held, at most once on a rank if there are experts enough."""
+    """The copies of each expert, at most one on a rank if there are enough experts."""
     copies = np.ones(len(counts), dtype=np.int64)
     for _ in range(slots - len(counts)):
         shares = counts / copies
@@ -74,8 +78,8 @@ def _copies(counts: np.ndarray, slots: int, ranks: int) -> np.ndarray:
     return copies
 
 
-def _settled(wanted: Sequence[int], before: np.ndarray) -> list[int]:
-    """The experts of a rank in its slots, those that were there where they were."""
+def _keep_slots(wanted: Sequence[int], before: np.ndarray) -> list[int]:
+    """The experts of a rank in its slots; those that stay keep their slots."""
     coming = list(wanted)
     slots: list[int | None] = []
     for expert in before.tolist():

@@ -1,9 +1,9 @@
-"""Experts that the ranks of several replicas hold between them.
+"""Experts that are distributed over the ranks of several replicas.
 
-In each layer the tokens of all replicas, with their experts and weights, are gathered on every
-rank, which applies its own experts to them; each replica takes its tokens of the sum, made in the
-order of the ranks. So all replicas must compute as many layers of experts: one without requests
-does so with an empty batch (`modulm_distributed.rounds`).
+In each layer every rank gathers the tokens of all replicas, with their experts and weights, and
+applies its own experts. The results are summed in the order of the ranks, and each replica takes
+its own tokens. So all replicas must run the same layers: an idle one runs them with an empty batch
+(`modulm_distributed.rounds`).
 """
 
 from __future__ import annotations
@@ -26,76 +26,74 @@ __all__ = ["ReplicaExperts"]
 
 
 class ReplicaExperts:
-    """How tokens reach experts of other replicas' ranks: `Mesh.spread`.
+    """Sends tokens to the experts of other replicas (`Mesh.spread`).
 
-    everyone: the ranks that hold the experts of a layer, those of each replica in turn; data: one
-    of each replica. empty: what this replica computes is only there to take part.
+    everyone: all ranks that hold experts of a layer, replica by replica. data: one rank of each
+    replica. empty: whether the current batch of this replica is empty.
     """
 
     def __init__(self, everyone: ProcessGroup, data: ProcessGroup, device: torch.device) -> None:
         self.empty, self._device = False, device
         self._everyone, self._data = everyone, data
         self._layers = 0
-        #: The layer that a pass begins with; of the pass: rows here, and those of each replica.
+        #: The first layer of a pass; rows of the current pass here, and of each replica.
         self._first: int | None = None
         self._rows = 0
         self._counts: list[int] = []
 
-    def layer(self, fused: Callable[..., Tensor], own: Shard, name: str) -> Callable[..., Tensor]:
+    def layer(self, fused: Callable[..., Tensor], shard: Shard, name: str) -> Callable[..., Tensor]:
         """`fused` for one layer's experts, of which this rank has `own`."""
         self._layers += 1
-        return partial(self._of_all, self._layers, fused, own)
+        return partial(self._run_layer, self._layers, fused, shard)
 
     def report(self) -> None:
-        """Nothing is counted."""
+        """Returns nothing: tokens are not counted."""
 
     def used(self, world: ProcessGroup) -> bool:
         """Whether any layer has experts; world: all ranks of this replica."""
         return bool(world.all_gather(torch.tensor([self._layers], device=self._device)).any())
 
-    def _of_all(
+    def _run_layer(
         self,
         layer: int,
         fused: Callable[..., Tensor],
-        own: Shard,
+        shard: Shard,
         x: Tensor,
         weights: Tensor,
         ids: Tensor,
         *stacks: object,
         **more: Any,
     ) -> Tensor:
-        """x: [T, H] of this replica; weights, ids: [T, top_k] -> [T, H]; zeros, which nobody looks
-        at, for a batch that is only there to take part.
-        """
+        """x: [T, H] of this replica; weights, ids: [T, top_k] -> [T, H], zeros if `empty`."""
         if self._first is None:
             self._first = layer
         if layer == self._first:
             self._begin(len(x))
         if len(x) != self._rows:
             raise EngineError(f"experts of {len(x)} rows in a step of {self._rows}")
-        every, weights, ids = _gathered((x, weights, ids), self._counts, self._data)
-        places = ids - own.start
-        here = (places >= 0) & (places < own.size)
-        part = fused(every, weights * here, places.where(here, 0), *stacks, **more)
+        every, weights, ids = _gather((x, weights, ids), self._counts, self._data)
+        local_ids = ids - shard.start
+        here = (local_ids >= 0) & (local_ids < shard.size)
+        part = fused(every, weights * here, local_ids.where(here, 0), *stacks, **more)
         whole = self._everyone.all_reduce(part.contiguous())
         mine = whole.split_with_sizes(self._counts)[self._data.rank]
         return torch.zeros_like(x) if self.empty else mine
 
     def _begin(self, rows: int) -> None:
-        """Tell one another how many rows each replica has."""
-        own = torch.tensor([0 if self.empty else rows], device=self._device)
-        self._rows, self._counts = rows, self._data.all_gather(own).tolist()
+        """Exchange the number of rows of each replica."""
+        own_rows = torch.tensor([0 if self.empty else rows], device=self._device)
+        self._rows, self._counts = rows, self._data.all_gather(own_rows).tolist()
 
 
-def _gathered(
+def _gather(
     tensors: Sequence[Tensor], counts: Sequence[int], group: ProcessGroup
 ) -> tuple[Tensor, ...]:
-    """Rows of matrices of each rank, one rank after the other; counts: how many each one has."""
+    """The rows of matrices of all ranks, in their order. counts: rows of each rank."""
     parts = [tensor.contiguous().view(torch.uint8) for tensor in tensors]
     widths = [part.shape[1] for part in parts]
-    own, wide = counts[group.rank], sum(widths)
+    own_rows, wide = counts[group.rank], sum(widths)
     packed = parts[0].new_zeros(max(counts), wide)
-    packed[:own] = torch.cat(parts, 1)[:own]
+    packed[:own_rows] = torch.cat(parts, 1)[:own_rows]
     every = group.all_gather(packed).view(len(packed), group.size, wide)
     rows = torch.cat([every[:count, rank] for rank, count in enumerate(counts)])
     split = zip(rows.split_with_sizes(widths, 1), tensors, strict=True)

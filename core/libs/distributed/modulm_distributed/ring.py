@@ -1,9 +1,9 @@
-"""Frames from one process to others of the same machine, through memory that all have mapped.
+"""Frames from one process to others of the same machine, through shared memory.
 
-The memory: a line of 64 bytes for each reader with how many frames it has read, then slots, used in
-turn, each with its length in front. Who has written rings a bell (an eventfd) of each reader: how
-many times it was rung is how many frames there are. Nothing of it has a name: it is gone with the
-last process that has it open.
+Memory layout: a 64-byte line for each reader, with the number of frames it has read, then slots
+used in turn, each preceded by its length. The writer signals an eventfd (bell) of each reader; its
+count is the number of new frames. Memory and bells have no names, so they are freed with the last
+process that has them open.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ __all__ = ["SPIN", "Ring", "wait"]
 
 _LINE = 64
 _SLOTS = 16
-#: Bytes of a slot: its length and what is in it.
+#: Bytes of a slot, with the length of its frame.
 _ROOM = 1 << 18
-#: Rings that only wake a reader are counted above those for frames.
+#: Added to a bell to wake a reader without a frame.
 _WAKE = 1 << 32
-#: Seconds between two looks at readers that are far behind.
+#: Seconds between two checks of readers that are far behind.
 _PAUSE = 5e-5
-#: Seconds that who waits looks before it sleeps: to be woken takes about as long.
+#: Seconds to poll before sleeping; waking up takes about as long.
 SPIN = 1e-4
 
 
 def wait(poll: select.poll, seconds: float) -> list[tuple[int, int]]:
-    """What is ready, at least one thing: looked for over and over for some seconds, then slept."""
+    """The descriptors that are ready, at least one: poll for some seconds, then sleep."""
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
-        if found := poll.poll(0):
-            return found
+        if ready := poll.poll(0):
+            return ready
         os.sched_yield()
     return poll.poll()
 
 
 class Ring:
-    """One writes, `readers` others read each frame. Which of them this process is, it says itself.
+    """Shared memory with one writer and several readers, each of which reads every frame.
 
-    memory: a descriptor of the memory; bells: one descriptor for each reader.
+    memory: its descriptor. bells: a descriptor for each reader.
     """
 
     def __init__(self, memory: int, bells: Sequence[int]) -> None:
@@ -62,15 +62,15 @@ class Ring:
         self._count = 0
 
     @classmethod
-    def made(cls, readers: int) -> Ring:
-        """A new one, whose descriptors other processes are given."""
+    def create(cls, readers: int) -> Ring:
+        """Create a ring, whose `descriptors` are sent to the other processes."""
         memory = os.memfd_create("modulm-ring")
         os.ftruncate(memory, readers * _LINE + _SLOTS * _ROOM)
         return cls(memory, [os.eventfd(0) for _ in range(readers)])
 
     def write(self, data: bytes, alive: Callable[[], bool] = lambda: True) -> bool:
-        """Give a frame to all readers; False: it is too long, they are given an empty one. Waits
-        for readers that are behind as long as they are `alive`.
+        """Write a frame for all readers. If it is too long, write an empty one and return False.
+        Waits for readers that are behind while they are `alive`.
         """
         slot = self._slots[self._count % _SLOTS]
         while self._count - int(self._read.min()) >= _SLOTS and alive():
@@ -85,13 +85,11 @@ class Ring:
         return fits
 
     def wake(self, reader: int = 0) -> None:
-        """Let `frames` of a reader return without any."""
+        """Make `frames` of a reader return without a frame."""
         os.eventfd_write(self._bells[reader], _WAKE)
 
     def frames(self, reader: int = 0) -> Iterator[memoryview]:
-        """The frames that have come, at least one unless it is woken; each is there until the next
-        is asked for.
-        """
+        """The new frames, at least one unless woken. Each is valid until the next is requested."""
         rung = int.from_bytes(os.read(self._bells[reader], 8), sys.byteorder)
         for _ in range(rung % _WAKE):
             slot = self._slots[self._count % _SLOTS]
@@ -101,11 +99,11 @@ class Ring:
             self._read[reader] = self._count
 
     def bell(self, reader: int = 0) -> int:
-        """What selectors look at for a reader."""
+        """The descriptor that a reader polls."""
         return self._bells[reader]
 
     def close(self) -> None:
-        """Close the descriptors; the memory is unmapped when nobody looks at it any more."""
+        """Close the descriptors; the memory is unmapped with the last view of it."""
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.descriptors = ()

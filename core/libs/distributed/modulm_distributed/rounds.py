@@ -1,9 +1,9 @@
-"""Replicas that share experts keep step: each begins as many passes through the model as any other.
+"""Synchronize replicas that share experts: all run the same number of passes through the model.
 
-How many each has begun is in memory that all have mapped. Who has work begins a pass and wakes
-those that have begun fewer; these begin one as well, with an empty batch where they have nothing
-to do. Where nobody has work nobody is awake. The memory and the pipes that wake are files in a
-folder that is the replicas' own.
+The number of passes that each replica has started is in shared memory. A replica with work starts a
+pass and wakes those that have started fewer, which start one too, with an empty batch if they are
+idle. If no replica has work, all sleep. The memory and the pipes that wake are files in a private
+folder.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import numpy as np
 __all__ = ["Rounds"]
 
 _LINE = 64
-#: Bytes that are read of a pipe at once.
+#: Bytes read from a pipe at once.
 _BELLS = 4096
 
 
 class Rounds:
-    """What replica number `replica` of `replicas` has begun, and the others.
+    """The passes of replica number `replica` of `replicas`, and of the others.
 
-    `order` is held from a pass's beginning until the workers have been told of it.
+    The lock `order` is held from the start of a pass until its plan has been sent to the workers.
     """
 
     def __init__(self, folder: str, replica: int, replicas: int) -> None:
@@ -39,25 +39,25 @@ class Rounds:
             mapped = mmap.mmap(descriptor, replicas * _LINE)
         finally:
             os.close(descriptor)
-        self._begun = np.frombuffer(mapped, dtype=np.int64)[:: _LINE // 8]
-        self._bells = [_pipe(Path(folder) / f"bell-{place}") for place in range(replicas)]
+        self._passes = np.frombuffer(mapped, dtype=np.int64)[:: _LINE // 8]
+        self._bells = [_pipe(Path(folder) / f"bell-{index}") for index in range(replicas)]
         self._poll = select.poll()
         self._poll.register(self._bells[replica], select.POLLIN)
         self._closed = False
 
     @property
     def behind(self) -> bool:
-        """Whether another replica has begun a pass that this one has not."""
-        return not self._closed and bool(self._begun.max() > self._begun[self._replica])
+        """Whether another replica has started more passes than this one."""
+        return not self._closed and bool(self._passes.max() > self._passes[self._replica])
 
     def begin(self) -> None:
-        """A pass begins; `order` is held."""
-        self._begun[self._replica] += 1
-        for place in np.flatnonzero(self._begun < self._begun[self._replica]).tolist():
-            self._wake(place)
+        """Start a pass. The caller holds `order`."""
+        self._passes[self._replica] += 1
+        for replica in np.flatnonzero(self._passes < self._passes[self._replica]).tolist():
+            self._wake(replica)
 
     def wait(self) -> bool:
-        """Sleep until another replica may have begun a pass; False: it is over."""
+        """Sleep until another replica may have started a pass; False after `end`."""
         self._poll.poll()
         if self._closed:
             return False
@@ -71,18 +71,18 @@ class Rounds:
         self._wake(self._replica)
 
     def close(self) -> None:
-        """Nobody waits any more, and none will begin."""
+        """Close the pipes, when no thread waits."""
         bells, self._bells = self._bells, []
         for bell in bells:
             os.close(bell)
 
-    def _wake(self, place: int) -> None:
-        with suppress(BlockingIOError):  # it has not even read what there is
-            os.write(self._bells[place], b"!")
+    def _wake(self, replica: int) -> None:
+        with suppress(BlockingIOError):  # the pipe is full, so it will wake
+            os.write(self._bells[replica], b"!")
 
 
 def _pipe(path: Path) -> int:
-    """One that somebody has open for reading and writing, so that nobody waits for the other."""
+    """A named pipe, opened for reading and writing so that opening never blocks."""
     with suppress(FileExistsError):
         os.mkfifo(path, 0o600)
     return os.open(path, os.O_RDWR | os.O_NONBLOCK)

@@ -1,4 +1,4 @@
-"""For tests: plans that were bytes on their way, and ranks that serve one model after another."""
+"""For tests: plans that are encoded and decoded, and ranks that serve several models in turn."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from modulm.testing.connectors import FakeConnector
 from modulm.testing.engines import step_parts
 from modulm.wire import frames
 from modulm_distributed.executor import WorkersExecutor
-from modulm_distributed.mesh import Place
+from modulm_distributed.mesh import RankSpec
 from modulm_distributed.plan_codec import PlanCodec
 from modulm_distributed.stream import FrameStream
 from modulm_distributed.worker_process import serve
@@ -33,7 +33,7 @@ __all__ = ["MarkedWorker", "PoolExecutor", "RankPool", "through_bytes"]
 
 
 def through_bytes(run: Callable[[Any, Plan], StepResult]) -> Callable[[Any, Plan], StepResult]:
-    """`run`, given each plan after it was bytes, and giving each result after it was."""
+    """Wrap `run` so that each plan and result is encoded and decoded."""
 
     @wraps(run)
     def crossed(self: Any, plan: Plan) -> StepResult:
@@ -48,15 +48,15 @@ def through_bytes(run: Callable[[Any, Plan], StepResult]) -> Callable[[Any, Plan
 
 
 class MarkedWorker(Worker):
-    """One of somebody's own (`--worker-cls`), which its description says."""
+    """A custom worker (`--worker-cls`) that is visible in its description."""
 
-    def __init__(self, *given: Any, **more: Any) -> None:
-        super().__init__(*given, **more)
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
         self.description = attrs.evolve(self.description, device="marked")
 
 
 class RankPool:
-    """Processes that are ranks of one model after another: a process is slow to start."""
+    """Processes that are ranks of several models in turn, because processes start slowly."""
 
     def __init__(self, size: int) -> None:
         self.streams: list[FrameStream] = []
@@ -85,12 +85,12 @@ class PoolExecutor(WorkersExecutor):
     api: ClassVar[int | tuple[int, int]] = 3
     pool: ClassVar[RankPool]
 
-    def connect(self, config: EngineConfig) -> Sequence[tuple[FrameStream, Place]]:
+    def connect(self, config: EngineConfig) -> Sequence[tuple[FrameStream, RankSpec]]:
         self._folder = tempfile.mkdtemp(prefix="modulm-ranks-")
         parallel = config.parallel
-        places = Place.all(parallel, f"file:{self._folder}/store", seconds=600)
-        first = parallel.data_parallel_rank_local * len(places)
-        return list(zip(self.pool.streams[first:], places, strict=False))
+        specs = RankSpec.all_ranks(parallel, f"file:{self._folder}/store", seconds=600)
+        first = parallel.data_parallel_rank_local * len(specs)
+        return list(zip(self.pool.streams[first:], specs, strict=False))
 
     def end(self, seconds: float) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -113,6 +113,6 @@ class PoolExecutor(WorkersExecutor):
 
 
 if __name__ == "__main__":
-    held = FrameStream(socket.socket(fileno=int(sys.argv[1])))
-    while serve(held):
+    stream = FrameStream(socket.socket(fileno=int(sys.argv[1])))
+    while serve(stream):
         pass

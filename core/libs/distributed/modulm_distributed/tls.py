@@ -8,7 +8,6 @@ authenticate one another, and what they send is encrypted under keys of that con
 from __future__ import annotations
 
 import hashlib
-import io
 import socket
 import ssl
 import threading
@@ -16,17 +15,19 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from functools import lru_cache
 from tempfile import NamedTemporaryFile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 from attrs import frozen
 
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate
 
-__all__ = ["Connection", "TlsContexts", "TlsSession", "tls_contexts"]
+__all__ = ["Connection", "Readable", "TlsContexts", "TlsSession", "tls_contexts"]
 
 #: Bytes that are read at once.
 _PIECE = 1 << 16
+#: Most bytes of a TLS record.
+_RECORD = 1 << 14
 #: Cost of trying another secret: n, r, p and the memory that takes (RFC 7914).
 _SCRYPT = {"n": 1 << 14, "r": 8, "p": 1, "maxmem": 1 << 26}
 _SALT = b"modulm certificate authority 1"
@@ -192,12 +193,19 @@ class TlsSession:
         OSError for what the peer has not sealed.
         """
         with self._lock:
-            self._received.write(piece)
-            opened = []
-            with suppress(ssl.SSLWantReadError, ssl.SSLZeroReturnError):
-                while data := self._tls.read(_PIECE):
-                    opened.append(data)
-            return opened[0] if len(opened) == 1 else b"".join(opened)
+            received, tls = self._received, self._tls
+            if piece:
+                received.write(piece)
+            opened = b""
+            try:
+                while received.pending or tls.pending():
+                    data = tls.read(_RECORD)
+                    if not data:
+                        break
+                    opened = opened + data if opened else data
+            except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
+                pass  # a record is incomplete, or the peer has closed the session
+            return opened
 
 
 @frozen(eq=False)
@@ -211,31 +219,40 @@ class Connection:
         """`data` as it is sent over the socket."""
         return data if self.session is None else self.session.seal(data)
 
-    def reader(self) -> io.BufferedReader:
+    def reader(self) -> Readable:
         """What the peer sends, as a file."""
         if self.session is None:
             return self.socket.makefile("rb")
-        return io.BufferedReader(_SessionFile(self.socket, self.session), _PIECE)
+        return _SessionReader(self.socket, self.session)
 
 
-class _SessionFile(io.RawIOBase):
-    """What a peer sends in a session."""
+class Readable(Protocol):
+    """A file that is read to its end."""
+
+    def read(self, size: int, /) -> bytes:
+        """The next `size` bytes; fewer at the end. Raises OSError, ValueError."""
+
+
+class _SessionReader:
+    """What a peer sends in a session. For one thread."""
 
     def __init__(self, peer: socket.socket, session: TlsSession) -> None:
         self._socket, self._session = peer, session
-        self._opened = memoryview(session.open(b""))
+        self._opened, self._start = session.open(b""), 0
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any, /) -> int:
-        while not self._opened:
-            piece = self._socket.recv(_PIECE)
-            if not piece:
-                return 0
-            self._opened = memoryview(self._session.open(piece))
-        target = memoryview(buffer)
-        size = min(len(target), len(self._opened))
-        target[:size] = self._opened[:size]
-        self._opened = self._opened[size:]
-        return size
+    def read(self, size: int, /) -> bytes:
+        """See `Readable`."""
+        end = self._start + size
+        if end > len(self._opened):
+            pieces = [self._opened[self._start :]]
+            missing = size - len(pieces[0])
+            while missing > 0:
+                piece = self._socket.recv(_PIECE)
+                if not piece:
+                    break
+                pieces.append(self._session.open(piece))
+                missing -= len(pieces[-1])
+            self._opened, self._start, end = b"".join(pieces), 0, size
+        data = self._opened[self._start : end]
+        self._start = end
+        return data

@@ -26,27 +26,27 @@ if TYPE_CHECKING:
 
 __all__ = ["Gloo", "Nccl", "TorchGroup"]
 
-#: Dimensions that a tensor passed on may have.
+#: Most dimensions of a tensor that is passed on.
 _DIMENSIONS = 4
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
 
 
 @frozen(eq=False)
 class TorchGroup(ProcessGroup):
-    """A group whose ranks reach one another through a backend of torch.distributed."""
+    """A group whose ranks communicate through a backend of torch.distributed."""
 
     backend: Any = None
     device: torch.device | None = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        first, *others = self._gathered(x)
+        first, *others = self._gather(x)
         total = first.float() if x.is_floating_point() else first
         for other in others:
             total = total + other
         return total.to(x.dtype)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return torch.cat(self._gathered(x), -1)
+        return torch.cat(self._gather(x), -1)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         return self.all_reduce(x).tensor_split(self.size)[self.rank]
@@ -86,12 +86,12 @@ class TorchGroup(ProcessGroup):
         sizes = [size for size in shape if size >= 0]
         return torch.empty(sizes, dtype=_DTYPES[dtype], device=self.device)
 
-    def _gathered(self, x: Tensor) -> list[Tensor]:
-        """Every rank's tensor, in their order."""
+    def _gather(self, x: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, in their order."""
         data = x.contiguous()
-        found = [torch.empty_like(data) for _ in range(self.size)]
-        self.backend.allgather([list(map(_bytes, found))], [_bytes(data)]).wait()
-        return found
+        gathered = [torch.empty_like(data) for _ in range(self.size)]
+        self.backend.allgather([list(map(_bytes, gathered))], [_bytes(data)]).wait()
+        return gathered
 
 
 class Gloo(Collectives):
@@ -106,8 +106,8 @@ class Gloo(Collectives):
         options = kind._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=members.seconds)
         address = "127.0.0.1" if members.one_host else members.address
-        found = kind.create_device(hostname=address) if address else kind.create_default_device()
-        options._devices = [found]
+        device = kind.create_device(hostname=address) if address else kind.create_default_device()
+        options._devices = [device]
         store = c10d.PrefixStore(members.name, members.store)
         backend = kind(store, members.rank, members.size, options)
         return TorchGroup(members.rank, members.size, backend, platform.device)
@@ -133,7 +133,7 @@ class Nccl(Collectives):
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """The tensor's memory: not every backend knows every dtype."""
+    """The tensor as bytes, because not every backend supports every dtype."""
     return x.view(-1).view(torch.uint8)
 
 

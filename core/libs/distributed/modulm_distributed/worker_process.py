@@ -1,14 +1,14 @@
 """The process of a worker: `python -m modulm_distributed.worker_process DESCRIPTOR`.
 
 executor                              worker
-         --start (flags, plugins, place)-->   with the descriptors of rings, if there are any
+         --start (flags, plugins, spec)-->    with the descriptors of rings, if there are any
          <--ready (capacity, description)--   or error
          --run (plan)-->                      each plan to every rank, in one order; one whose
                                               step is -1 only takes part and has no result
-         <--result (step)--                   of the rank that gives results
+         <--result (step)--                   of the output rank
          <--reports (of step parts)--         of the other ranks, if there are any
          <--failed (step, error)--            of any rank
-         --call (number, what, arguments)-->
+         --call (number, name, arguments)-->
          <--answer (number, value, error)--
 
 On one machine plans and results go through shared memory (`Ring`); those too long for it go
@@ -41,7 +41,7 @@ from modulm.plugins import manager
 from modulm.plugins.manager import PluginManager
 from modulm.wire import frames
 from modulm_distributed.eplb import balance_of
-from modulm_distributed.mesh import Place, open_mesh
+from modulm_distributed.mesh import RankSpec, open_mesh
 from modulm_distributed.plan_codec import PlanCodec
 from modulm_distributed.replica_experts import ReplicaExperts
 from modulm_distributed.ring import SPIN, Ring, wait
@@ -59,12 +59,12 @@ __all__ = ["main", "serve"]
 
 log = logging.getLogger("modulm.worker")
 
-#: Seconds between two looks for the process that started this one.
+#: Seconds between two checks whether the parent process lives.
 _LOOK = 1.0
 
 
 class _Plans:
-    """Plans and what else is asked, from the stream and from the ring."""
+    """Plans and calls, from the stream and from the ring."""
 
     def __init__(self, stream: FrameStream, ring: Ring | None, rank: int) -> None:
         self._stream, self._ring, self._rank = stream, ring, rank
@@ -75,7 +75,7 @@ class _Plans:
             self._poll.register(ring.bell(rank), select.POLLIN)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """Frames until the connection ends."""
+        """Yield frames until the connection ends."""
         stream, ring = self._stream, self._ring
         while True:
             while (frame := stream.waiting()) is not None:
@@ -91,9 +91,7 @@ class _Plans:
                 return
 
     def _long_plan(self) -> list[Any]:
-        """The next plan that comes over the stream. Only what the order of plans does not matter
-        to may come before it.
-        """
+        """The next plan of the stream; frames before it need no order with plans."""
         while not self._long:
             frame = self._stream.receive()
             if frame is None:
@@ -102,13 +100,13 @@ class _Plans:
         return self._long.popleft()
 
 
-class _Served:
-    """A worker and what an executor may ask of it."""
+class _WorkerServer:
+    """Runs an executor's plans and calls on a worker."""
 
     def __init__(
         self, worker: Worker, stream: FrameStream, mesh: Mesh, results: Ring | None
     ) -> None:
-        self._worker, self._stream, self._gives = worker, stream, mesh.gives
+        self._worker, self._stream, self._returns_results = worker, stream, mesh.gives
         self._results = results
         self._codec = PlanCodec(worker.parts)
         self._experts = mesh.spread if isinstance(mesh.spread, ReplicaExperts) else None
@@ -124,7 +122,7 @@ class _Served:
         }
 
     def frame(self, kind: str, *arguments: Any) -> None:
-        """Do what a frame says."""
+        """Handle a frame."""
         if kind == "run":
             self._run(*arguments)
         elif kind == "prepare":
@@ -145,13 +143,13 @@ class _Served:
             return
         if empty:
             return
-        if not self._gives:
+        if not self._returns_results:
             if (reports := self._codec.encode_reports(result)) is not None:
                 self._send("reports", reports)
             return
-        given = self._codec.encode_result(result)
-        if self._results is None or not self._results.write(given):
-            self._send("result", given)
+        encoded = self._codec.encode_result(result)
+        if self._results is None or not self._results.write(encoded):
+            self._send("result", encoded)
 
     def _call(self, number: int, what: str, *arguments: Any) -> None:
         value = error = None
@@ -162,7 +160,7 @@ class _Served:
         self._answer(number, value, error)
 
     def _prepare(self, number: int, request: str, constraint: dict[str, Any]) -> None:
-        """Beside the steps: the answer is sent when the constraint is compiled."""
+        """Compile a constraint between steps; the answer follows when it is done."""
         try:
             ready = self._worker.prepare(request, StructuredOutputs(**constraint))
         except Exception as error:
@@ -181,31 +179,31 @@ class _Served:
 
 
 def serve(stream: FrameStream) -> bool:
-    """Be a worker until nobody asks any more, or ("stop") until it is told to end: whether the
-    connection is still there.
+    """Run a worker until the connection ends or a "stop" frame arrives; whether the connection is
+    still open.
     """
     frame = stream.receive()
     if frame is None:
         return False
     rings: list[Ring] = []
     try:
-        _, flags, packed, place = frame
+        _, flags, packed, spec = frame
         rings = _rings(stream)
         plugins = PluginManager.replay(frames.unpack_plugins(packed))
         with manager.using(plugins):
-            worker, mesh = _started(plugins, flags, Place(**place))
+            worker, mesh = _start(plugins, flags, RankSpec(**spec))
             capacity, description = worker.capacity, worker.description
             stream.send(frames.pack("ready", attrs.asdict(capacity), attrs.asdict(description)))
             plans, results = rings or (None, None)
-            served, frame = _Served(worker, stream, mesh, results), None
-            for asked in _Plans(stream, plans, place["rank"]):
-                if asked[0] == "stop":
-                    frame = asked
+            served, frame = _WorkerServer(worker, stream, mesh, results), None
+            for request in _Plans(stream, plans, spec["rank"]):
+                if request[0] == "stop":
+                    frame = request
                     break
-                served.frame(*asked)
+                served.frame(*request)
             worker.close()
     except Exception as error:
-        log.exception("the worker cannot go on")
+        log.exception("the worker has failed")
         stream.send(frames.pack("error", frames.pack_error(error)))
         frame = stream.receive()
     finally:
@@ -217,13 +215,13 @@ def serve(stream: FrameStream) -> bool:
 
 
 def _rings(stream: FrameStream) -> list[Ring]:
-    """Those for plans and for results, whose descriptors came with the first frame, if any did."""
+    """The rings for plans and results, if their descriptors came with the first frame."""
     came, stream.descriptors = stream.descriptors, []
     return [Ring(came[0], came[1:-2]), Ring(came[-2], came[-1:])] if came else []
 
 
-def _started(plugins: PluginManager, flags: dict[str, Any], place: Place) -> tuple[Worker, Mesh]:
-    """The worker, and its ranks."""
+def _start(plugins: PluginManager, flags: dict[str, Any], spec: RankSpec) -> tuple[Worker, Mesh]:
+    """Make the worker and connect it with the other ranks."""
     from modulm.engine.worker.worker import worker_class
 
     opened: list[Mesh] = []
@@ -231,23 +229,21 @@ def _started(plugins: PluginManager, flags: dict[str, Any], place: Place) -> tup
     config = frames.unpack_config(flags)
 
     def connect(platform: Platform) -> Mesh:
-        opened.append(open_mesh(place, platform, plugins, balance_of(config)))
+        opened.append(open_mesh(spec, platform, plugins, balance_of(config)))
         return opened[0]
 
-    share = None if place.share is None else (place.share[0], place.share[1])
-    made = worker_class(config)
-    worker = made(config, plugins, rank=place.rank, open_mesh=connect, share=share)
+    share = None if spec.host_slot is None else (spec.host_slot[0], spec.host_slot[1])
+    worker_type = worker_class(config)
+    worker = worker_type(config, plugins, rank=spec.rank, open_mesh=connect, share=share)
     experts = opened[0].spread
     if isinstance(experts, ReplicaExperts) and not experts.used(opened[0].world):
-        words = "this model has no experts that replicas could share: leave it out"
-        raise ConfigError("enable_expert_parallel", words)
+        message = "this model has no experts that replicas could share: leave it out"
+        raise ConfigError("enable_expert_parallel", message)
     return worker, opened[0]
 
 
 def _end_with(parent: int, folder: str) -> None:
-    """End this process when the one that started it is gone, also in a step that does not end; the
-    body of a thread.
-    """
+    """End this process when its parent is gone, even during a step; the body of a thread."""
     while os.getppid() == parent:
         time.sleep(_LOOK)
     shutil.rmtree(folder, ignore_errors=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from attrs import evolve
@@ -113,9 +113,16 @@ class LatentAttention(Module):
             compressed = self.q_norm(down[:, : self.q_rank])
             down = down[:, self.q_rank :]
         q = self.q(compressed)
-        q, norm = torch.unflatten(q, -1, (self.heads, -1)), (self.kv_norm.weight, self.kv_norm.eps)
-        turn = (self.rotation.cos_sin, batch.positions, self.neox)
-        q, k = self.ops.latent_prepare(q, down, self.up_k, *norm, *turn)
+        q, k = self.ops.latent_prepare(
+            torch.unflatten(q, -1, (self.heads, -1)),
+            down,
+            self.up_k,
+            cast("Tensor", self.kv_norm.weight),
+            self.kv_norm.eps,
+            self.rotation.cos_sin,
+            batch.positions,
+            self.neox,
+        )
         out = q.new_empty(x.shape[0], self.heads, self.rank)
         cache, plan = batch.caches[self.cache], batch.plan(self.cache)
         if self.finds_scales:

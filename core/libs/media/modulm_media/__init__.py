@@ -1,7 +1,7 @@
-"""Images, sound and video in prompts: values, the checkpoint's own processor, and where they go.
+"""Images, sound and video in prompts: values, the checkpoint's processor and placeholders.
 
-Names are loaded on first use: the flags are read by every command, and need no arrays. Nothing here
-imports torch or transformers before a prompt with media is read.
+Names are imported on first use, because every command reads the flags and needs no arrays.
+Importing this package imports neither torch nor transformers.
 """
 
 from importlib import import_module

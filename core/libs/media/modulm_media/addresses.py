@@ -1,4 +1,4 @@
-"""Where media may be fetched from: hosts by name, and the addresses that they resolve to."""
+"""Hosts and network addresses that media may be fetched from."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["Hosts"]
 
 _NAT64 = ip_network("64:ff9b::/96")
 _6TO4 = ip_network("2002::/16")
-#: What URLs are written without; programs disagree about what it would mean.
+#: Characters that are rejected in URLs, because programs disagree about their meaning.
 _STRANGE = re.compile(r"[\x00-\x20\x7f\\]")
 
 
 class Hosts:
-    """The hosts that a server's flags allow."""
+    """The hosts that the server's flags allow."""
 
     def __init__(self, flags: MediaConfig) -> None:
         domains = flags.allowed_media_domains
@@ -30,17 +30,17 @@ class Hosts:
         self._networks = [ip_network(one) for one in flags.allowed_media_networks]
 
     def parsed(self, url: str) -> httpx.URL:
-        """The URL, which is fetched as it was read here. Raises Undecodable."""
+        """Parse a URL. What is checked here is what is fetched. Raises Undecodable."""
         if _STRANGE.search(url):
             raise Undecodable("a URL has no spaces, backslashes or control characters")
         try:
-            found = httpx.URL(url)
+            parsed = httpx.URL(url)
         except (httpx.InvalidURL, ValueError, UnicodeError) as error:
-            raise Undecodable("this is no URL") from error
-        return self.checked(found)
+            raise Undecodable("not a valid URL") from error
+        return self.checked(parsed)
 
     def checked(self, url: httpx.URL) -> httpx.URL:
-        """The URL, if its scheme and host are allowed. Raises Undecodable."""
+        """Return the URL if its scheme and host are allowed. Raises Undecodable otherwise."""
         if url.scheme not in ("http", "https"):
             raise Undecodable("only http, https, data and file URLs are read")
         if url.userinfo or _STRANGE.search(str(url)):
@@ -55,16 +55,16 @@ class Hosts:
         return url
 
     async def resolved(self, url: httpx.URL) -> Sequence[str]:
-        """The addresses of the URL's host, each of them allowed. Raises Undecodable."""
+        """Resolve the URL's host; all addresses must be allowed. Raises Undecodable."""
         host = url.raw_host.decode("ascii").strip("[]")
         port = url.port or (443 if url.scheme == "https" else 80)
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(
+            entries = await asyncio.get_running_loop().getaddrinfo(
                 host, port, type=socket.SOCK_STREAM
             )
         except (OSError, UnicodeError) as error:
             raise Undecodable(f"the host {host[:100]!r} is not known") from error
-        addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+        addresses = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
         for address in addresses:
             if not self.allowed(address):
                 raise Undecodable(
@@ -73,16 +73,16 @@ class Hosts:
         return addresses
 
     def allowed(self, address: str) -> bool:
-        """Whether a connection may be made to an address."""
-        found: IPv4Address | IPv6Address = ip_address(address.partition("%")[0])
-        inner = _inner(found)
-        if any(one in network for network in self._networks for one in (found, inner)):
+        """Whether connections to an address are allowed."""
+        outer: IPv4Address | IPv6Address = ip_address(address.partition("%")[0])
+        inner = _inner(outer)
+        if any(one in network for network in self._networks for one in (outer, inner)):
             return True
-        return all(one.is_global and not one.is_multicast for one in (found, inner))
+        return all(one.is_global and not one.is_multicast for one in (outer, inner))
 
 
 def _inner(address: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
-    """The IPv4 address that an IPv6 one stands for, if it does."""
+    """The IPv4 address embedded in an IPv6 address, otherwise the address itself."""
     if isinstance(address, IPv4Address):
         return address
     if address.ipv4_mapped is not None:

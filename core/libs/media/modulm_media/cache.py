@@ -1,4 +1,4 @@
-"""What processors made of media, by content, as long as there is room."""
+"""An LRU cache of processor outputs, keyed by content."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ __all__ = ["ProcessedCache"]
 
 
 class ProcessedCache:
-    """At most `room` bytes of tensors, least recently used first out; safe among threads."""
+    """Holds at most `room` bytes of tensors; evicts the least recently used. Thread-safe."""
 
     def __init__(self, room: int) -> None:
         self._room = room
-        self._held: OrderedDict[bytes, tuple[Processed, int]] = OrderedDict()
+        self._entries: OrderedDict[bytes, tuple[Processed, int]] = OrderedDict()
         self._used = 0
         self._lock = Lock()
 
     def get(self, key: bytes) -> Processed | None:
-        """What is kept under the key."""
+        """Return the entry for `key`, or None."""
         with self._lock:
-            found = self._held.get(key)
-            if found is None:
+            entry = self._entries.get(key)
+            if entry is None:
                 return None
-            self._held.move_to_end(key)
-            return found[0]
+            self._entries.move_to_end(key)
+            return entry[0]
 
     def put(self, key: bytes, value: Processed) -> None:
-        """Keep it, where it fits at all."""
+        """Store an entry, unless it alone exceeds the cache's size."""
         size = sum(array.nbytes for array in value.tensors.values()) + value.tokens.nbytes
         if size > self._room:
             return
         with self._lock:
-            _, before = self._held.pop(key, (None, 0))
-            self._held[key] = (value, size)
+            _, before = self._entries.pop(key, (None, 0))
+            self._entries[key] = (value, size)
             self._used += size - before
             while self._used > self._room:
-                _, (_, freed) = self._held.popitem(last=False)
+                _, (_, freed) = self._entries.popitem(last=False)
                 self._used -= freed
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._entries)

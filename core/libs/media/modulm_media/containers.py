@@ -1,4 +1,4 @@
-"""Files that FFmpeg opens, through PyAV."""
+"""Media containers, opened with FFmpeg through PyAV."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from modulm_media.limits import Undecodable, said
+from modulm_media.limits import Undecodable, error_text
 
 __all__ = ["opened"]
 
-#: Formats that hold what they show. Lists of other files (HLS, concat, ...) are no such.
+#: Formats that contain their media. Playlists of other files (HLS, concat, ...) are excluded.
 _FORMATS = (
     "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,ogg,wav,w64,mp3,aac,flac,asf,gif,"
     "caf,aiff,amr,webp_anim"
@@ -20,7 +20,7 @@ _FORMATS = (
 
 @contextmanager
 def opened(data: bytes) -> Iterator[Any]:
-    """The container of a file, for the time that it is read. Raises Undecodable."""
+    """Open a file as a container for the duration of the `with` block. Raises Undecodable."""
     import av
 
     options = {"format_whitelist": _FORMATS, "protocol_whitelist": "none"}
@@ -30,4 +30,4 @@ def opened(data: bytes) -> Iterator[Any]:
     except (av.FFmpegError, ValueError, IndexError, RuntimeError, TypeError) as error:
         if isinstance(error, Undecodable):
             raise
-        raise Undecodable(f"it cannot be decoded: {said(error)}") from error
+        raise Undecodable(f"it cannot be decoded: {error_text(error)}") from error

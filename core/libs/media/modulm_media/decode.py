@@ -1,7 +1,7 @@
-"""Files of images, sound and video, as bytes, to values.
+"""Decode files of images, sound and video from bytes.
 
-What a file holds is found out from its content, whatever its name or type say. Files of strangers
-are decoded in processes of their own (`modulm_media.workers`).
+The format is detected from the content, whatever the file's name or type say. Untrusted files are
+decoded in separate processes (`modulm_media.workers`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from modulm_media.limits import LIMITS, Limits, Undecodable, said
+from modulm_media.limits import LIMITS, Limits, Undecodable, error_text
 from modulm_media.sound_files import decode_sound
 from modulm_media.values import Sound, Video
 from modulm_media.video_files import decode_video
@@ -24,10 +24,10 @@ __all__ = ["decode", "decode_image", "rgb"]
 def decode(
     kind: str, data: bytes, io: Mapping[str, Any], limits: Limits = LIMITS
 ) -> Image.Image | Sound | Video:
-    """The value of a file; io: what `--media-io-kwargs` has for its kind, and the `rate` that sound
-    is to have.
+    """Decode a file.
 
-    Raises Undecodable.
+    io: the options of `--media-io-kwargs` for its kind, and `rate`, the target sample rate of
+    sound. Raises Undecodable.
     """
     if not data:
         raise Undecodable("it is empty")
@@ -41,7 +41,7 @@ def decode(
 def decode_image(
     data: bytes, io: Mapping[str, Any] | None = None, limits: Limits = LIMITS
 ) -> Image.Image:
-    """The first image of a file, in RGB. Raises Undecodable."""
+    """Decode the first image of a file to RGB. Raises Undecodable."""
     try:
         opened = Image.open(streams.BytesIO(data), formats=limits.formats)
         if opened.width * opened.height > limits.pixels:
@@ -56,12 +56,12 @@ def decode_image(
         raise Undecodable(f"it is no image ({names}), or not a whole one") from error
     except Undecodable:
         raise
-    except Exception as error:  # decoders raise whatever their formats' authors thought of
-        raise Undecodable(f"the image cannot be decoded: {said(error)}") from error
+    except Exception as error:  # decoders raise all kinds of exceptions
+        raise Undecodable(f"the image cannot be decoded: {error_text(error)}") from error
 
 
 def rgb(image: Image.Image, behind: tuple[int, ...] = (255, 255, 255)) -> Image.Image:
-    """Three channels, upright as its EXIF says; what is transparent shows what is `behind`."""
+    """Convert to three channels, rotated upright by EXIF; transparent pixels show `behind`."""
     image = ImageOps.exif_transpose(image)
     if image.mode == "RGB" and "transparency" not in image.info:
         return image

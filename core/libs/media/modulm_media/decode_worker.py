@@ -1,8 +1,8 @@
-"""The process that decodes files of strangers: one question after the other, on its pipes.
+"""The process that decodes untrusted files, one request at a time, over pipes.
 
-It has no more memory and time than it is given, and writes no files. A question is a JSON header
-with the file behind it, an answer a header with the numbers behind it: nothing that it says is
-carried out by whoever reads it.
+It runs with limited memory and time and writes no files. A request is a JSON header followed by the
+file; a response is a header followed by the numbers. The reader never executes anything from a
+response.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from modulm_media.values import Sound, Video
 
 __all__ = ["HEAD", "read_head", "write_head"]
 
-#: The length of a header, as it stands before it.
+#: Format of the header's length, which precedes it.
 HEAD = struct.Struct("<Q")
 _LONGEST = 1 << 24
 
 
 def write_head(pipe: IO[bytes], head: Mapping[str, Any]) -> None:
-    """A header, and its length before it."""
+    """Write a header, preceded by its length."""
     data = json.dumps(head).encode()
     pipe.write(HEAD.pack(len(data)) + data)
 
 
 def read_head(pipe: IO[bytes]) -> dict[str, Any] | None:
-    """A header; None at the end of the pipe."""
+    """Read a header; None at the end of the pipe."""
     size = pipe.read(HEAD.size)
     if size is None or len(size) < HEAD.size:
         return None
@@ -51,10 +51,10 @@ def read_head(pipe: IO[bytes]) -> dict[str, Any] | None:
 
 
 def _answer(question: Mapping[str, Any], data: bytes) -> tuple[dict[str, Any], np.ndarray | None]:
-    """(header, numbers) for a file."""
-    told = question["limits"]
-    formats = None if told["formats"] is None else tuple(told["formats"])
-    limits = Limits(**{**told, "formats": formats})
+    """Decode one file. Returns (response header, numbers)."""
+    settings = question["limits"]
+    formats = None if settings["formats"] is None else tuple(settings["formats"])
+    limits = Limits(**{**settings, "formats": formats})
     try:
         value = decode(question["kind"], data, question["io"], limits)
     except Undecodable as error:
@@ -64,15 +64,15 @@ def _answer(question: Mapping[str, Any], data: bytes) -> tuple[dict[str, Any], n
     if isinstance(value, Sound):
         return {"rate": value.rate}, value.samples
     if isinstance(value, Video):
-        told = asdict(value, filter=lambda field, _: field.name in ("fps", "total"))
-        return {**told, "indices": value.places.tolist()}, value.frames
+        metadata = asdict(value, filter=lambda field, _: field.name in ("fps", "total"))
+        return {**metadata, "indices": value.frame_indices.tolist()}, value.frames
     return {}, np.asarray(value)
 
 
 def _serve(memory: int) -> None:
     import resource
 
-    # What libraries print must not get between the answers.
+    # Output that libraries print must not mix with the responses.
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -81,7 +81,7 @@ def _serve(memory: int) -> None:
     Image.MAX_IMAGE_PIXELS = None
     while (question := read_head(sys.stdin.buffer)) is not None:
         data = sys.stdin.buffer.read(question["size"])
-        # So that it ends even if nobody is left to end it.
+        # The process ends by itself if its parent has died.
         most = math.ceil(time.process_time() + 4 * question["seconds"] + 1)
         resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
         head, numbers = _answer(question, data)

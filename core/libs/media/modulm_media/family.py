@@ -1,7 +1,7 @@
-"""Media family: how the prompts of one architecture take media (group `modulm.media_families`).
+"""Media families: how an architecture's prompts take media (group `modulm.media_families`).
 
-Named like the architecture. The base class asks the checkpoint's processor for everything, so most
-families say only which kinds they take; torch is not imported for it.
+A family is registered under the architecture's name. The base class delegates everything to the
+checkpoint's processor, so most families only declare their kinds. torch is not imported here.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ __all__ = ["API", "MediaFamily", "Processed"]
 
 API = 1
 
-#: What processors give beside the tensors of a model's encoder.
+#: Outputs of processors that are not inputs of the model's encoder.
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
 
 class MediaFamily:
-    """The prompts of one architecture.
+    """How the prompts of one architecture take media.
 
-    processor: transformers' of the checkpoint. config: config.json.
+    processor: the checkpoint's transformers processor. config: config.json.
     """
 
     api: ClassVar[int | tuple[int, int]] = API
-    #: What its prompts take.
+    #: Kinds of media that prompts may have.
     kinds: ClassVar[tuple[str, ...]] = ("image",)
-    #: Whether the tokens of one image see each other in both directions.
+    #: Whether the tokens of one image attend to each other in both directions.
     bidirectional: bool = False
-    #: Whether all tokens of a prompt with media do, text and images.
+    #: Whether all tokens of a prompt with media, text and images, attend in both directions.
     prefix: ClassVar[bool] = False
-    #: Whether decoders look at what the encoder gives by cross attention: a prompt is what the
-    #: decoder begins with, and the one item that is encoded has no place in it.
+    #: Whether the decoder reads the encoder output by cross attention only: the prompt is the
+    #: beginning of the decoder's text, and its one encoded item has no placeholder.
     crosses: ClassVar[bool] = False
-    #: Whether decoders look so at items which have places in the prompt: from there on, and no
-    #: embedding replaces a token.
+    #: Whether the decoder reads items by cross attention from their placeholders on; no token
+    #: embedding is replaced.
     looks: ClassVar[bool] = False
-    #: Whether what is encoded is the prompt's own text. The processor is None then.
+    #: Whether the encoder reads the prompt's own text. `processor` is None then.
     reads_text: ClassVar[bool] = False
-    #: For image processors that transformers makes only where there is torchvision, those that are
-    #: made elsewhere ("module:Class"): by their names in files, without "Fast" behind them.
+    #: Replacements ("module:Class") for image processors that transformers only builds with
+    #: torchvision, by their class names in files, without the suffix "Fast".
     image_processors: ClassVar[Mapping[str, str]] = {}
-    #: transformers' video processor, where it has another model's name than the processor.
+    #: transformers' video processor, if it is named after another model than the processor.
     video_processor: ClassVar[str | None] = None
 
     def __init__(self, processor: Any, config: Mapping[str, Any]) -> None:
@@ -58,26 +58,27 @@ class MediaFamily:
 
     @classmethod
     def open_processor(cls, files: ProcessorFiles) -> Any:
-        """The checkpoint's processor. What this raises is told with the checkpoint's path."""
+        """Create the checkpoint's processor. Errors are reported with the checkpoint's path."""
         return files.processor(cls.image_processors, cls.video_processor)
 
     def mark(self, kind: str) -> str:
-        """The text that stands in a prompt where an item of this kind is to be put."""
+        """The placeholder text of an item of this kind in a prompt."""
         mark: str = getattr(self.processor, f"{kind}_token")
         return mark
 
-    def document(self, kind: str, alone: bool) -> str:
-        """What stands for an item in a prompt of a retrieval model that no chat template writes;
-        alone: there is nothing else in it.
+    def document(self, kind: str, is_only_item: bool) -> str:
+        """Text that stands for an item in a retrieval prompt without a chat template.
+
+        alone: whether the prompt holds nothing else.
         """
         return self.mark(kind)
 
     def mark_tokens(self, kind: str) -> Sequence[int] | None:
-        """The token ids of the mark, None: what the tokenizer makes of it."""
+        """Token ids of the placeholder; None means that the tokenizer encodes `mark`."""
         return None
 
     def features(self, kind: str) -> Sequence[int]:
-        """The token ids that embeddings replace."""
+        """Token ids that are replaced by embeddings."""
         for key in (f"{kind}_token_id", f"{kind}_token_index"):
             if isinstance(self.config.get(key), int):
                 return (self.config[key],)
@@ -85,97 +86,103 @@ class MediaFamily:
 
     @property
     def rate(self) -> int:
-        """Samples a second of the sound that the processor takes."""
+        """Sample rate that the processor expects, in Hz."""
         hears = getattr(self.processor, "feature_extractor", None)
         return int(getattr(hears, "sampling_rate", 16000))
 
     def process(self, media: Media, options: Mapping[str, Any]) -> Processed:
-        """Run the processor over one item; options: its keywords.
+        """Run the processor on one item; options: its keyword arguments.
 
-        Raises RequestError for media or keywords that the processor refuses.
+        Raises RequestError for media or options that the processor rejects.
         """
         try:
-            found = self.call(media, options)
+            outputs = self.call(media, options)
         except Exception as error:
-            words = f"the model's processor does not take this {media.kind}: {error}"
-            raise RequestError(words[:300], "multi_modal_data") from error
-        tokens = np.asarray(found["input_ids"][0], dtype=np.int64).ravel()
+            message = f"the model's processor rejected this {media.kind}: {error}"
+            raise RequestError(message[:300], "multi_modal_data") from error
+        tokens = np.asarray(outputs["input_ids"][0], dtype=np.int64).ravel()
         embedded = np.isin(tokens, self.features(media.kind))
         spans = runs_of(embedded) if self.bidirectional else ()
-        made = Processed(media.kind, tokens, embedded, self.tensors(found), spans)
-        return evolve(made, given=self.given(made)) if self.looks else made
+        processed = Processed(media.kind, tokens, embedded, self.tensors(outputs), spans)
+        return (
+            evolve(processed, encoder_outputs=self.encoder_outputs(processed))
+            if self.looks
+            else processed
+        )
 
-    def given(self, made: Processed) -> int:
-        """How many outputs the encoder gives for an item, in a family that `looks`."""
-        return len(made.tokens)
+    def encoder_outputs(self, processed: Processed) -> int:
+        """Number of encoder outputs for an item, in a family that `looks`."""
+        return len(processed.tokens)
 
     def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What the processor makes of one item, with the tokens of its place in `input_ids`."""
+        """Call the processor for one item; `input_ids` holds the tokens of its placeholder."""
         value = media.value
-        given: dict[str, Any] = {"images": [value]}
+        arguments: dict[str, Any] = {"images": [value]}
         if isinstance(value, Sound):
-            given = {"audio": [value.at(self.rate).samples], "sampling_rate": self.rate}
+            arguments = {"audio": [value.at(self.rate).samples], "sampling_rate": self.rate}
         elif isinstance(value, Video):
-            given = {"videos": [value.frames], "video_metadata": [value.metadata()]}
+            arguments = {"videos": [value.frames], "video_metadata": [value.metadata()]}
             options = {"do_sample_frames": False, **options}
-        made: Mapping[str, Any] = self.processor(
+        outputs: Mapping[str, Any] = self.processor(
             text=[self.mark(media.kind)],
             add_special_tokens=False,
             return_tensors="pt",
-            **given,
+            **arguments,
             **options,
         )
-        return made
+        return outputs
 
-    def tensors(self, found: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
-        """The encoder's tensors among what the processor gave."""
-        return {name: np.asarray(t) for name, t in found.items() if name not in _OF_TEXT}
+    def tensors(self, outputs: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
+        """The encoder's inputs among the processor's outputs."""
+        return {name: np.asarray(t) for name, t in outputs.items() if name not in _OF_TEXT}
 
-    def beside(self, kind: str, kinds: Collection[str]) -> Mapping[str, np.ndarray]:
-        """Tensors that the encoder takes for an item of this kind besides those of `process`, in a
-        prompt with items of `kinds`.
-        """
+    def extra_tensors(self, kind: str, kinds: Collection[str]) -> Mapping[str, np.ndarray]:
+        """Additional encoder inputs for an item of this kind in a prompt with items of `kinds`."""
         return {}
 
-    def completed(self, tokens: np.ndarray, mark: np.ndarray) -> np.ndarray:
-        """A prompt's tokens with those that the processor adds to the text around its items.
+    def complete_prompt(self, tokens: np.ndarray, mark: np.ndarray) -> np.ndarray:
+        """Add the tokens that the processor writes around items to a prompt's tokens.
 
         mark: the tokens of an item's placeholder.
         """
         return tokens
 
-    def gathered(
+    def group_media(
         self, tokens: np.ndarray, media: Sequence[Media], options: Mapping[str, Any]
     ) -> tuple[np.ndarray, Sequence[Media]]:
-        """A prompt's tokens and media, where several media become one item.
+        """Combine media that form one item; returns the prompt's tokens and media.
 
-        options: the processor's keywords. Raises RequestError for media that do not go together.
+        options: the processor's keyword arguments. Raises RequestError for media that do not fit
+        together.
         """
         return tokens, media
 
     def start(self) -> Sequence[int]:
-        """The tokens that a decoder begins with where a prompt says none."""
+        """Decoder tokens to begin with if the prompt has none."""
         first = self.config.get("decoder_start_token_id", self.config.get("bos_token_id"))
         tokens = [first, self.config.get("forced_bos_token_id")]
         return [token for token in tokens if isinstance(token, int)]
 
     def text(self, tokens: np.ndarray) -> Processed:
-        """What a text becomes in a family that reads texts; tokens: [n] int64."""
+        """Processed text, in a family whose encoder reads text; tokens: [n] int64."""
         nothing = np.zeros(0, dtype=np.int64)
-        given = {"input_ids": tokens}
-        return Processed("text", nothing, nothing.astype(bool), given, given=len(tokens))
+        tensors = {"input_ids": tokens}
+        return Processed(
+            "text", nothing, nothing.astype(bool), tensors, encoder_outputs=len(tokens)
+        )
 
-    def merged(self, left: int, right: int) -> int | None:
-        """The token for two that come to stand side by side, where text and what stands for an
-        item meet and a tokenizer would have seen them together; None where they stay two.
+    def merged_token(self, left: int, right: int) -> int | None:
+        """The single token for two adjacent tokens where text and an item meet.
+
+        A tokenizer that saw both together would have merged them. None keeps the two tokens.
         """
         return None
 
     def positions(
         self, tokens: np.ndarray, items: Sequence[tuple[int, Processed]]
     ) -> np.ndarray | None:
-        """[axes, tokens] int64, the positions of a prompt's tokens, for models of several axes.
+        """[axes, tokens] int64 positions of a prompt's tokens, for models with several axes.
 
-        items: (first token, item). None: they count from 0, alike on all axes.
+        items: (first token, item). None means that all axes count from 0.
         """
         return None

@@ -1,7 +1,7 @@
-"""Files of media from wherever a request says: https, data: and file: URLs.
+"""Fetch media files from https:, data: and file: URLs.
 
-A host's name is resolved once, its addresses are checked, and the connection is made to one of
-them, so that a name cannot mean something else a moment later. No proxy of the environment is used.
+A host name is resolved once, its addresses are checked, and the connection is made to one of them,
+so that the name cannot resolve differently in between. Proxies from the environment are ignored.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ __all__ = ["Budget", "Fetcher", "from_base64"]
 
 _HOPS = 5
 _MB = 1_000_000
-#: Characters of base64 up to which they are read where they stand.
+#: Base64 up to this many characters is decoded on the event loop.
 _INLINE = 1 << 16
-_ASKED = {"image": "image/*,*/*;q=0.5", "audio": "audio/*,*/*;q=0.5", "video": "video/*,*/*;q=0.5"}
+_ACCEPT = {"image": "image/*,*/*;q=0.5", "audio": "audio/*,*/*;q=0.5", "video": "video/*,*/*;q=0.5"}
 
 
 class Budget:
-    """Bytes that one request's files may still have. each: bytes of one file."""
+    """Bytes that one request's files may still use. each: limit per file in bytes."""
 
     def __init__(self, flags: MediaConfig) -> None:
         self.each = flags.max_media_download_size_mb * _MB
         self._left = self._all = flags.max_media_request_download_size_mb * _MB
 
     def check(self, size: int) -> None:
-        """Raise Undecodable for a file of this size, which is not taken yet."""
+        """Raise Undecodable if a file of this size would exceed a limit; nothing is counted yet."""
         if size > self.each:
             raise Undecodable(f"more than {self.each // _MB} MB (--max-media-download-size-mb)")
         if size > self._left:
@@ -49,13 +49,13 @@ class Budget:
             )
 
     def take(self, size: int) -> None:
-        """Count bytes that came. Raises Undecodable."""
+        """Count downloaded bytes. Raises Undecodable."""
         self.check(size)
         self._left -= size
 
 
 class Fetcher:
-    """Reads files by their URLs. any_file: also of this machine, wherever they are."""
+    """Reads files by URL. any_file: allow any local file."""
 
     def __init__(self, flags: MediaConfig, any_file: bool = False) -> None:
         self._flags, self._any_file = flags, any_file
@@ -67,7 +67,10 @@ class Fetcher:
         }
 
     async def get(self, url: str, kind: MediaKind, budget: Budget) -> bytes:
-        """The file. Raises Undecodable, whose words say what is wrong but not what was found."""
+        """Fetch a file.
+
+        Raises Undecodable; its message says what is wrong without revealing the content.
+        """
         scheme = url[:8].partition(":")[0].lower()
         if scheme == "data":
             return await from_base64(_data_of(url), budget)
@@ -78,36 +81,36 @@ class Fetcher:
             async with asyncio.timeout(seconds):
                 return await self._fetched(self._hosts.parsed(url), kind, budget)
         except (TimeoutError, httpx.TimeoutException) as error:
-            raise Undecodable(f"it was not there within {seconds:g} s") from error
+            raise Undecodable(f"it did not arrive within {seconds:g} s") from error
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, OSError) as error:
-            raise Undecodable("its host does not answer as a web server does") from error
+            raise Undecodable("its host did not answer with valid HTTP") from error
 
     async def _fetched(self, url: httpx.URL, kind: MediaKind, budget: Budget) -> bytes:
         for _ in range(_HOPS + 1):
-            found = await self._hop(url, kind, budget)
-            if isinstance(found, bytes):
-                return found
+            response = await self._hop(url, kind, budget)
+            if isinstance(response, bytes):
+                return response
             if not self._flags.media_url_allow_redirects:
-                raise Undecodable("its host sends elsewhere (--media-url-allow-redirects)")
-            url = self._hosts.checked(found)
+                raise Undecodable("its host redirects (see --media-url-allow-redirects)")
+            url = self._hosts.checked(response)
         raise Undecodable(f"more than {_HOPS} redirects")
 
     async def _hop(self, url: httpx.URL, kind: MediaKind, budget: Budget) -> bytes | httpx.URL:
-        """The file, or where it is said to be."""
+        """Return the file, or the URL it is redirected to."""
         failed: httpx.ConnectError | None = None
         for address in await self._hosts.resolved(url):
             try:
-                return await self._asked(url, address, kind, budget)
+                return await self._request(url, address, kind, budget)
             except httpx.ConnectError as error:
                 failed = error
         raise failed or httpx.ConnectError("no address")
 
-    async def _asked(
+    async def _request(
         self, url: httpx.URL, address: str, kind: MediaKind, budget: Budget
     ) -> bytes | httpx.URL:
         headers = {
             "Host": url.netloc.decode("ascii"),
-            "Accept": _ASKED[kind],
+            "Accept": _ACCEPT[kind],
             "Accept-Encoding": "identity",
             "User-Agent": "modulm",
         }
@@ -130,9 +133,11 @@ class Fetcher:
             if answer.is_redirect and "location" in answer.headers:
                 return url.join(answer.headers["location"])
             if answer.status_code != 200:
-                raise Undecodable(f"its host answers {answer.status_code}")
+                raise Undecodable(f"its host answered {answer.status_code}")
             if answer.headers.get("content-encoding", "identity").lower() != "identity":
-                raise Undecodable("its host compresses it, which is not asked for")
+                raise Undecodable(
+                    "its host compressed it, although identity encoding was requested"
+                )
             stated = answer.headers.get("content-length", "0")
             budget.check(int(stated) if stated.isdigit() else 0)
             pieces, size = [], 0
@@ -148,14 +153,14 @@ class Fetcher:
         return httpx.create_ssl_context(trust_env=False)
 
     def _file(self, url: str, budget: Budget) -> bytes:
-        """A file below the folder that may be named."""
+        """Read a file below the allowed folder."""
         root = self._flags.allowed_local_media_path
         if root is None and not self._any_file:
-            raise Undecodable("this server reads no files (--allowed-local-media-path)")
+            raise Undecodable("this server reads no local files (see --allowed-local-media-path)")
         host, slash, path = url[len("file:") :].removeprefix("//").partition("/")
         if host not in ("", "localhost") or not slash:
             raise Undecodable("file:///PATH is expected")
-        outside = Undecodable("there is no such file below --allowed-local-media-path")
+        outside = Undecodable("no such file below --allowed-local-media-path")
         try:
             file = Path("/" + unquote(path)).resolve(strict=True)
             if root is not None and not file.is_relative_to(Path(root).resolve()):
@@ -168,14 +173,14 @@ class Fetcher:
 
 
 def _read(file: Path, budget: Budget) -> bytes:
-    """A regular file; links that were put in its place meanwhile are not followed."""
+    """Read a regular file; symbolic links swapped in meanwhile are not followed."""
     handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(handle, "rb") as opened:
-        told = os.fstat(opened.fileno())
-        if not stat.S_ISREG(told.st_mode):
+        status = os.fstat(opened.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise OSError("no regular file")
-        budget.take(told.st_size)
-        return opened.read(told.st_size)
+        budget.take(status.st_size)
+        return opened.read(status.st_size)
 
 
 def _data_of(url: str) -> str:
@@ -186,16 +191,16 @@ def _data_of(url: str) -> str:
 
 
 async def from_base64(data: str, budget: Budget) -> bytes:
-    """What base64 stands for. Raises Undecodable."""
+    """Decode base64. Raises Undecodable."""
     budget.check(len(data) * 3 // 4)
     try:
         if len(data) <= _INLINE:
-            found = base64.b64decode(data, validate=True)
+            data_bytes = base64.b64decode(data, validate=True)
         else:
-            found = await asyncio.to_thread(base64.b64decode, data, validate=True)
+            data_bytes = await asyncio.to_thread(base64.b64decode, data, validate=True)
     except (binascii.Error, ValueError) as error:
         raise Undecodable("it is not base64") from error
-    if not found:
+    if not data_bytes:
         raise Undecodable("it is empty")
-    budget.take(len(found))
-    return found
+    budget.take(len(data_bytes))
+    return data_bytes

@@ -1,4 +1,4 @@
-"""The flags of media in prompts, by vLLM's names."""
+"""Flags for media in prompts, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -13,87 +13,89 @@ __all__ = ["KINDS", "MediaConfig", "MediaKind"]
 
 MediaKind: TypeAlias = Literal["image", "audio", "video"]
 
-#: The kinds of media, by the names that vLLM's flags and prompts have for them.
+#: Kinds of media, with the names that vLLM's flags and prompts use.
 KINDS: tuple[MediaKind, ...] = ("image", "audio", "video")
 
 
 @flag_group
 class MediaConfig(FlagGroup):
-    """Images, audio and video in prompts, for models that take them."""
+    """Images, audio and video in prompts, for models that support them."""
 
     title = "MediaConfig"
 
     limit_mm_per_prompt: Mapping[str, Any] = flag(
-        {}, 'Most media of each kind in a prompt, as {"image": 4}; 999 where a kind is left out.'
+        {}, 'Maximum number of items per kind in a prompt, e.g. {"image": 4}. Default: 999.'
     )
     mm_processor_kwargs: Mapping[str, Any] = flag(
-        {}, "Arguments for the checkpoint's processor, such as sizes of images."
+        {}, "Arguments for the checkpoint's processor, such as image sizes."
     )
     trust_request_mm_kwargs: bool = flag(
-        False, "Let requests bring any mm_processor_kwargs, not only sizes within bounds."
+        False, "Accept any mm_processor_kwargs in requests, not only sizes within bounds."
     )
     media_io_kwargs: Mapping[str, Any] = flag(
-        {}, 'How files are decoded, by kind, as {"video": {"num_frames": 32, "fps": 2}}.'
+        {}, 'Decoding options by kind, e.g. {"video": {"num_frames": 32, "fps": 2}}.'
     )
     mm_processor_cache_gb: float = flag(
-        4.0, "Room for what processors made of media, by content; 0: none is kept.",
+        4.0, "Size of the cache of processor outputs; 0 disables it.",
         unit="GiB", least=0,
     )  # fmt: skip
     language_model_only: bool = flag(
-        False, "Take no media: as a limit of 0 for every kind in --limit-mm-per-prompt."
+        False, "Accept no media; the same as a limit of 0 for every kind in --limit-mm-per-prompt."
     )
     mm_encoder_only: bool = flag(
-        False, "Load no text model: requests are given the embeddings of their media."
+        False, "Load only the encoders; requests return the embeddings of their media."
     )
     mm_encoder_tp_mode: str = flag(
         "weights",
-        "How several ranks run encoders of prompts: with parts of the weights, or with all of "
-        "them and parts of the items.",
+        "How ranks run encoders: `weights` splits the weights, `data` replicates them and splits "
+        "the items.",
         choices=("weights", "data"),
     )
     enable_mm_embeds: bool = flag(
-        False, "Take images that are embeddings already (`image_embeds`)."
+        False, "Accept images as precomputed embeddings (`image_embeds`)."
     )
     allowed_local_media_path: str | None = flag(
-        None, "Folder whose files requests may name as file:// URLs; None: they may name none.",
+        None, "Folder from which requests may read file:// URLs. Default: none.",
         unit="path",
     )  # fmt: skip
     allowed_media_domains: tuple[str, ...] | None = flag(
-        None, "Hosts that media are fetched from, '*.name' for all below one; None: any public one."
+        None, "Hosts to fetch media from; '*.name' includes subdomains. Default: any public host."
     )
     allowed_media_networks: tuple[str, ...] = flag(
         (),
-        "Networks that are not public, as 10.1.0.0/16, that media may be fetched from.",
+        "Private networks to fetch media from, e.g. 10.1.0.0/16.",
     )
-    media_url_allow_redirects: bool = flag(True, "Follow redirects, each checked like the first.")
-    image_fetch_timeout: float = flag(5.0, "Time to fetch an image.", unit="s", least=0.01)
-    audio_fetch_timeout: float = flag(10.0, "Time to fetch a sound.", unit="s", least=0.01)
-    video_fetch_timeout: float = flag(30.0, "Time to fetch a video.", unit="s", least=0.01)
+    media_url_allow_redirects: bool = flag(
+        True, "Follow redirects; each URL is checked like the first."
+    )
+    image_fetch_timeout: float = flag(5.0, "Timeout for fetching an image.", unit="s", least=0.01)
+    audio_fetch_timeout: float = flag(10.0, "Timeout for fetching audio.", unit="s", least=0.01)
+    video_fetch_timeout: float = flag(30.0, "Timeout for fetching a video.", unit="s", least=0.01)
     max_media_download_size_mb: int = flag(
-        256, "Most megabytes of one file of media.", unit="MB", least=1
+        256, "Maximum size of one media file.", unit="MB", least=1
     )
     max_media_request_download_size_mb: int = flag(
-        256, "Most megabytes of all files of media of one request.", unit="MB", least=1
+        256, "Maximum total size of a request's media files.", unit="MB", least=1
     )
-    max_image_pixels: int = flag(64 << 20, "Most pixels of an image or a frame.", least=1)
+    max_image_pixels: int = flag(64 << 20, "Maximum pixels of an image or a frame.", least=1)
     max_audio_decode_duration_s: float = flag(
-        600.0, "Longest sound in a prompt.", unit="s", least=0.1
+        600.0, "Maximum length of audio in a prompt.", unit="s", least=0.1
     )
-    max_video_frames: int = flag(1024, "Most frames that are taken of a video.", least=1)
-    media_decode_timeout: float = flag(30.0, "Time to decode a file.", unit="s", least=0.01)
+    max_video_frames: int = flag(1024, "Maximum frames taken from a video.", least=1)
+    media_decode_timeout: float = flag(30.0, "Timeout for decoding a file.", unit="s", least=0.01)
     media_decode_processes: int = flag(
-        0, "Processes that decode files; 0: half the processors, four at most.", least=0
+        0, "Processes that decode files; 0 means half the CPUs, at most four.", least=0
     )
 
     def __attrs_post_init__(self) -> None:
-        for kind, given in self.limit_mm_per_prompt.items():
+        for kind, value in self.limit_mm_per_prompt.items():
             _check_kind("limit_mm_per_prompt", kind)
-            count = given.get("count") if isinstance(given, Mapping) else given
+            count = value.get("count") if isinstance(value, Mapping) else value
             if not isinstance(count, int) or isinstance(count, bool) or count < 0:
                 raise ConfigError("limit_mm_per_prompt", f"{kind}: a number of items is expected")
-        for kind, given in self.media_io_kwargs.items():
+        for kind, value in self.media_io_kwargs.items():
             _check_kind("media_io_kwargs", kind)
-            if not isinstance(given, Mapping):
+            if not isinstance(value, Mapping):
                 raise ConfigError("media_io_kwargs", f"{kind}: a table is expected")
         for network in self.allowed_media_networks:
             try:

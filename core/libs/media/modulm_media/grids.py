@@ -1,4 +1,4 @@
-"""Prompts whose tokens count along time, height and width: M-RoPE (Qwen2-VL, arXiv 2409.12191)."""
+"""Prompts whose positions count time, height and width: M-RoPE (Qwen2-VL, arXiv 2409.12191)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ Grid = Sequence[int]
 
 
 class GridFamily(MediaFamily):
-    """Images and videos are grids of patches, which the processor gives as `image_grid_thw` and
-    `video_grid_thw`; squares of `vision_config.spatial_merge_size` patches are a token.
+    """Images and videos as grids of patches.
+
+    The processor returns the grids as `image_grid_thw` and `video_grid_thw`; squares of
+    `vision_config.spatial_merge_size` patches form one token.
     """
 
     kinds = ("image", "video")
@@ -25,41 +27,41 @@ class GridFamily(MediaFamily):
         self, tokens: np.ndarray, items: Sequence[tuple[int, Processed]]
     ) -> np.ndarray | None:
         merge = int(self.config.get("vision_config", {}).get("spatial_merge_size", 2))
-        places, paces = [], []
+        grids, paces = [], []
         for first, item in items:
             ((frames, rows, columns),) = item.tensors[f"{item.kind}_grid_thw"].tolist()
-            # The frames of a video may lie apart, with text between them.
+            # The frames of a video may be separated by text.
             runs = item.runs
             grid = (frames // len(runs), rows, columns)
-            places += [(first + begin, first + end, grid) for begin, end in runs]
+            grids += [(first + begin, first + end, grid) for begin, end in runs]
             paces += [self.pace(item)] * len(runs)
-        return _on_grids(len(tokens), places, merge, paces)
+        return _on_grids(len(tokens), grids, merge, paces)
 
     def pace(self, item: Processed) -> float:
-        """How far frames are apart in time."""
+        """Distance between frames on the time axis."""
         return 1.0
 
 
 def _on_grids(
     length: int, items: Sequence[tuple[int, int, Grid]], merge: int, paces: Sequence[float] = ()
 ) -> np.ndarray:
-    """[3, length] int64, the positions of a prompt's tokens in time, height and width.
+    """[3, length] int64 positions of a prompt's tokens in time, height and width.
 
-    items: (first token, end, grid of patches) of the placeholder tokens of images and videos.
-    paces: how far the frames of each are apart in time, 1 where none are given. Text goes on behind
-    the largest position of an item's sides.
+    items: (first token, end, grid of patches) of the placeholders of images and videos. paces:
+    distance between the frames of each on the time axis, 1 if empty. Text continues after the
+    largest position of an item.
     """
-    found = np.zeros((3, length), dtype=np.int64)
+    positions = np.zeros((3, length), dtype=np.int64)
     at = position = 0
-    for place, (first, end, (frames, rows, columns)) in enumerate(items):
-        found[:, at:first] = position + np.arange(first - at)
+    for index, (first, end, (frames, rows, columns)) in enumerate(items):
+        positions[:, at:first] = position + np.arange(first - at)
         position += first - at
         shape = (frames, rows // merge, columns // merge)
-        places = np.indices(shape).reshape(3, -1)
+        offsets = np.indices(shape).reshape(3, -1)
         if paces:
-            places[0] = (places[0].astype(np.float32) * np.float32(paces[place])).astype(np.int64)
-        found[:, first:end] = places + position
+            offsets[0] = (offsets[0].astype(np.float32) * np.float32(paces[index])).astype(np.int64)
+        positions[:, first:end] = offsets + position
         position += max(shape[1:])
         at = end
-    found[:, at:] = position + np.arange(length - at)
-    return found
+    positions[:, at:] = position + np.arange(length - at)
+    return positions

@@ -1,4 +1,4 @@
-"""The kind of driver that this package brings: how a family's prompts take media."""
+"""The driver kind that this package adds: media families."""
 
 from modulm.plugins.kinds import Kind
 

@@ -1,4 +1,4 @@
-"""How much is decoded of a file, and what is said where it is not."""
+"""Decoding limits, and the error for files that exceed them."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import re
 
 from attrs import frozen
 
-__all__ = ["FORMATS", "LIMITS", "Limits", "Undecodable", "said"]
+__all__ = ["FORMATS", "LIMITS", "Limits", "Undecodable", "error_text"]
 
-#: Formats of images, by Pillow's names; others are for programs, not for cameras and pages.
+#: Image formats, by Pillow's names; formats that only programs exchange are left out.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 
 
 class Undecodable(ValueError):
-    """What a file holds is not taken; the message is for whoever sent it."""
+    """A file that cannot or may not be decoded; the message is for the client."""
 
 
 @frozen(kw_only=True)
 class Limits:
-    """What is decoded at most.
+    """Limits for decoding.
 
-    formats: of images, by Pillow's names; None: all that it has. pixels: of an image, and of a
-    frame of a video. seconds: of sound. frames: that are taken of a video. room: bytes of those
-    frames together; larger ones are made smaller.
+    formats: image formats by Pillow's names; None allows all. pixels: per image or frame. seconds:
+    length of sound. frames: frames taken from a video. room: bytes of those frames together; larger
+    frames are scaled down.
     """
 
     formats: tuple[str, ...] | None = FORMATS
@@ -35,8 +35,8 @@ class Limits:
 LIMITS = Limits()
 
 
-def said(error: BaseException) -> str:
-    """What an error says, without addresses of this program's memory."""
-    words = " ".join(str(error).split())
-    words = re.sub(r"<[^>]*>|\b0x[0-9a-fA-F]+\b", "...", words)
-    return words[:150] or type(error).__name__
+def error_text(error: BaseException) -> str:
+    """The message of an error, without memory addresses."""
+    text = " ".join(str(error).split())
+    text = re.sub(r"<[^>]*>|\b0x[0-9a-fA-F]+\b", "...", text)
+    return text[:150] or type(error).__name__

@@ -1,4 +1,4 @@
-"""Messages with media: what a part of a message's content holds, and what is left of it."""
+"""Media in chat messages: finding the parts that hold media and replacing them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from modulm_media.flags import MediaKind
 
 __all__ = ["MediaSource", "part_kind", "source_of", "take_media"]
 
-#: Types of parts, as OpenAI's API, vLLM's and transformers' templates have them.
+#: Types of content parts in OpenAI's API, vLLM and transformers' templates.
 _KINDS: Mapping[str, MediaKind] = {
     "image": "image",
     "image_embeds": "image",
@@ -30,11 +30,11 @@ _LONGEST_NAME = 512
 
 @frozen(eq=False, kw_only=True)
 class MediaSource:
-    """Where one image, sound or video of a request is; it may stand in a message as it is.
+    """Where one image, sound or video of a request comes from; may itself be a content part.
 
-    field: of the request, for errors. url: https, data: or file:. data: a file in base64. embeds:
-    a tensor in base64 in place of an image. value: the caller's own. uuid: a name under which it
-    is kept, alone where it was sent before.
+    field: the request's field, for errors. url: https:, data: or file:. data: a file in base64.
+    embeds: a tensor in base64 in place of an image. value: a value of an offline caller. uuid:
+    cache key; without data it refers to media sent before.
     """
 
     kind: MediaKind
@@ -45,21 +45,21 @@ class MediaSource:
     value: Any = None
     uuid: str | None = None
 
-    def wrong(self, words: str) -> RequestError:
-        """An error that blames it."""
+    def wrong(self, problem: str) -> RequestError:
+        """Create an error that names this source's field."""
         field = self.field.partition("[")[0].partition(".")[0]
-        return RequestError(f"{self.field}: {words}", field)
+        return RequestError(f"{self.field}: {problem}", field)
 
 
 def part_kind(part: Any) -> MediaKind | None:
-    """The kind of media that a part of a message's content is, None for text."""
+    """The kind of media in a content part, None for text."""
     if isinstance(part, MediaSource):
         return part.kind
     return _KINDS.get(_type_of(part)) if isinstance(part, Mapping) else None
 
 
 def _type_of(part: Mapping[str, Any]) -> str:
-    """The type of a part; that of one without is its only field beside the name."""
+    """The type of a part; without `type`, its only other field names it."""
     if "type" in part:
         return str(part["type"])
     names = [name for name in part if name in _KINDS]
@@ -68,55 +68,55 @@ def _type_of(part: Mapping[str, Any]) -> str:
 
 def take_media(
     messages: Sequence[Any],
-    place: Callable[[MediaSource], Any],
+    replace: Callable[[MediaSource], Any],
     field: Callable[[int], str] = "messages[{}]".format,
 ) -> tuple[Sequence[Any], tuple[MediaSource, ...]]:
-    """(messages, sources) of messages with media in them: `place` makes what stands there
-    instead; field: the name of each message.
+    """Replace media in messages; returns (messages, sources).
 
-    Raises RequestError.
+    place: makes the replacement of a source. field: formats a message's field name. Raises
+    RequestError.
     """
-    found: list[MediaSource] = []
-    fresh: list[Any] = []
+    sources: list[MediaSource] = []
+    replaced: list[Any] = []
     for index, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
         if not isinstance(content, list | tuple) or not any(map(part_kind, content)):
-            fresh.append(message)
+            replaced.append(message)
             continue
         parts = []
         for at, part in enumerate(content):
             kind = part_kind(part)
             if kind is not None:
-                found.append(source_of(kind, part, f"{field(index)}.content[{at}]"))
-            parts.append(part if kind is None else place(found[-1]))
-        fresh.append({**message, "content": parts})
-    return fresh, tuple(found)
+                sources.append(source_of(kind, part, f"{field(index)}.content[{at}]"))
+            parts.append(part if kind is None else replace(sources[-1]))
+        replaced.append({**message, "content": parts})
+    return replaced, tuple(sources)
 
 
 def source_of(kind: MediaKind, part: MediaSource | Mapping[str, Any], where: str) -> MediaSource:
-    """What a part at `where` of a request says. Raises RequestError."""
+    """The source that a content part at `where` describes. Raises RequestError."""
     if isinstance(part, MediaSource):
         return part
     name = _type_of(part)
     key = {"input_image": "image_url"}.get(name, name)
     value = part.get(key, part.get(kind))
     uuid = part.get("uuid")
-    made = MediaSource(kind=kind, field=f"{where}.{key}")
+    source = MediaSource(kind=kind, field=f"{where}.{key}")
     if uuid is not None and not (isinstance(uuid, str) and 0 < len(uuid) <= _LONGEST_NAME):
-        raise made.wrong("uuid: a name is expected")
-    made = evolve(made, uuid=uuid)
+        raise source.wrong("uuid: a name is expected")
+    source = evolve(source, uuid=uuid)
     if name == "image_embeds":
-        return evolve(made, embeds=value)
+        return evolve(source, embeds=value)
     if name == "input_audio" and isinstance(value, Mapping):
         data = value.get("data")
         if not isinstance(data, str):
-            raise made.wrong("data, a file in base64, and its format are expected")
-        return evolve(made, data=data)
+            raise source.wrong("data, a file in base64, and its format are expected")
+        return evolve(source, data=data)
     url = value.get("url") if isinstance(value, Mapping) else value
     if isinstance(url, str):
-        return evolve(made, url=url)
+        return evolve(source, url=url)
     if url is None and uuid is not None:
-        return made
+        return source
     if url is None or isinstance(value, Mapping):
-        raise made.wrong("a url is expected")
-    return evolve(made, value=url)
+        raise source.wrong("a url is expected")
+    return evolve(source, value=url)

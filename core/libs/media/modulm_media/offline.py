@@ -1,4 +1,4 @@
-"""Media that callers of `LLM` give: PIL images, arrays, tensors, frames, paths, files as bytes."""
+"""Media that callers of `LLM` pass: PIL images, arrays, tensors, frames, paths, bytes of files."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from modulm_media.decode import decode, rgb
 from modulm_media.limits import Limits, Undecodable
 from modulm_media.values import KINDS, Media, MediaKind, Sound, Video
 
-__all__ = ["OWN", "as_image", "as_media", "as_sound", "as_video", "given_media"]
+__all__ = ["OWN", "as_image", "as_media", "as_sound", "as_video", "parse_media"]
 
-#: Samples a second of sound that comes without a rate.
+#: Sample rate in Hz of sound that comes without one.
 _RATE = 16000
 _FASTEST = 1_000_000
-#: Callers' own files: what this machine can hold.
+#: Limits for callers' own files: whatever this machine can hold.
 OWN = Limits(formats=None, pixels=1 << 30, seconds=1e6, frames=1 << 20, room=16 << 30)
 
 
-def given_media(
+def parse_media(
     data: Any,
     uuids: Mapping[str, Any] | None = None,
     field: str = "multi_modal_data",
     io: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> tuple[Media, ...]:
-    """`multi_modal_data` of a prompt: kind -> one value or a list of them.
+    """Parse `multi_modal_data` of a prompt: kind -> one value or a list.
 
-    uuids: kind -> names in the same order, None for those without. io: how files are decoded, by
-    kind, as `--media-io-kwargs` has it. Raises RequestError.
+    uuids: kind -> names in the same order, None for items without one. io: decoding options by
+    kind, as in `--media-io-kwargs`. Raises RequestError.
     """
     if not isinstance(data, Mapping):
         raise RequestError(f"{field}: a table of kinds is expected", field)
-    found: list[Media] = []
-    for kind, given in data.items():
+    items: list[Media] = []
+    for kind, kind_data in data.items():
         if kind not in KINDS:
             raise RequestError(f"{field}: {kind!r:.40} is none of {', '.join(KINDS)}", field)
-        values = _listed(kind, given)
+        values = _listed(kind, kind_data)
         names = (uuids or {}).get(kind) or [None] * len(values)
         names = [names] if isinstance(names, str) else list(names)
         if len(names) != len(values):
@@ -51,26 +51,26 @@ def given_media(
                 "multi_modal_uuids",
             )
         pairs = zip(values, names, strict=True)
-        found += [as_media(kind, value, name, (io or {}).get(kind)) for value, name in pairs]
-    return tuple(found)
+        items += [as_media(kind, value, name, (io or {}).get(kind)) for value, name in pairs]
+    return tuple(items)
 
 
 def as_media(
     kind: str, value: Any, uuid: str | None = None, io: Mapping[str, Any] | None = None
 ) -> Media:
-    """One item of a caller's; io: how a file of this kind is decoded.
+    """Make one item from a caller's value; io: decoding options for its kind.
 
-    Raises RequestError for what is no value of its kind.
+    Raises RequestError for values that do not fit the kind.
     """
     if value is None and uuid is None:
         raise RequestError(f"{kind}: None needs a uuid", "multi_modal_uuids")
     value = _read(kind, value, io or {})
-    made = None if value is None else _MAKE[kind](value)
-    return Media(cast("MediaKind", kind), made, uuid)
+    parsed = None if value is None else _MAKE[kind](value)
+    return Media(cast("MediaKind", kind), parsed, uuid)
 
 
 def _read(kind: str, value: Any, io: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """What a file holds, where the value is a path or the file's bytes; else the value."""
+    """Decode a path or the bytes of a file; other values are returned unchanged."""
     if not isinstance(value, str | os.PathLike | bytes):
         return value
     try:
@@ -81,8 +81,10 @@ def _read(kind: str, value: Any, io: Mapping[str, Any] = MappingProxyType({})) -
 
 
 def as_image(value: Any) -> Image.Image:
-    """An image of three channels: of a PIL image, an array or tensor [h, w, 3] or [3, h, w] of
-    uint8 or of floats from 0 to 1, or a path or what a file holds.
+    """Make an RGB image.
+
+    Accepts a PIL image, an array or tensor [h, w, 3] or [3, h, w] of uint8 or of floats from 0 to
+    1, a path, or the bytes of a file.
     """
     value = _read("image", value)
     if isinstance(value, Image.Image):
@@ -97,7 +99,7 @@ def as_image(value: Any) -> Image.Image:
 
 
 def as_sound(value: Any) -> Sound:
-    """Sound of samples, or of a pair of samples and their rate, or of a file."""
+    """Make a sound from samples, from a pair of samples and their rate, or from a file."""
     rate: Any = _RATE
     value = _read("audio", value)
     if isinstance(value, tuple) and len(value) == 2:
@@ -116,41 +118,47 @@ def as_sound(value: Any) -> Sound:
 
 
 def as_video(value: Any) -> Video:
-    """A video of frames: an array [n, h, w, 3] or [n, 3, h, w], or a list of images; or a pair of
-    these and a table with their `fps`, `frames_indices` and `total_num_frames`; or a file.
+    """Make a video.
+
+    Accepts frames as an array [n, h, w, 3] or [n, 3, h, w] or a list of images; a pair of these and
+    a table with `fps`, `frames_indices` and `total_num_frames`; or a file.
     """
     value = _read("video", value)
-    told: Mapping[str, Any] = {}
+    metadata: Mapping[str, Any] = {}
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
-        value, told = value
+        value, metadata = value
     if isinstance(value, Video):
         return value
     if isinstance(value, list | tuple):
         frames = [np.asarray(as_image(frame)) for frame in value]
         if not frames or len({frame.shape for frame in frames}) > 1:
             raise RequestError("video: frames of one size are expected", "multi_modal_data")
-        return _told(np.stack(frames), told)
+        return _with_metadata(np.stack(frames), metadata)
     array = _array(value, "video")
     if array.ndim == 4 and array.shape[-1] != 3 and array.shape[1] == 3:
         array = np.moveaxis(array, 1, -1)
     if array.ndim != 4 or array.shape[-1] != 3 or not len(array):
         raise RequestError(f"video: an array of shape {list(array.shape)}", "multi_modal_data")
-    return _told(_bytes(array, "video"), told)
+    return _with_metadata(_bytes(array, "video"), metadata)
 
 
-def _told(frames: np.ndarray, told: Mapping[str, Any]) -> Video:
-    """A video of frames and what is told of them, by the names of transformers and vLLM."""
-    fps, indices = told.get("fps"), told.get("frames_indices")
-    total = told.get("total_num_frames")
+def _with_metadata(frames: np.ndarray, metadata: Mapping[str, Any]) -> Video:
+    """Make a video from frames and metadata with the names of transformers and vLLM."""
+    fps, indices = metadata.get("fps"), metadata.get("frames_indices")
+    total = metadata.get("total_num_frames")
     if fps is not None and (not isinstance(fps, int | float) or not 0 < fps < 1e6):
-        raise RequestError("video: fps is a number above 0", "multi_modal_data")
-    places = None if indices is None else np.asarray(indices)
-    if places is not None and (places.shape != (len(frames),) or places.dtype.kind not in "ui"):
-        raise RequestError("video: frames_indices has a place for each frame", "multi_modal_data")
+        raise RequestError("video: fps must be a number above 0", "multi_modal_data")
+    frame_indices = None if indices is None else np.asarray(indices)
+    if frame_indices is not None and (
+        frame_indices.shape != (len(frames),) or frame_indices.dtype.kind not in "ui"
+    ):
+        raise RequestError("video: frames_indices needs one index per frame", "multi_modal_data")
     if total is not None and (not isinstance(total, int) or total < len(frames)):
-        raise RequestError("video: total_num_frames is less than there are", "multi_modal_data")
-    places = None if places is None else places.astype(np.int64)
-    return Video(frames, None if fps is None else float(fps), places, total)
+        raise RequestError(
+            "video: total_num_frames is less than the number of frames", "multi_modal_data"
+        )
+    frame_indices = None if frame_indices is None else frame_indices.astype(np.int64)
+    return Video(frames, None if fps is None else float(fps), frame_indices, total)
 
 
 _MAKE: Mapping[str, Callable[[Any], Any]] = {
@@ -161,23 +169,21 @@ _MAKE: Mapping[str, Callable[[Any], Any]] = {
 
 
 def _full(array: np.ndarray) -> float:
-    """The loudest sample of integers that have a sign."""
+    """The full scale of signed integer samples."""
     if array.dtype.kind == "u":
         raise RequestError(f"audio: samples of {array.dtype}", "multi_modal_data")
     return float(np.iinfo(array.dtype).max) + 1
 
 
-def _listed(kind: str, given: Any) -> list[Any]:
-    """The values of a kind: one, or a list. A list of images is one video, and a list of numbers
-    one sound.
-    """
-    if not isinstance(given, list):
-        return [given]
-    if kind == "video" and given and isinstance(given[0], Image.Image):
-        return [given]
-    if kind == "audio" and given and isinstance(given[0], int | float):
-        return [given]
-    return given
+def _listed(kind: str, value: Any) -> list[Any]:
+    """Values of a kind as a list. A list of images is one video, a list of numbers one sound."""
+    if not isinstance(value, list):
+        return [value]
+    if kind == "video" and value and isinstance(value[0], Image.Image):
+        return [value]
+    if kind == "audio" and value and isinstance(value[0], int | float):
+        return [value]
+    return value
 
 
 def _array(value: Any, kind: str) -> np.ndarray:
@@ -195,7 +201,7 @@ def _array(value: Any, kind: str) -> np.ndarray:
 
 
 def _bytes(array: np.ndarray, kind: str) -> np.ndarray:
-    """uint8 of uint8, or of floats from 0 to 1."""
+    """Convert floats from 0 to 1 to uint8; uint8 stays."""
     if array.dtype == np.uint8:
         return np.ascontiguousarray(array)
     if (

@@ -1,4 +1,4 @@
-"""From where a request says its media are to their values: fetched, decoded, named by content."""
+"""Open a request's media: fetch and decode them, and name them by content."""
 
 from __future__ import annotations
 
@@ -25,51 +25,52 @@ if TYPE_CHECKING:
 
 __all__ = ["MediaOpener", "limits_of"]
 
-#: Files of one request that are fetched at a time, and bytes of what all of them decode to.
+#: Files of one request that are fetched at once, and the limit of their decoded bytes together.
 _AT_ONCE, _TOGETHER = 8, 1 << 30
-#: Names of media that are known.
+#: Number of uuids that are remembered.
 _NAMES = 4096
 
-#: What is kept of a content that was processed before, by its name.
-Kept = Callable[[bytes], "Processed | None"]
+#: Looks up the processor's output for a content hash; None if it is not cached.
+CacheLookup = Callable[[bytes], "Processed | None"]
 
 
 class MediaOpener:
-    """Opens the media of requests; safe on several event loops.
+    """Opens the media of requests; safe to use from several event loops.
 
-    own: requests are a program's own, which may name any file and give values.
+    trusted: requests come from the process itself, so they may name any file and pass values.
     """
 
-    def __init__(self, flags: MediaConfig, own: bool = False) -> None:
-        self._own = own
-        self._fetcher, self._flags = Fetcher(flags, any_file=own), flags
+    def __init__(self, flags: MediaConfig, trusted: bool = False) -> None:
+        self._trusted = trusted
+        self._fetcher, self._flags = Fetcher(flags, any_file=trusted), flags
         count = process_count(flags)
         self.workers = DecodeWorkers(count, flags.media_decode_timeout)
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="modulm-media-decode")
-        self._limits = limits_of(flags, own)
+        self._limits = limits_of(flags, trusted)
         self._names: OrderedDict[tuple[str, str, str], bytes] = OrderedDict()
 
     async def open(
         self,
         sources: Sequence[MediaSource],
         io: Mapping[str, Mapping[str, Any]],
-        kept: Kept = lambda name: None,
+        cached: CacheLookup = lambda name: None,
         owner: str = "",
     ) -> tuple[Media, ...]:
-        """The values, in order. io: how files are decoded, by kind. owner: whose names they are.
+        """Open all sources, in order. Cached media are not decoded again.
 
-        What is kept is not decoded again. Raises RequestError naming the first field to blame.
+        io: decoding options by kind. cached: looks up processor outputs. owner: namespace of the
+        uuids. Raises RequestError that names the first invalid field.
         """
-        budget, rooms = Budget(self._flags), asyncio.Semaphore(_AT_ONCE)
-        left = [_TOGETHER]
+        budget, slots = Budget(self._flags), asyncio.Semaphore(_AT_ONCE)
+        room_left = [_TOGETHER]
 
         async def one(source: MediaSource) -> Media:
-            async with rooms:
-                found = await self._one(source, io, kept, owner, budget)
-            left[0] -= _size(found.value)
-            if left[0] < 0:
+            async with slots:
+                media = await self._one(source, io, cached, owner, budget)
+            room_left[0] -= _size(media.value)
+            if room_left[0] < 0:
                 raise source.wrong("the request's media are too large together")
-            return found
+            return media
 
         tasks = [asyncio.ensure_future(one(source)) for source in sources]
         try:
@@ -81,14 +82,14 @@ class MediaOpener:
     async def decode(
         self, kind: MediaKind, data: bytes, io: Mapping[str, Any], limits: Limits
     ) -> Any:
-        """The value of a file that is here already. Raises Undecodable."""
+        """Decode a file that is already in memory. Raises Undecodable."""
         decoded = partial(self.workers.decode, kind, data, io, limits)
         return await asyncio.get_running_loop().run_in_executor(self._threads, decoded)
 
     def open_now(
         self, sources: Sequence[MediaSource], io: Mapping[str, Mapping[str, Any]]
     ) -> tuple[Media, ...]:
-        """The same for a caller without an event loop, or that has one of its own."""
+        """Synchronous `open`, for callers outside an event loop or with one of their own."""
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(lambda: asyncio.run(self.open(sources, io))).result()
 
@@ -96,23 +97,23 @@ class MediaOpener:
         self,
         source: MediaSource,
         io: Mapping[str, Mapping[str, Any]],
-        kept: Kept,
+        cached: CacheLookup,
         owner: str,
         budget: Budget,
     ) -> Media:
         if source.value is not None:
-            if not self._own:
+            if not self._trusted:
                 raise source.wrong("a url is expected")
             return await asyncio.to_thread(as_media, source.kind, source.value, source.uuid)
         if source.embeds is not None:
-            raise source.wrong("only servers take embeddings here")
+            raise source.wrong("embeddings are accepted by servers only")
         if source.url is None and source.data is None:
-            return self._named(source, kept, owner)
+            return self._remembered(source, cached, owner)
         try:
             data = await self._data(source, budget)
             return await asyncio.get_running_loop().run_in_executor(
                 self._threads,
-                partial(self._decoded, source, data, io.get(source.kind, {}), kept, owner),
+                partial(self._decoded, source, data, io.get(source.kind, {}), cached, owner),
             )
         except Undecodable as error:
             raise source.wrong(str(error)) from error
@@ -121,32 +122,37 @@ class MediaOpener:
         if source.data is not None:
             return await from_base64(source.data, budget)
         url = source.url or ""
-        if self._own and ":" not in url[:8]:
+        if self._trusted and ":" not in url[:8]:
             url = Path(url).absolute().as_uri()
         return await self._fetcher.get(url, source.kind, budget)
 
     def _decoded(
-        self, source: MediaSource, data: bytes, io: Mapping[str, Any], kept: Kept, owner: str
+        self,
+        source: MediaSource,
+        data: bytes,
+        io: Mapping[str, Any],
+        cached: CacheLookup,
+        owner: str,
     ) -> Media:
-        """The value of a file, or what is kept of one; its content is its name."""
+        """Decode a file, unless its content is cached; the content hash is its name."""
         name = fingerprint(source.kind, "file", dict(io), data)
         if source.uuid is not None:
             self._remember((owner, source.kind, source.uuid), name)
-        processed = kept(name)
+        processed = cached(name)
         if processed is not None:
             return Media(source.kind, None, hash=name, processed=processed)
         value = self.workers.decode(source.kind, data, io, self._limits)
         return Media(source.kind, value, hash=name)
 
-    def _named(self, source: MediaSource, kept: Kept, owner: str) -> Media:
-        """What was sent before under a name."""
-        if self._own:
+    def _remembered(self, source: MediaSource, cached: CacheLookup, owner: str) -> Media:
+        """Look up media that were sent before under a uuid."""
+        if self._trusted:
             return as_media(source.kind, None, source.uuid)
         name = self._names.get((owner, source.kind, source.uuid or ""))
-        processed = None if name is None else kept(name)
+        processed = None if name is None else cached(name)
         if name is None or processed is None:
             raise source.wrong(
-                f"no {source.kind} of uuid {source.uuid!r:.80} is kept: send its data again"
+                f"no {source.kind} with uuid {source.uuid!r:.80} is cached: send its data again"
             )
         return Media(source.kind, None, hash=name, processed=processed)
 
@@ -157,14 +163,14 @@ class MediaOpener:
             self._names.popitem(last=False)
 
     def close(self) -> None:
-        """End the processes that decode."""
+        """End the decoding processes."""
         self.workers.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def limits_of(flags: MediaConfig, own: bool) -> Limits:
-    """What is decoded at most."""
-    if own:
+def limits_of(flags: MediaConfig, trusted: bool) -> Limits:
+    """Decoding limits for requests, or for the process's own callers."""
+    if trusted:
         return OWN
     return Limits(
         pixels=flags.max_image_pixels,
@@ -174,7 +180,7 @@ def limits_of(flags: MediaConfig, own: bool) -> Limits:
 
 
 def _size(value: Image | Sound | Video | None) -> int:
-    """Bytes of a value."""
+    """Bytes of a decoded value."""
     if isinstance(value, Sound):
         return value.samples.nbytes
     if isinstance(value, Video):

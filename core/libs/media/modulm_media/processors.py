@@ -1,7 +1,7 @@
-"""The checkpoint's processor, as transformers has it.
+"""The checkpoint's processor, as transformers builds it.
 
-transformers makes the processors of families that also take video only where torchvision is
-installed and fits torch. Here they are made without it, their part for video by `video`.
+transformers builds processors of families that also take video only if a torchvision that fits
+torch is installed. Here they are built without it; `modulm_media.video` provides the video part.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from attrs import frozen
 
 __all__ = ["ProcessorFiles", "takes_video"]
 
-#: Files with settings, by what is before "_config": of all, of the part for video, of others.
+#: Stems of the settings files ("_config" follows): processor, video processor, all other parts.
 _WHOLE, _VIDEO, _REST = "processor", "video_preprocessor", "preprocessor"
 
 
 @lru_cache(maxsize=1)
 def takes_video() -> bool:
-    """Whether torchvision is there, without which transformers itself processes no video."""
+    """Whether torchvision is installed, which transformers needs to process video."""
     from transformers.utils import is_torchvision_available
 
     return bool(is_torchvision_available())
@@ -32,9 +32,9 @@ def takes_video() -> bool:
 
 @frozen
 class ProcessorFiles:
-    """The files of a checkpoint that its processor is made from, and what is made of them.
+    """A checkpoint's files for its processor, and the processor built from them.
 
-    path: the folder. tokenizer: the folder of its tokenizer.
+    path: the checkpoint's folder. tokenizer: the folder of its tokenizer.
     """
 
     path: str
@@ -42,45 +42,48 @@ class ProcessorFiles:
     trust_remote_code: bool = False
 
     def table(self, name: str) -> dict[str, Any]:
-        """A JSON file of the folder; empty where there is none. name: without its ending."""
+        """Read a JSON file of the folder; empty if it does not exist. name: without extension."""
         file = Path(self.path) / f"{name}.json"
         table = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         return table if isinstance(table, dict) else {}
 
     def settings(self, part: str) -> dict[str, Any]:
-        """Of a part of the processor: image_processor, video_processor, audio_processor."""
-        own = self.table(f"{_WHOLE}_config").get(part)
-        if not own and part == "video_processor":
-            own = self.table(f"{_VIDEO}_config")
-        return own or self.table(f"{_REST}_config")
+        """Settings of a part: image_processor, video_processor or audio_processor."""
+        settings = self.table(f"{_WHOLE}_config").get(part)
+        if not settings and part == "video_processor":
+            settings = self.table(f"{_VIDEO}_config")
+        return settings or self.table(f"{_REST}_config")
 
     @property
     def names(self) -> list[str]:
-        """What the files call the processor's class, then what its model type has."""
+        """Names of the processor's class: those in the files, then the model type's default."""
         from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
         files = (f"{_WHOLE}_config", f"{_REST}_config", "tokenizer_config")
         names = [self.table(file).get("processor_class") for file in files]
-        own = PROCESSOR_MAPPING_NAMES.get(self.table("config").get("model_type"))
-        return [str(name) for name in (*names, own) if name]
+        default = PROCESSOR_MAPPING_NAMES.get(self.table("config").get("model_type"))
+        return [str(name) for name in (*names, default) if name]
 
     def processor(self, images: Mapping[str, str] | None = None, video: str | None = None) -> Any:
-        """The processor of the class that the files name; see `MediaFamily` for the keywords."""
+        """Build the processor of the class that the files name; keywords: see `MediaFamily`."""
         from transformers import AutoProcessor
 
         if takes_video() and (self.trust_remote_code or not self._foreign):
             return AutoProcessor.from_pretrained(self.path, **self._options)
-        named = self._class
-        if named is None:
+        processor_class = self._class
+        if processor_class is None:
             return AutoProcessor.from_pretrained(self.path, **self._options)
-        instead = None if takes_video() else (images or {}).get(self._images)
-        if "video_processor" not in named.get_attributes() and instead is None:
-            return named.from_pretrained(self.path, **self._options)
-        return self._from_parts(named, instead, video).from_pretrained(self.path, **self._options)
+        replacement = None if takes_video() else (images or {}).get(self._images)
+        if "video_processor" not in processor_class.get_attributes() and replacement is None:
+            return processor_class.from_pretrained(self.path, **self._options)
+        return self._from_parts(processor_class, replacement, video).from_pretrained(
+            self.path, **self._options
+        )
 
     def part(self, name: str) -> Any:
-        """A part that transformers makes by itself: tokenizer, image_processor, feature_extractor,
-        audio_processor; None for others.
+        """A part that transformers builds on its own; None for other names.
+
+        These are tokenizer, image_processor, feature_extractor and audio_processor.
         """
         from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer
 
@@ -93,11 +96,11 @@ class ProcessorFiles:
         return None
 
     def from_parts(self, model_type: str, name: str, parts: Mapping[str, Any]) -> Any:
-        """transformers' processor of that model type and name, of parts that are there."""
+        """Build transformers' processor of a model type and name from existing parts."""
         template = self.table(f"{_WHOLE}_config").get("chat_template")
         template = template or parts["tokenizer"].chat_template
-        made = _without_checks(_class_of(model_type, name))
-        return made(**parts, chat_template=template)
+        processor_class = _without_checks(_class_of(model_type, name))
+        return processor_class(**parts, chat_template=template)
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -105,45 +108,47 @@ class ProcessorFiles:
 
     @property
     def _foreign(self) -> bool:
-        """Whether the files name a class that is not transformers', beside one that is."""
+        """Whether the files name a custom class in addition to one of transformers."""
         import transformers
 
-        named = [name for name in self.names if not hasattr(transformers, name)]
-        return bool(named) and self._class is not None
+        custom = [name for name in self.names if not hasattr(transformers, name)]
+        return bool(custom) and self._class is not None
 
     @property
     def _class(self) -> Any:
-        """The processor class that the files name, or that the model type has."""
+        """The processor class that the files name, or the model type's default."""
         from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
         for name in self.names:
-            kinds = [kind for kind, own in PROCESSOR_MAPPING_NAMES.items() if own == name]
+            kinds = [
+                kind for kind, registered in PROCESSOR_MAPPING_NAMES.items() if registered == name
+            ]
             for model_type in kinds:
-                found = _class_of(model_type, name)
-                if found is not None:
-                    return found
+                processor_class = _class_of(model_type, name)
+                if processor_class is not None:
+                    return processor_class
         return None
 
     @property
     def _images(self) -> str:
-        """What the files call the class of the part for images."""
+        """Class name of the image processor in the files."""
         kind = self.settings("image_processor").get("image_processor_type")
         return str(kind).removesuffix("Fast")
 
-    def _from_parts(self, named: Any, images: str | None, video: str | None) -> Any:
-        """The processor class, with parts that are made here."""
+    def _from_parts(self, processor_class: Any, images: str | None, video: str | None) -> Any:
+        """A subclass of the processor class whose parts are built here."""
 
         def part(name: str) -> Any:
             if name == "image_processor" and images is not None:
                 module, _, kind = images.partition(":")
                 return getattr(import_module(module), kind).from_pretrained(self.path)
             if name == "video_processor":
-                made = self._video_class(video)
-                return None if made is None else made.from_pretrained(self.path)
+                video_class = self._video_class(video)
+                return None if video_class is None else video_class.from_pretrained(self.path)
             return self.part(name)
 
-        class FromParts(_without_checks(named)):  # type: ignore[misc]
-            """That class, with the parts that it is given."""
+        class FromParts(_without_checks(processor_class)):  # type: ignore[misc]
+            """The processor class, with these parts."""
 
             @classmethod
             def _get_arguments_from_pretrained(
@@ -151,42 +156,43 @@ class ProcessorFiles:
             ) -> list[Any]:
                 return [part(name) for name in cls.get_attributes()]
 
-        FromParts.__name__ = named.__name__
+        FromParts.__name__ = processor_class.__name__
         return FromParts
 
     def _video_class(self, like: str | None) -> Any:
-        """The class of the part for video, None where there is none; like: the last choice."""
+        """The video processor's class, None if there is none. like: the last candidate."""
         from modulm_media.video import video_processor_class
 
-        whole = self.table(f"{_WHOLE}_config").get("video_processor")
-        tables = [whole if isinstance(whole, dict) else {}]
+        settings = self.table(f"{_WHOLE}_config").get("video_processor")
+        tables = [settings if isinstance(settings, dict) else {}]
         tables += [self.table(f"{name}_config") for name in (_VIDEO, _REST)]
         key = "video_processor_type"
         names = [str(table[key]) for table in tables if key in table]
-        if (named := self._class) is not None:
-            names.append(named.__name__.replace("Processor", "VideoProcessor"))
-        found = map(video_processor_class, [*names, *filter(None, [like])])
-        return next((made for made in found if made is not None), None)
+        if (processor_class := self._class) is not None:
+            names.append(processor_class.__name__.replace("Processor", "VideoProcessor"))
+        candidates = map(video_processor_class, [*names, *filter(None, [like])])
+        return next((candidate for candidate in candidates if candidate is not None), None)
 
 
-def _without_checks(named: Any) -> Any:
-    """The processor class, taking any part for video: ours are strange to transformers."""
+def _without_checks(processor_class: Any) -> Any:
+    """A subclass that accepts any video processor; transformers rejects foreign classes."""
 
-    class Unchecked(named):  # type: ignore[misc]
-        """That class."""
+    class Unchecked(processor_class):  # type: ignore[misc]
+        """The processor class without the check."""
 
         def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
             if name == "video_processor":
                 return None
             return super().check_argument_for_proper_class(name, argument)
 
-    Unchecked.__name__ = named.__name__
+    Unchecked.__name__ = processor_class.__name__
     return Unchecked
 
 
 def _class_of(model_type: str, name: str) -> Any:
-    """The class from the module that defines it: transformers itself hides some behind torchvision
-    that do without it.
+    """Import a class from the module that defines it.
+
+    transformers itself hides some classes behind torchvision although they work without it.
     """
     folder = model_type.replace("-", "_")
     path = f"transformers.models.{folder}.processing_{folder}"

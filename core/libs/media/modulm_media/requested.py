@@ -1,4 +1,4 @@
-"""What requests may say of how media are decoded and processed."""
+"""Decoding and processing options that requests may set."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from modulm_media.flags import KINDS, MediaConfig
 
 __all__ = ["io_options", "processor_options"]
 
-#: Most frames for each second, and the number by which no kind's options go.
+#: Limit of frames per second, and of a size in pixels per side.
 _FPS = 240
-#: What processors call sizes; other arguments may make them load or run something.
+#: Names of size options; other options could make processors load or run something.
 _SIZES = frozenset(
     {
         "crop_size", "crop_to_patches", "do_center_crop", "do_convert_rgb", "do_image_splitting",
@@ -29,69 +29,69 @@ _SIZES = frozenset(
 _SIDE, _DEEP = 8192, 3
 
 
-def io_options(flags: MediaConfig, given: Any, field: str) -> dict[str, dict[str, Any]]:
-    """`--media-io-kwargs` with what a request has in their place, by kind.
+def io_options(flags: MediaConfig, options_by_kind: Any, field: str) -> dict[str, dict[str, Any]]:
+    """Merge a request's decoding options into `--media-io-kwargs`, by kind.
 
-    Raises RequestError for what is unknown or above all bounds.
+    Raises RequestError for unknown options and for values out of bounds.
     """
-    found: dict[str, dict[str, Any]] = {
+    merged: dict[str, dict[str, Any]] = {
         kind: dict(flags.media_io_kwargs.get(kind, {})) for kind in KINDS
     }
-    if given is None:
-        return found
-    if not isinstance(given, Mapping):
+    if options_by_kind is None:
+        return merged
+    if not isinstance(options_by_kind, Mapping):
         raise RequestError(f"{field}: a table of kinds is expected", field)
-    for kind, options in given.items():
+    for kind, options in options_by_kind.items():
         if kind not in KINDS or not isinstance(options, Mapping):
             raise RequestError(f"{field}: {kind!r:.40}: a table for image, audio or video", field)
         for name, value in options.items():
             _check(f"{field}.{kind}.{name:.40}", (kind, name), value, flags, field)
-        found[kind].update(options)
-    return found
+        merged[kind].update(options)
+    return merged
 
 
 def _check(where: str, option: tuple[str, str], value: Any, flags: MediaConfig, field: str) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if option == ("video", "num_frames"):
         most = flags.max_video_frames
-        right = number and isinstance(value, int) and (value == -1 or 0 < value <= most)
-        words = f"a number of frames, at most {most} (--max-video-frames), or -1"
+        valid = number and isinstance(value, int) and (value == -1 or 0 < value <= most)
+        expected = f"a number of frames, at most {most} (--max-video-frames), or -1"
     elif option == ("video", "fps"):
-        right = number and (value == -1 or 0 < value <= _FPS)
-        words = f"frames a second, at most {_FPS}, or -1"
+        valid = number and (value == -1 or 0 < value <= _FPS)
+        expected = f"frames a second, at most {_FPS}, or -1"
     elif option == ("image", "rgba_background_color"):
-        whole = isinstance(value, list | tuple) and len(value) == 3
-        right = whole and all(type(one) is int and 0 <= one < 256 for one in value)
-        words = "three numbers from 0 to 255"
+        is_triple = isinstance(value, list | tuple) and len(value) == 3
+        valid = is_triple and all(type(one) is int and 0 <= one < 256 for one in value)
+        expected = "three numbers from 0 to 255"
     else:
-        right, words = False, "requests have no such option"
-    if not right:
-        raise RequestError(f"{where}: {words}", field)
+        valid, expected = False, "not an option of requests"
+    if not valid:
+        raise RequestError(f"{where}: {expected}", field)
 
 
-def processor_options(flags: MediaConfig, given: Any, field: str) -> dict[str, Any]:
-    """`mm_processor_kwargs` of a request, which is a stranger's. Raises RequestError."""
-    if given is None:
+def processor_options(flags: MediaConfig, options: Any, field: str) -> dict[str, Any]:
+    """Check a request's `mm_processor_kwargs`, which are untrusted. Raises RequestError."""
+    if options is None:
         return {}
-    if not isinstance(given, Mapping):
+    if not isinstance(options, Mapping):
         raise RequestError(f"{field}: a table is expected", field)
     if flags.trust_request_mm_kwargs:
-        return dict(given)
-    for name, value in given.items():
+        return dict(options)
+    for name, value in options.items():
         if name not in _SIZES:
             raise RequestError(
-                f"{field}: requests have no {name!r:.60}; others than sizes would need "
+                f"{field}: requests may not set {name!r:.60}; options other than sizes need "
                 "--trust-request-mm-kwargs",
                 field,
             )
         most = flags.max_image_pixels if "pixels" in name else _SIDE
         if not _plain(value, most, 0, "pixels" in name):
-            raise RequestError(f"{field}.{name}: no numbers above {most} are taken", field)
-    return dict(given)
+            raise RequestError(f"{field}.{name}: at most {most} is allowed", field)
+    return dict(options)
 
 
 def _plain(value: Any, most: float, depth: int, pixels: bool) -> bool:
-    """Whether a value holds numbers within bounds, and nothing that is long."""
+    """Whether a value holds only a few numbers, all within bounds."""
     if isinstance(value, Mapping):
         inner: Any = value.values()
         return (

@@ -1,7 +1,7 @@
-"""Pixtral's processor where transformers cannot make its own, whose module asks for torchvision.
+"""Pixtral's processor without torchvision, which transformers' own module requires.
 
-The images go through transformers' image processor; what is done here is what stands for them in
-the text: a row of tokens for each row of patches, with one at its end, another after the last.
+Images go through transformers' image processor. This class writes their tokens into the text: one
+row of tokens per row of patches, a break token after each row, an end token after the last.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["RowsFamily", "RowsProcessor"]
 
 
 class RowsFamily(MediaFamily):
-    """Prompts of models whose files may name Pixtral's processor."""
+    """Media family of models whose files may name Pixtral's processor."""
 
     @classmethod
     def open_processor(cls, files: ProcessorFiles) -> Any:
@@ -31,7 +31,7 @@ class RowsFamily(MediaFamily):
 
 
 class RowsProcessor:
-    """As transformers' `PixtralProcessor`, as far as prompts need it."""
+    """The part of transformers' `PixtralProcessor` that prompts need."""
 
     def __init__(self, tokenizer: Any, images: Any, table: Mapping[str, Any]) -> None:
         self.tokenizer, self.image_processor = tokenizer, images
@@ -50,25 +50,25 @@ class RowsProcessor:
         add_special_tokens: bool = True,
         **options: Any,
     ) -> dict[str, Any]:
-        """The tensors of a text with its images, as the transformers class gives them."""
-        (words,) = text
-        made: dict[str, Any] = {}
+        """Return the tensors of a text with its images, like transformers' class."""
+        (prompt,) = text
+        image_inputs: dict[str, Any] = {}
         if images is not None:
-            made = dict(
+            image_inputs = dict(
                 self.image_processor(
                     list(images), patch_size=self._patch, return_tensors=return_tensors, **options
                 )
             )
-            first, *others = words.split(self.image_token)
+            first, *others = prompt.split(self.image_token)
             if len(others) != len(images):
                 raise ValueError(f"{len(others)} placeholders for {len(images)} images")
-            sizes = [[int(side) for side in size] for size in made["image_sizes"]]
+            sizes = [[int(side) for side in size] for size in image_inputs["image_sizes"]]
             pairs = zip(sizes, others, strict=True)
-            words = first + "".join(self._rows(*size) + rest for size, rest in pairs)
-        read = self.tokenizer(
-            [words], add_special_tokens=add_special_tokens, return_tensors=return_tensors
+            prompt = first + "".join(self._rows(*size) + rest for size, rest in pairs)
+        encoded = self.tokenizer(
+            [prompt], add_special_tokens=add_special_tokens, return_tensors=return_tensors
         )
-        return {**read, **made}
+        return {**encoded, **image_inputs}
 
     def _rows(self, height: int, width: int) -> str:
         rows = [self.image_token * (width // self._patch)] * (height // self._patch)

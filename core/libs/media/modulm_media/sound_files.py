@@ -1,4 +1,4 @@
-"""Files of sound: libsndfile's formats (WAV, FLAC, Ogg, MP3 ...), FFmpeg's for the rest."""
+"""Sound files: libsndfile's formats (WAV, FLAC, Ogg, MP3 ...), FFmpeg's for the rest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from modulm_media.containers import opened
-from modulm_media.limits import Limits, Undecodable, said
+from modulm_media.limits import Limits, Undecodable, error_text
 from modulm_media.values import Sound
 
 __all__ = ["decode_sound"]
@@ -20,9 +20,9 @@ _FASTEST = 400_000
 
 
 def decode_sound(data: bytes, io: Mapping[str, Any], limits: Limits) -> Sound:
-    """The sound of a file, its channels as one; io: `rate`, samples a second that it shall have.
+    """Decode a sound file to one channel.
 
-    Raises Undecodable. Source: libsndfile, FFmpeg.
+    io: `rate`, the target sample rate in Hz. Raises Undecodable. Source: libsndfile, FFmpeg.
     """
     import soundfile
 
@@ -32,7 +32,7 @@ def decode_sound(data: bytes, io: Mapping[str, Any], limits: Limits) -> Sound:
     except soundfile.LibsndfileError:
         pass
     except (RuntimeError, TypeError, OSError) as error:
-        raise Undecodable(f"the sound cannot be decoded: {said(error)}") from error
+        raise Undecodable(f"the sound cannot be decoded: {error_text(error)}") from error
     with opened(data) as container:
         if not container.streams.audio:
             raise Undecodable("there is no sound in it")
@@ -62,16 +62,16 @@ def _decoded(container: Any, rate: int) -> Iterator[np.ndarray]:
 def _gathered(
     rate: int, channels: int, pieces: Iterator[np.ndarray], io: Mapping[str, Any], limits: Limits
 ) -> Sound:
-    """One channel of all pieces, at the rate that `io` asks for, as they are decoded."""
+    """Mix to one channel and resample to the rate in `io`, piece by piece."""
     if not 0 < channels <= _CHANNELS or not 0 < rate <= _FASTEST:
-        raise Undecodable(f"sound of {channels} channels at {rate} samples a second")
-    wanted = int(io.get("rate") or rate)
+        raise Undecodable(f"not supported: {channels} channels at {rate} samples per second")
+    target_rate = int(io.get("rate") or rate)
     stream = None
-    if wanted != rate:
+    if target_rate != rate:
         from soxr import ResampleStream
 
-        stream = ResampleStream(rate, wanted, 1, dtype="float32")
-    most, count, found = int(limits.seconds * rate), 0, []
+        stream = ResampleStream(rate, target_rate, 1, dtype="float32")
+    most, count, chunks = int(limits.seconds * rate), 0, []
     for piece in pieces:
         mono = piece.mean(axis=1, dtype=np.float32) if piece.shape[1] > 1 else piece[:, 0]
         if not np.isfinite(mono).all():
@@ -79,9 +79,9 @@ def _gathered(
         count += len(mono)
         if count > most:
             raise Undecodable(f"more than {limits.seconds:g} seconds of sound")
-        found.append(mono if stream is None else stream.resample_chunk(mono))
+        chunks.append(mono if stream is None else stream.resample_chunk(mono))
     if not count:
         raise Undecodable("there is no sound in it")
     if stream is not None:
-        found.append(stream.resample_chunk(np.zeros(0, np.float32), last=True))
-    return Sound(np.concatenate(found), wanted)
+        chunks.append(stream.resample_chunk(np.zeros(0, np.float32), last=True))
+    return Sound(np.concatenate(chunks), target_rate)

@@ -1,4 +1,4 @@
-"""What a caller gives, once it is fetched and decoded."""
+"""Decoded media, as they enter a prompt."""
 
 from __future__ import annotations
 
@@ -30,31 +30,33 @@ __all__ = [
 
 @frozen(eq=False)
 class Sound:
-    """samples: [n] float32, one channel; rate: samples a second."""
+    """samples: [n] float32, one channel; rate: samples per second."""
 
     samples: np.ndarray
     rate: int
 
     @property
     def seconds(self) -> float:
-        """How long it lasts."""
+        """Duration in seconds."""
         return len(self.samples) / self.rate
 
     def at(self, rate: int) -> Sound:
-        """The sound with so many samples a second."""
+        """Resample to `rate` samples per second."""
         if rate == self.rate:
             return self
         import soxr
 
-        found = soxr.resample(np.ascontiguousarray(self.samples, np.float32), self.rate, rate)
-        return Sound(found, rate)
+        samples = soxr.resample(np.ascontiguousarray(self.samples, np.float32), self.rate, rate)
+        return Sound(samples, rate)
 
 
 @frozen(eq=False)
 class Video:
-    """frames: [n, height, width, 3] uint8. fps: frames a second of what they were taken from, None
-    if nobody said. indices: [n] int64, which frames of that they are; None: all, in order. total:
-    how many it has; None: as many as there are here.
+    """A video as a selection of frames.
+
+    frames: [n, height, width, 3] uint8. fps: frames per second of the source, None if unknown.
+    indices: [n] int64, indices of the frames in the source; None means all, in order. total: number
+    of frames in the source; None means len(frames).
     """
 
     frames: np.ndarray
@@ -63,13 +65,13 @@ class Video:
     total: int | None = None
 
     @property
-    def places(self) -> np.ndarray:
-        """[n] int64, which frames of the source these are."""
+    def frame_indices(self) -> np.ndarray:
+        """[n] int64, indices of the frames in the source."""
         return np.arange(len(self.frames)) if self.indices is None else self.indices
 
     def seconds(self, fps: float = 24.0) -> np.ndarray:
-        """[n] float64, when each frame is shown; fps: where the video does not say."""
-        return self.places / (self.fps or fps)
+        """[n] float64, when each frame is shown; fps: used if the video has none."""
+        return self.frame_indices / (self.fps or fps)
 
     def metadata(self) -> dict[str, Any]:
         """The fields of transformers' `VideoMetadata`."""
@@ -82,19 +84,19 @@ class Video:
             "width": width,
             "height": height,
             "video_backend": "pyav",
-            "frames_indices": self.places.tolist(),
+            "frames_indices": self.frame_indices.tolist(),
         }
 
 
 @frozen(eq=False)
 class Processed:
-    """What one image, sound or video becomes.
+    """The processor's output for one image, sound or video.
 
-    tokens: [n] int64, what stands in the prompt in place of its placeholder. embedded: [n] bool,
-    those that embeddings of the encoder replace. tensors: what the encoder takes, by name. spans:
-    (first, end) of tokens, counted from the first, that see each other in both directions. hash:
-    of its item, where that is not the name under which it is kept. given: of a family that
-    `crosses` or `looks`, how many outputs its encoder will give.
+    tokens: [n] int64, replace the placeholder in the prompt. embedded: [n] bool, tokens whose
+    embedding the encoder provides. tensors: encoder inputs by name. spans: (first, end) of tokens,
+    relative to the first, that attend to each other in both directions. hash: of its item, if it
+    differs from the cache key. encoder_outputs: number of encoder outputs, in families that set
+    `crosses` or `looks`.
     """
 
     kind: str
@@ -105,11 +107,11 @@ class Processed:
 
     @property
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """(first, end) of the tokens that embeddings replace, those without others between them."""
+        """(first, end) of each run of embedded tokens."""
         return runs_of(self.embedded)
 
     hash: bytes | None = None
-    given: int = 0
+    encoder_outputs: int = 0
 
 
 def _name_of(media: Media) -> bytes:
@@ -124,8 +126,8 @@ def _name_of(media: Media) -> bytes:
 class Media:
     """One image (PIL, RGB), sound or video of a prompt.
 
-    uuid: the caller's name for it; with one, `value` may be None for what was sent before. hash: of
-    what it is, or of its name. processed: what the processor has made of it, where that is known.
+    uuid: the caller's name for it; with a uuid, `value` may be None for media sent before. hash: of
+    the content, or of the uuid. processed: the processor's output, if known.
     """
 
     kind: MediaKind
@@ -136,18 +138,18 @@ class Media:
 
 
 def digest_of(kind: str, value: Image | Sound | Video) -> bytes:
-    """32 bytes that name the content."""
+    """32-byte hash of the content."""
     if isinstance(value, Sound):
         return fingerprint(kind, value.rate, np.ascontiguousarray(value.samples, np.float32))
     if isinstance(value, Video):
         frames = np.ascontiguousarray(value.frames)
-        return fingerprint(kind, value.fps, value.total, value.places, frames)
+        return fingerprint(kind, value.fps, value.total, value.frame_indices, frames)
     return fingerprint(kind, value.mode, value.size, value.tobytes())
 
 
 def fingerprint(*parts: Any) -> bytes:
-    """32 bytes that name the parts: bytes, arrays and whatever JSON has a form for."""
-    found = blake2b(digest_size=32)
+    """32-byte hash of the parts: bytes, arrays and JSON values."""
+    digest = blake2b(digest_size=32)
     for part in parts:
         if isinstance(part, np.ndarray):
             shape = json.dumps([part.dtype.str, part.shape]).encode()
@@ -156,14 +158,14 @@ def fingerprint(*parts: Any) -> bytes:
             shape, data = b"bytes", part
         else:
             shape, data = b"json", _canonical(part)
-        found.update(len(shape).to_bytes(8, "little") + shape)
-        found.update(len(data).to_bytes(8, "little"))
-        found.update(data)
-    return found.digest()
+        digest.update(len(shape).to_bytes(8, "little") + shape)
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return digest.digest()
 
 
 def _canonical(value: Any) -> bytes:
-    """JSON with sorted keys; what it has no form for, as it is printed."""
+    """JSON with sorted keys; values without a JSON form are printed."""
     table = dict(value) if isinstance(value, Mapping) else value
     return json.dumps(table, sort_keys=True, default=str).encode()
 

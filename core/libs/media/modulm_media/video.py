@@ -1,8 +1,8 @@
-"""transformers' video processors where torchvision is not installed.
+"""transformers' video processors without torchvision.
 
-What they need of torchvision are a few functions on tensors; here these are, with the same results
-to the bit, so that the checkpoint's own processor runs and not a copy of its rules. torchvision's
-packages are built for one kind of torch each, and there are none for CPUs beside it.
+They need a few of torchvision's functions on tensors. These are reimplemented here with
+bit-identical results, so that the checkpoint's own processor runs. torchvision wheels are tied to
+one torch build, which makes them hard to install beside a CPU build.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 
 
 class InterpolationMode(Enum):
-    """How pixels between others are found."""
+    """How pixels are interpolated."""
 
     NEAREST = "nearest"
     NEAREST_EXACT = "nearest-exact"
@@ -47,7 +47,7 @@ class InterpolationMode(Enum):
     HAMMING = "hamming"
 
 
-#: Pillow's numbers for them.
+#: Pillow's numbers for the modes.
 _BY_NUMBER = {
     0: InterpolationMode.NEAREST,
     1: InterpolationMode.LANCZOS,
@@ -65,8 +65,9 @@ def resize(
     interpolation: InterpolationMode = InterpolationMode.BILINEAR,
     antialias: bool = True,
 ) -> Tensor:
-    """[..., height, width] -> [..., *size]; bytes stay bytes. Raises ValueError for a mode that
-    torch has not.
+    """[..., height, width] -> [..., *size]; bytes stay bytes.
+
+    Raises ValueError for modes that torch does not have.
     """
     height, width = size if isinstance(size, Sequence) else (size, size)
     if tuple(image.shape[-2:]) == (height, width):
@@ -74,29 +75,29 @@ def resize(
     smooth = interpolation in _SMOOTH
     if not smooth and not interpolation.value.startswith("nearest"):
         raise ValueError(f"torch does not resize by {interpolation.value}")
-    given = image.reshape(-1, *image.shape[-3:])
-    cast = given.dtype not in (torch.float32, torch.float64, torch.uint8) or (
-        given.dtype == torch.uint8
+    batch = image.reshape(-1, *image.shape[-3:])
+    cast = batch.dtype not in (torch.float32, torch.float64, torch.uint8) or (
+        batch.dtype == torch.uint8
         and interpolation == InterpolationMode.BILINEAR
         and not _resizes_bytes()
     )
-    found = F.interpolate(
-        given.float() if cast else given,
+    resized = F.interpolate(
+        batch.float() if cast else batch,
         (height, width),
         mode=interpolation.value,
         align_corners=False if smooth else None,
         antialias=antialias and smooth,
     )
     if cast and not image.is_floating_point():
-        found = found.clamp(0, 255) if image.dtype == torch.uint8 else found
-        found = found.round()
-    return found.to(image.dtype).reshape(*image.shape[:-2], height, width)
+        resized = resized.clamp(0, 255) if image.dtype == torch.uint8 else resized
+        resized = resized.round()
+    return resized.to(image.dtype).reshape(*image.shape[:-2], height, width)
 
 
 def _resizes_bytes() -> bool:
-    """Whether torchvision resizes bytes as they are here: as integers, with other roundings."""
-    known = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    return known or platform.machine() in ("aarch64", "arm64")
+    """Whether torchvision resizes uint8 natively here, which rounds differently."""
+    has_kernel = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    return has_kernel or platform.machine() in ("aarch64", "arm64")
 
 
 def normalize(
@@ -113,13 +114,13 @@ def normalize(
 def pad(
     image: Tensor, padding: Sequence[int], fill: float = 0, padding_mode: str = "constant"
 ) -> Tensor:
-    """Rows and columns around [..., height, width]; padding: left, top, right, bottom."""
+    """Pad [..., height, width]; padding: left, top, right, bottom."""
     left, top, right, bottom = padding
     return F.pad(image, (left, right, top, bottom), mode=padding_mode, value=fill)
 
 
 def crop(image: Tensor, top: int, left: int, height: int, width: int) -> Tensor:
-    """A part of [..., height, width] that lies inside of it."""
+    """Crop [..., height, width]; the part lies inside the image."""
     return image[..., top : top + height, left : left + width]
 
 
@@ -132,7 +133,7 @@ def grayscale_to_rgb(image: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1)
 def functions() -> SimpleNamespace:
-    """What transformers' modules call `tvF`."""
+    """The functions that transformers' modules import as `tvF`."""
     return SimpleNamespace(
         InterpolationMode=InterpolationMode, crop=crop, grayscale_to_rgb=grayscale_to_rgb,
         normalize=normalize, pad=pad, resize=resize,
@@ -141,7 +142,7 @@ def functions() -> SimpleNamespace:
 
 @lru_cache(maxsize=8)
 def video_processor_class(name: str) -> Any:
-    """transformers' video processor of that name, None where it has none."""
+    """transformers' video processor of that name, None if it has none."""
     from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING_NAMES
 
     for folder in VIDEO_PROCESSOR_MAPPING_NAMES:
@@ -154,21 +155,21 @@ def video_processor_class(name: str) -> Any:
 
 
 def loaded(name: str) -> ModuleType:
-    """A module of transformers, with our functions where it would have torchvision's."""
+    """Import a module of transformers with our functions in place of torchvision's."""
     from transformers import image_processing_backends, video_processing_utils
 
     for shared in (image_processing_backends, video_processing_utils):
         vars(shared).setdefault("tvF", functions())
     if image_processing_backends.pil_torch_interpolation_mapping is None:
         image_processing_backends.pil_torch_interpolation_mapping = _BY_NUMBER
-        # Asked about releases that cannot do what `resize` can.
+        # Checked for releases that lack features of `resize`.
         image_processing_backends.is_torchvision_greater_or_equal = lambda version: True
     spec = find_spec(name)
     if spec is None or spec.loader is None:
         raise ImportError(name)
     module = module_from_spec(spec)
     vars(module).update(tvF=functions(), __builtins__={**vars(builtins), "__import__": _import})
-    sys.modules[name] = module  # where its classes' annotations are looked up
+    sys.modules[name] = module  # its classes' annotations are looked up here
     spec.loader.exec_module(module)
     return module
 
@@ -176,14 +177,16 @@ def loaded(name: str) -> ModuleType:
 def _import(
     name: str,
     names: Mapping[str, object] | None = None,
-    own: Mapping[str, object] | None = None,
+    module_locals: Mapping[str, object] | None = None,
     fromlist: Sequence[str] | None = (),
     level: int = 0,
 ) -> Any:
-    """`__import__`, with ours in the place of torchvision."""
+    """`__import__` with our replacement for torchvision."""
     if level or name.partition(".")[0] != "torchvision":
-        return builtins.__import__(name, names, own, fromlist or (), level)
-    found = SimpleNamespace(transforms=SimpleNamespace(v2=SimpleNamespace(functional=functions())))
+        return builtins.__import__(name, names, module_locals, fromlist or (), level)
+    namespace = SimpleNamespace(
+        transforms=SimpleNamespace(v2=SimpleNamespace(functional=functions()))
+    )
     for part in name.split(".")[1:] if fromlist else ():
-        found = getattr(found, part)
-    return found
+        namespace = getattr(namespace, part)
+    return namespace

@@ -1,4 +1,4 @@
-"""Files of video: some of their frames, evenly spread."""
+"""Video files: decode evenly spread frames."""
 
 from __future__ import annotations
 
@@ -14,53 +14,57 @@ from modulm_media.containers import opened
 from modulm_media.limits import Limits, Undecodable
 from modulm_media.values import Video
 
-__all__ = ["decode_video", "taken"]
+__all__ = ["decode_video", "sampled_frames"]
 
-#: Frames that are taken where nothing is said, as vLLM does.
+#: Default number of frames, as in vLLM.
 _FRAMES = 32
-#: Frames that a file may have: all its packets are looked at.
+#: Limit of frames in a file, because all its packets are scanned.
 _MOST = 2_000_000
 
 
 def decode_video(data: bytes, io: Mapping[str, Any], limits: Limits) -> Video:
-    """Frames of the file's first video; io: `num_frames`, -1 for all, and `fps`, frames that are
-    taken for each second, no more than `num_frames`.
+    """Decode frames of the file's first video.
 
+    io: `num_frames`, -1 for all; `fps`, frames to take per second, at most `num_frames` in total.
     Raises Undecodable. Source: FFmpeg.
     """
     with opened(data) as container:
         index = _indexed(container)
-    wanted = taken(index.count, index.fps, io)
-    if len(wanted) > limits.frames:
+    selected = sampled_frames(index.count, index.fps, io)
+    if len(selected) > limits.frames:
         raise Undecodable(
-            f"{len(wanted)} of {index.count} frames would be taken: at most {limits.frames} are; "
+            f"{len(selected)} of {index.count} frames requested, limit {limits.frames}; "
             "ask for fewer (num_frames, fps)"
         )
-    shape = _shape(index, len(wanted), limits)
-    frames = _by_time(data, index, wanted, shape) if index.times else None
+    shape = _shape(index, len(selected), limits)
+    frames = _by_time(data, index, selected, shape) if index.times else None
     if frames is None:
-        frames = _in_order(data, wanted, shape)
-    if len(frames) < len(wanted):
+        frames = _in_order(data, selected, shape)
+    if len(frames) < len(selected):
         raise Undecodable("the video ends before its last frame")
     if len({frame.shape for frame in frames}) > 1:
         raise Undecodable("the video's frames are not of one size")
-    return Video(np.stack(frames), index.fps, wanted, index.count)
+    return Video(np.stack(frames), index.fps, selected, index.count)
 
 
-def taken(count: int, fps: float | None, io: Mapping[str, Any]) -> np.ndarray:
-    """[n] int64, which of `count` frames are taken."""
+def sampled_frames(count: int, fps: float | None, io: Mapping[str, Any]) -> np.ndarray:
+    """[n] int64, indices of the frames to take from `count` frames."""
     most, rate = int(io.get("num_frames", _FRAMES)), float(io.get("fps", -1))
-    found = count if most < 0 else min(most, count)
+    frames = count if most < 0 else min(most, count)
     if rate > 0 and fps:
-        found = min(found, int(count / fps * rate))
-    found = max(found, 1)
-    return np.arange(count) if found == count else np.linspace(0, count - 1, found).astype(np.int64)
+        frames = min(frames, int(count / fps * rate))
+    frames = max(frames, 1)
+    return (
+        np.arange(count) if frames == count else np.linspace(0, count - 1, frames).astype(np.int64)
+    )
 
 
 @frozen
 class _Index:
-    """A video's frames: how many, how many a second, when they are shown (ascending; none where the
-    file does not say), the times of those that are decoded without others, and their size.
+    """Index of a video.
+
+    Number of frames, frames per second, presentation times (ascending; empty if the file lacks
+    them), times of the keyframes, width and height.
     """
 
     count: int
@@ -85,21 +89,21 @@ def _indexed(container: Any) -> _Index:
             keys.append(packet.pts)
         if len(times) > _MOST:
             raise Undecodable(f"more than {_MOST} frames")
-    shown = sorted(time for time in times if time is not None)
-    whole = len(set(shown)) == len(times)
+    shown_times = sorted(time for time in times if time is not None)
+    complete = len(set(shown_times)) == len(times)
     if not times:
         raise Undecodable("there are no frames in it")
     rate = stream.average_rate or stream.guessed_rate
-    if not rate and whole and shown[-1] > shown[0]:
-        rate = (len(shown) - 1) / float((shown[-1] - shown[0]) * stream.time_base)
+    if not rate and complete and shown_times[-1] > shown_times[0]:
+        rate = (len(shown_times) - 1) / float((shown_times[-1] - shown_times[0]) * stream.time_base)
     fps = float(rate) if rate else None
     context = stream.codec_context
     sizes = (int(context.width), int(context.height))
-    return _Index(len(times), fps, shown if whole else (), sorted(keys), *sizes)
+    return _Index(len(times), fps, shown_times if complete else (), sorted(keys), *sizes)
 
 
 def _shape(index: _Index, frames: int, limits: Limits) -> tuple[int, int]:
-    """(width, height) that frames are given, smaller than theirs where there is no room."""
+    """(width, height) of decoded frames, reduced if they would exceed the memory limit."""
     width, height = index.width, index.height
     if not width or not height or width * height > limits.pixels:
         raise Undecodable(f"frames of {width} x {height}: at most {limits.pixels} pixels")
@@ -110,16 +114,16 @@ def _shape(index: _Index, frames: int, limits: Limits) -> tuple[int, int]:
 
 
 def _by_time(
-    data: bytes, index: _Index, wanted: np.ndarray, shape: tuple[int, int]
+    data: bytes, index: _Index, selected: np.ndarray, shape: tuple[int, int]
 ) -> list[np.ndarray] | None:
-    """The frames, found by their times; None where the file cannot be searched so."""
-    found: list[np.ndarray] = []
+    """Decode frames by seeking to their times; None if the file does not allow it."""
+    decoded: list[np.ndarray] = []
     with opened(data) as container:
         stream = container.streams.video[0]
         frames: Iterator[Any] = container.decode(stream)
         at: int | None = None
-        for place in wanted:
-            time = index.times[place]
+        for frame_index in selected:
+            time = index.times[frame_index]
             key = bisect_right(index.keys, time) - 1
             if key >= 0 and at is not None and index.keys[key] > at:
                 container.seek(index.keys[key], stream=stream)
@@ -132,20 +136,20 @@ def _by_time(
                 break
             if at != time:
                 return None
-            found.append(_pixels(frame, shape))
-    return found
+            decoded.append(_pixels(frame, shape))
+    return decoded
 
 
-def _in_order(data: bytes, wanted: np.ndarray, shape: tuple[int, int]) -> list[np.ndarray]:
-    """The frames, counted from the first."""
-    found: list[np.ndarray] = []
+def _in_order(data: bytes, selected: np.ndarray, shape: tuple[int, int]) -> list[np.ndarray]:
+    """Decode frames by counting from the first."""
+    decoded: list[np.ndarray] = []
     with opened(data) as container:
-        for place, frame in enumerate(container.decode(video=0)):
-            if place == wanted[len(found)]:
-                found.append(_pixels(frame, shape))
-            if len(found) == len(wanted):
+        for frame_index, frame in enumerate(container.decode(video=0)):
+            if frame_index == selected[len(decoded)]:
+                decoded.append(_pixels(frame, shape))
+            if len(decoded) == len(selected):
                 break
-    return found
+    return decoded
 
 
 def _pixels(frame: Any, shape: tuple[int, int]) -> np.ndarray:

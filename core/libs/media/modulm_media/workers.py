@@ -1,6 +1,6 @@
-"""Files are decoded in processes that may die: of what is in them, or because they take too long.
+"""Decode files in separate processes, which may crash or time out.
 
-They are made when the first file comes, and replaced when they have ended.
+The processes start with the first file and are replaced when they end.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from modulm_media.values import Sound, Video
 
 __all__ = ["DecodeWorkers", "process_count"]
 
-#: Bytes of addresses of a worker.
+#: Address space of a worker in bytes.
 _MEMORY = 4 << 30
-#: Seconds that its start may take, beside those of the first file.
-_START = 20.0
-#: Files after which a worker makes room for a fresh one.
+#: Seconds allowed for starting a worker, in addition to its first file.
+_START = 120.0
+#: Files after which a worker is replaced.
 _FILES = 1000
 _DTYPES = ("|u1", "<f4")
 
 
 def process_count(flags: MediaConfig) -> int:
-    """How many files are decoded at a time."""
+    """Number of files decoded at once."""
     return flags.media_decode_processes or min(4, max(1, (os.cpu_count() or 1) // 2))
 
 
 class DecodeWorkers:
-    """At most `count` worker processes; safe among threads, each of which waits for its file.
+    """At most `count` worker processes. Thread-safe; each thread waits for its own file.
 
-    seconds: that one file may take. memory: bytes of addresses that a worker may have.
+    seconds: time limit per file. memory: address space of a worker in bytes.
     """
 
     def __init__(self, count: int, seconds: float = 30.0, memory: int = _MEMORY) -> None:
@@ -57,28 +57,28 @@ class DecodeWorkers:
     def decode(
         self, kind: MediaKind, data: bytes, io: Mapping[str, Any], limits: Limits = LIMITS
     ) -> Image.Image | Sound | Video:
-        """As `modulm_media.decode.decode`. Raises Undecodable."""
+        """Like `modulm_media.decode.decode`. Raises Undecodable."""
         worker = self._idle.get()
         try:
             if worker is None or not worker.usable:
                 self._forget(worker)
                 worker = _Worker(self._memory)
                 self._all.add(worker)
-            found = worker.ask(kind, data, io, limits, self._seconds)
+            value = worker.ask(kind, data, io, limits, self._seconds)
         finally:
             if worker is not None and not worker.usable:
                 self._forget(worker)
                 worker = None
             self._idle.put(worker)
-        return found
+        return value
 
     @property
     def running(self) -> int:
-        """How many processes there are."""
+        """Number of running processes."""
         return len(self._all)
 
     def close(self) -> None:
-        """End the processes; they are made again when they are needed."""
+        """End the processes; later calls start new ones."""
         _end_all(self._all)
 
     def _forget(self, worker: _Worker | None) -> None:
@@ -98,30 +98,30 @@ class _Worker:
             stderr=subprocess.DEVNULL,
             env={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
-        self._asked = 0
+        self._files_sent = 0
 
     @property
     def usable(self) -> bool:
-        """Whether it may be asked again."""
-        return self._asked < _FILES and self._process.poll() is None
+        """Whether the worker accepts another file."""
+        return self._files_sent < _FILES and self._process.poll() is None
 
     def ask(
         self, kind: MediaKind, data: bytes, io: Mapping[str, Any], limits: Limits, seconds: float
     ) -> Image.Image | Sound | Video:
-        """The value of a file. Raises Undecodable, also when the process has to be ended."""
+        """Decode a file. Raises Undecodable, also if the process had to be ended."""
         late = threading.Event()
-        allowed = seconds if self._asked else seconds + _START
+        allowed = seconds if self._files_sent else seconds + _START
         timer = threading.Timer(allowed, self._too_late, [late])
         timer.daemon = True
         timer.start()
-        self._asked += 1
+        self._files_sent += 1
         try:
             head, numbers = self._exchange(kind, data, io, limits, seconds)
         except (OSError, ValueError, KeyError, TypeError) as error:
             self.end()
             if late.is_set():
-                raise Undecodable(f"it takes more than {seconds:g} s to be decoded") from error
-            raise Undecodable("it cannot be decoded: whatever tries it fails") from error
+                raise Undecodable(f"decoding takes more than {seconds:g} s") from error
+            raise Undecodable("it cannot be decoded: the decoder crashes") from error
         finally:
             timer.cancel()
         if "error" in head:
@@ -134,8 +134,8 @@ class _Worker:
         stdin, stdout = self._process.stdin, self._process.stdout
         if stdin is None or stdout is None:
             raise OSError("the worker has no pipes")
-        told = {"kind": kind, "io": dict(io), "limits": asdict(limits), "size": len(data)}
-        write_head(stdin, {**told, "seconds": seconds})
+        request = {"kind": kind, "io": dict(io), "limits": asdict(limits), "size": len(data)}
+        write_head(stdin, {**request, "seconds": seconds})
         stdin.write(data)
         stdin.flush()
         head = read_head(stdout)
@@ -145,7 +145,7 @@ class _Worker:
             return head, np.empty(0)
         shape, dtype = [int(side) for side in head["shape"]], str(head["dtype"])
         if dtype not in _DTYPES or prod(shape) > 8 * limits.room or min(shape, default=0) < 1:
-            raise ValueError("no such numbers were asked for")
+            raise ValueError("unexpected shape or dtype in the response")
         numbers = np.empty(shape, dtype)
         room, at = numbers.reshape(-1).view(np.uint8).data, 0
         while at < len(room):

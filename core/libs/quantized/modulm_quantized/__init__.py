@@ -1,7 +1,7 @@
-"""What packages that read quantized checkpoints are written with.
+"""Building blocks of packages that read quantized checkpoints.
 
-A format says which tensors a layer has and how they become `Codes`; `CodedMethod` keeps those as
-the platform's kernels know them, multiplies, and gives weights back.
+A format defines the tensors of a layer and converts them to `Codes`. `CodedMethod` stores codes in
+the platform's kernel format, multiplies with them and dequantizes them.
 """
 
 from modulm_quantized.at_load import AtLoad, AtLoadConfig, ReadOrRound, ReadOrRoundConfig

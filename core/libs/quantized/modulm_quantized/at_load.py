@@ -1,5 +1,4 @@
-"""A method that rounds plain weights while they load, by schemes that may differ from layer to
-layer."""
+"""Quantize plain weights while they load, with a scheme per layer."""
 
 from __future__ import annotations
 
@@ -16,6 +15,7 @@ from modulm.contracts.quantization import (
     INPUTS,
     OUTPUTS,
     CheckpointInfo,
+    LinearKind,
     LinearSpec,
     ParamSpec,
     QuantizationMethod,
@@ -29,20 +29,21 @@ from modulm_quantized.stored import StoredAs
 
 __all__ = ["AtLoad", "AtLoadConfig", "ReadOrRound", "ReadOrRoundConfig"]
 
-#: What vLLM's names of formats of weights end with where they say when scales are found.
+#: Suffixes of vLLM's format names that say when scales are calculated.
 _ENDINGS = ("_static", "_dynamic", "_sym")
 
 
 @frozen
 class AtLoadConfig:
-    """Which layers are rounded to what; without any of it, as the name of the method says.
+    """Which layers are quantized, and how; the default is the scheme that the method is named
+    after.
 
-    `linear` and `moe`: for linear layers and for stacks of experts, the name of a scheme, or a
-    table of `weight` (None: not rounded) and `activation`. `targets`: patterns of names -> schemes
-    that such layers have instead (None: not rounded). `ignore`: patterns of layers that stay as
-    they are. A pattern is a path, its end, or a regular expression behind "re:", of the names that
-    the checkpoint has. `activations`: what kernels round them to before a product, "int8" (a scale
-    per token and 256 inputs) or "bf16" (not at all).
+    `linear`, `moe`: scheme of linear layers and of expert stacks: a name, or a table of `weight`
+    (None: not quantized) and `activation`. `targets`: name patterns -> scheme of these layers
+    (None: not quantized). `ignore`: patterns of layers that stay plain. A pattern is a path, the
+    end of a path, or a regular expression after "re:", matched against the checkpoint's names.
+    `activations`: format of activations in products, "int8" (one scale per token and 256 inputs) or
+    "bf16" (unrounded).
     """
 
     linear: Any = None
@@ -62,18 +63,18 @@ class AtLoadConfig:
                 _scheme_of(name)
         for layers in (self.linear, self.moe):
             _check(layers)
-        for told in (self.global_scheme, self.linear_scheme_override, self.moe_scheme_override):
-            if told is not None:
-                _scheme_of(told)
+        for scheme in (self.global_scheme, self.linear_scheme_override, self.moe_scheme_override):
+            if scheme is not None:
+                _scheme_of(scheme)
 
 
 def _scheme_of(name: str) -> Scheme:
-    """The scheme of a name. Raises ValueError for one that there is not."""
+    """Look up a scheme by name. Raises ValueError if it does not exist."""
     short = name
     for ending in _ENDINGS:
         short = short.removesuffix(ending)
     if short not in SCHEMES:
-        raise ValueError(f"no scheme {name!r}; there are {', '.join(SCHEMES)}")
+        raise ValueError(f"unknown scheme {name!r}; known: {', '.join(SCHEMES)}")
     return SCHEMES[short]
 
 
@@ -84,29 +85,27 @@ def _check(layers: Any) -> None:
         _scheme_of(layers)
         return
     if not isinstance(layers, Mapping):
-        raise ValueError(f"the name of a scheme or a table is needed, not {layers!r}")
+        raise ValueError(f"the name of a scheme or a table is expected, not {layers!r}")
     unknown = sorted(set(layers) - {"weight", "activation"})
     if unknown:
-        raise ValueError(f"weight and activation are known, not {', '.join(unknown)}")
+        raise ValueError(f"unknown keys: {', '.join(unknown)}; known: weight, activation")
     if layers.get("weight") is not None:
         _scheme_of(str(layers["weight"]))
     activation = layers.get("activation")
     if activation not in (None, *ACTIVATIONS):
-        raise ValueError(
-            f"activation: {activation!r}; here they are rounded to int8 or, with bf16, not at all"
-        )
+        raise ValueError(f"activation: unknown {activation!r}; known: int8, bf16 (unrounded)")
 
 
 class AtLoad(CodedMethod):
-    """Rounds layers of a plain checkpoint; its subclasses have names and usual schemes."""
+    """Quantizes the layers of a plain checkpoint; subclasses define names and default schemes."""
 
     Config: ClassVar[type] = AtLoadConfig
     config: AtLoadConfig
-    #: What linear layers, the head and experts are rounded to where settings do not say; "": not.
+    #: Default schemes of linear layers, the head and experts; "" means not quantized.
     LINEAR: ClassVar[str] = ""
     HEAD: ClassVar[str] = ""
     EXPERT: ClassVar[str] = ""
-    #: What activations are rounded to where settings do not say.
+    #: Default format of activations.
     ROUNDED: ClassVar[str] = "bf16"
 
     @classmethod
@@ -116,14 +115,18 @@ class AtLoad(CodedMethod):
     @classmethod
     def rejects(cls, spec: LinearSpec, platform: Platform) -> str | None:
         if spec.kind not in cls.HELD:
-            return f"{cls.name} at load holds linear layers and experts, not {spec.kind}"
-        return None if spec.dtype in platform.dtypes else f"{platform.name} has no {spec.dtype}"
+            return f"{cls.name} at load supports linear layers and experts, not {spec.kind}"
+        return (
+            None
+            if spec.dtype in platform.dtypes
+            else f"{platform.name} does not support {spec.dtype}"
+        )
 
     def skips(self, name: str) -> bool:
         return matches(name, self.config.ignore)
 
     def declines(self, spec: LinearSpec) -> str | None:
-        scheme = self._asked(spec)
+        scheme = self._requested_scheme(spec)
         if scheme is None:
             return f"{self.name} leaves {_NOUNS[spec.kind]} as they are"
         return scheme.unfit(spec.inputs) if self.rounded_to(spec) is None else None
@@ -137,7 +140,7 @@ class AtLoad(CodedMethod):
         form = StoredAs(
             str(scheme), kind, bits, scheme.columns, zeros=zeros, powers=scheme.exponents
         )
-        return self.told(spec, form.text, fits=form.fits(spec))
+        return self.note_text(spec, form.text, fits=form.fits(spec))
 
     def create(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:
         return {"weight": ParamSpec((OUTPUTS, INPUTS), spec.dtype)}
@@ -146,53 +149,55 @@ class AtLoad(CodedMethod):
         scheme = self.rounded_to(spec)
         if scheme is None:
             raise ConfigError("quantization", f"{spec.name}: {self.declines(spec)}")
-        kernel = getattr(self.ops, "round_groups", None)
+        kernel = self.ops.find("round_groups")
         return (round_weight(stored["weight"], scheme, spec.parts, kernel),)
 
     def activations(self, spec: LinearSpec) -> str:
-        given = self.config.moe if spec.kind == "expert" else self.config.linear
-        own = given.get("activation") if isinstance(given, Mapping) else None
-        return own or self.config.activations or self.ROUNDED
+        settings = self.config.moe if spec.kind is LinearKind.EXPERT else self.config.linear
+        requested = settings.get("activation") if isinstance(settings, Mapping) else None
+        return requested or self.config.activations or self.ROUNDED
 
     def rounded_to(self, spec: LinearSpec) -> Scheme | None:
-        """What a layer is rounded to, None if not at all."""
-        asked = self._asked(spec)
-        return None if asked is None or asked.unfit(spec.inputs) else asked
+        """Scheme that a layer is quantized with, None if it stays plain."""
+        scheme = self._requested_scheme(spec)
+        return None if scheme is None or scheme.unfit(spec.inputs) else scheme
 
-    def _asked(self, spec: LinearSpec) -> Scheme | None:
-        """What settings ask for. Raises ConfigError where fused parts differ."""
-        found = {self._of(name, spec.kind) for name in spec.part_names or (spec.name,)}
-        if len(found) > 1:
+    def _requested_scheme(self, spec: LinearSpec) -> Scheme | None:
+        """Scheme that the settings request. Raises ConfigError if fused parts differ."""
+        schemes = {self._of(name, spec.kind) for name in spec.part_names or (spec.name,)}
+        if len(schemes) > 1:
             names = ", ".join(spec.part_names)
-            raise ConfigError("quantization_config.targets", f"{names}: not alike, and fused")
-        return found.pop()
+            raise ConfigError(
+                "quantization_config.targets", f"{names}: fused layers need the same scheme"
+            )
+        return schemes.pop()
 
     def _of(self, name: str, kind: str) -> Scheme | None:
         for pattern, wanted in self.config.targets.items():
             if matches(name, (pattern,)):
                 return None if wanted is None else self._scheme(wanted)
-        return self._usual(kind)
+        return self._default_scheme(kind)
 
-    def _usual(self, kind: str) -> Scheme | None:
-        """Of layers that no pattern means."""
-        given = self.config
+    def _default_scheme(self, kind: str) -> Scheme | None:
+        """Scheme of layers that no pattern matches."""
+        config = self.config
         if kind == "lm_head":
             return self._scheme(self.HEAD)
-        layers, told, own = given.linear, given.linear_scheme_override, self.LINEAR
+        layers, override, default = config.linear, config.linear_scheme_override, self.LINEAR
         if kind == "expert":
-            layers, told, own = given.moe, given.moe_scheme_override, self.EXPERT
+            layers, override, default = config.moe, config.moe_scheme_override, self.EXPERT
         if isinstance(layers, Mapping):
-            layers = layers.get("weight", own) or ""
-        for name in (layers, told, given.global_scheme):
+            layers = layers.get("weight", default) or ""
+        for name in (layers, override, config.global_scheme):
             if name is not None:
                 return self._scheme(name)
-        return self._scheme(own)
+        return self._scheme(default)
 
     def _scheme(self, name: str) -> Scheme | None:
         return self._sized(_scheme_of(name)) if name else None
 
     def _sized(self, scheme: Scheme) -> Scheme:
-        """The scheme with what else settings say of it."""
+        """The scheme, adjusted by the remaining settings."""
         size = getattr(self.config, "group_size", None)
         return evolve(scheme, columns=size) if size and scheme.values == "int4" else scheme
 
@@ -202,27 +207,29 @@ _NOUNS = {"linear": "linear layers", "lm_head": "heads", "expert": "experts"}
 
 @frozen
 class ReadOrRoundConfig(AtLoadConfig):
-    """`quantization_config` of config.json; without `quant_method`, what is rounded."""
+    """`quantization_config` of config.json; without `quant_method`, the settings for quantizing."""
 
     quant_method: str = ""
 
 
 class ReadOrRound(QuantizationMethod):
-    """A format that has checkpoints of its own, and to which plain ones are rounded: a
-    configuration without `quant_method` makes an object that rounds."""
+    """A format that can be read from checkpoints and that plain checkpoints can be quantized to.
 
-    #: What a plain checkpoint's layers are rounded to, see `AtLoad.LINEAR`.
+    With a configuration without `quant_method`, the created object quantizes at load.
+    """
+
+    #: Default scheme for plain checkpoints, see `AtLoad.LINEAR`.
     ROUNDS_TO: ClassVar[str]
 
     def __new__(cls, config: ReadOrRoundConfig, platform: Platform, ops: Ops) -> Self:
         reads = config.quant_method or issubclass(cls, AtLoad)
-        made: Self = super().__new__(cls if reads else _rounding(cls))
-        return made
+        method: Self = super().__new__(cls if reads else _rounding(cls))
+        return method
 
 
 @cache
 def _rounding(reader: type[ReadOrRound]) -> Any:
-    """The class that rounds in place of reading."""
-    usual = {"LINEAR": reader.ROUNDS_TO, "EXPERT": reader.ROUNDS_TO}
-    told = {"__doc__": "Rounds a plain checkpoint.", "__module__": reader.__module__}
-    return type(f"{reader.__name__}AtLoad", (AtLoad, reader), {**usual, **told})
+    """The class that quantizes instead of reading."""
+    defaults = {"LINEAR": reader.ROUNDS_TO, "EXPERT": reader.ROUNDS_TO}
+    namespace = {"__doc__": "Rounds a plain checkpoint.", "__module__": reader.__module__}
+    return type(f"{reader.__name__}AtLoad", (AtLoad, reader), {**defaults, **namespace})

@@ -1,4 +1,4 @@
-"""A weight as whole numbers with scales and zero points."""
+"""Weights as integer codes with scales and zero points."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["CodedExperts", "Codes"]
 
 @frozen(eq=False)
 class Codes:
-    """A weight [N, K]: column k of row n is scale * (value - zero) of the group of k.
+    """A weight [N, K]: column k of row n is scale * (value - zero) of k's group.
 
-    values: [N, K] uint8, int8 or a float of 8 bits. scales: [N, groups] of any float dtype, each
-    for K / groups neighbouring columns. zeros: the same, or None for 0. order: [K] int64 or None:
-    column j belongs to input order[j] (groups of inputs that do not lie together). levels: fp32,
-    the numbers that uint8 values are indices of, or None where they are the numbers themselves.
+    values: [N, K] uint8, int8 or an 8-bit float. scales: [N, groups] of any float dtype, one per K
+    / groups adjacent columns. zeros: like scales, or None for 0. order: [K] int64 or None; column j
+    belongs to input order[j], for groups of non-adjacent inputs. levels: fp32 lookup table for
+    uint8 values; None if the values are the numbers.
     """
 
     values: Tensor
@@ -32,11 +32,11 @@ class Codes:
 
     @property
     def group(self) -> int:
-        """Columns that share a scale."""
+        """Number of columns that share a scale."""
         return self.values.shape[1] // self.scales.shape[1]
 
     def weight(self, dtype: torch.dtype) -> Tensor:
-        """[N, K], the weight that the codes stand for, inputs in the layer's own order."""
+        """[N, K], the dequantized weight, inputs in the layer's order."""
         numbers = self.values
         if self.levels is not None:
             numbers = self.levels.to(numbers.device)[numbers.int()]
@@ -49,9 +49,9 @@ class Codes:
         return wide.to(dtype)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is this weight's alone, by name."""
-        held = {name: getattr(self, name) for name in ("values", "scales", "zeros", "order")}
-        return {name: tensor for name, tensor in held.items() if tensor is not None}
+        """Tensors that belong to this weight only, by name."""
+        tensors = {name: getattr(self, name) for name in ("values", "scales", "zeros", "order")}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def rows(self, rows: slice) -> Codes:
         """The codes of some outputs."""
@@ -67,7 +67,7 @@ class Codes:
 
 @frozen(eq=False)
 class CodedExperts:
-    """A stack as codes; `stack[e]` is the weight [N, K] of one expert in `dtype`."""
+    """A stack of experts as codes; `stack[e]` is the weight [N, K] of one expert in `dtype`."""
 
     codes: list[Codes]
     dtype: torch.dtype
@@ -76,14 +76,14 @@ class CodedExperts:
         return self.codes[expert].weight(self.dtype)
 
     def grow(self, experts: int) -> None:
-        """Have room for so many; the new ones are like the last."""
+        """Make room for `experts` experts; new ones repeat the last."""
         self.codes.extend([self.codes[-1]] * (experts - len(self.codes)))
 
     def memory(self, expert: int) -> tuple[Tensor, ...]:
-        """All that one of them is, to be read."""
+        """The readable tensors of one expert."""
         return tuple(self.codes[expert].tensors().values())
 
     def put(self, expert: int, memory: Sequence[Tensor]) -> None:
-        """Become what another one is."""
-        held = dict(zip(self.codes[expert].tensors(), memory, strict=True))
-        self.codes[expert] = evolve(self.codes[expert], **held)
+        """Replace an expert by another one's tensors."""
+        tensors = dict(zip(self.codes[expert].tensors(), memory, strict=True))
+        self.codes[expert] = evolve(self.codes[expert], **tensors)

@@ -1,4 +1,4 @@
-"""Stacks of experts, packed one expert after the other."""
+"""Stacks of experts, packed one expert at a time."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from modulm_quantized.fitting import Fitted
 
 __all__ = ["pack_stack"]
 
-#: What the op `pack_quantized_experts` takes of an expert: codes, scales, zero points.
+#: Arguments of the op `pack_quantized_experts` per expert: codes, scales, zero points.
 Coded = tuple[Tensor, Tensor, Tensor | None]
 
 
 class _Unlike(Exception):
-    """Experts that are stored alike came out in several formats."""
+    """Experts stored in one format were narrowed to different kernel formats."""
 
 
 def pack_stack(
@@ -26,11 +26,12 @@ def pack_stack(
     parts: int,
     activations: str,
 ) -> Any | None:
-    """`experts` experts through the op `pack_quantized_experts`; None if no kernel has their codes.
+    """Pack `experts` experts with the op `pack_quantized_experts`.
 
-    fitted: one expert in the narrowest format of the kernels, or (True) in one that all weights
-    stored alike have. Its memory is free again once it is packed. Experts are asked for once more
-    where their narrowest formats differ.
+    Returns None if no kernel supports their codes. fitted: returns one expert in the narrowest
+    kernel format, or (True) in the format that fits all weights stored this way. Each expert's
+    memory is freed once it is packed. Experts are requested again if their narrowest formats
+    differ.
     """
     for wide in (False, True):
         first = fitted(0, wide)
@@ -46,7 +47,7 @@ def pack_stack(
 
 
 def _alike(first: Fitted, others: Iterator[Fitted | None]) -> Iterator[Coded]:
-    """Raises _Unlike at the first expert that is in another format."""
+    """Yield experts; raise _Unlike at the first in another format."""
     yield first.values, first.scales, first.zeros
     for each in others:
         if each is None or _kind(each) != _kind(first):

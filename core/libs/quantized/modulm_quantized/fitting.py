@@ -1,4 +1,4 @@
-"""Codes in the forms that kernels know, wherever nothing is lost on the way."""
+"""Lossless conversion of codes to the kernels' formats."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from modulm_quantized.words import E2M1
 
 __all__ = ["GROUPS", "Fitted", "for_kernels"]
 
-#: Columns that share a scale in the kernels' formats; one scale for all is no such group. The
-#: smallest is not for floats of eight bits.
+#: Group sizes of the kernels' formats; one scale for all columns is separate. The smallest is not
+#: available for 8-bit floats.
 GROUPS = (16, 32, 64, 128, 256)
 _LARGEST, _MIDDLE = 127, 128
 
@@ -22,8 +22,8 @@ _LARGEST, _MIDDLE = 127, 128
 class Fitted:
     """Codes as the ops `pack_quantized` and `pack_quantized_experts` take them.
 
-    form: the kernels' name of the format. group: columns that share a scale, 0 for all. values,
-    scales, zeros: see those ops.
+    form: the kernels' format name. group: columns that share a scale, 0 for all. values, scales,
+    zeros: see those ops.
     """
 
     form: str
@@ -34,19 +34,19 @@ class Fitted:
 
 
 def for_kernels(codes: Codes, *, wide: bool = False) -> Fitted | None:
-    """The codes in the format of the kernels that has them; None if there is none.
+    """Convert codes to a kernel format; None if no format represents them exactly.
 
-    wide: not the narrowest such format, but one that all weights stored alike have.
+    wide: use the format that fits all weights stored this way, not the narrowest.
     """
     if codes.scales.shape[1] > 1 and codes.group not in GROUPS:
         fitting = [size for size in GROUPS if codes.group % size == 0]
         if not fitting:
             return None
         codes = codes.in_groups_of(fitting[-1])
-    found = _coded(codes, wide)
-    if found is None:
+    coded = _coded(codes, wide)
+    if coded is None:
         return None
-    form, fit = found
+    form, fit = coded
     group = 0 if fit.scales.shape[1] == 1 else fit.group
     if form == "fp8" and group == GROUPS[0]:
         return None
@@ -55,7 +55,7 @@ def for_kernels(codes: Codes, *, wide: bool = False) -> Fitted | None:
         return Fitted(form, group, fit.values, scales.float(), zeros)
     if zeros is None:
         return Fitted(form, group, fit.values, exponents(scales), None)
-    centre = 8 if form == "int4" else 0  # what kernels take off zero points
+    centre = 8 if form == "int4" else 0  # offset that the kernels subtract from zero points
     return Fitted(form, group, fit.values, narrowest(scales, zeros.float() - centre), zeros)
 
 
@@ -84,7 +84,7 @@ def _coded(codes: Codes, wide: bool) -> tuple[str, Codes] | None:
 
 
 def _whole_levels(codes: Codes) -> Codes | None:
-    """Levels that are whole numbers, or twice are, as integers of eight bits."""
+    """Codes whose levels, or twice the levels, are integers, as 8-bit integers."""
     if codes.levels is None:
         return codes
     for times in (1, 2):

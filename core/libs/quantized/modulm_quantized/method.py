@@ -1,4 +1,4 @@
-"""A quantization method whose layers are codes."""
+"""Base class of quantization methods whose layers are codes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from modulm.contracts.platform import Platform
-from modulm.contracts.quantization import CheckpointInfo, LinearSpec, QuantizationMethod
+from modulm.contracts.quantization import CheckpointInfo, LinearKind, LinearSpec, QuantizationMethod
 from modulm_quantized.codes import CodedExperts, Codes
 from modulm_quantized.experts import pack_stack
 from modulm_quantized.fitting import Fitted, for_kernels
@@ -20,15 +20,17 @@ from modulm_quantized.stored import StoredAs
 
 __all__ = ["ACTIVATIONS", "CodedMethod"]
 
-#: What kernels make of activations before a product with codes: "bf16" loses nothing, "int8" is a
-#: scale per token and 256 inputs.
+#: Activation formats in products with codes: "bf16" is exact, "int8" has one scale per token and
+#: 256 inputs.
 ACTIVATIONS = ("bf16", "int8")
 
 
 @frozen(eq=False)
-class _Held:
-    """Some outputs of a layer: packed by a kernel, or codes; and the order of its columns, if the
-    packed ones are not in that of the inputs."""
+class _LayerPart:
+    """Some outputs of a layer: packed by a kernel, or codes.
+
+    order: the column order of packed codes, if it differs from the inputs.
+    """
 
     weight: Any
     order: Tensor | None
@@ -37,13 +39,13 @@ class _Held:
 class CodedMethod(QuantizationMethod):
     """Reads layers as codes.
 
-    Codes that the platform's kernels do not know become the weight that they stand for, in the
-    model's dtype (stacks of experts in bf16). Where the model computes in fp32, or there are no
-    kernels, codes are kept, and the weight is made anew for each product: slower, in less memory.
+    Codes without a kernel format are dequantized to the model's dtype (stacks of experts to bf16).
+    In fp32 models, or without kernels, the codes are kept and each product dequantizes them:
+    slower, but with less memory.
     """
 
     api = 2
-    #: Kinds of layers that files of the format may hold so.
+    #: Kinds of layers that files of this format may quantize.
     HELD: ClassVar[tuple[str, ...]] = ("linear", "lm_head", "expert")
 
     @classmethod
@@ -54,28 +56,31 @@ class CodedMethod(QuantizationMethod):
     @classmethod
     def rejects(cls, spec: LinearSpec, platform: Platform) -> str | None:
         if spec.kind not in cls.HELD:
-            return f"{cls.name} does not hold the {spec.kind}"
-        return None if spec.dtype in platform.dtypes else f"{platform.name} has no {spec.dtype}"
+            return f"{cls.name} does not support {spec.kind}"
+        return (
+            None
+            if spec.dtype in platform.dtypes
+            else f"{platform.name} does not support {spec.dtype}"
+        )
 
     @abstractmethod
     def codes(self, stored: Mapping[str, Tensor], spec: LinearSpec) -> tuple[Codes, ...]:
-        """The layer (or one expert) from what `create` asked for, by name.
+        """Convert a layer (or one expert) from the tensors that `create` declared, by name.
 
-        Usually one; several, for neighbouring outputs, where parts differ in the order of columns.
+        Returns several codes, for consecutive outputs, if fused parts differ in column order.
         """
 
     def activations(self, spec: LinearSpec) -> str:
-        """What kernels round the activations of a layer to, one of ACTIVATIONS or
-        `fp8_activations`.
-        """
+        """Activation format for a layer: one of ACTIVATIONS or `fp8_activations`."""
         return "bf16"
 
     def fp8_activations(self, spec: LinearSpec) -> str:
-        """For formats made for activations in fp8: "fp8", a scale per token and 128 inputs, where
-        the platform's kernels have products of fp8, else "bf16"; also for the head, whose errors
-        are those of logits.
+        """For formats designed for fp8 activations.
+
+        "fp8" (one scale per token and 128 inputs) if the platform's kernels multiply fp8, otherwise
+        "bf16". The head always gets "bf16" because its errors are errors of logits.
         """
-        fits = spec.kind != "lm_head" and hasattr(self.ops, "round_rows_fp8")
+        fits = spec.kind is not LinearKind.LM_HEAD and self.ops.supports("round_rows_fp8")
         return "fp8" if fits else "bf16"
 
     def scheme(self, spec: LinearSpec) -> StoredAs | None:
@@ -83,22 +88,22 @@ class CodedMethod(QuantizationMethod):
         return None
 
     def note(self, spec: LinearSpec) -> str | None:
-        found = self.scheme(spec)
-        if found is None:
+        stored_as = self.scheme(spec)
+        if stored_as is None:
             return None
-        return self.told(spec, found.text, fits=found.fits(spec))
+        return self.note_text(spec, stored_as.text, fits=stored_as.fits(spec))
 
-    def told(self, spec: LinearSpec, text: str, *, fits: bool) -> str:
-        """The text of a note on a layer whose codes kernels have, or have not."""
+    def note_text(self, spec: LinearSpec, text: str, *, fits: bool) -> str:
+        """The note on a layer; `fits` says whether kernels multiply its codes."""
         if self._packer(spec) is None or fits:
             return text
         dtype = "bfloat16" if spec.experts else spec.dtype
-        return f"{text}; held as {dtype}: no kernel multiplies such codes"
+        return f"{text}; dequantized to {dtype}: no kernel multiplies these codes"
 
     def _packer(self, spec: LinearSpec) -> Any:
-        """The op that packs codes, or None where codes are kept as they are."""
+        """The op that packs codes, or None if codes stay as they are."""
         name = "pack_quantized_experts" if spec.experts else "pack_quantized"
-        return None if spec.dtype == "float32" else getattr(self.ops, name, None)
+        return None if spec.dtype == "float32" else self.ops.find(name)
 
     def finish(self, layer: torch.nn.Module, spec: LinearSpec) -> None:
         stored = {
@@ -110,23 +115,23 @@ class CodedMethod(QuantizationMethod):
             layer.register_parameter(name, None)
         keeper: Any = layer
         if spec.experts:
-            keeper.held = self._stack(stored, spec)
+            keeper.quantized = self._stack(stored, spec)
         else:
-            keeper.held = tuple(self._hold(codes, spec) for codes in self.codes(stored, spec))
+            keeper.quantized = tuple(self._hold(codes, spec) for codes in self.codes(stored, spec))
 
-    def _hold(self, codes: Codes, spec: LinearSpec) -> _Held:
+    def _hold(self, codes: Codes, spec: LinearSpec) -> _LayerPart:
         pack = self._packer(spec)
         if pack is None:
-            return _Held(codes, None)
+            return _LayerPart(codes, None)
         fit = for_kernels(codes)
         if fit is None:
-            return _Held(self.ops.pack_linear(codes.weight(getattr(torch, spec.dtype))), None)
+            return _LayerPart(self.ops.pack_linear(codes.weight(getattr(torch, spec.dtype))), None)
         use = self.activations(spec)
         packed = pack(fit.values, fit.form, fit.group, fit.scales, fit.zeros, use)
-        return _Held(packed, codes.order)
+        return _LayerPart(packed, codes.order)
 
     def _stack(self, stored: Mapping[str, Tensor], spec: LinearSpec) -> Any:
-        """What `fused_experts` takes: packed, or codes expert by expert."""
+        """The stack for `fused_experts`: packed, or codes per expert."""
 
         def codes_of(expert: int) -> Codes:
             one = {name: tensor[expert] for name, tensor in stored.items()}
@@ -151,40 +156,40 @@ class CodedMethod(QuantizationMethod):
         return self.ops.pack_experts(stack, parts)
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-        held: Any = layer.held
-        if len(held) == 1:
-            return self._product(held[0], x, bias)
-        whole = torch.cat([self._product(one, x, None) for one in held], -1)
-        return whole if bias is None else whole + bias
+        parts: Any = layer.quantized
+        if len(parts) == 1:
+            return self._product(parts[0], x, bias)
+        joined = torch.cat([self._product(one, x, None) for one in parts], -1)
+        return joined if bias is None else joined + bias
 
-    def _product(self, held: _Held, x: Tensor, bias: Tensor | None) -> Tensor:
-        if isinstance(held.weight, Codes):
-            return F.linear(x, held.weight.weight(x.dtype), bias)
-        seen = x if held.order is None else self.ops.take_columns(x, held.order)
-        out: Tensor = self.ops.linear(seen, held.weight, bias)
+    def _product(self, part: _LayerPart, x: Tensor, bias: Tensor | None) -> Tensor:
+        if isinstance(part.weight, Codes):
+            return F.linear(x, part.weight.weight(x.dtype), bias)
+        seen = x if part.order is None else self.ops.take_columns(x, part.order)
+        out: Tensor = self.ops.linear(seen, part.weight, bias)
         return out
 
     def experts(self, layer: torch.nn.Module) -> object:
-        return layer.held
+        return layer.quantized
 
     def dequantize(self, layer: torch.nn.Module, spec: LinearSpec) -> Tensor:
         dtype: torch.dtype = getattr(torch, spec.dtype)
-        held: Any = layer.held
+        parts: Any = layer.quantized
         if spec.experts:
-            return torch.stack([held[expert] for expert in range(spec.experts)]).to(dtype)
-        return torch.cat([self._weight(one) for one in held]).to(dtype)
+            return torch.stack([parts[expert] for expert in range(spec.experts)]).to(dtype)
+        return torch.cat([self._weight(one) for one in parts]).to(dtype)
 
-    def _weight(self, held: _Held) -> Tensor:
-        if isinstance(held.weight, Codes):
-            return held.weight.weight(torch.float32)
-        weight: Tensor = self.ops.unpack_linear(held.weight)
-        if held.order is None:
+    def _weight(self, part: _LayerPart) -> Tensor:
+        if isinstance(part.weight, Codes):
+            return part.weight.weight(torch.float32)
+        weight: Tensor = self.ops.unpack_linear(part.weight)
+        if part.order is None:
             return weight
-        return torch.empty_like(weight).index_copy_(1, held.order, weight)
+        return torch.empty_like(weight).index_copy_(1, part.order, weight)
 
 
 def _joined(parts: tuple[Codes, ...]) -> Codes:
-    """Codes of neighbouring outputs as one, in the inputs' own order if theirs differ."""
+    """Concatenate codes of consecutive outputs, in input order if theirs differ."""
     if len(parts) == 1:
         return parts[0]
     plain = [evolve(codes, order=None) for codes in map(_in_order, parts)]
@@ -198,7 +203,7 @@ def _joined(parts: tuple[Codes, ...]) -> Codes:
 
 
 def _in_order(codes: Codes) -> Codes:
-    """The same weight with a scale for every input, so that inputs can have their own order."""
+    """The same weight with one scale per input, so that the columns can be reordered."""
     if codes.order is None:
         return codes
     spread, back = codes.in_groups_of(1), codes.order.argsort()

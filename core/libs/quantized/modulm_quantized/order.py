@@ -1,4 +1,4 @@
-"""Groups of inputs that do not lie together."""
+"""Groups of inputs that are not adjacent."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["sorted_by_group"]
 
 
 def sorted_by_group(codes: Codes, index: Tensor | None, spec: LinearSpec) -> tuple[Codes, ...]:
-    """The codes with the inputs of each group side by side.
+    """Reorder the codes so that the inputs of each group are adjacent.
 
-    index: [parts, K], the group of each input, or None where they lie together already. Parts whose
-    inputs are grouped in other ways become codes of their own. Raises CheckpointError if groups
-    are not of one size.
+    index: [parts, K], the group of each input, or None if they are adjacent already. Parts that
+    group their inputs differently become separate codes. Raises CheckpointError if groups differ in
+    size.
     """
     if index is None:
         return (codes,)
@@ -36,8 +36,8 @@ def sorted_by_group(codes: Codes, index: Tensor | None, spec: LinearSpec) -> tup
 
 def _sorted(codes: Codes, index: Tensor, spec: LinearSpec) -> Codes:
     groups = codes.scales.shape[1]
-    held = bool(((index >= 0) & (index < groups)).all())
-    if not held or bool((torch.bincount(index, minlength=groups) != codes.group).any()):
+    in_range = bool(((index >= 0) & (index < groups)).all())
+    if not in_range or bool((torch.bincount(index, minlength=groups) != codes.group).any()):
         raise CheckpointError(f"{spec.name}.g_idx: inputs are not {groups} groups of {codes.group}")
     order = torch.argsort(index, stable=True)
     return evolve(codes, values=codes.values[:, order], order=order)

@@ -1,4 +1,4 @@
-"""Rounding a plain weight to codes, by schemes with names."""
+"""Quantize plain weights, by named schemes."""
 
 from __future__ import annotations
 
@@ -16,28 +16,27 @@ from modulm_quantized.words import E2M1
 
 __all__ = ["SCHEMES", "Scheme", "round_weight"]
 
-#: Numbers rounded at a time: they and what is made of them stay in a core's own cache.
+#: Numbers processed at a time, so that they and the results fit into one core's cache.
 _BLOCK = 49_152
 _TINY = 1e-12
-#: Sizes of groups that the op `round_groups` knows.
+#: Group sizes that the op `round_groups` supports.
 _KERNEL_GROUPS = (32, 64, 128, 256)
 _FP8 = torch.float8_e4m3fn
-#: The largest code of each type of values.
+#: The largest code of each value type.
 _LARGEST = {"int8": 127.0, "fp8": torch.finfo(_FP8).max, "e2m1": 6.0}
-#: Midpoints between neighbouring magnitudes of e2m1.
+#: Midpoints between adjacent magnitudes of e2m1.
 _MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-#: Parts of a group's range that are tried.
+#: Fractions of a group's range that are tried.
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
 
 
 @frozen
 class Scheme:
-    """How a weight is rounded.
+    """How a weight is quantized.
 
-    `values` are "int8", "int4" (0..15, with a zero point), "fp8" (e4m3) or "e2m1" (floats of four
-    bits). `rows` and `columns` that share a scale; 0: all.
-    Scales are floats, with `exponents` powers of two, and with `nested` e4m3 times one number for
-    all of a weight.
+    `values` are "int8", "int4" (0..15, with a zero point), "fp8" (e4m3) or "e2m1" (4-bit floats).
+    `rows` x `columns` values share a scale; 0 means all. Scales are floats, powers of two with
+    `exponents`, or with `nested` e4m3 times one number for the whole weight.
     """
 
     values: str
@@ -58,13 +57,13 @@ class Scheme:
         return f"{self.values}, {kind} per {scope}"
 
     def unfit(self, inputs: int) -> str | None:
-        """Why a weight of so many inputs cannot be rounded so."""
+        """Why a weight with `inputs` inputs cannot be quantized, None if it can."""
         if self.rows == 1 and self.columns and inputs % self.columns:
             return f"{inputs} inputs are not whole groups of {self.columns}"
         return None
 
 
-#: What `--quantization` and commands call them.
+#: Names for `--quantization` and commands.
 SCHEMES: Mapping[str, Scheme] = {
     "int8": Scheme("int8"),
     "int4": Scheme("int4", columns=64),
@@ -87,11 +86,11 @@ def round_weight(
     parts: tuple[int, ...] = (),
     round_groups: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None,
 ) -> Codes:
-    """weight: [N, K] of any float dtype -> codes.
+    """Quantize weight: [N, K] of any float dtype.
 
-    parts: sizes of fused pieces along N, which have scales of their own. Uses as many cores as
-    torch has threads, each with work of its own and no two waiting for one another.
-    round_groups: the kernels' op of that name, which does the same for integers of four bits.
+    parts: sizes of fused parts along N, which have scales of their own. round_groups: the kernels'
+    op of that name, equivalent for 4-bit integers. Runs independent pieces on as many cores as
+    torch has threads.
     """
     if round_groups is not None and scheme.values == "int4" and scheme.columns in _KERNEL_GROUPS:
         values, scales, zeros = round_groups(weight, scheme.columns)
@@ -99,12 +98,12 @@ def round_weight(
     if scheme.rows == 1 and not scheme.nested:
         return _round_rows(weight, scheme)
     pieces = torch.split(weight, list(parts or weight.shape[:1]))
-    found = [_round_blocks(piece, scheme) for piece in pieces]
-    if len(found) == 1:
-        return found[0]
-    values = torch.cat([codes.values for codes in found])
-    scales = torch.cat([codes.scales for codes in found])
-    return Codes(values, scales, levels=found[0].levels)
+    blocks = [_round_blocks(piece, scheme) for piece in pieces]
+    if len(blocks) == 1:
+        return blocks[0]
+    values = torch.cat([codes.values for codes in blocks])
+    scales = torch.cat([codes.scales for codes in blocks])
+    return Codes(values, scales, levels=blocks[0].levels)
 
 
 def _round_rows(weight: Tensor, scheme: Scheme) -> Codes:
@@ -126,12 +125,12 @@ def _round_rows(weight: Tensor, scheme: Scheme) -> Codes:
         values[rows] = codes.flatten(1).to(values.dtype)
 
     _in_parallel(outputs, max(1, _BLOCK // inputs), some)
-    kept = scales if zeros is None else scales.bfloat16()
-    return Codes(values, kept, zeros, levels=_levels(scheme, device))
+    stored_scales = scales if zeros is None else scales.bfloat16()
+    return Codes(values, stored_scales, zeros, levels=_levels(scheme, device))
 
 
 def _round_blocks(weight: Tensor, scheme: Scheme) -> Codes:
-    """Scales that neighbouring rows share, or that are themselves scaled for the whole weight."""
+    """For scales that adjacent rows share, or that are themselves scaled per weight."""
     outputs, inputs = weight.shape
     rows, columns = scheme.rows or outputs, scheme.columns or inputs
     size = math.gcd(columns, inputs)
@@ -160,7 +159,7 @@ def _levels(scheme: Scheme, device: torch.device) -> Tensor | None:
 
 
 def _grid(largest: Tensor, rows: int, columns: int) -> Tensor:
-    """The largest of each block of `rows` x `columns` entries, at every entry of the block."""
+    """The maximum of each block of `rows` x `columns` entries, at every entry of the block."""
     outputs, groups = largest.shape
     tall, wide = -(-outputs // rows), -(-groups // columns)
     padded = largest.new_zeros(tall * rows, wide * columns)
@@ -171,10 +170,10 @@ def _grid(largest: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _scales(largest: Tensor, scheme: Scheme) -> Tensor:
-    """largest: of the absolute values that share a scale."""
+    """Scales for `largest`, the maximum magnitude of the values that share one."""
     top = _LARGEST[scheme.values]
     if scheme.exponents:
-        # The largest power of two that values may have (OCP Microscaling Formats, section 6.3).
+        # The power of two that keeps the values in range (OCP Microscaling Formats, section 6.3).
         exponents = largest.clamp(min=2.0**-120).log2().floor_() - math.floor(math.log2(top))
         return torch.exp2(exponents)
     if scheme.nested:
@@ -184,7 +183,7 @@ def _scales(largest: Tensor, scheme: Scheme) -> Tensor:
 
 
 def _coded(wide: Tensor, values: str) -> Tensor:
-    """Numbers less their scale, rounded to what the values can be."""
+    """Round numbers, already divided by their scale, to representable values."""
     top = _LARGEST[values]
     if values == "int8":
         return wide.clamp_(-top, top).round_()
@@ -199,10 +198,10 @@ def _coded(wide: Tensor, values: str) -> Tensor:
 def _round_groups(wide: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """wide: [n, groups, group] -> codes 0..15, scales, zeros.
 
-    The range of a group is narrowed in steps and the one with the least squared error is kept:
-    clipping a rare extreme costs less than coarser steps for the rest of the group. Scales are
-    values of bf16, in which kernels keep them. Groups lie side by side meanwhile, so that every
-    operation runs along them.
+    Tries several fractions of each group's range and keeps the one with the least squared error:
+    clipping a rare outlier costs less than coarser steps for the rest of the group. Scales are bf16
+    values, as in the kernels. The groups are transposed meanwhile so that every operation runs
+    along them.
     """
     shape = wide.shape[:2]
     laid = wide.flatten(0, 1).T.contiguous()
@@ -225,7 +224,7 @@ def _round_groups(wide: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _folded(errors: Tensor) -> Tensor:
-    """The sum along the first dimension, added by halves: an order that kernels can have too."""
+    """The sum along the first dimension, added by halves: an order that kernels can reproduce."""
     while len(errors) > 1 and len(errors) % 2 == 0:
         first, second = errors.chunk(2)
         errors = first + second
@@ -233,18 +232,18 @@ def _folded(errors: Tensor) -> Tensor:
 
 
 def _in_parallel(size: int, step: int, work: Callable[[slice], None]) -> None:
-    """Do `work` on all of 0..size, in pieces of `step`."""
+    """Call `work` on slices of `step` that cover 0..size, in threads."""
     pieces = [slice(start, min(start + step, size)) for start in range(0, size, step)]
-    with _alone() as threads, ThreadPoolExecutor(threads) as pool:
+    with _single_threaded() as threads, ThreadPoolExecutor(threads) as pool:
         for _ in pool.map(work, pieces):
             pass
 
 
 @contextmanager
-def _alone() -> Iterator[int]:
-    """How many threads torch has; within, an operation uses the one that it is called on.
+def _single_threaded() -> Iterator[int]:
+    """Limit operations to one torch thread; yields the previous number of threads.
 
-    Threads that start within take that over.
+    Threads that start within the block inherit the limit.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Stored scales as those of rows and of groups of columns."""
+"""Convert stored scales to per-row and per-group scales."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from modulm.contracts.quantization import LinearSpec
 
 __all__ = ["block_columns", "block_grid", "exponents", "narrowest", "per_row"]
 
-#: Of a scale that no value in a block takes beyond the largest number of fp32, plus 127.
+#: The largest exponent plus 127 for which no value of a block exceeds fp32.
 _LARGEST_EXPONENT = 251
 
 
 def per_row(scale: Tensor, spec: LinearSpec) -> Tensor:
-    """[parts] -> [N, 1]: an entry for each fused part, for all its outputs."""
+    """[parts] -> [N, 1]: repeat each fused part's scale for all its outputs."""
     sizes = torch.tensor(spec.parts, device=scale.device)
     return scale.repeat_interleave(sizes, 0)[:, None]
 
@@ -24,7 +24,7 @@ def per_row(scale: Tensor, spec: LinearSpec) -> Tensor:
 def block_grid(scale: Tensor, spec: LinearSpec, rows: int, columns: int) -> Tensor:
     """Entries of the axes `OUTPUTS.blocks(rows)`, `INPUTS.blocks(columns)` -> [N, groups].
 
-    Where the last block holds fewer columns, groups are of a size that divides both.
+    If the last block has fewer columns, the group size divides both.
     """
     tall = scale.repeat_interleave(spec.output_block(rows), 0)[: spec.outputs]
     step, size = spec.input_block(columns), block_columns(spec, columns)
@@ -33,23 +33,23 @@ def block_grid(scale: Tensor, spec: LinearSpec, rows: int, columns: int) -> Tens
 
 
 def block_columns(spec: LinearSpec, columns: int) -> int:
-    """Inputs that share a scale in `block_grid`."""
+    """Number of inputs that share a scale in `block_grid`."""
     return gcd(spec.input_block(columns), spec.inputs)
 
 
-def narrowest(scale: Tensor, beside: Tensor | None = None) -> Tensor:
-    """The same scales in 16 bits, if those hold them exactly, and what is kept `beside` them."""
+def narrowest(scale: Tensor, zeros: Tensor | None = None) -> Tensor:
+    """The scales in 16 bits, if that is exact for them and for `zeros`."""
     for dtype in (torch.bfloat16, torch.float16):
-        held = scale.to(dtype)
-        if torch.equal(held.to(scale.dtype), scale) and (
-            beside is None or torch.equal(beside.to(dtype).to(beside.dtype), beside)
+        narrow = scale.to(dtype)
+        if torch.equal(narrow.to(scale.dtype), scale) and (
+            zeros is None or torch.equal(zeros.to(dtype).to(zeros.dtype), zeros)
         ):
-            return held
+            return narrow
     return scale
 
 
 def exponents(scale: Tensor) -> Tensor:
-    """Powers of two as their exponents plus 127 in a byte, where kernels can; else `narrowest`."""
+    """Powers of two as exponents plus 127 in a byte, where kernels support it; else `narrowest`."""
     mantissa, exponent = torch.frexp(scale.float())
     stored = exponent + 126
     if bool(((mantissa == 0.5) & (stored >= 1) & (stored <= _LARGEST_EXPONENT)).all()):

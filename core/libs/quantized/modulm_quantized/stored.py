@@ -1,4 +1,4 @@
-"""How a layer is stored, as `modulm explain` says it before anything is read."""
+"""Descriptions of how a layer is stored, for `modulm explain`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ __all__ = ["StoredAs"]
 
 
 def _size(group: int) -> int:
-    """Formats write -1 for one group of all."""
+    """Group size; formats write -1 for a single group."""
     return max(group, 0)
 
 
 @frozen
 class StoredAs:
-    """text: what the codes are. kind: "int", "fp8", "e2m1" or "other", for numbers that kernels do
-    not know. bits: of a code of integers. group: inputs that share a scale, 0 for all. zeros:
-    there are zero points. powers: scales are powers of two. ordered: inputs lie in any order."""
+    """How a layer's codes are stored.
+
+    text: description. kind: "int", "fp8", "e2m1", or "other" for values without kernels. bits: per
+    integer code. group: inputs that share a scale, 0 for all. zeros: there are zero points. powers:
+    scales are powers of two. ordered: inputs may be in any order.
+    """
 
     text: str
     kind: str = field(default="int", validator=validators.in_(("int", "fp8", "e2m1", "other")))
@@ -33,7 +36,7 @@ class StoredAs:
 
     @classmethod
     def integers(cls, bits: int, group: int, *, zeros: bool = False, ordered: bool = False) -> Self:
-        """Whole numbers with a scale for each `group` inputs, for all if it is not positive."""
+        """Integers with a scale per `group` inputs, or one for all if it is not positive."""
         what = "a scale and zero point" if zeros else "a scale"
         where = f"{group} inputs" if group > 0 else "output"
         order = ", inputs sorted by group" if ordered else ""
@@ -41,9 +44,9 @@ class StoredAs:
         return cls(text, "int", bits, group, zeros, ordered=ordered)
 
     def fits(self, spec: LinearSpec) -> bool:
-        """Whether the kernels for a CPU multiply such codes; else they hold the weight itself.
+        """Whether the CPU kernels multiply these codes; otherwise the layer is dequantized.
 
-        Experts have one order of inputs.
+        The inputs of experts must be in order.
         """
         if self.kind == "other" or (spec.experts and self.ordered):
             return False

@@ -1,6 +1,6 @@
-"""Speech to text: how models are asked for it, and what is done with sound and text around that.
+"""Speech to text: prompts for models, and processing of sound and text around them.
 
-Names are loaded on first use: the flags of every command are looked for without numpy.
+Names are imported on first use, because every command reads the flags and needs no numpy.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Sound of any length to pieces that a model takes, cut where it is quiet."""
+"""Cut sound of any length at quiet points into pieces that a model accepts."""
 
 from __future__ import annotations
 
@@ -6,42 +6,42 @@ import numpy as np
 
 __all__ = ["is_silent", "pieces"]
 
-#: Seconds at the end of a piece in which the quietest place is looked for, of the window that is
-#: heard as one, and of the shortest piece that is left behind a cut.
+#: In seconds: the span at the end of a piece that is searched for a quiet point, the window whose
+#: loudness is measured, and the shortest piece that may remain after a cut.
 _LOOK, _WINDOW, _LEAST = 5.0, 0.1, 0.5
-#: Below this nothing can be heard: -80 dB of full scale.
+#: Below -80 dB of full scale nothing can be heard.
 _QUIET = 1e-4
 
 
 def pieces(samples: np.ndarray, rate: int, longest: float) -> list[tuple[int, int]]:
-    """(first, end) of the pieces of a sound, [n] samples, in order and without gaps.
+    """(first, end) sample indices of the pieces of a sound, in order and without gaps.
 
-    None lasts longer than `longest` seconds. Cuts are in the middle of the quietest tenth of a
-    second of the last five seconds that a piece could have.
+    No piece is longer than `longest` seconds. Cuts are in the middle of the quietest tenth of a
+    second within the last five seconds of the longest possible piece.
     """
-    most, found, at = int(longest * rate), [], 0
+    most, spans, at = int(longest * rate), [], 0
     while len(samples) - at > most:
         end = min(at + most, len(samples) - int(_LEAST * rate))
         first = max(at + 1, end - int(min(_LOOK, longest / 2) * rate))
         cut = first + _quietest(samples[first:end], rate)
-        found.append((at, cut))
+        spans.append((at, cut))
         at = cut
-    found.append((at, len(samples)))
-    return found
+    spans.append((at, len(samples)))
+    return spans
 
 
 def is_silent(samples: np.ndarray) -> bool:
-    """Whether there is nothing to hear."""
+    """Whether the sound is inaudible."""
     return not len(samples) or float(np.abs(samples).max()) < _QUIET
 
 
 def _quietest(samples: np.ndarray, rate: int) -> int:
-    """The middle of the window with the least energy, the last one where several have it."""
+    """The middle of the window with the least energy; the last one of equal windows."""
     window = max(1, int(_WINDOW * rate))
     if len(samples) <= window:
         return len(samples)
     sums = np.cumsum(np.square(samples, dtype=np.float64))
     energy = np.concatenate([[sums[window - 1]], sums[window:] - sums[:-window]])
-    # Sums that differ by rounding only are equal.
+    # Sums that differ only by rounding count as equal.
     near = energy <= energy.min() + 1e-9 * window
     return int(np.flatnonzero(near)[-1]) + window // 2

@@ -1,4 +1,4 @@
-"""Transcribers of chat models, which are asked in words and answer in words."""
+"""Transcribers for chat models, which are prompted in words."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ __all__ = ["InstructedTranscriber"]
 
 
 class InstructedTranscriber(Transcriber):
-    """A model that is asked by `form`: a prompt with the sound's placeholder, in whose place of
-    `{words}` stands what is wanted.
+    """A model that is prompted with `form`.
 
-    told: what is wanted, by task, where the language is known `{language}` stands for it; untold:
-    where it is not. What the client has to say comes behind that, as text: nothing in it becomes a
-    control token.
+    `form` holds the placeholder of the sound and `{words}`, which is replaced by the instruction.
+    instructions: prompts by task if the language is known; they may contain `{language}`. without_language:
+    prompts without a language. The client's prompt is appended as text; control tokens in it
+    are not recognized.
     """
 
     form: ClassVar[str]
-    told: ClassVar[Mapping[Task, str]] = MappingProxyType(
+    instructions: ClassVar[Mapping[Task, str]] = MappingProxyType(
         {
             "transcribe": "Transcribe the speech, which is in {language}.",
             "translate": "Translate the speech, which is in {language}, into English.",
         }
     )
-    untold: ClassVar[Mapping[Task, str]] = MappingProxyType(
+    without_language: ClassVar[Mapping[Task, str]] = MappingProxyType(
         {
             "transcribe": "Transcribe the speech.",
             "translate": "Translate the speech into English.",
         }
     )
-    #: Code -> English name of what it understands.
+    #: Code -> English name of the languages that it understands.
     known: ClassVar[Mapping[str, str]] = MappingProxyType({"en": "english"})
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        return tuple(self.untold)
+        return tuple(self.without_language)
 
     @property
     def languages(self) -> Mapping[str, str]:
@@ -49,17 +49,20 @@ class InstructedTranscriber(Transcriber):
 
     def ask(self, sound: Sound, wanted: Wanted) -> Question:
         name = self.known.get(wanted.language or "")
-        words = self.untold[wanted.task]
+        instruction = self.without_language[wanted.task]
         if name is not None:
-            words = self.told[wanted.task].format(language=name.title())
+            instruction = self.instructions[wanted.task].format(language=name.title())
         before, _, after = self.form.partition("{words}")
-        given = self._plain(f" {wanted.prompt.strip()}") if wanted.prompt.strip() else []
-        return Question(tokens=[*self._ids(before + words), *given, *self._ids(after)], sound=sound)
+        prompt_tokens = self._plain(f" {wanted.prompt.strip()}") if wanted.prompt.strip() else []
+        return Question(
+            tokens=[*self._ids(before + instruction), *prompt_tokens, *self._ids(after)],
+            sound=sound,
+        )
 
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _plain(self, text: str) -> list[int]:
-        """The ids of a client's text, without those of control tokens."""
+        """Token ids of a client's text, without control tokens."""
         special = self.tokenizer.special_ids
         return [token for token in self._ids(text) if token not in special]

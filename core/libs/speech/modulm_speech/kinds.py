@@ -1,4 +1,4 @@
-"""The kind of driver that this package brings: how a model is asked for the text of sound."""
+"""The driver kind that this package adds: transcribers."""
 
 from modulm.plugins.kinds import Kind
 

@@ -1,8 +1,7 @@
-"""Whether an answer is what was said: the thresholds of Whisper's paper and of its README.
+"""Acceptance of transcripts, by the thresholds of Whisper's paper and README.
 
-A model that repeats itself, or that is unsure of what it says, is asked again with a higher
-temperature. Source: Radford et al., Robust Speech Recognition via Large-Scale Weak Supervision,
-section 4.5.
+An answer that repeats itself or has a low probability is generated again at a higher temperature.
+Source: Radford et al., Robust Speech Recognition via Large-Scale Weak Supervision, section 4.5.
 """
 
 from __future__ import annotations
@@ -14,15 +13,17 @@ from attrs import frozen
 
 __all__ = ["TEMPERATURES", "Quality", "compression_ratio"]
 
-#: In the order in which they are tried.
+#: Temperatures in the order in which they are tried.
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 _REPEATS, _UNSURE, _NOBODY = 2.4, -1.0, 0.6
 
 
 @frozen
 class Quality:
-    """An answer in numbers: the mean log probability of its tokens, how well its text can be
-    compressed, and the probability that nobody speaks (0.0 where the model does not say).
+    """Quality measures of an answer.
+
+    The mean log probability of its tokens, the compression ratio of its text, and the probability
+    that there is no speech (0.0 if the model does not provide it).
     """
 
     avg_logprob: float
@@ -31,24 +32,24 @@ class Quality:
 
     @property
     def silent(self) -> bool:
-        """Whether nobody spoke, whatever the answer says."""
+        """Whether there is no speech, whatever the answer says."""
         return self.no_speech_prob > _NOBODY and self.avg_logprob < _UNSURE
 
     @property
     def failed(self) -> bool:
-        """Whether to ask again."""
+        """Whether to generate again."""
         if self.silent:
             return False
         return self.compression_ratio > _REPEATS or self.avg_logprob < _UNSURE
 
     @classmethod
     def of(cls, text: str, logprobs: Sequence[float], no_speech: float = 0.0) -> Quality:
-        """logprobs: of each token of the answer."""
+        """logprobs: log probability of each token of the answer."""
         mean = sum(logprobs) / len(logprobs) if logprobs else 0.0
         return cls(mean, compression_ratio(text), no_speech)
 
 
 def compression_ratio(text: str) -> float:
-    """Bytes of a text over those that are left when it is compressed; 0.0 for no text."""
+    """Size of a text divided by its compressed size; 0.0 for an empty text."""
     data = text.encode()
     return len(data) / len(zlib.compress(data)) if data else 0.0

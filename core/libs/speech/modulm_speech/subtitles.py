@@ -8,12 +8,12 @@ from modulm_speech.transcriber import Segment
 
 __all__ = ["srt", "vtt"]
 
-#: Characters that mean something in WebVTT.
+#: Characters with a meaning in WebVTT.
 _ESCAPED = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 
 
 def srt(segments: Sequence[Segment]) -> str:
-    """A file of SubRip."""
+    """Format segments as SubRip."""
     return "".join(
         f"{number}\n{_time(one.start, ',')} --> {_time(one.end, ',')}\n{_line(one.text)}\n\n"
         for number, one in enumerate(segments, 1)
@@ -21,7 +21,7 @@ def srt(segments: Sequence[Segment]) -> str:
 
 
 def vtt(segments: Sequence[Segment]) -> str:
-    """A file of WebVTT. Source: WebVTT, section 4 (cue text is escaped)."""
+    """Format segments as WebVTT. Source: WebVTT, section 4 (cue text is escaped)."""
     parts = ["WEBVTT\n\n"]
     for one in segments:
         text = "".join(_ESCAPED.get(each, each) for each in _line(one.text))
@@ -30,12 +30,12 @@ def vtt(segments: Sequence[Segment]) -> str:
 
 
 def _time(seconds: float, point: str) -> str:
-    """Hours, minutes, seconds and thousandths."""
+    """Hours, minutes, seconds and milliseconds."""
     total = round(seconds * 1000)
     minutes, rest = divmod(total, 60_000)
     return f"{minutes // 60:02}:{minutes % 60:02}:{rest // 1000:02}{point}{rest % 1000:03}"
 
 
 def _line(text: str) -> str:
-    """One line, in which no arrow is: it would begin another cue."""
+    """One line without arrows, which would start another cue."""
     return " ".join(text.split()).replace("-->", "->")

@@ -1,8 +1,7 @@
-"""Transcriber: how a model of one architecture is asked for the text of sound.
+"""Transcribers: how an architecture is prompted for the text of sound.
 
-Group `modulm.transcribers`, named like the architecture. It makes prompts of sound and reads
-answers; cutting sound, judging answers and writing them down is the same for all models and not
-its business.
+Group `modulm.transcribers`, named after the architecture. A transcriber builds prompts and parses
+answers. Cutting sound, judging answers and formatting them is shared by all models.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ __all__ = ["API", "Alignment", "Question", "Segment", "Task", "Transcriber", "Wa
 
 API = 1
 
-#: translate: what was said, in English.
+#: translate: transcribe into English.
 Task: TypeAlias = Literal["transcribe", "translate"]
 
 
 @frozen(kw_only=True)
 class Wanted:
-    """What is wanted of a sound.
+    """What a client requests for a sound.
 
-    language: a code of `Transcriber.languages`, None where the model has no such choice. prompt:
-    what was said before, or words as they are to be written. times: segments are to have them.
+    language: a code of `Transcriber.languages`, None to detect it. prompt: preceding text, or the
+    spelling of words. times: whether segments need timestamps.
     """
 
     task: Task = "transcribe"
@@ -47,11 +46,11 @@ class Wanted:
 
 @frozen(eq=False, kw_only=True)
 class Question:
-    """What the engine is asked.
+    """A request for the engine.
 
-    tokens: of the prompt, in which the model's media family finds the place of the sound. params:
-    fields of SamplingParams that the model needs. no_speech: (place, token): how probable this
-    token is at that place of prompt and answer is how probable it is that nobody speaks.
+    tokens: the prompt, in which the media family finds the placeholder of the sound. params: fields
+    of SamplingParams that the model needs. no_speech: (position, token) in prompt and answer whose
+    probability is the probability of no speech.
     """
 
     tokens: Sequence[int]
@@ -62,9 +61,7 @@ class Question:
 
 @frozen(kw_only=True)
 class Segment:
-    """What is said from start to end, in seconds of the sound that was asked about; tokens: of its
-    text.
-    """
+    """Text spoken from start to end, in seconds of the input sound; tokens: of its text."""
 
     start: float
     end: float
@@ -74,7 +71,7 @@ class Segment:
 
 @frozen(kw_only=True)
 class Word:
-    """A word said from start to end, in seconds of the sound that was asked about."""
+    """A word spoken from start to end, in seconds of the input sound."""
 
     start: float
     end: float
@@ -83,9 +80,9 @@ class Word:
 
 @frozen(eq=False, kw_only=True)
 class Alignment:
-    """What the engine is asked to find out when an answer was said.
+    """A request for the times of an answer's words.
 
-    tokens: of the prompt with the answer; params: fields of PoolingParams beside the task.
+    tokens: the prompt with the answer. params: fields of PoolingParams besides the task.
     """
 
     tokens: Sequence[int]
@@ -93,21 +90,21 @@ class Alignment:
 
 
 class Transcriber(ABC):
-    """How one model is asked.
+    """How one model is prompted.
 
     tokenizer: the engine's. path: the checkpoint's folder. config: its config.json.
     """
 
     api: ClassVar[int | tuple[int, int]] = API
-    #: Seconds of the longest sound that it is asked about at once.
+    #: Maximum seconds of sound per prompt.
     longest: float = 30.0
-    #: Whether it can find out the language.
+    #: Whether it can detect the language.
     detects: bool = False
-    #: Whether its segments have times.
+    #: Whether its segments have timestamps.
     times: bool = False
-    #: Whether it is told `Wanted.prompt`.
+    #: Whether it uses `Wanted.prompt`.
     takes_prompts: bool = True
-    #: The task of pooling by which its model tells when words are said; empty: it cannot.
+    #: The pooling task that yields word timestamps; empty if there is none.
     aligns: str = ""
 
     def __init__(self, tokenizer: Tokenizer, path: Path, config: Mapping[str, Any]) -> None:
@@ -115,43 +112,43 @@ class Transcriber(ABC):
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """What it can do."""
+        """Supported tasks."""
         return ("transcribe",)
 
     @property
     def languages(self) -> Mapping[str, str]:
-        """The languages that it can be told: code -> English name in small letters."""
+        """Supported languages: code -> English name in lower case."""
         return MappingProxyType({})
 
     @abstractmethod
     def ask(self, sound: Sound, wanted: Wanted) -> Question:
-        """What to ask for the text of a sound of at most `longest` seconds."""
+        """Build the request for the text of a sound of at most `longest` seconds."""
 
     def ask_language(self, sound: Sound) -> Question:
-        """What to ask for its language; one token is the answer. Raises UnsupportedError."""
-        raise UnsupportedError("the model cannot find out the language")
+        """Build the request for the language; the answer is one token. Raises UnsupportedError."""
+        raise UnsupportedError("the model cannot detect the language")
 
     def language(self, tokens: Sequence[int]) -> str:
-        """The code that the answer to `ask_language` stands for. Raises UnsupportedError."""
-        raise UnsupportedError("the model cannot find out the language")
+        """The language code for the answer to `ask_language`. Raises UnsupportedError."""
+        raise UnsupportedError("the model cannot detect the language")
 
     def read(self, tokens: Sequence[int], seconds: float) -> tuple[Segment, ...]:
-        """The segments of an answer to `ask`; seconds: how long its sound is."""
+        """Parse an answer to `ask` into segments; seconds: duration of its sound."""
         text = self.tokenizer.decode(list(tokens))
         return (Segment(start=0.0, end=seconds, text=text, tokens=tuple(tokens)),)
 
     def align(self, question: Question, tokens: Sequence[int]) -> Alignment | None:
-        """What to ask to find the words of an answer in its sound; None where there are none.
+        """Build the request for the times of an answer's words; None for answers without words.
 
         Raises UnsupportedError without `aligns`.
         """
-        raise UnsupportedError("the model does not tell when words are said")
+        raise UnsupportedError("the model does not support word timestamps")
 
     def words(
-        self, tokens: Sequence[int], found: np.ndarray, seconds: float, language: str | None
+        self, tokens: Sequence[int], alignment: np.ndarray, seconds: float, language: str | None
     ) -> tuple[Word, ...]:
-        """The words of an answer; found: what `align` gave. language: of the text.
+        """Compute the words of an answer; alignment: result of `align`. language: of the text.
 
         Raises UnsupportedError without `aligns`.
         """
-        raise UnsupportedError("the model does not tell when words are said")
+        raise UnsupportedError("the model does not support word timestamps")

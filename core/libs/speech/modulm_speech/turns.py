@@ -1,4 +1,4 @@
-"""Where somebody begins and ends to speak, told by loudness, in sound that is still coming."""
+"""Detect turns of speech by loudness in a stream of sound."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from attrs import define, field
 
 __all__ = ["Turn", "TurnDetector"]
 
-#: ("started" or "stopped", sample of all that were fed at which that is).
+#: ("started" or "stopped", index of the sample in the whole stream).
 Turn: TypeAlias = tuple[Literal["started", "stopped"], int]
 _FRAME = 0.02
 
 
 @define
 class TurnDetector:
-    """Follows one sound of `rate` samples a second.
+    """Follows one stream of `rate` samples per second.
 
     threshold: from 0 to 1, the loudness that counts as speech: 0.5 is -40 dB of full scale, and
-    each 0.1 is 4 dB. silence: seconds after which a turn has ended. padding: seconds before the
-    first loud frame that belong to the turn. Frames are of 20 ms.
+    each 0.1 is 4 dB. silence: seconds of quiet that end a turn. padding: seconds before the first
+    loud frame that belong to the turn. Frames last 20 ms.
     """
 
     rate: int
@@ -34,7 +34,7 @@ class TurnDetector:
     _rest: np.ndarray = field(factory=lambda: np.zeros(0, np.float32), init=False)
 
     def feed(self, samples: np.ndarray) -> Iterator[Turn]:
-        """What begins and ends in the samples that come next, [n] float32."""
+        """Yield the turns that start and stop in the next samples, [n] float32."""
         length = int(_FRAME * self.rate)
         waiting = np.concatenate([self._rest, samples])
         count = len(waiting) // length

@@ -1,4 +1,4 @@
-"""What loaders are written with: files of tensors, alone or several with an index."""
+"""Building blocks of loaders: files of tensors, single or sharded with an index."""
 
 from modulm_tensor_files.beside import copy_beside, replace
 from modulm_tensor_files.folder import TensorFolder

@@ -1,6 +1,6 @@
-"""A folder with one file of tensors, or several and perhaps an index of them.
+"""A folder with one file of tensors, or several with an optional index.
 
-An index is JSON: `weight_map`, a table of a tensor's name -> the file that it is in.
+The index is JSON: `weight_map` maps a tensor's name to its file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["TensorFolder"]
 
 
 class TensorFolder(WeightLoader):
-    """Tensors of several files by name. `INDEX` is the file that says where each is, if any."""
+    """Tensors of several files by name. `INDEX` is the name of the index file, if any."""
 
     INDEX: ClassVar[str] = ""
 
@@ -26,11 +26,11 @@ class TensorFolder(WeightLoader):
         super().__init__(path, options)
         if options:
             raise CheckpointError(f"the {self.name} loader has no options, got {sorted(options)}")
-        self._found: dict[str, StoredTensor] | None = None
+        self._index: dict[str, StoredTensor] | None = None
 
     @abstractmethod
     def files(self) -> list[str]:
-        """Names of the files, where no index says them. Raises CheckpointError for none."""
+        """Names of the files if there is no index. Raises CheckpointError if there are none."""
 
     @abstractmethod
     def headers(self, file: str) -> Iterable[StoredTensor]:
@@ -41,38 +41,38 @@ class TensorFolder(WeightLoader):
         return Path(name).name == name
 
     def index(self) -> Mapping[str, StoredTensor]:
-        if self._found is None:
-            self._found = self._read_index()
-        return self._found
+        if self._index is None:
+            self._index = self._read_index()
+        return self._index
 
     def by_file(self) -> Mapping[str, list[str]]:
-        """File -> names of what is read of it."""
-        found: dict[str, list[str]] = {}
+        """File -> names of the tensors read from it."""
+        names_by_file: dict[str, list[str]] = {}
         for name, stored in self.index().items():
-            found.setdefault(stored.file, []).append(name)
-        return found
+            names_by_file.setdefault(stored.file, []).append(name)
+        return names_by_file
 
     def _read_index(self) -> dict[str, StoredTensor]:
-        places = self._weight_map()
-        files = sorted(set(places.values())) if places is not None else self.files()
-        found: dict[str, StoredTensor] = {}
+        weight_map = self._weight_map()
+        files = sorted(set(weight_map.values())) if weight_map is not None else self.files()
+        index: dict[str, StoredTensor] = {}
         for file in files:
             for stored in self.headers(file):
-                if places is not None and places.get(stored.name, file) != file:
+                if weight_map is not None and weight_map.get(stored.name, file) != file:
                     continue
-                if stored.name in found:
+                if stored.name in index:
                     raise CheckpointError(
-                        f"{self.path}: {stored.name} is both in {found[stored.name].file} and in "
+                        f"{self.path}: {stored.name} is both in {index[stored.name].file} and in "
                         f"{stored.file}"
                     )
-                found[stored.name] = stored
-        lost = [name for name in places or () if name not in found]
-        if lost and places is not None:
+                index[stored.name] = stored
+        missing = [name for name in weight_map or () if name not in index]
+        if missing and weight_map is not None:
             raise CheckpointError(
-                f"{self.path / self.INDEX}: {lost[0]} should be in {places[lost[0]]}, which does "
-                f"not have it ({len(lost)} such names)"
+                f"{self.path / self.INDEX}: {missing[0]} should be in "
+                f"{weight_map[missing[0]]}, which does not have it ({len(missing)} such names)"
             )
-        return found
+        return index
 
     def _weight_map(self) -> Mapping[str, str] | None:
         """The index's name -> file, or None without an index."""
@@ -80,17 +80,17 @@ class TensorFolder(WeightLoader):
         if not self.INDEX or not file.exists():
             return None
         try:
-            places = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+            weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(
-                f"{file}: weight_map: a table of name -> file is needed"
+                f"{file}: weight_map: a table of name -> file is expected"
             ) from error
         names: set[str] = set()
-        for name in places.values() if isinstance(places, dict) else [None]:
+        for name in weight_map.values() if isinstance(weight_map, dict) else [None]:
             if not isinstance(name, str) or not self.is_shard(name):
-                raise CheckpointError(f"{file}: weight_map: {name!r} is no name of a file here")
+                raise CheckpointError(f"{file}: weight_map: {name!r} is not a valid file name")
             names.add(name)
         missing = sorted(name for name in names if not (self.path / name).exists())
         if missing:
             raise CheckpointError(f"{file}: {', '.join(missing)} missing from {self.path}")
-        return dict(places)
+        return dict(weight_map)

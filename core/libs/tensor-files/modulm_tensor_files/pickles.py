@@ -1,8 +1,8 @@
-"""PyTorch checkpoints: pytorch_model.bin, or shards of it and their index.
+"""PyTorch checkpoints: pytorch_model.bin, or its shards and their index.
 
-Such a file is a pickle, which can name any function to be called. torch's restricted reader
-(`weights_only`) takes tensors and plain containers and refuses everything else unread, so that no
-code of a checkpoint runs. Files are mapped: a tensor is read when it is copied into place.
+Such files are pickles, which can call any function. torch's restricted reader (`weights_only`)
+accepts tensors and plain containers and rejects everything else before executing it. Files are
+memory-mapped: a tensor is read when it is copied.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PickledFolder(TensorFolder):
 
     def files(self) -> list[str]:
         if not (self.path / _SINGLE).exists():
-            raise CheckpointError(f"{self.path}: neither {_SINGLE} nor {self.INDEX} is there")
+            raise CheckpointError(f"{self.path}: neither {_SINGLE} nor {self.INDEX} exists")
         return [_SINGLE]
 
     def headers(self, file: str) -> Iterable[StoredTensor]:
@@ -53,7 +53,7 @@ class PickledFolder(TensorFolder):
 
     @classmethod
     def found_in(cls, path: Path) -> str | None:
-        """The index or the file that a folder has, if any."""
+        """The index or file that a folder has, None if neither exists."""
         names = [name for name in (cls.INDEX, _SINGLE) if (path / name).exists()]
         return names[0] if names else None
 
@@ -61,34 +61,34 @@ class PickledFolder(TensorFolder):
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:
     """The tensors of one file, mapped and not yet read.
 
-    Raises CheckpointError if the file is damaged, or if anything but a table of plain tensors is
-    in it; nothing of such a file has been run.
+    Raises CheckpointError if the file is damaged or holds anything but a table of plain tensors;
+    nothing in such a file is executed.
     """
     import torch
 
     try:
-        # Files older than torch 1.6 are no archives, and cannot be mapped.
+        # Files from before torch 1.6 are not archives and cannot be mapped.
         mapped = zipfile.is_zipfile(file)
         table = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except UnpicklingError as error:
         raise CheckpointError(
-            f"{file}: more than a table of tensors, or damaged; nothing of it was run: "
+            f"{file}: more than a table of tensors, or damaged; nothing was executed: "
             f"{_reason(error)}"
         ) from error
     except Exception as error:
         raise CheckpointError(f"{file}: cannot be read: {_reason(error)}") from error
     if not isinstance(table, dict):
-        raise CheckpointError(f"{file}: a table of tensors is needed, not {type(table).__name__}")
+        raise CheckpointError(f"{file}: a table of tensors is expected, not {type(table).__name__}")
     for name, tensor in table.items():
         plain = isinstance(name, str) and isinstance(tensor, torch.Tensor)
         if not plain or tensor.layout is not torch.strided or tensor.is_quantized:
             kind = type(tensor).__name__
-            raise CheckpointError(f"{file}: {name!r}: a plain tensor is needed, not a {kind}")
+            raise CheckpointError(f"{file}: {name!r}: a plain tensor is expected, not a {kind}")
     return dict(table)
 
 
 def _reason(error: Exception) -> str:
-    """What torch says, without its advice to read the file with less care."""
+    """torch's message, without its advice to disable the restriction."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    named = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
-    return (named or lines or [type(error).__name__])[0][:300]
+    relevant = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
+    return (relevant or lines or [type(error).__name__])[0][:300]

@@ -1,7 +1,7 @@
-"""Safetensors: one file or several (huggingface/safetensors, README "Format").
+"""Safetensors files, single or sharded (huggingface/safetensors, README "Format").
 
-A file is 8 bytes (the header's length, little endian), a JSON header (name -> dtype, shape,
-offsets into what follows), and the data. The header says everything that has to be checked.
+A file is 8 bytes (the header's length, little endian), a JSON header (name -> dtype, shape, offsets
+into the data), and the data. Validating the header is sufficient.
 """
 
 from __future__ import annotations
@@ -45,18 +45,20 @@ _DTYPES = {
 
 
 class SafetensorsFolder(TensorFolder):
-    """model.safetensors, shards and their index, or whatever *.safetensors there are; each tensor
-    is mapped when it is read."""
+    """model.safetensors, shards with their index, or any *.safetensors files.
+
+    Each tensor is mapped when it is read.
+    """
 
     INDEX = "model.safetensors.index.json"
 
     def files(self) -> list[str]:
         if (self.path / _SINGLE).exists():
             return [_SINGLE]
-        found = sorted(file.name for file in self.path.glob("*.safetensors"))
-        if not found:
-            raise CheckpointError(f"{self.path}: no *.safetensors files are there")
-        return found
+        shards = sorted(file.name for file in self.path.glob("*.safetensors"))
+        if not shards:
+            raise CheckpointError(f"{self.path}: no *.safetensors files")
+        return shards
 
     def headers(self, file: str) -> Iterable[StoredTensor]:
         return read_header(self.path / file)
@@ -74,10 +76,10 @@ class SafetensorsFolder(TensorFolder):
 
 
 def read_header(file: Path) -> Iterator[StoredTensor]:
-    """The tensors of one file. Raises CheckpointError if the file is cut short or no such file.
+    """Read the tensors of one file. Raises CheckpointError for truncated or invalid files.
 
-    The header must be one that the format allows: no name twice, each tensor as many bytes as its
-    shape and dtype take, and together all of the data, without gaps and without overlaps.
+    Enforces the format: unique names, each tensor as many bytes as its shape and dtype need, and
+    tensors that cover the data without gaps or overlaps.
     """
     try:
         size = file.stat().st_size
@@ -85,16 +87,16 @@ def read_header(file: Path) -> Iterator[StoredTensor]:
             length = int.from_bytes(opened.read(8), "little")
             if not 2 <= length <= min(size - 8, _LARGEST_HEADER):
                 raise CheckpointError(
-                    f"{file}: no safetensors file: header of {length} bytes in a file of {size}"
+                    f"{file}: not a safetensors file: header of {length} bytes in a file of {size}"
                 )
             header = json.loads(opened.read(length), object_pairs_hook=_once)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: the header cannot be read: {error}") from error
     if not isinstance(header, dict):
-        raise CheckpointError(f"{file}: the header is no table of tensors")
+        raise CheckpointError(f"{file}: the header is not a table of tensors")
     reach = 0
     entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
-    stored = [_stored(file, name, entry, size - 8 - length) for name, entry in entries]
+    stored = [_parse_entry(file, name, entry, size - 8 - length) for name, entry in entries]
     for start, end, tensor in sorted(stored, key=lambda one: one[:2]):
         if start != reach:
             what = "overlaps another tensor" if start < reach else "follows a gap in the data"
@@ -106,17 +108,17 @@ def read_header(file: Path) -> Iterator[StoredTensor]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object in which no name stands twice. Raises ValueError."""
+    """Make a dict from unique names. Raises ValueError for duplicates."""
     table: dict[str, Any] = {}
     for name, value in pairs:
         if name in table:
-            raise ValueError(f"{name} is there twice")
+            raise ValueError(f"duplicate name {name}")
         table[name] = value
     return table
 
 
-def _stored(file: Path, name: str, entry: Any, data: int) -> tuple[int, int, StoredTensor]:
-    """One tensor, with where its bytes begin and end."""
+def _parse_entry(file: Path, name: str, entry: Any, data: int) -> tuple[int, int, StoredTensor]:
+    """One tensor, with the begin and end of its bytes."""
     import torch
 
     try:
@@ -125,12 +127,12 @@ def _stored(file: Path, name: str, entry: Any, data: int) -> tuple[int, int, Sto
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file}: {name}: bad header entry {entry!r}") from error
     if dtype not in _DTYPES:
-        raise CheckpointError(f"{file}: {name}: dtype {dtype!r} is none that is known")
+        raise CheckpointError(f"{file}: {name}: unknown dtype {dtype!r}")
     if any(type(number) is not int or number < 0 for number in numbers):
         raise CheckpointError(f"{file}: {name}: shape {shape} at {start} to {end}")
     if end > data:
         raise CheckpointError(
-            f"{file}: {name}: the file is cut short: {end} bytes of data are needed, {data} there"
+            f"{file}: {name}: the file is truncated: it needs {end} bytes of data and has {data}"
         )
     kind = _DTYPES[dtype]
     wanted = prod(shape) * getattr(torch, kind).itemsize

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import frozen
 
-from modulm.contracts.model import CacheSpec, StateSpec
+from modulm.contracts.model import CacheKind, CacheSpec, StateSpec
 from modulm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,10 +32,9 @@ _UNSHARED = (
 _KEPT_SLOTS = 4
 #: The fewest with which one sequence can go on: see `manager._State`.
 _LEAST_KEPT = 3
-Kind = Literal["attention", "state", "cross"]
-_KINDS: tuple[Kind, ...] = ("attention", "state", "cross")
+_KINDS = tuple(CacheKind)
 #: Kind, block size and window.
-GroupShape = tuple[Kind, int, int | None]
+GroupShape = tuple[CacheKind, int, int | None]
 
 
 @frozen

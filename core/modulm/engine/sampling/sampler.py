@@ -348,11 +348,11 @@ class Sampler:
         if self._platform.queued:
             heat, *filters, drawn = numbers
             off = (self._top_k, 0), (self._top_p, 1), (self._min_p, 0)
-            used = [
+            top_k, top_p, min_p = (
                 given if (known[step.rows] != value).any() else None
                 for given, (known, value) in zip(filters, off, strict=True)
-            ]
-            tokens = self.ops.sample_blind(step.logits, heat, *used, drawn)
+            )
+            tokens = self.ops.sample_blind(step.logits, heat, top_k, top_p, min_p, drawn)
         else:
             tokens = self.ops.sample(step.logits, *numbers)
         return tokens

@@ -104,7 +104,7 @@ class Announcements:
         host, self._port = placement.address
         self.secret_file = secret_file(host, config.group(FleetConfig).data_parallel_secret_file)
         self._tls = tls_contexts(read_secret(self.secret_file))
-        self._own = Announcement.of(config, placement, plugins)
+        self._local = Announcement.of(config, placement, plugins)
         self._elsewhere = placement.elsewhere
         self._hosts: dict[int, str] = {}
         self._changed = threading.Condition()
@@ -146,7 +146,7 @@ class Announcements:
             keep_alive(stranger)
             with stranger, self._tls.accept(stranger) as peer:
                 announcement = Announcement.unpack(_read_frame(peer)[1])
-                reason = self._own.refuses(announcement, self._elsewhere)
+                reason = self._local.refuses(announcement, self._elsewhere)
                 peer.sendall(frames.pack("answer", reason))
                 if reason is not None:
                     log.error("replicas on %s are refused: %s", host, reason)

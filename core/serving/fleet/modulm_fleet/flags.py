@@ -18,20 +18,27 @@ class FleetConfig(FlagGroup):
     server = True
 
     data_parallel_rank: int | None = flag(
-        None, "Serve only the replica with this number; an external load balancer spreads requests.", least=0,
+        None,
+        "Serve only the replica with this number; an external load balancer spreads requests.",
+        least=0,
         aliases=("-dpn",),
-    )  # fmt: skip
+    )
     data_parallel_start_rank: int | None = flag(
-        None, "Number of the first replica on this machine; None: derived from --node-rank.", least=0,
+        None,
+        "Number of the first replica on this machine; None: derived from --node-rank.",
+        least=0,
         aliases=("-dpr",),
-    )  # fmt: skip
+    )
     data_parallel_address: str | None = flag(
         None, "Address of the machine with the front end; None: --master-addr.", aliases=("-dpa",)
     )
     data_parallel_rpc_port: int = flag(
-        _PORT, "Port of that machine at which replicas of other machines announce themselves.", least=1,
-        most=65535, aliases=("-dpp",),
-    )  # fmt: skip
+        _PORT,
+        "Port of that machine at which replicas of other machines announce themselves.",
+        least=1,
+        most=65535,
+        aliases=("-dpp",),
+    )
     data_parallel_secret_file: str | None = flag(
         None,
         "File with a secret of 16 or more bytes, the same on all machines: their connections are "
@@ -43,9 +50,10 @@ class FleetConfig(FlagGroup):
         "mp", "What starts the replicas.", choices=("mp", "ray"), aliases=("-dpb",)
     )
     data_parallel_hybrid_lb: bool = flag(
-        False, "Each machine's front end spreads requests over its own replicas only.",
+        False,
+        "Each machine's front end spreads requests over its own replicas only.",
         aliases=("-dph",),
-    )  # fmt: skip
+    )
     data_parallel_external_lb: bool = flag(
         False,
         "Each replica has a front end of its own; requires --data-parallel-rank.",

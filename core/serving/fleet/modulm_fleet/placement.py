@@ -1,4 +1,4 @@
-"""Which replicas are on which machine, and which front end sends requests to them."""
+"""Which replicas run on which machine, and which front end serves them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["Placement", "placement"]
 
 @frozen
 class Placement:
-    """Which replicas are where.
+    """Which replicas this machine runs and serves.
 
-    here: the numbers of those that this machine runs; served: of those that its front end sends
-    requests to, none for a machine without one. address: where the others announce themselves.
+    here: ranks of the replicas on this machine. served: ranks that its front end sends requests to;
+    empty without a front end. address: where replicas of other machines announce themselves.
     """
 
     here: range
@@ -29,7 +29,7 @@ class Placement:
 
     @property
     def elsewhere(self) -> range:
-        """Replicas that are served here and run on other machines: those that follow."""
+        """Ranks that are served here and run on other machines."""
         return range(self.here.stop, self.served.stop)
 
     @property
@@ -39,27 +39,27 @@ class Placement:
 
     @property
     def several(self) -> bool:
-        """Whether there is anything to choose from, or to be told by others."""
+        """Whether the front end serves more than one replica."""
         return len(self.served) > 1
 
 
 def placement(config: EngineConfig) -> Placement:
-    """What the flags mean. Raises ConfigError for those that contradict one another."""
+    """The placement that the flags describe. Raises ConfigError for contradictory flags."""
     fleet, parallel = config.group(FleetConfig), config.parallel
     size = parallel.data_parallel_size
     if parallel.shared_experts:
-        return _together(config)
+        return _place_together(config)
     if fleet.data_parallel_backend == "ray":
         raise ConfigError("data_parallel_backend", "replicas on Ray are those of modulm-ray-serve")
     address = fleet.data_parallel_address or fleet.master_addr, fleet.data_parallel_rpc_port
     if fleet.data_parallel_rank is not None or fleet.data_parallel_external_lb:
-        own = _one(fleet, size)
-        return Placement(own, own, address)
+        only = _external_replica(fleet, size)
+        return Placement(only, only, address)
     if fleet.nnodes > 1 and size == 1:
         raise ConfigError(
             "nnodes", "one model over several machines needs --distributed-executor-backend ray"
         )
-    here = _here(fleet, parallel.data_parallel_size_local, size)
+    here = _local_replicas(fleet, parallel.data_parallel_size_local, size)
     if fleet.headless:
         if fleet.data_parallel_hybrid_lb:
             raise ConfigError("headless", "with --data-parallel-hybrid-lb each has a front end")
@@ -81,8 +81,8 @@ def placement(config: EngineConfig) -> Placement:
     return Placement(here, range(size), address)
 
 
-def _together(config: EngineConfig) -> Placement:
-    """Replicas whose ranks hold the experts between them: all here, and of one front end."""
+def _place_together(config: EngineConfig) -> Placement:
+    """The placement of replicas that share experts: all on this machine, with one front end."""
     fleet, parallel = config.group(FleetConfig), config.parallel
     size = parallel.data_parallel_size
     elsewhere = {
@@ -96,8 +96,8 @@ def _together(config: EngineConfig) -> Placement:
         "nnodes": fleet.nnodes > 1,
         "distributed_executor_backend": parallel.distributed_executor_backend not in (None, "mp"),
     }
-    for name, given in elsewhere.items():
-        if given:
+    for name, is_set in elsewhere.items():
+        if is_set:
             raise ConfigError(
                 name,
                 "--enable-expert-parallel spreads experts over replicas of one machine, with the "
@@ -108,8 +108,8 @@ def _together(config: EngineConfig) -> Placement:
         "enable_sleep_mode": config.model.enable_sleep_mode,
         "batch_invariant": config.model.batch_invariant,
     }
-    for name, given in absent.items():
-        if given:
+    for name, is_set in absent.items():
+        if is_set:
             raise ConfigError(
                 name,
                 "not yet where replicas share experts (--data-parallel-size with "
@@ -119,8 +119,8 @@ def _together(config: EngineConfig) -> Placement:
     return Placement(range(size), range(size), address)
 
 
-def _one(fleet: FleetConfig, size: int) -> range:
-    """The only replica of a front end."""
+def _external_replica(fleet: FleetConfig, size: int) -> range:
+    """The single replica of a front end behind an external load balancer."""
     rank = fleet.data_parallel_rank
     if rank is None:
         raise ConfigError("data_parallel_external_lb", "needs --data-parallel-rank")
@@ -131,8 +131,8 @@ def _one(fleet: FleetConfig, size: int) -> range:
     return range(rank, rank + 1)
 
 
-def _here(fleet: FleetConfig, local: int | None, size: int) -> range:
-    """The replicas of this machine."""
+def _local_replicas(fleet: FleetConfig, local: int | None, size: int) -> range:
+    """Ranks of the replicas on this machine."""
     if fleet.node_rank >= fleet.nnodes:
         raise ConfigError("node_rank", f"{fleet.node_rank} of --nnodes {fleet.nnodes}")
     count = -(-size // fleet.nnodes) if local is None else local

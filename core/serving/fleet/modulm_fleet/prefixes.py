@@ -1,8 +1,8 @@
-"""Names of what prompts begin with, and which replica holds what of it.
+"""Hashes of prompt prefixes, and which replica has cached which.
 
-A name is what an engine's own prefix cache calls a block: a hash over the name before, tokens and
-whatever else their keys and values depend on. Here the first pieces of a prompt are one block
-long and later ones longer, so that a long prompt costs little more than a short one.
+A piece of a prompt is named by the hash that the engine's prefix cache uses for a block: over the
+parent's hash, the tokens and whatever else their keys and values depend on. The first pieces are
+one block long, later ones longer, so a long prompt costs little more than a short one.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 __all__ = ["HeldPrefixes", "PrefixNames"]
 
-#: Pieces of a prompt of one length, before they become twice as long: what is shared is found to
-#: within an eighth.
+#: Pieces of equal length before the length doubles, so a shared prefix is found to within an
+#: eighth of its length.
 _ALIKE = 8
 
 
 class PrefixNames:
-    """Names prompts piece by piece. block: tokens of a block of the engine's cache."""
+    """Hashes the pieces of prompts. block: tokens of a block of the engine's cache."""
 
     def __init__(self, block: int, algorithm: str = "sha256") -> None:
-        # Python's own hash differs from process to process, and front ends are to agree.
+        # Python's own hash differs between processes, and front ends must agree.
         self._name = hasher("sha256" if algorithm == "builtin" else algorithm)
         self._block = block
         self._ends: list[int] = []
 
     def __call__(self, request: Request) -> tuple[list[bytes], list[int]]:
-        """The names of the prompt's whole pieces, and where each piece ends, in tokens."""
+        """The hashes of the prompt's whole pieces, and where each piece ends, in tokens."""
         length = request.prompt_len
         ends = self._until(length)
         data = request.prompt.astype(np.int32).tobytes()
@@ -50,8 +50,8 @@ class PrefixNames:
         return names, ends
 
     def words(self, data: bytes, extra: bytes) -> tuple[list[bytes], list[int]]:
-        """As of a request whose tokens are the whole words of four bytes in `data`: for those who
-        have a prompt's text only. extra: what the content depends on besides.
+        """The same for a prompt of which only the text is known: four bytes of `data` stand for a
+        token. extra: what else the cached content depends on.
         """
         length, names, parent, start = len(data) // 4, [], b"", 0
         ends = self._until(length)
@@ -64,7 +64,7 @@ class PrefixNames:
         return names, ends[: len(names)]
 
     def _until(self, length: int) -> list[int]:
-        """The ends of all pieces up to `length`, and perhaps of more."""
+        """The ends of all pieces up to `length`, possibly more."""
         ends = self._ends
         while not ends or ends[-1] < length:
             pieces = self._block << len(ends) // _ALIKE
@@ -74,62 +74,62 @@ class PrefixNames:
 
 @define(eq=False)
 class HeldPrefixes:
-    """Which replica holds which pieces, as far as one front end knows.
+    """The pieces that each replica has cached, as far as one front end knows.
 
-    A replica's pieces that were used longest ago are forgotten when they are more tokens than its
-    cache holds: capacity, 0 for a cache that keeps none.
+    The least recently used pieces of a replica are dropped when they exceed its cache (capacity, in
+    tokens; 0: no prefix cache).
     """
 
     replicas: int
     capacity: int
     _holders: dict[bytes, list[int]] = field(factory=dict)
-    _held: list[dict[bytes, int]] = field(init=False)
+    _pieces: list[dict[bytes, int]] = field(init=False)
     _tokens: list[int] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._held = [{} for _ in range(self.replicas)]
+        self._pieces = [{} for _ in range(self.replicas)]
         self._tokens = [0] * self.replicas
 
     def __len__(self) -> int:
         return len(self._holders)
 
     def holders(self, name: bytes) -> list[int] | None:
-        """The replicas that hold a piece; not to be changed."""
+        """The replicas that hold a piece. Do not modify the list."""
         return self._holders.get(name)
 
     def holds(self, replica: int, name: bytes) -> bool:
         """Whether a replica holds a piece."""
-        return name in self._held[replica]
+        return name in self._pieces[replica]
 
     def add(self, replica: int, names: list[bytes], ends: list[int]) -> None:
-        """A replica is about to hold these pieces of one prompt.
+        """Record that a replica will hold these pieces of one prompt.
 
-        The first pieces count as used last: what later ones build on is forgotten after them.
+        The first pieces count as most recently used, because later ones depend on them.
         """
-        held, holders, tokens = self._held[replica], self._holders, self._tokens[replica]
-        for place in range(len(names) - 1, -1, -1):
-            name = names[place]
-            size = held.pop(name, 0)
+        pieces, holders, tokens = self._pieces[replica], self._holders, self._tokens[replica]
+        for index in range(len(names) - 1, -1, -1):
+            name = names[index]
+            size = pieces.pop(name, 0)
             if not size:
-                size = ends[place] - (ends[place - 1] if place else 0)
+                size = ends[index] - (ends[index - 1] if index else 0)
                 tokens += size
                 holders.setdefault(name, []).append(replica)
-            held[name] = size
+            pieces[name] = size
         while tokens > self.capacity:
-            name = next(iter(held))
-            tokens -= held.pop(name)
-            self._lost(replica, name)
+            name = next(iter(pieces))
+            tokens -= pieces.pop(name)
+            self._remove(replica, name)
         self._tokens[replica] = tokens
 
     def forget(self, replica: int) -> None:
-        """A replica holds nothing any more."""
-        for name in self._held[replica]:
-            self._lost(replica, name)
-        self._held[replica] = {}
+        """Record that a replica holds nothing."""
+        for name in self._pieces[replica]:
+            self._remove(replica, name)
+        self._pieces[replica] = {}
         self._tokens[replica] = 0
 
-    def _lost(self, replica: int, name: bytes) -> None:
-        found = self._holders[name]
-        found.remove(replica)
-        if not found:
+    def _remove(self, replica: int, name: bytes) -> None:
+        holders = self._holders[name]
+        holders.remove(replica)
+        if not holders:
             del self._holders[name]

@@ -177,10 +177,10 @@ def placed_media(
     if isinstance(data, tuple) and all(isinstance(one, Media) for one in data):
         media = data
     else:
-        from modulm_media.offline import given_media
+        from modulm_media.offline import parse_media
 
         io = reader.flags.media_io_kwargs
-        media = given_media(data, prompt.get("multi_modal_uuids"), io=io)
+        media = parse_media(data, prompt.get("multi_modal_uuids"), io=io)
     if not all(isinstance(token, int | np.integer) for token in ids):
         raise RequestError("prompt_token_ids must be integers", "prompt")
     media_prompt = reader.read(ids, media, options)

@@ -1,8 +1,7 @@
-"""Which replica of a deployment a request is sent to, by `modulm_fleet.router`'s arithmetic.
+"""Choose the replica of a deployment for a request, with `modulm_fleet.router`.
 
-A front does not tokenize. Four bytes of a prompt's text stand for a token, which is about right,
-and an adapter that a replica would have to load counts as a prompt that it would have to compute.
-Nothing here knows Ray.
+The ingress does not tokenize: four bytes of a prompt's text count as a token, and an adapter that a
+replica would have to load counts as a prompt to compute. This module does not import Ray.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from modulm_fleet.router import Router
 
 __all__ = ["Affinity", "Route", "route"]
 
-#: Words of four bytes in a piece: a block of the engine's cache, about.
+#: Tokens (of four bytes) in a piece, about a block of the engine's cache.
 _BLOCK = 16
-#: Tokens that a cache is taken to hold until its replica has said so.
+#: Assumed tokens of a cache until its replica has reported them.
 _CAPACITY = 1 << 17
-#: Prompt tokens that reading an adapter counts as.
+#: Prompt tokens that loading an adapter counts as.
 _LOADING = 4096
-#: Bytes of a prompt that are looked at: images and sounds come as text too.
-_LOOKED_AT = 1 << 18
-#: Members of a body in the order in which templates put them into a prompt.
+#: Bytes of a prompt that are hashed; images and audio are part of its text.
+_HASHED_BYTES = 1 << 18
+#: Fields of a body in the order in which templates put them into a prompt.
 _TEXTS = (
     "tools", "system", "instructions", "messages", "prompt", "input", "query", "queries", "text_1",
     "documents", "text_2",
@@ -43,9 +42,10 @@ _name = hasher("sha256")
 
 @define(eq=False)
 class Route:
-    """What a request is sent by. It stays in the front: the replica gets an empty one.
+    """The routing data of a request. It stays in the ingress; the replica gets an empty one.
 
-    names, ends: the pieces of the prompt and where each ends, in tokens; tokens: all of it.
+    names, ends: hashes of the pieces of the prompt, and where each ends, in tokens. tokens: length
+    of the prompt.
     """
 
     names: list[bytes]
@@ -59,25 +59,25 @@ class Route:
         return Route, ([], [], 0, "")
 
     def gave(self) -> None:
-        """The replica has begun to answer: the prompt is computed."""
+        """Record that the replica has begun to answer, so the prompt is computed."""
         if self.affinity is not None:
             self.affinity.gave(self)
 
     def ended(self) -> None:
-        """Nothing more comes."""
+        """Record the end of the request."""
         if self.affinity is not None:
             self.affinity.ended(self)
 
     def dead(self) -> None:
-        """The replica said that its engine is dead: it is to get no more requests."""
+        """Send the replica no more requests, because its engine is dead."""
         if self.affinity is not None and self.replica is not None:
             self.affinity.down(self.replica)
 
 
 def route(body: Mapping[str, Any], adapter: str | None, tenant: bytes) -> Route:
-    """The route of a decoded body. tenant: what separates those who share no cache."""
+    """The route of a decoded body. tenant: separates clients that share no cache."""
     data = b"".join(msgspec.json.encode(body[name]) for name in _TEXTS if body.get(name))
-    data = data[:_LOOKED_AT]
+    data = data[:_HASHED_BYTES]
     extra = tenant
     if isinstance(salt := body.get("cache_salt"), str):
         extra += b"\0" + salt.encode()
@@ -91,97 +91,99 @@ def route(body: Mapping[str, Any], adapter: str | None, tenant: bytes) -> Route:
 
 
 def _adapter_name(adapter: str) -> bytes:
-    """What having loaded an adapter is called."""
+    """The hash that stands for a loaded adapter."""
     return _name(b"", b"", b"adapter " + adapter.encode())
 
 
 @define(eq=False)
 class Affinity:
-    """One front's knowledge of a deployment's replicas, which have names. For any thread.
+    """What one ingress replica knows of a deployment's replicas, by name. Thread-safe.
 
-    slots: replicas at most, those that are ending included; shared: whether there are more fronts.
+    slots: most replicas, including ending ones. shared: whether there are more ingress replicas.
     """
 
     slots: int
     shared: bool = False
     _router: Router = field(init=False)
-    _places: dict[str, int] = field(factory=dict)
+    _indices: dict[str, int] = field(factory=dict)
     _lock: threading.Lock = field(factory=threading.Lock)
 
     def __attrs_post_init__(self) -> None:
         self._router = Router(self.slots, _BLOCK, _CAPACITY, shared=self.shared)
-        for place in range(self.slots):
-            self._router.down(place)
+        for index in range(self.slots):
+            self._router.down(index)
 
     def update(self, replicas: Mapping[str, tuple[int, Iterable[str]]]) -> None:
-        """These are all that take requests, each with the tokens that its cache holds, 0 if it
-        has not said so, and the adapters that it has.
+        """Set the replicas that take requests: name -> tokens of its cache (0: unknown) and loaded
+        adapters.
         """
         with self._lock:
-            for name in self._places.keys() - replicas.keys():
-                self._router.lost(self._places.pop(name))
+            for name in self._indices.keys() - replicas.keys():
+                self._router.lost(self._indices.pop(name))
             for name, (capacity, adapters) in replicas.items():
-                if name not in self._places and len(self._places) < self.slots:
-                    self._places[name] = place = self._free(name)
-                    self._router.up(place)
+                if name not in self._indices and len(self._indices) < self.slots:
+                    self._indices[name] = index = self._free(name)
+                    self._router.up(index)
                 if capacity:
-                    self._router.held.capacity = capacity
-                for adapter in adapters if name in self._places else ():
-                    self._router.held.add(self._places[name], [_adapter_name(adapter)], [_LOADING])
+                    self._router.prefixes.capacity = capacity
+                for adapter in adapters if name in self._indices else ():
+                    self._router.prefixes.add(
+                        self._indices[name], [_adapter_name(adapter)], [_LOADING]
+                    )
 
     def _free(self, name: str) -> int:
-        """A place for a replica, mostly the same one in all fronts."""
-        taken = set(self._places.values())
-        place = zlib.crc32(name.encode()) % self.slots
-        while place in taken:
-            place = (place + 1) % self.slots
-        return place
+        """A free index for a replica, usually the same in all ingress replicas."""
+        used = set(self._indices.values())
+        index = zlib.crc32(name.encode()) % self.slots
+        while index in used:
+            index = (index + 1) % self.slots
+        return index
 
-    def choose(self, asked: Route) -> str | None:
-        """The replica for a request, which counts as sent; None if none takes requests."""
+    def choose(self, route: Route) -> str | None:
+        """Choose and record the replica for a request; None if no replica takes requests."""
         with self._lock:
-            self._router.ended(asked.id)
-            asked.affinity = self
+            self._router.ended(route.id)
+            route.affinity = self
             try:
-                place = self._router.send_named([asked.id], asked.names, asked.ends, asked.tokens)
+                index = self._router.send_named([route.id], route.names, route.ends, route.tokens)
             except EngineStalled:
-                asked.replica = None
+                route.replica = None
                 return None
-            asked.replica = next(name for name, own in self._places.items() if own == place)
-            return asked.replica
+            route.replica = next(name for name, known in self._indices.items() if known == index)
+            return route.replica
 
-    def sent(self, asked: Route, replica: str) -> None:
-        """Where a request went in the end: the one that was chosen may have been full."""
-        if asked.replica == replica:
+    def sent(self, route: Route, replica: str) -> None:
+        """Record the replica that took a request; the chosen one may have been full."""
+        if route.replica == replica:
             return
         with self._lock:
-            self._router.ended(asked.id)
-            asked.replica, place = replica, self._places.get(replica)
-            if place is not None:
-                self._router.sent(place, [asked.id], asked.names, asked.ends, asked.tokens)
+            self._router.ended(route.id)
+            route.replica, index = replica, self._indices.get(replica)
+            if index is not None:
+                self._router.sent(index, [route.id], route.names, route.ends, route.tokens)
 
-    def gave(self, asked: Route) -> None:
-        """A request is being answered."""
+    def gave(self, route: Route) -> None:
+        """Record that a request is being answered."""
         with self._lock:
-            place = self._router.replica(asked.id)
-            if place is not None:
-                self._router.gave(place, [asked.id])
+            index = self._router.replica(route.id)
+            if index is not None:
+                self._router.gave(index, [route.id])
 
-    def ended(self, asked: Route) -> None:
-        """A request has ended, however."""
+    def ended(self, route: Route) -> None:
+        """Record the end of a request."""
         with self._lock:
-            self._router.ended(asked.id)
+            self._router.ended(route.id)
 
     def heard(self, replica: str, requests: int) -> None:
-        """A replica says how many requests it has, of all fronts."""
+        """Record how many requests a replica has, from all ingress replicas."""
         with self._lock:
-            place = self._places.get(replica)
-            if place is not None:
-                self._router.heard(place, requests)
+            index = self._indices.get(replica)
+            if index is not None:
+                self._router.heard(index, requests)
 
     def down(self, replica: str) -> None:
-        """A replica takes no requests any more; Ray Serve will say when there is another."""
+        """Send no more requests to a replica, until Ray Serve reports a new one."""
         with self._lock:
-            place = self._places.get(replica)
-            if place is not None:
-                self._router.down(place)
+            index = self._indices.get(replica)
+            if index is not None:
+                self._router.down(index)

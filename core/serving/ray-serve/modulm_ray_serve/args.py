@@ -1,4 +1,4 @@
-"""What an application is built of: models, each with flags of `modulm serve` and how it scales."""
+"""The arguments of an application: models with flags of `modulm serve` and scaling options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from modulm_adapters.flags import LoRAConfig
 
 __all__ = ["AppArgs", "ModelArgs"]
 
-#: Flags of a server's own socket and processes, and of replicas: these are Ray Serve's here.
+#: Flags of sockets, processes and replicas, which Ray Serve manages here.
 _ELSEWHERE = (
     "host", "port", "uds", "ssl_", "enable_ssl_refresh", "api_server_count", "headless", "nnodes",
     "node_rank", "master_addr", "root_path", "shutdown_timeout", "max_connections",
@@ -22,10 +22,10 @@ _ELSEWHERE = (
 
 
 class ModelArgs(BaseModel):
-    """One model. What is not named here is a flag of `modulm serve`, with dashes or underscores.
+    """One model. Other keys are flags of `modulm serve`, with dashes or underscores.
 
-    adapters: name -> folder, loaded where a request first names one; num_cpus and num_gpus: of one
-    replica; autoscaling, router and deployment: further options of Ray Serve, which come last.
+    adapters: name -> folder, loaded when a request first names one. num_cpus, num_gpus: of one
+    replica. autoscaling, router, deployment: further options of Ray Serve, which take precedence.
     """
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
@@ -46,23 +46,23 @@ class ModelArgs(BaseModel):
         Raises ConfigError for those that have no meaning behind Ray Serve.
         """
         known = catalog()
-        given: dict[str, Any] = {"model": self.model}
+        values: dict[str, Any] = {"model": self.model}
         for key, value in (self.model_extra or {}).items():
             name = key.replace("-", "_")
             name = known.canonical(name) or name
             if name.startswith(_ELSEWHERE):
-                raise ConfigError(name, "is Ray Serve's to say: see its http_options and replicas")
-            given[name] = value
+                raise ConfigError(name, "is set by Ray Serve: see its http_options and replicas")
+            values[name] = value
         if self.adapters:
-            given.setdefault("enable_lora", True)
-        return given
+            values.setdefault("enable_lora", True)
+        return values
 
     def draft(self) -> Draft:
         """The configuration of a replica. Raises ConfigError for wrong flags."""
-        made = draft(Source("application's arguments", self.flags()), environment())
-        if self.adapters and not made.config.group(LoRAConfig).enable_lora:
+        resolved = draft(Source("application's arguments", self.flags()), environment())
+        if self.adapters and not resolved.config.group(LoRAConfig).enable_lora:
             raise ConfigError("enable_lora", "adapters are named: leave it out, or say true")
-        return made
+        return resolved
 
 
 class AppArgs(ModelArgs):
@@ -72,10 +72,14 @@ class AppArgs(ModelArgs):
     ingress: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _either(self) -> AppArgs:
-        own = self.model_fields_set - {"models", "ingress"} | (self.model_extra or {}).keys()
-        if self.models and own:
-            raise ValueError(f"give models, or one model with {', '.join(sorted(own))}; not both")
+    def _check_exclusive(self) -> AppArgs:
+        model_fields = (
+            self.model_fields_set - {"models", "ingress"} | (self.model_extra or {}).keys()
+        )
+        if self.models and model_fields:
+            raise ValueError(
+                f"give models, or one model with {', '.join(sorted(model_fields))}; not both"
+            )
         return self
 
     def each(self) -> list[ModelArgs]:

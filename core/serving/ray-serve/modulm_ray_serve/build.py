@@ -1,4 +1,4 @@
-"""The builder of the application. Ray Serve reads its argument's type when it calls it."""
+"""The application builder. Ray Serve reads the type of its argument."""
 
 import re
 from typing import Any
@@ -20,9 +20,9 @@ __all__ = ["app"]
 
 
 def app(args: AppArgs) -> Application:
-    """An application of one model or several, each a deployment, behind OpenAI's routes.
+    """An application of one or several models, each a deployment, behind OpenAI's routes.
 
-    Raises ConfigError for wrong flags and for a name that two models have.
+    Raises ConfigError for wrong flags, and if two models have the same name.
     """
     fronts: Any = args.ingress.get("num_replicas", 1)
     if args.ingress.get("autoscaling_config") is not None:
@@ -36,8 +36,10 @@ def app(args: AppArgs) -> Application:
             raise ConfigError("served_model_name", f"two models are called {min(twice)!r}")
         names |= {*listed.names, *listed.adapters}
         name = _deployment_name(listed.names[0])
-        made = serve.deployment(name=name, **model_options(each, config, fronts))(ModelReplica)
-        handles.append(made.bind(each.flags(), each.adapters))
+        deployment = serve.deployment(name=name, **model_options(each, config, fronts))(
+            ModelReplica
+        )
+        handles.append(deployment.bind(each.flags(), each.adapters))
         served.append(listed)
     front = serve.deployment(name="front", **front_options(args.ingress))
     bound: Application = front(serve.ingress()(Front)).bind(served, *handles)
@@ -60,6 +62,6 @@ def _served(args: ModelArgs, config: EngineConfig) -> Served:
 
 
 def _deployment_name(name: str) -> str:
-    """A model's name as Ray Serve takes it; "front" is another one's."""
-    made = re.sub(r"[^\w.-]", "-", name).strip("-")
-    return f"{made}-model" if made in ("", "front") else made
+    """A deployment name that Ray Serve accepts; "front" is the ingress."""
+    cleaned = re.sub(r"[^\w.-]", "-", name).strip("-")
+    return f"{cleaned}-model" if cleaned in ("", "front") else cleaned

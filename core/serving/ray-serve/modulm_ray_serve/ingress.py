@@ -1,6 +1,6 @@
-"""The front of an application: reads which model a request is for and hands it to a replica.
+"""The ingress of an application: forwards each request to a replica of the model it names.
 
-It has no tokenizer and no engine. What a replica's application answers is sent on as it comes.
+It has no tokenizer and no engine. Answers of replicas are forwarded as they arrive.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ __all__ = ["Front", "Served"]
 
 log = logging.getLogger("modulm_server")
 
-#: Routes that any replica can answer; others are of one process and its memory or disk.
-_ASKED = frozenset(
+#: Routes that any replica can answer; others depend on the memory or disk of one process.
+_FORWARDED = frozenset(
     {
         "/v1/chat/completions", "/v1/chat/completions/render", "/v1/completions",
         "/v1/completions/render", "/v1/embeddings", "/v1/responses", "/v1/responses/input_tokens",
@@ -43,20 +43,22 @@ _ASKED = frozenset(
         "/api/generate", "/api/embed", "/api/embeddings", "/api/show",
     }
 )  # fmt: skip
-#: Members of a body that mean what one replica keeps.
-_KEPT = ("previous_response_id", "conversation", "background")
-#: What goes to a replica of ASGI's scope; all of it is plain.
+#: Fields of a body that refer to state of one replica.
+_STATEFUL_FIELDS = ("previous_response_id", "conversation", "background")
+#: Keys of the ASGI scope that are sent to a replica; their values are plain.
 _PLAIN = ("type", "http_version", "method", "scheme", "query_string", "headers", "client", "server")
-#: Replicas that may die under a request that has sent nothing.
+#: Replicas that may die during a request before it fails.
 _DEATHS = 3
-#: Seconds in which a model's replica must say that it lives.
-_SIGN = 2.0
+#: Seconds in which a replica of a model must answer a health check.
+_HEALTH_TIMEOUT = 2.0
 
 
 @frozen
 class Served:
-    """A model that the application has. names: of it, the first is shown; adapters: name -> folder;
-    keys: how many there are; apart: whether each has a cache of its own; limit: bytes of a body.
+    """A model of the application.
+
+    names: its names, of which the first is shown. adapters: name -> folder. keys: number of API
+    keys. apart: whether each key has a prefix cache of its own. limit: most bytes of a body.
     """
 
     names: tuple[str, ...]
@@ -67,19 +69,21 @@ class Served:
 
 
 class Front:
-    """served, handles: the models and where their replicas are reached, in one order."""
+    """The ingress. served, handles: the models and the handles of their replicas, in one order."""
 
     def __init__(self, served: Sequence[Served], *handles: DeploymentHandle) -> None:
         self._models = list(zip(served, (_streaming(handle) for handle in handles), strict=True))
         self._plain = handles
         self._limit = max(each.limit for each in served)
         self._by_name = {
-            name: place
-            for place, each in enumerate(served)
+            name: index
+            for index, each in enumerate(served)
             for name in (*each.names, *each.adapters)
         }
         if not all(each.keys for each in served):
-            log.warning("no key is asked for: whoever reaches Ray Serve's address uses the models")
+            log.warning(
+                "no API key is required: anyone who reaches Ray Serve's address can use the models"
+            )
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         async def application(scope: Scope, receive: Receive, send: Send) -> None:
@@ -89,7 +93,7 @@ class Front:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await _live(receive, send)
+            await _answer_lifespan(receive, send)
             return
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
@@ -98,20 +102,20 @@ class Front:
         try:
             await self._serve(_path(scope), scope, receive, started)
         except Exception as error:
-            told = describe(_known(error), "")
-            if told.status >= 500:
+            described = describe(_as_own_error(error), "")
+            if described.status >= 500:
                 log.error("%s failed: %s: %s", scope["path"], type(error).__name__, error)
-            if not started.begun:
-                await respond(told)(scope, receive, send)
+            if not started.has_started:
+                await respond(described)(scope, receive, send)
             elif started.events:
-                data = b"data: " + msgspec.json.encode(error_body(told)) + b"\n\n"
+                data = b"data: " + msgspec.json.encode(error_body(described)) + b"\n\n"
                 await send({"type": "http.response.body", "body": data, "more_body": False})
             else:
                 raise
 
     async def _serve(self, path: str, scope: Scope, receive: Receive, send: _Started) -> None:
-        if path in _ASKED and scope["method"] == "POST":
-            await self._ask(path, scope, receive, send)
+        if path in _FORWARDED and scope["method"] == "POST":
+            await self._forward_request(path, scope, receive, send)
             return
         if scope["method"] not in ("GET", "HEAD"):
             raise ApiError(404, f"{scope['method']} {path} is not served behind Ray Serve")
@@ -120,34 +124,36 @@ class Front:
         elif path == "/version":
             response = json_response({"version": modulm.__version__})
         elif path == "/v1/models" or path.startswith("/v1/models/"):
-            response = await self._listed(scope, path.removeprefix("/v1/models").strip("/"))
+            response = await self._list_models(scope, path.removeprefix("/v1/models").strip("/"))
         else:
             raise ApiError(404, f"GET {path} is not served behind Ray Serve")
         await response(scope, receive, send)
 
     # Requests for a model.
 
-    async def _ask(self, path: str, scope: Scope, receive: Receive, send: _Started) -> None:
+    async def _forward_request(
+        self, path: str, scope: Scope, receive: Receive, send: _Started
+    ) -> None:
         body = await self._body(receive)
-        asked = await _fields(scope, body)
-        kept = next((name for name in _KEPT if asked.get(name)), None)
-        if kept is not None and path.startswith("/v1/responses"):
-            raise bad_field(kept, f"{kept}: responses are not kept behind Ray Serve")
-        name = asked.get("model")
-        place = self._by_name.get(name) if isinstance(name, str) else None
-        if place is None:
+        members = await _fields(scope, body)
+        stateful = next((name for name in _STATEFUL_FIELDS if members.get(name)), None)
+        if stateful is not None and path.startswith("/v1/responses"):
+            raise bad_field(stateful, f"{stateful}: responses are not kept behind Ray Serve")
+        name = members.get("model")
+        index = self._by_name.get(name) if isinstance(name, str) else None
+        if index is None:
             if isinstance(name, str) and name:
                 raise model_error(name)
-            if len(self._models) > 1 and asked:
+            if len(self._models) > 1 and members:
                 raise bad_field("model", f"model: one of {', '.join(sorted(self._by_name))}")
-            place = 0
-        served, handle = self._models[place]
+            index = 0
+        served, handle = self._models[index]
         adapter = name if name in served.adapters else None
         tenant = dict(scope["headers"]).get(b"authorization", b"") if served.apart else b""
-        sent_by = route(asked, adapter, tenant)
+        sent_by = route(members, adapter, tenant)
         if adapter is not None:
             handle = handle.options(multiplexed_model_id=adapter)
-        watch = asyncio.ensure_future(_gone(receive))
+        watch = asyncio.ensure_future(_wait_for_disconnect(receive))
         task = asyncio.ensure_future(_forward(handle, _call(scope, path, body), sent_by, send))
         try:
             await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -161,18 +167,18 @@ class Front:
             sent_by.ended()
 
     async def _body(self, receive: Receive) -> bytes:
-        found = bytearray()
+        body = bytearray()
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ApiError(400, "the body did not come to its end")
-            found += message.get("body", b"")
-            if len(found) > self._limit:
+            body += message.get("body", b"")
+            if len(body) > self._limit:
                 raise ApiError(413, f"the body has more than {self._limit} bytes")
             if not message.get("more_body"):
-                return bytes(found)
+                return bytes(body)
 
-    # What is asked of all models.
+    # Requests to all models.
 
     async def _health(self) -> Any:
         states = await asyncio.gather(*(_state(handle) for handle in self._plain))
@@ -183,24 +189,24 @@ class Front:
         }
         return json_response({"status": status, "models": each}, 200 if alive else 503)
 
-    async def _listed(self, scope: Scope, name: str) -> Any:
-        """All models and adapters, or one, in the words that the replicas' own route has."""
+    async def _list_models(self, scope: Scope, name: str) -> Any:
+        """All models and adapters, or one, in the format of the replicas' own route."""
         listed = {**scope, "query_string": b""}
-        asks = (_whole(handle, _call(listed, "/v1/models")) for _, handle in self._models)
-        answers = await asyncio.gather(*asks)
+        calls = (_collect(handle, _call(listed, "/v1/models")) for _, handle in self._models)
+        answers = await asyncio.gather(*calls)
         cards: list[dict[str, Any]] = []
         for (served, _), (status, body) in zip(self._models, answers, strict=True):
-            told = msgspec.json.decode(body)
+            listing = msgspec.json.decode(body)
             if status != 200:
-                return json_response(told, status)
-            own = [card for card in told["data"] if card["id"] not in served.adapters]
-            cards += own
-            cards += [_adapter_card(own[0], adapter) for adapter in served.adapters]
+                return json_response(listing, status)
+            model_cards = [card for card in listing["data"] if card["id"] not in served.adapters]
+            cards += model_cards
+            cards += [_adapter_card(model_cards[0], adapter) for adapter in served.adapters]
         if name:
-            found = next((card for card in cards if card["id"] == name), None)
-            if found is None:
+            matching = next((card for card in cards if card["id"] == name), None)
+            if matching is None:
                 raise model_error(name)
-            return json_response(found)
+            return json_response(matching)
         if any(key == b"anthropic-version" for key, _ in scope["headers"]):
             ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"], "has_more": False}
             return json_response({"data": cards, **ends})
@@ -208,22 +214,22 @@ class Front:
 
 
 class _Started:
-    """Sends, and knows whether an answer has begun and whether it is one of events."""
+    """Sends messages and records whether an answer has started, and whether it is a stream."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self.begun = False
+        self.has_started = False
         self.events = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             kind = dict(message.get("headers", ())).get(b"content-type", b"")
-            self.begun, self.events = True, kind.startswith(b"text/event-stream")
+            self.has_started, self.events = True, kind.startswith(b"text/event-stream")
         await self._send(message)
 
 
 async def _forward(handle: DeploymentHandle, call: Call, sent_by: Route, send: _Started) -> None:
-    """Ask a replica; another one if it dies before it has said anything."""
+    """Forward a request; retry on another replica if one dies before it has answered."""
     for deaths in range(_DEATHS):
         answer = handle.ask.remote(call, sent_by)
         try:
@@ -234,7 +240,7 @@ async def _forward(handle: DeploymentHandle, call: Call, sent_by: Route, send: _
             return
         except (RayActorError, EngineDead) as error:
             sent_by.dead()
-            if send.begun or deaths + 1 == _DEATHS:
+            if send.has_started or deaths + 1 == _DEATHS:
                 raise ReplicaDied(f"its replica is gone: {_cause(error)}") from error
             log.warning("a replica is gone, the request begins again: %s", _cause(error))
         except BaseException:
@@ -242,7 +248,7 @@ async def _forward(handle: DeploymentHandle, call: Call, sent_by: Route, send: _
             raise
 
 
-async def _whole(handle: DeploymentHandle, call: Call) -> tuple[int, bytes]:
+async def _collect(handle: DeploymentHandle, call: Call) -> tuple[int, bytes]:
     """(status, body) of a short answer."""
     status, body = 500, b""
     async for messages in handle.ask.remote(call, None):
@@ -253,16 +259,16 @@ async def _whole(handle: DeploymentHandle, call: Call) -> tuple[int, bytes]:
 
 
 async def _state(handle: DeploymentHandle) -> str:
-    """How a model is: ok, starting (no replica answers), or dead."""
-    asked = handle.health.remote()
+    """The state of a model: ok, starting (no replica answers) or dead."""
+    call = handle.health.remote()
 
     async def wait() -> None:
-        await asked
+        await call
 
     try:
-        await asyncio.wait_for(wait(), _SIGN)
+        await asyncio.wait_for(wait(), _HEALTH_TIMEOUT)
     except TimeoutError:
-        asked.cancel()
+        call.cancel()
         return "starting"
     except Exception:
         return "dead"
@@ -277,8 +283,8 @@ def _cause(error: BaseException) -> str:
     return str(getattr(error, "cause", error)).splitlines()[0]
 
 
-def _known(error: Exception) -> Exception:
-    """What Ray Serve raises in our words."""
+def _as_own_error(error: Exception) -> Exception:
+    """The error that corresponds to one of Ray Serve."""
     if isinstance(error, BackPressureError):
         return ApiError(
             503, "too many requests wait", code="overloaded", headers={"Retry-After": "1"}
@@ -306,8 +312,8 @@ def _call(scope: Scope, path: str, body: bytes = b"") -> Call:
 
 
 async def _fields(scope: Scope, body: bytes) -> dict[str, Any]:
-    """The body's members, of a form those that are text; none of what cannot be read, which the
-    replica then says.
+    """The fields of a body, or the text fields of a form. Empty if it cannot be parsed; the replica
+    then reports the error.
     """
     kind = dict(scope["headers"]).get(b"content-type", b"")
     if kind.startswith(b"multipart/form-data"):
@@ -320,28 +326,28 @@ async def _fields(scope: Scope, body: bytes) -> dict[str, Any]:
                 return {name: value for name, value in form.items() if isinstance(value, str)}
         return {}
     with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        found = msgspec.json.decode(body)
-        if isinstance(found, dict):
-            return found
+        members = msgspec.json.decode(body)
+        if isinstance(members, dict):
+            return members
     return {}
 
 
 def _adapter_card(card: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The model's own card turned into that of one of its adapters."""
+    """The card of an adapter, made from its model's."""
     changed: dict[str, Any] = {**card, "id": name}
     if "display_name" in card:
         return {**changed, "display_name": name}
     return {**changed, "root": name, "parent": card["id"]}
 
 
-async def _gone(receive: Receive) -> None:
-    """Until the client is gone."""
+async def _wait_for_disconnect(receive: Receive) -> None:
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _live(receive: Receive, send: Send) -> None:
-    """The application's own life: nothing begins or ends with it."""
+async def _answer_lifespan(receive: Receive, send: Send) -> None:
+    """Answer lifespan events; the ingress has nothing to start or stop."""
     while True:
         message = await receive()
         await send({"type": f"{message['type']}.complete"})

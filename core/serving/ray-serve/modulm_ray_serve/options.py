@@ -14,25 +14,25 @@ if TYPE_CHECKING:
 
 __all__ = ["front_options", "model_options"]
 
-#: Sequences that a replica is taken to run at once where --max-num-seqs is not given.
+#: Assumed number of concurrent sequences of a replica without --max-num-seqs.
 _ROWS = 64
-#: Part of a replica's rows that is to be busy: more, and another replica is started.
+#: Share of busy rows above which another replica is started.
 _BUSY = 0.75
-#: Requests that a replica may have, by its rows: those that run, and as many that wait.
-_HELD = 2
-#: Seconds that a stream may go on after its replica was told to end.
-_PATIENCE = 600.0
-#: Requests that a front may have open at once: each is little more than a connection.
+#: Requests of a replica per row: one that runs and one that waits.
+_REQUESTS_PER_ROW = 2
+#: Seconds that a stream may continue after its replica was told to stop.
+_SHUTDOWN_TIMEOUT = 600.0
+#: Concurrent requests of an ingress replica; each is little more than a connection.
 _OPEN = 4096
 
 
 def model_options(args: ModelArgs, config: EngineConfig, fronts: int) -> dict[str, Any]:
-    """Options for the replicas of a model. fronts: how many send requests to them."""
+    """Options for the replicas of a model. fronts: number of ingress replicas."""
     rows = config.scheduler.max_num_seqs or _ROWS
     most = args.max_replicas or args.min_replicas
     options: dict[str, Any] = {
-        "max_ongoing_requests": max(_HELD, _HELD * rows),
-        "graceful_shutdown_timeout_s": _PATIENCE,
+        "max_ongoing_requests": max(_REQUESTS_PER_ROW, _REQUESTS_PER_ROW * rows),
+        "graceful_shutdown_timeout_s": _SHUTDOWN_TIMEOUT,
         "graceful_shutdown_wait_loop_s": 0.5,
         "health_check_period_s": 2.0,
         "health_check_timeout_s": 10.0,
@@ -57,10 +57,10 @@ def model_options(args: ModelArgs, config: EngineConfig, fronts: int) -> dict[st
 
 
 def _resources(args: ModelArgs, config: EngineConfig) -> dict[str, Any]:
-    """What a replica takes of the cluster, with its workers beside it. Those of the ray executor
-    are actors, for which it reserves a placement group of its own.
+    """The cluster resources of a replica with its workers. The ray executor's workers are actors
+    with a placement group of their own.
 
-    Raises ConfigError for devices that the replica would take without having a use for them.
+    Raises ConfigError for devices that the replica would not use.
     """
     parallel = config.parallel
     if parallel.distributed_executor_backend == "ray":
@@ -74,11 +74,11 @@ def _resources(args: ModelArgs, config: EngineConfig) -> dict[str, Any]:
     return {"ray_actor_options": wanted}
 
 
-def front_options(given: dict[str, Any]) -> dict[str, Any]:
-    """Options for what takes the requests and hands them on."""
+def front_options(overrides: dict[str, Any]) -> dict[str, Any]:
+    """Options for the ingress."""
     return {
         "max_ongoing_requests": _OPEN,
-        "graceful_shutdown_timeout_s": _PATIENCE,
+        "graceful_shutdown_timeout_s": _SHUTDOWN_TIMEOUT,
         "graceful_shutdown_wait_loop_s": 0.5,
-        **given,
+        **overrides,
     }

@@ -1,7 +1,7 @@
-"""A replica of a model: an engine, and the server's own application in front of it.
+"""A replica of a model: an engine with the server's own application in front of it.
 
-The application is asked as a server would ask it, without a network: what it sends goes to whoever
-asked, as lists of ASGI messages.
+The application is called as a server would call it, without a network; its ASGI messages are
+returned to the caller as lists.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ __all__ = ["Call", "ModelReplica"]
 
 log = logging.getLogger("modulm_server")
 
-#: Adapters that a replica keeps where --max-cpu-loras does not say it.
-_HELD = 32
+#: Adapters that a replica keeps loaded without --max-cpu-loras.
+_DEFAULT_ADAPTERS = 32
 
 
 @frozen
 class Call:
-    """A request as it goes to a replica. scope: what is plain of ASGI's; body: all of it."""
+    """A request to a replica. scope: the plain values of the ASGI scope. body: all of it."""
 
     scope: Mapping[str, Any]
     body: bytes = b""
 
 
 class _Loaded:
-    """An adapter that a replica has. Ray Serve deletes the one that was used longest ago; requests
-    that use it then end as they would.
+    """A loaded adapter. Ray Serve deletes the least recently used one; requests that use it then
+    finish normally.
     """
 
     def __init__(self, engine: AsyncLLM, name: str) -> None:
@@ -65,25 +65,25 @@ class _Loaded:
 
 
 class ModelReplica:
-    """An engine. flags: of `modulm serve`; adapters: name -> folder, read when they are named."""
+    """An engine. flags: of `modulm serve`. adapters: name -> folder, loaded on first use."""
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
         self, flags: Mapping[str, Any], adapters: Mapping[str, str]
     ) -> None:
-        made = draft(Source("application's arguments", flags), environment())
-        for notice in made.notices:
+        draft_config = draft(Source("application's arguments", flags), environment())
+        for notice in draft_config.notices:
             log.warning("%s", notice.message)
-        self._engine = await asyncio.to_thread(self._open, made.config)
+        self._engine = await asyncio.to_thread(self._open, draft_config.config)
         self._served = create_app(self._engine, self._config)
         await self._served.start()
-        lora = made.config.group(LoRAConfig)
+        lora = draft_config.config.group(LoRAConfig)
         self._adapters = dict(adapters)
-        held = lora.max_cpu_loras or max(_HELD, lora.max_loras)
+        capacity = lora.max_cpu_loras or max(_DEFAULT_ADAPTERS, lora.max_loras)
 
         async def load(name: str) -> _Loaded:  # Ray Serve keeps a function's models with it
             return await self._adapter(name)
 
-        self._load = serve.multiplexed(max_num_models_per_replica=held)(load)
+        self._load = serve.multiplexed(max_num_models_per_replica=capacity)(load)
 
     def _open(self, config: Any) -> AsyncLLM:
         check_files(config.group(ServerConfig))
@@ -97,14 +97,14 @@ class ModelReplica:
         await asyncio.wrap_future(self._engine.load_adapter(adapter))
         return _Loaded(self._engine, name)
 
-    # What Ray Serve asks.
+    # Called by Ray Serve.
 
     async def check_health(self) -> None:
         """Raise EngineDead or EngineStalled: Ray Serve then starts another replica."""
         await self._engine.check_health()
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """What routers know of this replica."""
+        """What routers learn of this replica."""
         return {"cache_tokens": self._engine.info.cache_tokens}
 
     async def __del__(self) -> None:
@@ -113,17 +113,17 @@ class ModelReplica:
             await served.stop()
             await asyncio.to_thread(self._engine.shutdown)
 
-    # What the front asks.
+    # Called by the ingress.
 
     async def health(self) -> None:
-        """As `check_health`, of whichever replica is asked."""
+        """See `check_health`; for the ingress."""
         await self._engine.check_health()
 
     async def ask(self, call: Call, route: Route | None) -> AsyncGenerator[list[Message], None]:
-        """The application's answer. route: for the router, not for the replica.
+        """Stream the application's answer. route: used by the router only.
 
-        Raises EngineDead if nothing could be answered since the engine is dead. Whoever goes away
-        takes the request with him.
+        Raises EngineDead if the engine died before the answer began. If the caller disconnects, the
+        request is cancelled.
         """
         await self._engine.check_health()
         answer = _Answer(call.body)
@@ -139,7 +139,7 @@ class ModelReplica:
             await task
         finally:
             if not task.done():
-                answer.gone.set()
+                answer.disconnected.set()
                 task.cancel()
                 with suppress(asyncio.CancelledError, Exception):
                     await task
@@ -158,37 +158,37 @@ class ModelReplica:
 
 
 class _Answer:
-    """What goes to the application and what comes from it."""
+    """The ASGI channels of one request to the application."""
 
     def __init__(self, body: bytes) -> None:
-        self.gone = asyncio.Event()
+        self.disconnected = asyncio.Event()
         self._body: bytes | None = body
         self._messages: list[Message] = []
         self._ended = False
         self._changed = asyncio.Event()
 
     async def receive(self) -> Message:
-        """The body, then the end of the connection when it comes."""
+        """Receive the body, then the disconnect."""
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
-        await self.gone.wait()
+        await self.disconnected.wait()
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
-        """Take a message of the application's."""
+        """Queue a message of the application."""
         self._messages.append(message)
         self._changed.set()
 
     def end(self) -> None:
-        """No more comes."""
+        """Mark the answer as complete."""
         self._ended = True
         self._changed.set()
 
     async def next(self) -> list[Message]:
-        """What has come since, at least one; none at the end."""
+        """The new messages, at least one; empty at the end."""
         while not self._messages and not self._ended:
             self._changed.clear()
             await self._changed.wait()
-        found, self._messages = self._messages, []
-        return found
+        messages, self._messages = self._messages, []
+        return messages

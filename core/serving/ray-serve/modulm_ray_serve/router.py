@@ -1,7 +1,7 @@
-"""Ray Serve's request router that sends requests where their prefix lies.
+"""A request router for Ray Serve that sends requests where their prefix is cached.
 
-Ray Serve takes this class apart and sends it to whoever has a handle; what it shares with the front
-is therefore in `modulm_ray_serve.affinity`.
+Ray Serve serializes this class for every process with a handle, so state shared with the ingress is
+in `modulm_ray_serve.affinity`.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ __all__ = ["PrefixRouter"]
 
 
 class PrefixRouter(MultiplexMixin, RequestRouter):
-    """Chooses among replicas by `modulm_fleet.router`: what each has to do, and what it holds.
+    """Chooses a replica by load and cached prefixes (`modulm_fleet.router`).
 
-    A replica that is full is passed over for the others, the least busy first. What comes without
-    a route goes to the least busy one.
+    If it is full, the others follow, least busy first. Requests without a route go to the least
+    busy replica.
     """
 
     def initialize_state(self, slots: int = 64, shared: bool = False) -> None:
-        """slots: replicas at most; shared: whether there are other fronts."""
+        """slots: most replicas. shared: whether there are other ingress replicas."""
         self._affinity = Affinity(slots, shared)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Replicas that take requests."""
+        """Set the replicas that take requests."""
         super().update_replicas(replicas)
         self._affinity.update(
             {
@@ -46,12 +46,12 @@ class PrefixRouter(MultiplexMixin, RequestRouter):
         )
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """A replica is gone."""
+        """Forget a dead replica."""
         super().on_replica_actor_died(replica_id)
         self._affinity.down(replica_id.unique_id)
 
     def on_new_queue_len_info(self, replica_id: ReplicaID, num_ongoing_requests: int) -> None:
-        """A replica says how much it has, this request included."""
+        """Record the requests of a replica, including this one."""
         super().on_new_queue_len_info(replica_id, num_ongoing_requests)
         if self._affinity.shared:
             self._affinity.heard(replica_id.unique_id, num_ongoing_requests)
@@ -61,13 +61,13 @@ class PrefixRouter(MultiplexMixin, RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """The best one, then all others."""
-        asked = _route_of(pending_request)
+        """Rank the replicas: the best one, then all others."""
+        route = _route_of(pending_request)
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
-        if asked is None:
+        if route is None:
             return [candidate_replicas]
-        chosen = self._affinity.choose(asked)
+        chosen = self._affinity.choose(route)
         if chosen is None:
             return []
         first = [each for each in candidate_replicas if each.replica_id.unique_id == chosen]
@@ -76,14 +76,14 @@ class PrefixRouter(MultiplexMixin, RequestRouter):
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """A replica has taken a request."""
-        asked = _route_of(pending_request)
-        if asked is not None:
-            self._affinity.sent(asked, replica_id.unique_id)
+        """Record the replica that took a request."""
+        route = _route_of(pending_request)
+        if route is not None:
+            self._affinity.sent(route, replica_id.unique_id)
 
 
 def _route_of(pending: PendingRequest | None) -> Route | None:
-    """The route that the front gave with a request."""
+    """The route that the ingress attached to a request."""
     if pending is None:
         return None
     return next((value for value in pending.args if isinstance(value, Route)), None)

@@ -1,1 +1,1 @@
-"""The HTTP server: everything around the routes, and what route families share."""
+"""The HTTP server: the application, its limits and security, and the SDK of route families."""

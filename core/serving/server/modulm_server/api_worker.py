@@ -1,4 +1,4 @@
-"""One more server process, in front of an engine core in another one; see `api_workers`."""
+"""The main module of an additional server process; see `api_workers`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger("modulm_server")
 
 
 def main(descriptor: int, address: str) -> int:
-    """Serve what the socket brings, until told to stop or left by the engine; the exit status."""
+    """Serve requests from the socket until stopped or the engine ends; returns the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     bound_arenas(variables())
     unblock()
@@ -33,7 +33,7 @@ def main(descriptor: int, address: str) -> int:
     configure_logging(config, config.group(ServerConfig).disable_access_log_for_endpoints or ())
     served = create_app(engine, config)
     server = make_server(served, config.group(ServerConfig))
-    log.info("server process %d takes requests", os.getpid())
+    log.info("Server process %d is ready", os.getpid())
     gc.freeze()
     try:
         server.serve_on(socket.socket(fileno=descriptor))

@@ -1,9 +1,8 @@
 """Several server processes on one socket, in front of one engine (`--api-server-count`).
 
-The process that started serves as well; the others are told where the engine listens and take
-connections from the same socket. One that dies is started again, unless that happens so often that
-something must be wrong: then the service ends with an error. When the first one goes, so do its
-engine and they.
+The first process serves too. The others connect to its engine and accept connections from the same
+socket. A process that dies is restarted; if they die too often, the service ends with an error.
+When the first process ends, so do its engine and the other processes.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ log = logging.getLogger("modulm_server")
 
 #: Seconds beyond --shutdown-timeout that a worker gets before it is killed.
 _GRACE = 10.0
-#: Deaths within this many seconds that are too many for each worker.
+#: A window in seconds, and the deaths per worker within it that are too many.
 _WINDOW, _DEATHS = 60.0, 3
 
 
 class Workers:
-    """`count` more server processes; leaving the context ends them."""
+    """`count` additional server processes, which end with the context."""
 
     def __init__(self, count: int, sock: socket.socket, address: str, patience: float) -> None:
         self._patience = patience
@@ -39,9 +38,9 @@ class Workers:
         self._address = address
         self._deaths: list[float] = []
         self._ending: float | None = None
-        self._processes = [self._started() for _ in range(count)]
+        self._processes = [self._start() for _ in range(count)]
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "modulm_server.api_worker"]
         process = subprocess.Popen(
             [*command, str(self._descriptor), self._address],
@@ -55,25 +54,25 @@ class Workers:
             forward(process.stdout)
         return process
 
-    def look(self) -> bool:
-        """Replace workers that have died. False if they die so often that it is no use."""
+    def check(self) -> bool:
+        """Restart workers that have died. Returns False if they die too often."""
         if self._ending is not None:
             return True
-        for place, process in enumerate(self._processes):
+        for index, process in enumerate(self._processes):
             code = process.poll()
             if code is None:
                 continue
             now = time.monotonic()
             self._deaths = [death for death in self._deaths if death > now - _WINDOW] + [now]
             if len(self._deaths) > _DEATHS * len(self._processes):
-                log.error("server processes die again and again, the last with code %d", code)
+                log.error("Server processes keep dying, the last with exit code %d", code)
                 return False
-            log.error("server process %d ended with code %d: another one starts", process.pid, code)
-            self._processes[place] = self._started()
+            log.error("Server process %d ended with exit code %d: restarting it", process.pid, code)
+            self._processes[index] = self._start()
         return True
 
     def end(self) -> None:
-        """Tell all of them to finish what they do; may be called twice."""
+        """Ask all workers to finish their requests and exit. May be called twice."""
         if self._ending is None:
             self._ending = time.monotonic()
             for process in self._processes:

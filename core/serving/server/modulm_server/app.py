@@ -1,4 +1,4 @@
-"""The application: route families from plugins, and around them keys, limits and error bodies."""
+"""Builds the application: route families from plugins, with API keys, limits and error bodies."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from modulm.plugins.index import is_first_party
 from modulm_chat.conversation import content_format, load_template
 from modulm_chat.templates import execute
 from modulm_server.auth import check_open_paths, guard, open_paths, read_keys
-from modulm_server.errors import answers, respond
+from modulm_server.errors import exception_handler, respond
 from modulm_server.flags import ServerConfig
 from modulm_server.generation import GenerationService
 from modulm_server.hosts import HostCheck
 from modulm_server.json_body import bad_field
 from modulm_server.loopback import LoopbackClient
 from modulm_server.metrics import HttpMetrics, exposition
-from modulm_server.openapi import Described
+from modulm_server.openapi import DescribedApp
 from modulm_server.request_guard import RequestGuard
 from modulm_server.request_log import RequestLog
 from modulm_server.route import RouteContext, RouteFamily
@@ -53,16 +53,17 @@ log = logging.getLogger("modulm_server")
 
 _HEADER_COUNT = 256
 _HEADER_BYTES = 65_536
-#: A parameter in a route's path, and values for kinds that do not take every word.
+#: A parameter in a route's path, and sample values for typed parameters.
 _PARAMETER = re.compile(r"{\w+:?(\w*)}")
 _EXAMPLES = {"int": "1", "float": "1.0", "uuid": "00000000-0000-0000-0000-000000000000"}
 
 
 @frozen(eq=False)
 class Served:
-    """The application and what a server must know about it.
+    """The application and its parts.
 
-    app: everything, as uvicorn runs it. api: the FastAPI object within. families: to be stopped.
+    app: the whole application, for uvicorn. api: the FastAPI object inside. families: to start and
+    stop with the server.
     """
 
     app: ASGIApp
@@ -71,28 +72,28 @@ class Served:
     families: tuple[RouteFamily, ...]
 
     async def start(self) -> None:
-        """Begin the families' background work."""
+        """Start the families' background work."""
         for family in self.families:
             try:
                 await family.start()
             except Exception:
-                log.exception("route family %s did not start cleanly", family.name)
+                log.exception("Route family %s failed to start", family.name)
 
     async def stop(self) -> None:
-        """End the families' background work."""
+        """Stop the families' background work."""
         for family in self.families:
             try:
                 await family.stop()
             except Exception:
-                log.exception("route family %s did not stop cleanly", family.name)
+                log.exception("Route family %s failed to stop", family.name)
         self.generation.media.close()
 
 
 def create_app(engine: EngineClient, config: EngineConfig) -> Served:
-    """The server's application around a running engine.
+    """Build the server's application around a running engine.
 
-    Raises ConfigError for a wrong template, key file or middleware, PluginConflict when two
-    families claim one path.
+    Raises ConfigError for an invalid template, key file or middleware, PluginConflict if two
+    families serve the same path.
     """
     server = config.group(ServerConfig)
     registry = CollectorRegistry(auto_describe=False)
@@ -118,7 +119,7 @@ def create_app(engine: EngineClient, config: EngineConfig) -> Served:
     _add_middleware(api, server)
     ours = list(api.router.routes)
     plugins.hook.modulm_app_created(app=api, config=config)
-    _put_last(api, ours)
+    _move_hook_routes_last(api, ours)
     check_open_paths(server, api.router.routes)
     guard(api.router.routes, keys, open_paths(server))
     guarded = RequestGuard(
@@ -138,9 +139,9 @@ def create_app(engine: EngineClient, config: EngineConfig) -> Served:
 
 
 def import_routes() -> None:
-    """Import the route families that are installed, which `create_app` then need not wait for.
+    """Import the installed route families early, so that `create_app` is faster.
 
-    What cannot be imported is reported there.
+    `create_app` reports those that cannot be imported.
     """
     plugins = manager.current()
     for declared in plugins.names("routes"):
@@ -149,7 +150,7 @@ def import_routes() -> None:
 
 
 def served_names(config: EngineConfig) -> tuple[str, ...]:
-    """Names of the model in the API, the first one is shown."""
+    """The names of the model in the API; responses show the first."""
     return config.model.served_model_name or (config.model.model,)
 
 
@@ -175,7 +176,7 @@ def _generation(engine: EngineClient, config: EngineConfig, keys: int) -> Genera
 
 def _api(server: ServerConfig) -> FastAPI:
     pages = not server.disable_fastapi_docs
-    api = Described(
+    api = DescribedApp(
         title="modulm",
         version=modulm.__version__,
         docs_url=None,
@@ -184,40 +185,40 @@ def _api(server: ServerConfig) -> FastAPI:
         redirect_slashes=False,
     )
     for kind in (ModulmError, HTTPException, Exception):
-        api.add_exception_handler(kind, answers(server.log_error_stack))
-    api.add_exception_handler(RequestValidationError, _refuse)  # type: ignore[arg-type]
+        api.add_exception_handler(kind, exception_handler(server.log_error_stack))
+    api.add_exception_handler(RequestValidationError, _invalid_parameter)  # type: ignore[arg-type]
     return api
 
 
-async def _refuse(request: Any, error: RequestValidationError) -> Any:
-    """What FastAPI finds wrong with a path or query, in our form and with status 400."""
+async def _invalid_parameter(request: Any, error: RequestValidationError) -> Any:
+    """Convert FastAPI's error about a path or query parameter to a 400 in OpenAI's form."""
     first = error.errors()[0]
     name = str(first["loc"][-1]) if first.get("loc") else None
     return respond(bad_field(name, f"{name}: {first['msg']}"))
 
 
 def _families(context: RouteContext, plugins: PluginManager) -> dict[RouteFamily, APIRouter]:
-    """The route families that are installed and apply, with their routes, this project's first.
+    """Create the installed route families and their routers, first-party families first.
 
-    A broken one is reported and left out: the others do not need it. Raises PluginConflict for a
-    name that two packages offer.
+    Families that do not apply are left out. Broken ones are logged and left out. Raises
+    PluginConflict for a name that two packages provide.
     """
     families: dict[RouteFamily, APIRouter] = {}
     names = dict.fromkeys(declared.name for declared in plugins.names("routes"))
-    found = [plugins.find("routes", name) for name in names]
-    for declared in sorted(found, key=lambda offer: not is_first_party(offer.distribution)):
+    declarations = [plugins.find("routes", name) for name in names]
+    for declared in sorted(declarations, key=lambda offer: not is_first_party(offer.distribution)):
         try:
             family: RouteFamily = plugins.load_declared(declared)(context)
             reason = family.absent()
             if reason is None:
                 families[family] = family.router()
             else:
-                log.debug("routes %s are not served: %s", declared.name, reason)
+                log.debug("Routes %s are not served: %s", declared.name, reason)
         except ConfigError:
             raise
         except (Exception, SystemExit) as error:
             log.error(
-                "routes %s of %s are not served: %s: %s",
+                "Routes %s of %s are not served: %s: %s",
                 declared.name,
                 declared.origin,
                 type(error).__name__,
@@ -227,47 +228,54 @@ def _families(context: RouteContext, plugins: PluginManager) -> dict[RouteFamily
 
 
 def _add_routes(api: FastAPI, families: Mapping[RouteFamily, APIRouter]) -> None:
-    """Add the routes of all families. One whose requests another one's would answer is an error;
-    a pattern that fits more than is left for it gets what is left, and that is said.
+    """Add the routes of all families.
+
+    Raises PluginConflict if an earlier family's route would answer all requests of a route. Logs a
+    warning if a pattern also matches paths of an earlier family, which keeps them.
     """
     owned: list[tuple[BaseRoute, RouteFamily]] = []
     for family, router in families.items():
         others = list(owned)
         for route in router.routes:
-            taken = next(((r, o) for r, o in others if _answers(r, route)), None)
-            if taken is not None:
+            conflict = next(((r, o) for r, o in others if _matches(r, route)), None)
+            if conflict is not None:
                 raise PluginConflict(
-                    f"{_shown(route)} of routes {family.name!r} is claimed by {_shown(taken[0])} "
-                    f"of routes {taken[1].name!r}; switch one off with --plugins"
+                    f"{_label(route)} of routes {family.name!r} conflicts with "
+                    f"{_label(conflict[0])} of routes {conflict[1].name!r}; "
+                    "disable one of them with --plugins"
                 )
-            kept = next(((r, o) for r, o in others if _answers(route, r)), None)
-            if kept is not None:
+            owner = next(((r, o) for r, o in others if _matches(route, r)), None)
+            if owner is not None:
                 log.warning(
                     "%s of routes %r also fits %s, which stays with routes %r",
-                    *(_shown(route), family.name, _shown(kept[0]), kept[1].name),
+                    *(_label(route), family.name, _label(owner[0]), owner[1].name),
                 )
             owned.append((route, family))
             api.router.routes.append(route)
 
 
-def _put_last(api: FastAPI, ours: list[BaseRoute]) -> None:
-    """Ours before what hook plugins added, wherever they put it; what is hidden by that is said."""
-    added = [route for route in api.router.routes if all(route is not own for own in ours)]
+def _move_hook_routes_last(api: FastAPI, ours: list[BaseRoute]) -> None:
+    """Sort the server's routes before those of hook plugins; warn about routes that are hidden."""
+    added = [
+        route
+        for route in api.router.routes
+        if all(route is not server_route for server_route in ours)
+    ]
     api.router.routes.sort(key=lambda route: any(route is other for other in added))
     for route in added:
-        if any(_answers(own, route) for own in ours):
-            log.warning("%s of a hook plugin is hidden by a route of the server", _shown(route))
+        if any(_matches(server_route, route) for server_route in ours):
+            log.warning("%s from a hook plugin is hidden by a route of the server", _label(route))
 
 
-def _shown(route: BaseRoute) -> str:
+def _label(route: BaseRoute) -> str:
     methods = ",".join(sorted(getattr(route, "methods", None) or [type(route).__name__]))
     return f"{methods} {getattr(route, 'path', route)}"
 
 
-def _answers(route: BaseRoute, other: BaseRoute) -> bool:
-    """Whether `route` would answer a request that is meant for `other`."""
-    stated = str(getattr(other, "path", ""))
-    path = _PARAMETER.sub(lambda found: _EXAMPLES.get(found[1], "x"), stated)
+def _matches(route: BaseRoute, other: BaseRoute) -> bool:
+    """Whether `route` would answer a request for `other`."""
+    pattern = str(getattr(other, "path", ""))
+    path = _PARAMETER.sub(lambda match: _EXAMPLES.get(match[1], "x"), pattern)
     path += "/x" if isinstance(other, Mount) else ""
     kind = "websocket" if isinstance(other, WebSocketRoute) else "http"
     scope = {"type": kind, "path": path, "headers": []}
@@ -279,7 +287,7 @@ def _add_middleware(api: FastAPI, server: ServerConfig) -> None:
     if server.allowed_origins:
         if "*" in server.allowed_origins and server.allow_credentials:
             raise ConfigError(
-                "allow_credentials", "cannot go with allowed_origins '*': name the origins"
+                "allow_credentials", "cannot be combined with allowed_origins '*': list the origins"
             )
         api.add_middleware(
             CORSMiddleware,
@@ -293,13 +301,13 @@ def _add_middleware(api: FastAPI, server: ServerConfig) -> None:
 
 
 def _add_named(api: FastAPI, path: str) -> None:
-    """Middleware by path: a class, or a coroutine function as `app.middleware("http")` takes."""
+    """Add middleware by import path: a class, or a coroutine function for `app.middleware`."""
     module, _, name = path.rpartition(".")
     try:
-        found = getattr(import_module(module), name)
+        middleware = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError("middleware", f"{path!r} cannot be imported: {error}") from error
-    if isinstance(found, type):
-        api.add_middleware(found)  # type: ignore[arg-type]
+    if isinstance(middleware, type):
+        api.add_middleware(middleware)  # type: ignore[arg-type]
     else:
-        api.middleware("http")(found)
+        api.middleware("http")(middleware)

@@ -1,7 +1,7 @@
-"""API keys: every route asks for one, except those on a list in this module.
+"""API keys: every route needs one, except the open paths.
 
-The guard sits on the endpoint of each route, behind the router: no way of writing a path, a host
-or a prefix can reach an endpoint without it (CVE-2026-48746 is what a check on the URL costs).
+The guard wraps the endpoint of each route, behind the router, so that no spelling of a path, host
+or prefix can bypass it (CVE-2026-48746 shows the risk of checking URLs).
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ __all__ = [
     "read_keys",
 ]
 
-#: Routes that always answer without a key: signs of life, and the page that asks the user for one,
-#: with the files that it loads.
+#: Routes that never need a key: health checks, and the page that asks the user for a key, with its
+#: files.
 OPEN_PATHS = frozenset({"/", "/page/{file:path}", "/health", "/ready"})
 
 #: Kinds of routes whose endpoint can be wrapped, which leaves them visible to the API pages.
 _PLAIN = (APIRoute, APIWebSocketRoute, Host, Mount, Route, WebSocketRoute)
 
-#: What the scope of a request carries that the server makes itself. No client can send it.
+#: Marks the scope of requests that the server makes to itself. Clients cannot send it.
 LOOPBACK = object()
 
 _MISSING = ApiError(
     401,
-    "a key is needed: send Authorization: Bearer KEY",
+    "an API key is required: send Authorization: Bearer KEY",
     code="invalid_api_key",
     headers={"WWW-Authenticate": "Bearer"},
 )
 _AMBIGUOUS = ApiError(
     400,
-    "several keys were sent: send one, as Authorization: Bearer KEY or as x-api-key",
+    "several API keys were sent: send one, as Authorization: Bearer KEY or as x-api-key",
     code="ambiguous_credentials",
 )
 _WRONG = ApiError(
     401,
-    "this key is not known here",
+    "invalid API key",
     code="invalid_api_key",
     headers={"WWW-Authenticate": "Bearer"},
 )
@@ -71,7 +71,7 @@ _owner: ContextVar[str] = ContextVar("modulm_owner", default="")
 
 
 class Keys:
-    """A set of keys, kept as digests. Without keys everybody is let in."""
+    """A set of API keys, stored as digests. Without keys, all requests are allowed."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = tuple(_digest(key.encode()) for key in keys)
@@ -80,9 +80,9 @@ class Keys:
         return len(set(self._digests))
 
     def knows(self, key: bytes) -> bool:
-        """Whether the key is one of ours, in a time that does not depend on which or how close."""
-        given = _digest(key)
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+        """Whether the key is valid, compared in constant time."""
+        sent = _digest(key)
+        matches = [hmac.compare_digest(sent, digest) for digest in self._digests]
         return any(matches)
 
 
@@ -91,14 +91,12 @@ def _digest(key: bytes) -> bytes:
 
 
 def current_owner() -> str:
-    """Whose request this task answers, as `owner_of` has it: for what has no request at hand and
-    must not depend on routes to remember it.
-    """
+    """The owner of the current task's request, as in `owner_of`, for code without the request."""
     return _owner.get()
 
 
 def owner_of(request: Request) -> str:
-    """Whose request this is: a digest of the key, empty on a server without keys."""
+    """The owner of a request: a digest of its key, empty on a server without keys."""
     owner: str = request.scope.get("modulm.owner", "")
     return owner
 
@@ -113,17 +111,17 @@ def read_keys(config: ServerConfig) -> Keys:
             raise ConfigError(
                 "api_key_file", f"{config.api_key_file} cannot be read: {error}"
             ) from error
-        found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-        if not found:
-            raise ConfigError("api_key_file", f"{config.api_key_file} holds no key")
-        keys += found
+        file_keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not file_keys:
+            raise ConfigError("api_key_file", f"{config.api_key_file} contains no key")
+        keys += file_keys
     if any(not key.strip() for key in keys):
         raise ConfigError("api_key", "a key is empty")
     return Keys(keys)
 
 
 def check_open_paths(config: ServerConfig, routes: Iterable[BaseRoute]) -> None:
-    """Raise ConfigError for an open path, other than the default ones, that no route has."""
+    """Raise ConfigError for a path of `--open-paths` that no route serves."""
     served = {route.path for route in routes if isinstance(route, Route)}
     for path in open_paths(config) - OPEN_PATHS - {*ServerConfig().open_paths}:
         if path not in served:
@@ -131,18 +129,18 @@ def check_open_paths(config: ServerConfig, routes: Iterable[BaseRoute]) -> None:
 
 
 class _Guard:
-    """An endpoint behind a lock."""
+    """An endpoint that needs a key."""
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
         self._app = app
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = _given_keys(scope)
-        key = given[0] if given else None
-        if len(given) > 1 and scope["type"] != "websocket":
+        keys = _sent_keys(scope)
+        key = keys[0] if keys else None
+        if len(keys) > 1 and scope["type"] != "websocket":
             await respond(_AMBIGUOUS)(scope, receive, send)
-        elif len(given) == 1 and key is not None and self._keys.knows(key):
+        elif len(keys) == 1 and key is not None and self._keys.knows(key):
             _owner.set(_digest(key).hex())
             scope["modulm.owner"] = _owner.get()
             await self._app(scope, receive, send)
@@ -155,10 +153,10 @@ class _Guard:
             await respond(_WRONG if key else _MISSING)(scope, receive, send)
 
 
-def _given_keys(scope: Scope) -> list[bytes]:
-    """What was sent as a key: bearer tokens and the header that Anthropic's clients send.
+def _sent_keys(scope: Scope) -> list[bytes]:
+    """The keys of a request, from bearer tokens and Anthropic's x-api-key header.
 
-    One header of each kind that say the same are one key; anything else is several.
+    One header of each kind with the same value counts as one key.
     """
     tokens, plain = [], []
     for name, value in scope["headers"]:
@@ -173,7 +171,7 @@ def _given_keys(scope: Scope) -> list[bytes]:
 
 
 class _Locked(BaseRoute):
-    """A route of a kind we do not know, behind a lock as a whole."""
+    """A route of an unknown kind, which needs a key as a whole."""
 
     def __init__(self, route: BaseRoute, keys: Keys) -> None:
         self.route = route
@@ -187,18 +185,18 @@ class _Locked(BaseRoute):
 
 
 def open_paths(config: ServerConfig) -> frozenset[str]:
-    """The paths that answer without a key: those that always do, and those of `--open-paths`."""
+    """The paths that need no key: the built-in ones and those of `--open-paths`."""
     return OPEN_PATHS | {path for path in config.open_paths if path != "none"}
 
 
 def guard(routes: list[BaseRoute], keys: Keys, unlocked: frozenset[str] = OPEN_PATHS) -> None:
-    """Put the lock on every route but those whose path is `unlocked`, in place."""
+    """Make every route need a key, except those with an `unlocked` path. Changes `routes`."""
     if not keys:
         return
-    for place, route in enumerate(routes):
+    for index, route in enumerate(routes):
         if isinstance(route, Route) and route.path in unlocked:
             continue
         if type(route) in _PLAIN:
             route.app = _Guard(route.app, keys)  # type: ignore[attr-defined]
         else:
-            routes[place] = _Locked(route, keys)
+            routes[index] = _Locked(route, keys)

@@ -1,7 +1,7 @@
-"""One turn of a conversation: what the chat APIs share between their schema and the engine.
+"""One turn of a conversation: the code that all chat APIs share.
 
-A turn is a prompt, sampling parameters and the parsers that read the model's text back. Its
-deltas say what became certain, for every choice, whatever the API then calls it.
+A turn is a prompt, sampling parameters and the parsers of the model's output. It yields parsed
+deltas for each choice, which an API converts to its own format.
 """
 
 from __future__ import annotations
@@ -32,29 +32,31 @@ if TYPE_CHECKING:
 
 __all__ = ["ChatTurn", "Delta", "Message", "Parsers", "RunningTurn"]
 
-#: Characters of the prompt's end that a parser gets to see.
+#: Characters of the prompt's end that a parser gets.
 _TAIL = 512
-#: Characters of a thought up to which its tokens are counted at once, not in a thread.
+#: Characters of thoughts up to which their tokens are counted on the event loop.
 _SHORT = 4_096
 
 
 @frozen
 class Parsers:
-    """The parsers of the server by name; with a tool parser the model may decide to call tools."""
+    """The names of the server's parsers. `tool_choice: auto` needs a tool parser."""
 
     tool: str | None = None
     reasoning: str | None = None
 
     @classmethod
     def of(cls, config: EngineConfig) -> Parsers:
-        """Those of a configuration."""
+        """The parsers of a configuration."""
         return cls(config.tool_calls.tool_call_parser, config.structured_outputs.reasoning_parser)
 
 
 @frozen(kw_only=True)
 class Delta:
-    """What is new of one choice. `generated` counts the tokens of the whole choice so far, those
-    of thoughts that are not shown among them; token_ids and logprobs are of what is shown.
+    """New output of one choice.
+
+    generated: tokens of the choice so far, including hidden thoughts. token_ids, logprobs: of the
+    shown tokens only.
     """
 
     index: int
@@ -68,7 +70,7 @@ class Delta:
 
 @frozen(kw_only=True)
 class Message:
-    """A whole choice. `generated` counts all its tokens; token_ids, logprobs: of what is shown."""
+    """A complete choice. generated: all tokens; token_ids, logprobs: of the shown tokens only."""
 
     index: int
     parsed: ParsedMessage
@@ -84,10 +86,10 @@ class ChatTurn:
     """A turn that is ready to run.
 
     tools: in OpenAI's form. tool_choice: as in OpenAI's API. allowed: names of the tools that may
-    be called, None for all; calls of others are no part of the answer. held: a grammar writes the
-    calls, in the model's own format. reasoning: whether thoughts are shown; tokens: whether ids or
-    logprobs are. fields: what the API calls a field of the engine's, where it has another name for
-    it; errors blame that. adapter: of `GenerationService.find_model`.
+    be called, None for all; calls of other tools are dropped. calls_by_grammar: a grammar enforces
+    the calls, in the model's own format. reasoning: show thoughts. tokens: show token ids or
+    logprobs. fields: the API's names of engine fields, for errors. adapter: from
+    `GenerationService.find_model`.
     """
 
     generation: GenerationService
@@ -97,7 +99,7 @@ class ChatTurn:
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: str | Mapping[str, Any] = "none"
     allowed: frozenset[str] | None = None
-    held: bool = False
+    calls_by_grammar: bool = False
     reasoning: bool = True
     tokens: bool = False
     template_kwargs: Mapping[str, Any] = field(factory=dict)
@@ -107,17 +109,17 @@ class ChatTurn:
     adapter: str | None = None
 
     def check(self) -> None:
-        """Raise ApiError(400) if the model may call tools and nothing here could read the calls."""
+        """Raise ApiError(400) if the model may call tools and the server has no tool parser."""
         if self.tools and self.tool_choice == "auto" and not self.parsers.tool:
             raise ApiError(
                 400,
-                'tool_choice "auto" needs a tool parser, and this server has none for its model: '
-                "start it with --tool-call-parser and a name of `modulm plugins list tool_parsers`",
+                'tool_choice "auto" needs a tool parser: start the server with --tool-call-parser '
+                "and a name from `modulm plugins list tool_parsers`",
                 param="tool_choice",
             )
 
     def parser(self) -> MessageParser:
-        """A fresh parser for one choice."""
+        """Create a parser for one choice."""
         text = self.prompt.text
         server = self.generation.config.group(ServerConfig)
         forced = self.tool_choice == "required" or isinstance(self.tool_choice, Mapping)
@@ -128,7 +130,7 @@ class ChatTurn:
             template_kwargs={**(server.default_chat_template_kwargs or {}), **self.template_kwargs},
             prompt_tail=text[-_TAIL:] if text is not None else "",
             tokenizer=self.generation.tokenizer,
-            held=self.held,
+            held=self.calls_by_grammar,
         )
         return message_parser(
             context,
@@ -136,27 +138,27 @@ class ChatTurn:
             self.parsers.reasoning,
         )
 
-    def tuned(self) -> SamplingParams | BeamSearchParams:
-        """The parameters, with special tokens kept where a parser reads them."""
+    def engine_params(self) -> SamplingParams | BeamSearchParams:
+        """The parameters for the engine: special tokens are kept if a parser needs them."""
         params = self.params
         if params.skip_special_tokens and self.parser().special_tokens:
             params = params.with_(skip_special_tokens=False)
         if self.reasoning or not self.tokens or isinstance(params, BeamSearchParams):
             return params
-        # In pieces it can be seen which tokens are thoughts.
+        # Only deltas show which tokens are thoughts.
         return params.with_(output_kind=OutputKind.DELTA)
 
     async def start(self) -> RunningTurn:
-        """Hand the turn to the engine. Raises what the engine has against it."""
-        params = self.tuned()
-        pieces = False
+        """Submit the turn to the engine. Raises if the engine rejects it."""
+        params = self.engine_params()
+        streamed = False
         if not isinstance(params, BeamSearchParams):
-            pieces = params.output_kind is OutputKind.DELTA
-            if pieces and (params.best_of or 0) > params.n:
+            streamed = params.output_kind is OutputKind.DELTA
+            if streamed and (params.best_of or 0) > params.n:
                 raise bad_field(
                     "include_reasoning",
-                    "include_reasoning: the tokens of the best of several choices are shown with "
-                    "their thoughts, or not at all",
+                    "include_reasoning: false is not supported with best_of and token ids or "
+                    "logprobs",
                 )
         running = await self.generation.generate(
             self.prompt,
@@ -166,20 +168,20 @@ class ChatTurn:
             adapter=self.adapter,
             fields=self.fields,
         )
-        return RunningTurn(turn=self, running=running, pieces=pieces)
+        return RunningTurn(turn=self, running=running, streamed=streamed)
 
 
 @define(eq=False, kw_only=True)
 class RunningTurn:
-    """A turn in progress: iterate `running`, in aclosing, and give each output to `deltas`.
+    """A turn in progress: iterate `running`, in aclosing, and pass each output to `deltas`.
 
-    pieces: the engine tells the answer as it grows. parsers, calls, generated, thoughts: of each
-    choice; how many tokens it has so far, and the texts of its thoughts.
+    streamed: outputs are deltas. Per choice: its parser, its filter of calls, the number of tokens
+    so far, and the texts of its thoughts.
     """
 
     turn: ChatTurn
     running: Running
-    pieces: bool
+    streamed: bool
     parsers: list[MessageParser] = field(init=False)
     calls: list[_AllowedCalls] = field(init=False)
     generated: list[int] = field(init=False)
@@ -193,26 +195,26 @@ class RunningTurn:
         self.thoughts = [[] for _ in range(count)]
 
     def deltas(self, output: RequestOutput) -> list[Delta]:
-        """What an output of the engine (of kind DELTA) means for the choices."""
+        """Parse an engine output of kind DELTA into the choices' deltas."""
         return [self._delta(choice) for choice in output.outputs]
 
     def _delta(self, choice: CompletionOutput) -> Delta:
         index, parser = choice.index, self.parsers[choice.index]
         self.generated[index] += len(choice.token_ids)
-        quiet = not self.turn.reasoning
-        thought = quiet and parser.reasoning
+        hide_thoughts = not self.turn.reasoning
+        thought = hide_thoughts and parser.reasoning
         events = parser.feed(choice.text, choice.token_ids)
         if choice.finish_reason is not None:
             events += parser.finish()
         events = [event for event in events if not _empty(event)]
         token_ids, logprobs = choice.token_ids, choice.logprobs
         if self.turn.parsers.reasoning is not None:
-            kept = self._read_thoughts(index, events)
-            if quiet and (thought or parser.reasoning or len(kept) < len(events)):
-                last = self._last_shown(token_ids, kept)
+            shown_events = self._read_thoughts(index, events)
+            if hide_thoughts and (thought or parser.reasoning or len(shown_events) < len(events)):
+                last = self._count_shown_tokens(token_ids, shown_events)
                 token_ids = token_ids[len(token_ids) - last :]
                 logprobs = None if logprobs is None else logprobs[len(logprobs) - last :]
-            events = kept if quiet else events
+            events = shown_events if hide_thoughts else events
         return Delta(
             index=index,
             events=self.calls[index].of(events),
@@ -224,28 +226,28 @@ class RunningTurn:
         )
 
     def _read_thoughts(self, index: int, events: Sequence[Event]) -> list[Event]:
-        """Note what was thought; the events without that."""
-        kept: list[Event] = []
+        """Record the thoughts; returns the other events."""
+        others: list[Event] = []
         for event in events:
             if isinstance(event, Reasoning):
                 self.thoughts[index].append(event.text)
             else:
-                kept.append(event)
-        return kept
+                others.append(event)
+        return others
 
-    def _last_shown(self, token_ids: Sequence[int], kept: Sequence[Event]) -> int:
-        """How many of a delta's last tokens spell the text that stands behind a thought."""
-        length = sum(len(event.text) for event in kept if isinstance(event, Content))
-        decode, count, found = self.turn.generation.tokenizer.decode, 0, 0
-        while found < length and count < len(token_ids):
+    def _count_shown_tokens(self, token_ids: Sequence[int], events: Sequence[Event]) -> int:
+        """Count a delta's last tokens that spell the text after a thought."""
+        length = sum(len(event.text) for event in events if isinstance(event, Content))
+        decode, count, decoded = self.turn.generation.tokenizer.decode, 0, 0
+        while decoded < length and count < len(token_ids):
             count += 1
-            found = len(decode(token_ids[len(token_ids) - count :], False))
+            decoded = len(decode(token_ids[len(token_ids) - count :], False))
         return count
 
     async def reasoning_tokens(self) -> int | None:
-        """How many tokens the choices have thought, tokenized again: parsers tell text, not tokens.
+        """Count the tokens of all thoughts, by tokenizing their text again.
 
-        None on a server that reads no thoughts.
+        None on a server without a reasoning parser.
         """
         if self.turn.parsers.reasoning is None:
             return None
@@ -260,20 +262,20 @@ class RunningTurn:
         return sum(map(min, counts, self.generated))
 
     async def messages(self) -> tuple[RequestOutput, list[Message]]:
-        """The engine's last output, and the choices as messages."""
-        told: list[list[Delta]] = [[] for _ in self.parsers]
-        outputs = [await self.running.last()] if not self.pieces else []
-        if self.pieces:
+        """Run to the end; returns (the engine's last output, the choices as messages)."""
+        deltas_by_choice: list[list[Delta]] = [[] for _ in self.parsers]
+        outputs = [await self.running.last()] if not self.streamed else []
+        if self.streamed:
             async with aclosing(self.running):
                 outputs = [output async for output in self.running]
         for output in outputs:
             for delta in self.deltas(output):
-                told[delta.index].append(delta)
-        return outputs[-1], [_message(deltas) for deltas in told if deltas]
+                deltas_by_choice[delta.index].append(delta)
+        return outputs[-1], [_message(deltas) for deltas in deltas_by_choice if deltas]
 
 
 def _message(deltas: Sequence[Delta]) -> Message:
-    """A choice of which all is told."""
+    """Assemble a complete choice from its deltas."""
     last, logprobs = deltas[-1], [delta.logprobs for delta in deltas if delta.logprobs is not None]
     return Message(
         index=last.index,
@@ -287,26 +289,26 @@ def _message(deltas: Sequence[Delta]) -> Message:
 
 
 class _AllowedCalls:
-    """Leaves out the calls of tools that are not among `names`; the others are counted anew."""
+    """Drops calls of tools that are not among `names`, and renumbers the others."""
 
     def __init__(self, names: frozenset[str] | None) -> None:
         self._names = names
-        self._places: dict[int, int] = {}
+        self._indices: dict[int, int] = {}
 
     def of(self, events: list[Event]) -> list[Event]:
         """The events that the client may see."""
         if self._names is None:
             return events
-        kept: list[Event] = []
+        allowed: list[Event] = []
         for event in events:
             if isinstance(event, Content | Reasoning):
-                kept.append(event)
+                allowed.append(event)
                 continue
             if isinstance(event, ToolStart) and event.name in self._names:
-                self._places[event.index] = len(self._places)
-            if event.index in self._places:
-                kept.append(evolve(event, index=self._places[event.index]))
-        return kept
+                self._indices[event.index] = len(self._indices)
+            if event.index in self._indices:
+                allowed.append(evolve(event, index=self._indices[event.index]))
+        return allowed
 
 
 def _empty(event: Event) -> bool:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-#: Seconds until a signal that was lost is sent again.
+#: Seconds until a lost signal is sent again.
 _AGAIN = 0.1
 
 
@@ -40,7 +40,7 @@ def command(draft: Draft, model_tag: str | None) -> None:
     try:
         code = _serve(draft, process, termination)
     except _Terminated:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends already
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # already shutting down
         code = 128 + signal.SIGTERM
     finally:
         if process is not None:
@@ -49,28 +49,28 @@ def command(draft: Draft, model_tag: str | None) -> None:
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM came. Not a SystemExit: guards around plugins hold that for the plugin's own."""
+    """SIGTERM arrived. Not a SystemExit, which guards around plugins attribute to the plugin."""
 
 
 class _Termination:
-    """SIGTERM before there is a server: undo what was begun. The server then has its own handler.
+    """Handles SIGTERM until the server is ready and installs its own handler.
 
-    What a handler raises is lost in destructors and in callbacks of weak references, of which each
-    import has one: then the signal is sent again. What code that catches everything has kept to
-    itself ends the server as soon as it is ready.
+    Exceptions of a handler are lost in destructors and weak reference callbacks, which every import
+    has; the signal is then sent again. If code that catches all exceptions swallowed it, the
+    server ends as soon as it is ready.
     """
 
     def __init__(self) -> None:
         self._came = False
         self._unraisable = sys.unraisablehook
-        sys.unraisablehook = self._lost
+        sys.unraisablehook = self._resend_lost_signal
         signal.signal(signal.SIGTERM, self._terminated)
 
     def _terminated(self, number: int, frame: FrameType | None) -> NoReturn:
         self._came = True
         raise _Terminated
 
-    def _lost(self, lost: sys.UnraisableHookArgs) -> None:
+    def _resend_lost_signal(self, lost: sys.UnraisableHookArgs) -> None:
         if not issubclass(lost.exc_type, _Terminated):
             self._unraisable(lost)
             return
@@ -79,14 +79,14 @@ class _Termination:
         again.start()
 
     def ready(self, banner: str) -> None:
-        """The server answers, and has handlers of its own."""
+        """Print the banner; the server is ready and has its own handlers."""
         click.echo(banner)
         if self._came:
             signal.raise_signal(signal.SIGTERM)
 
 
 def _serve(draft: Draft, process: EngineProcess | None, termination: _Termination) -> int:
-    """The exit code of a server; `process` gets ready for its engine meanwhile."""
+    """Run the server; returns its exit code. process: prepares for the engine meanwhile."""
     from modulm_fleet.placement import placement
     from modulm_server.app import import_routes
     from modulm_server.engine.async_llm import AsyncLLM
@@ -101,7 +101,7 @@ def _serve(draft: Draft, process: EngineProcess | None, termination: _Terminatio
     print_notices(draft.notices)
     if "model" not in draft.origins:
         click.echo(
-            "No model named: serving the small embedded one. "
+            "No model given: serving the small embedded one. "
             "`modulm serve MODEL` serves a folder or a Hugging Face id.",
             err=True,
         )

@@ -1,4 +1,4 @@
-"""What a request wants its answer held to: response formats, structured outputs, forced tools."""
+"""Constraints of a request on its answer: response formats, structured outputs, forced tools."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from modulm_server.sampling import LIMITS, SamplingFields, StructuredFields, che
 
 __all__ = [
     "allowed_tools",
-    "asked",
+    "requested_constraints",
     "check_tools",
     "forced_tool",
     "from_response_format",
     "from_structured",
-    "names_of",
-    "only_one",
+    "tool_names",
+    "single_constraint",
 ]
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _TAG_KEYS = ("format", "structures", "triggers", "begin", "end")
 
 
-def asked(body: SamplingFields) -> dict[str, StructuredOutputs | None]:
-    """The constraints that completions and chat requests carry, by field. Raises ApiError(400).
+def requested_constraints(body: SamplingFields) -> dict[str, StructuredOutputs | None]:
+    """The constraints of a completions or chat request, by field. Raises ApiError(400).
 
-    `guided_json` and its siblings are how older clients of vLLM write `structured_outputs`.
+    Older clients of vLLM send `guided_json` and the like instead of `structured_outputs`.
     """
     formats, structured = body.response_format, body.structured_outputs
-    found = {
+    constraints = {
         "response_format": None if formats is None else from_response_format(formats),
         "structured_outputs": None if structured is None else from_structured(structured),
     }
@@ -45,72 +45,72 @@ def asked(body: SamplingFields) -> dict[str, StructuredOutputs | None]:
     for kind, value in guided.items():
         if value is not None:
             fields = {kind: value, "whitespace_pattern": body.guided_whitespace_pattern}
-            found[f"guided_{kind}"] = from_structured(StructuredFields(**fields), f"guided_{kind}")
-    return found
+            constraints[f"guided_{kind}"] = from_structured(
+                StructuredFields(**fields), f"guided_{kind}"
+            )
+    return constraints
 
 
 def from_structured(
-    given: StructuredFields, where: str = "structured_outputs"
+    fields: StructuredFields, where: str = "structured_outputs"
 ) -> StructuredOutputs | None:
-    """vLLM's `structured_outputs`, in the field `where`. Raises ApiError(400)."""
-    named = [kind for kind in _KINDS if getattr(given, kind) not in (None, False)]
-    if len(named) > 1:
-        raise bad_field(where, f"{where}: one constraint at a time, not {', '.join(named)}")
-    if not named:
-        raise bad_field(where, f"{where}: one of {', '.join(_KINDS)} is needed")
-    if isinstance(given.json, str):
+    """Read vLLM's `structured_outputs` from the field `where`. Raises ApiError(400)."""
+    kinds = [kind for kind in _KINDS if getattr(fields, kind) not in (None, False)]
+    if len(kinds) > 1:
+        raise bad_field(where, f"{where}: only one constraint is allowed, not {', '.join(kinds)}")
+    if not kinds:
+        raise bad_field(where, f"{where} needs one of {', '.join(_KINDS)}")
+    if isinstance(fields.json, str):
         try:
-            check_schema(msgspec.json.decode(given.json), where)
+            check_schema(msgspec.json.decode(fields.json), where)
         except msgspec.DecodeError as error:
             raise bad_field(where, f"{where}.json: not valid JSON: {error}") from error
-    elif given.json is not None:
-        check_schema(given.json, where)
-    tag = given.structural_tag
+    elif fields.json is not None:
+        check_schema(fields.json, where)
+    tag = fields.structural_tag
     return StructuredOutputs(
-        json=given.json,
-        regex=given.regex,
-        choice=given.choice,
-        grammar=given.grammar,
-        json_object=given.json_object,
+        json=fields.json,
+        regex=fields.regex,
+        choice=fields.choice,
+        grammar=fields.grammar,
+        json_object=fields.json_object,
         structural_tag=tag if tag is None or isinstance(tag, str) else _text(tag),
-        disable_any_whitespace=given.disable_any_whitespace,
-        disable_additional_properties=given.disable_additional_properties,
-        whitespace_pattern=given.whitespace_pattern,
+        disable_any_whitespace=fields.disable_any_whitespace,
+        disable_additional_properties=fields.disable_additional_properties,
+        whitespace_pattern=fields.whitespace_pattern,
     )
 
 
 def from_response_format(
-    given: Mapping[str, Any], where: str = "response_format"
+    response_format: Mapping[str, Any], where: str = "response_format"
 ) -> StructuredOutputs | None:
-    """OpenAI's response format, in the field `where`; None for plain text. Raises ApiError(400)."""
-    kind = given.get("type")
+    """Read OpenAI's response format from `where`; None for text. Raises ApiError(400)."""
+    kind = response_format.get("type")
     if kind == "text":
         return None
     if kind == "json_object":
-        schema = given.get("schema")
+        schema = response_format.get("schema")
         if schema is None:
             return StructuredOutputs(json_object=True)
         check_schema(schema, where)
         return StructuredOutputs(json=schema)
     if kind == "json_schema":
-        return StructuredOutputs(json=_named_schema(given.get("json_schema"), where))
+        return StructuredOutputs(json=_named_schema(response_format.get("json_schema"), where))
     if kind == "structural_tag":
-        if not any(key in given for key in _TAG_KEYS):
+        if not any(key in response_format for key in _TAG_KEYS):
             raise bad_field(where, f"{where}: a structural tag needs format, or structures")
-        check_schema(given, where)
-        return StructuredOutputs(structural_tag=_text(given))
-    raise bad_field(
-        where, f"{where}.type: one of text, json_object, json_schema and structural_tag"
-    )
+        check_schema(response_format, where)
+        return StructuredOutputs(structural_tag=_text(response_format))
+    raise bad_field(where, f"{where}.type must be text, json_object, json_schema or structural_tag")
 
 
-def _named_schema(named: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(named, Mapping) or "schema" not in named:
-        raise bad_field(where, f"{where}.json_schema: an object with name and schema is needed")
-    if not isinstance(named.get("name", ""), str):
-        raise bad_field(where, f"{where}.json_schema.name: a string is expected")
-    check_schema(named["schema"], where)
-    schema: Mapping[str, Any] = named["schema"]
+def _named_schema(json_schema: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(json_schema, Mapping) or "schema" not in json_schema:
+        raise bad_field(where, f"{where}.json_schema must be an object with name and schema")
+    if not isinstance(json_schema.get("name", ""), str):
+        raise bad_field(where, f"{where}.json_schema.name must be a string")
+    check_schema(json_schema["schema"], where)
+    schema: Mapping[str, Any] = json_schema["schema"]
     return schema
 
 
@@ -119,25 +119,25 @@ def _text(value: Any) -> str:
 
 
 def check_tools(tools: Sequence[Any] | None) -> tuple[dict[str, Any], ...]:
-    """Tools in OpenAI's form, checked. Raises ApiError(400) naming `tools`."""
+    """Validate tools in OpenAI's form. Raises ApiError(400) naming `tools`."""
     if not tools:
         return ()
     if len(tools) > LIMITS.tools:
-        raise bad_field("tools", f"tools: at most {LIMITS.tools}")
+        raise bad_field("tools", f"tools: at most {LIMITS.tools} are allowed")
     names: set[str] = set()
     checked = []
     for index, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or tool.get("type", "function") != "function":
-            raise bad_field("tools", f"tools[{index}]: a tool of type function is expected")
+            raise bad_field("tools", f"tools[{index}] must be a tool of type function")
         name = function.get("name")
         if not isinstance(name, str) or not _is_name(name):
             raise bad_field(
                 "tools",
-                f"tools[{index}].function.name: 1 to 64 letters, digits, dots, dashes, underscores",
+                f"tools[{index}].function.name: use 1 to 64 letters, digits, '.', '-' or '_'",
             )
         if name in names:
-            raise bad_field("tools", f"tools[{index}].function.name: {name!r} is there twice")
+            raise bad_field("tools", f"tools[{index}].function.name: {name!r} occurs twice")
         names.add(name)
         if function.get("parameters") is not None:
             check_schema(function["parameters"], "tools")
@@ -152,11 +152,11 @@ def _is_name(name: str) -> bool:
 def allowed_tools(
     choice: str | Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
 ) -> tuple[str | Mapping[str, Any], tuple[Mapping[str, Any], ...]]:
-    """(the choice among these tools, the tools that may be called).
+    """Resolve OpenAI's choice of type `allowed_tools` into (tool choice, callable tools).
 
-    OpenAI's choice of type `allowed_tools`, as the chat API nests it and as the responses API has
-    it flat, is the choice of its mode among fewer tools; the model still reads of all. Any other
-    choice is left as it is. Raises ApiError(400) naming `tool_choice`.
+    The choice becomes its mode, among the listed tools; the prompt still describes all tools.
+    Accepts the nested form of the chat API and the flat one of the responses API. Any other choice
+    is returned unchanged, with all tools. Raises ApiError(400) naming `tool_choice`.
     """
     if isinstance(choice, str) or choice.get("type") != "allowed_tools":
         return choice, tuple(tools)
@@ -178,25 +178,25 @@ def allowed_tools(
     return mode, tuple(allowed.values())
 
 
-def names_of(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-    """What the tools are called."""
+def tool_names(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    """The names of the tools."""
     return frozenset(tool["function"]["name"] for tool in tools)
 
 
 def forced_tool(
-    choice: str | Mapping[str, Any], tools: Sequence[Mapping[str, Any]], several: bool
+    choice: str | Mapping[str, Any], tools: Sequence[Mapping[str, Any]], parallel: bool
 ) -> StructuredOutputs | None:
-    """The grammar that makes the model call: any tool for "required", one by name, else None.
+    """The JSON grammar that forces a call: of any tool for "required", of a named tool, else None.
 
-    The text is then plain JSON, which `modulm_parsing` reads back: an array of calls, or the
-    arguments of the named tool. Raises ApiError(400) naming `tool_choice`.
+    The output is an array of calls, or the arguments of the named tool, which `modulm_parsing`
+    reads back. Raises ApiError(400) naming `tool_choice`.
     """
     if isinstance(choice, str):
         if choice not in ("none", "auto", "required"):
-            raise bad_field("tool_choice", "tool_choice: one of none, auto, required, or a tool")
+            raise bad_field("tool_choice", "tool_choice must be none, auto, required, or a tool")
         if choice == "required" and not tools:
-            raise bad_field("tool_choice", "tool_choice: required, but there are no tools")
-        return _any_call(tools, several) if choice == "required" else None
+            raise bad_field("tool_choice", "tool_choice is required, but there are no tools")
+        return _any_call(tools, parallel) if choice == "required" else None
     function = choice.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
     for tool in tools:
@@ -205,7 +205,7 @@ def forced_tool(
     raise bad_field("tool_choice", f"tool_choice: there is no tool {str(name)[:64]!r}")
 
 
-def _any_call(tools: Sequence[Mapping[str, Any]], several: bool) -> StructuredOutputs:
+def _any_call(tools: Sequence[Mapping[str, Any]], parallel: bool) -> StructuredOutputs:
     calls = [
         {
             "type": "object",
@@ -219,7 +219,7 @@ def _any_call(tools: Sequence[Mapping[str, Any]], several: bool) -> StructuredOu
         for tool in tools
     ]
     array: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-    if not several:
+    if not parallel:
         array["maxItems"] = 1
     return StructuredOutputs(json=array)
 
@@ -229,8 +229,10 @@ def _parameters(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     return parameters or {"type": "object", "properties": {}}
 
 
-def only_one(**constraints: StructuredOutputs | None) -> tuple[str, StructuredOutputs] | None:
-    """The one constraint that is set, with the field it comes from. Two raise ApiError(400)."""
+def single_constraint(
+    **constraints: StructuredOutputs | None,
+) -> tuple[str, StructuredOutputs] | None:
+    """The only constraint that is set, as (field, constraint). Raises ApiError(400) for two."""
     present = [(name, value) for name, value in constraints.items() if value is not None]
     if len(present) > 1:
         names = " and ".join(name for name, _ in present)

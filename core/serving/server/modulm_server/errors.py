@@ -1,4 +1,4 @@
-"""Errors as clients see them: OpenAI's body, a status, and nothing about this machine."""
+"""Error responses: OpenAI's body and a status, without details of this machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ApiError",
     "ClientGone",
-    "answers",
+    "exception_handler",
     "describe",
     "error_body",
     "escape",
@@ -47,15 +47,15 @@ __all__ = [
 
 log = logging.getLogger("modulm_server")
 
-#: Things that must not leave the machine: addresses in memory, files, tracebacks.
+#: Details that must not leave the machine: memory addresses, file paths, tracebacks.
 _PRIVATE = re.compile(
     r"0x[0-9a-fA-F]{6,}|Traceback \(most recent.*|(?<![\w:/.])/(?!v\d/)(?:[\w.@+-]+/)+[\w.@+-]+",
     re.DOTALL,
 )
 _LONGEST = 2000
-#: Characters of the reason that a log line gives.
+#: Characters of an error message in a log line.
 _SHOWN = 500
-#: The status of an answer that nobody waits for.
+#: The status of a request whose client has disconnected.
 _GONE = 499
 
 _TYPES = {
@@ -67,11 +67,11 @@ _TYPES = {
 
 
 class ClientGone(Exception):
-    """The client has left; there is nobody to answer."""
+    """The client has disconnected."""
 
 
 class ApiError(ModulmError):
-    """An answer that is an error."""
+    """An error response."""
 
     def __init__(
         self,
@@ -116,32 +116,34 @@ _KNOWN: tuple[tuple[type[Exception], _Context], ...] = (
 )
 
 
-#: What strangers learn of an engine that is not there.
+#: Messages for clients about an engine that is not available.
 _UNAVAILABLE = {
-    "replica_died": "the replica that ran this request has died: send it again",
+    "replica_died": "the replica that ran this request has died: retry the request",
     "engine_dead": "the engine has stopped",
     "engine_stalled": "the engine does not answer",
 }
 
 
 def describe(error: BaseException, reference: str = "") -> ApiError:
-    """What a client is told about an exception. `reference`: the id that the log line carries."""
+    """Describe an exception for the client. reference: the request id in the log."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):
         return http_error(error)
     if isinstance(error, ClientGone):
-        return ApiError(_GONE, "the client has left")
+        return ApiError(_GONE, "the client has disconnected")
     for kind, context in _KNOWN:
         if isinstance(error, kind):
-            return _known(error, context)
-    told = f" (request {reference})" if reference else ""
+            return _describe_known(error, context)
+    suffix = f" (request {reference})" if reference else ""
     if isinstance(error, EngineError):
-        return ApiError(500, f"the engine could not finish this request{told}", code="engine_error")
-    return ApiError(500, f"internal error{told}", code="internal_error")
+        return ApiError(
+            500, f"the engine failed to finish this request{suffix}", code="engine_error"
+        )
+    return ApiError(500, f"internal error{suffix}", code="internal_error")
 
 
-def _known(error: Exception, context: _Context) -> ApiError:
+def _describe_known(error: Exception, context: _Context) -> ApiError:
     message = _UNAVAILABLE.get(context.code or "") or str(error)
     retry = error.retry_after if isinstance(error, QueueFull) else context.retry
     headers = {} if retry is None else {"Retry-After": str(max(1, round(retry)))}
@@ -150,15 +152,15 @@ def _known(error: Exception, context: _Context) -> ApiError:
 
 
 def http_error(error: HTTPException) -> ApiError:
-    """The framework's own errors (no such route, wrong method) in our form."""
+    """Convert an error of the framework, such as an unknown route or method."""
     return ApiError(error.status_code, str(error.detail), headers=error.headers)
 
 
 def model_error(model: str) -> ApiError:
-    """The request names a model that is not served here."""
+    """The error for a model that is not served."""
     return ApiError(
         404,
-        f"model {model[:256]!r} is not served here; GET /v1/models lists those that are",
+        f"model {model[:256]!r} is not served here; GET /v1/models lists the served ones",
         param="model",
         code="model_not_found",
     )
@@ -178,7 +180,7 @@ def error_body(error: ApiError) -> ErrorAnswer:
 
 
 def respond(error: ApiError) -> Response:
-    """The error as a response."""
+    """Build the response of an error."""
     return Response(
         msgspec.json.encode(error_body(error)),
         error.status,
@@ -188,10 +190,10 @@ def respond(error: ApiError) -> Response:
 
 
 def report(error: Exception, scope: Scope, stacks: bool = False) -> ApiError:
-    """What a client is told about an exception; what only we may know goes to the log."""
+    """Log an exception, and describe it for the client."""
     reference = scope.get("modulm.id", "")
-    told = describe(error, reference)
-    if told.status >= 500 and not isinstance(error, ApiError):
+    api_error = describe(error, reference)
+    if api_error.status >= 500 and not isinstance(error, ApiError):
         log.error(
             "request %s to %s failed: %s: %s",
             reference,
@@ -200,19 +202,19 @@ def report(error: Exception, scope: Scope, stacks: bool = False) -> ApiError:
             escape(str(error), _LONGEST),
             exc_info=error if stacks else None,
         )
-    elif 400 <= told.status < 500 and told.status != _GONE:
+    elif 400 <= api_error.status < 500 and api_error.status != _GONE:
         log.info(
-            "request %s to %s refused: %d: %s",
+            "request %s to %s rejected: %d: %s",
             reference,
             escape(scope["path"]),
-            told.status,
-            escape(told.message, _SHOWN),
+            api_error.status,
+            escape(api_error.message, _SHOWN),
         )
-    return told
+    return api_error
 
 
-def answers(stacks: bool) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """The exception handler of the application. `stacks`: log tracebacks too."""
+def exception_handler(stacks: bool) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """Create the application's exception handler. stacks: log tracebacks too."""
 
     async def answer(request: Request, error: Exception) -> Response:
         return respond(report(error, request.scope, stacks))
@@ -221,6 +223,6 @@ def answers(stacks: bool) -> Callable[[Request, Exception], Awaitable[Response]]
 
 
 def escape(text: str, limit: int = 256) -> str:
-    """Text that came from a client, made safe for one line of a log."""
+    """Escape a client's text for one line of a log."""
     cut = text if len(text) <= limit else text[:limit] + "..."
     return cut.encode("unicode_escape").decode("ascii")

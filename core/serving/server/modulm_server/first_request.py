@@ -1,4 +1,4 @@
-"""The request that a server's first message suggests: one that this model can answer."""
+"""The sample request in the server's banner, chosen for the model's task."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["first_request"]
 
 
 def first_request(model: str, tasks: Collection[str], chats: bool = True) -> tuple[str, str]:
-    """(path, JSON body) to try the model with.
+    """A sample request for the model, as (path, JSON body).
 
-    tasks: what it is for, as the engine tells; chats: whether it has a chat template.
+    tasks: the model's tasks, from the engine. chats: whether it has a chat template.
     """
-    path, fields = _suited(tasks, chats)
+    path, fields = _choose(tasks, chats)
     return path, json.dumps({"model": model, **fields})
 
 
-def _suited(tasks: Collection[str], chats: bool) -> tuple[str, dict[str, Any]]:
+def _choose(tasks: Collection[str], chats: bool) -> tuple[str, dict[str, Any]]:
     if "generate" in tasks and chats:
         return "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}
     if "generate" in tasks:

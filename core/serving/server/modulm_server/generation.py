@@ -1,7 +1,7 @@
-"""Turns prompts of every API into generations of the engine.
+"""Turns the prompts of every API into engine generations.
 
-Renders and tokenizes prompts, starts generations so that a refusal is known before an answer
-begins, and says no while the server is going down.
+Renders and tokenizes prompts, and starts generations so that errors are raised before the response
+begins. Rejects requests while the server shuts down.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from modulm_frontend.beam_search import BeamSearchParams
 from modulm_server.auth import current_owner
 from modulm_server.errors import ApiError, model_error
 from modulm_server.flags import ServerConfig
-from modulm_server.media import MediaWork
+from modulm_server.media_service import MediaService
 from modulm_server.prompt_embeds import EmbedsParts, read_embeds, refuse_embeds
 from modulm_server.prompts import ChatOptions, Prompt
 from modulm_server.request_cost import check_cost
@@ -40,21 +40,21 @@ if TYPE_CHECKING:
     from modulm.contracts.tokenizer import Tokenizer
     from modulm_media.messages import MediaSource
     from modulm_server.engine.client import EngineClient
-    from modulm_server.media import TakenMedia
+    from modulm_server.media_service import RequestMedia
 
 __all__ = ["GenerationService", "Running", "ServedModel", "merged"]
 
-#: What a tool counts in characters, and what takes long whatever its length.
+#: Size of a tool in characters, and of work that is slow whatever its length.
 _TOOL, _SLOW = 256, 10_000
-#: Most characters of a name that is looked for.
+#: Maximum length of an adapter name to load.
 _NAME = 256
-#: Seconds after which a request that was not refused counts as accepted.
+#: Seconds without an error after which a request counts as accepted.
 _ACCEPTED = 1.0
 
 
 @frozen
 class ServedModel:
-    """What a request's `model` stands for. name: shown in answers; adapter: for the engine."""
+    """The model of a request. name: shown in responses; adapter: for the engine."""
 
     name: str
     adapter: str | None = None
@@ -62,13 +62,13 @@ class ServedModel:
 
 @define(eq=False)
 class GenerationService:
-    """What the routes of all APIs share.
+    """Generation for the routes of all APIs.
 
-    models: names of the model, beside which the engine's adapters are served under theirs. finders:
-    are asked, one after the other, to load an adapter that is not there. template: the server's own
-    chat template, in place of the tokenizer's. render_untrusted, format_untrusted: render templates
-    that clients send, and say which content they want. tenants: keys share no prefixes. closing:
-    the server is going down.
+    models: the served names of the model; adapters are served under their own names.
+    adapter_finders: called in order to load an unknown adapter. template: the server's chat
+    template, in place of the tokenizer's. render_untrusted, format_untrusted: render clients'
+    templates and detect their content format. tenants: API keys do not share the prefix cache.
+    closing: the server is shutting down.
     """
 
     engine: EngineClient
@@ -80,14 +80,14 @@ class GenerationService:
     request_log: RequestLog = field(factory=RequestLog)
     tenants: bool = False
     closing: bool = False
-    finders: list[Callable[[str], Awaitable[bool]]] = field(factory=list)
+    adapter_finders: list[Callable[[str], Awaitable[bool]]] = field(factory=list)
     work: TextWork = field(init=False)
-    media: MediaWork = field(init=False)
+    media: MediaService = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         threads = self.config.group(ServerConfig).text_threads
         self.work = TextWork(self.engine.tokenizer, self.engine.info.max_model_len, threads)
-        self.media = MediaWork(self.engine)
+        self.media = MediaService(self.engine)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -100,8 +100,9 @@ class GenerationService:
         return tokenizer
 
     def model(self, name: Any) -> str:
-        """The name to show in the answer; UNSET means the first. Raises ApiError(404), also for
-        adapters, which `find_model` finds.
+        """The served name to show in the response; UNSET means the first.
+
+        Raises ApiError(404), also for adapters: use `find_model` for these.
         """
         if not isinstance(name, str):
             return self.models[0]
@@ -110,30 +111,30 @@ class GenerationService:
         return name
 
     async def find_model(self, name: Any) -> ServedModel:
-        """The model or adapter of this name, loaded if need be. UNSET means the first model.
+        """Find the model or adapter of a name, loading the adapter if needed.
 
-        Raises ApiError(404), and what is wrong with an adapter's files.
+        UNSET means the first model. Raises ApiError(404), and errors about an adapter's files.
         """
         if not isinstance(name, str) or name in self.models:
             return ServedModel(self.model(name))
-        if name in self.engine.adapters or await self._found(name):
+        if name in self.engine.adapters or await self._load_adapter(name):
             return ServedModel(name, name)
         raise model_error(name)
 
-    async def _found(self, name: str) -> bool:
-        """Whether an adapter that is not there is there now."""
+    async def _load_adapter(self, name: str) -> bool:
+        """Try to load an unknown adapter; returns whether it is available now."""
         if not self.engine.info.limit("adapters", "slots") or len(name) > _NAME:
             return False
         await self.engine.refresh_adapters()
         if name in self.engine.adapters:
             return True
-        for finder in self.finders:
+        for finder in self.adapter_finders:
             if await finder(name):
                 return True
         return False
 
     def check_open(self) -> None:
-        """Raise ApiError(503) or EngineStalled while no engine works or the server goes down."""
+        """Raise ApiError(503) or EngineStalled if the engine or the server takes no requests."""
         if self.engine.dead:
             raise ApiError(
                 503, "the engine has stopped", code="engine_dead", headers={"Retry-After": "10"}
@@ -151,10 +152,9 @@ class GenerationService:
     async def tokenize(
         self, *texts: str, add_special_tokens: bool = True, whole: bool = False
     ) -> tuple[Prompt, ...]:
-        """Texts as prompts. whole: they will not be cut, so that they must fit into the context.
+        """Tokenize texts into prompts. whole: the texts are not truncated later.
 
-        Raises ContextLengthExceeded for one that is too long to be looked at, QueueFull if too
-        much text waits already.
+        Raises ContextLengthExceeded for a text that is too long, QueueFull if too much text waits.
         """
         tokenizer = self.tokenizer
         for text in texts:
@@ -164,7 +164,7 @@ class GenerationService:
             if whole:
                 for text in texts:
                     self.work.check_fits(len(text))
-            # A list of ids is looked through by every full collection of garbage, an array is not.
+            # An array, because every full garbage collection walks a list of ids.
             return tuple(
                 Prompt(array("q", tokenizer.encode(text, add_special_tokens)), text)
                 for text in texts
@@ -176,17 +176,17 @@ class GenerationService:
     async def from_messages(
         self, messages: Sequence[Mapping[str, Any]], options: ChatOptions
     ) -> Prompt:
-        """Messages as a prompt. Raises RequestError naming the field to blame.
+        """Render and tokenize messages into a prompt. Raises RequestError naming the field.
 
-        What users and tools say cannot become control tokens: it is tokenized as text.
+        Text of users and tools cannot become control tokens: it is tokenized as text.
         """
         server = self.config.group(ServerConfig)
         template = options.template or self.template
-        wanted = server.chat_template_content_format
+        content = server.chat_template_content_format
         defaults = server.default_chat_template_kwargs or {}
         untrusted = options.template is not None
         parts = None
-        messages, taken = await self.media.take(messages, options)
+        messages, media = await self.media.take(messages, options)
         if EmbedsParts.among(messages):
             refuse_embeds(self.engine.info, "messages")
             parts = EmbedsParts(messages, self.engine.info, self.tokenizer)
@@ -200,7 +200,7 @@ class GenerationService:
             return text
 
         ids, text = await self.work.run(
-            max(size, _SLOW) if untrusted or parts or taken else size,
+            max(size, _SLOW) if untrusted or parts or media else size,
             encode_chat,
             messages if parts is None else parts.messages,
             tokenizer=self.tokenizer,
@@ -211,32 +211,32 @@ class GenerationService:
             template=template,
             add_generation_prompt=options.add_generation_prompt,
             continue_final_message=options.continue_final_message,
-            content=wanted,
+            content=content,
             kwargs={**defaults, **options.variables},
             run=run,
             form=self.format_untrusted if untrusted else None,
         )
-        if taken is not None:
+        if media is not None:
             if parts is not None:
                 raise RequestError("messages: either embeddings or media, not both", "messages")
-            filled = await self.media.fill(ids, taken, current_owner() if self.tenants else "")
+            filled = await self.media.fill(ids, media, current_owner() if self.tenants else "")
             return Prompt(array("q", filled.tokens.tobytes()), text, media=filled)
         return Prompt(ids, text) if parts is None else Prompt(ids, parts.shown(text), parts.items())
 
     async def with_media(
         self,
         prompts: Sequence[tuple[Sequence[int], Sequence[MediaSource]]],
-        taken: TakenMedia,
+        media: RequestMedia,
     ) -> list[Prompt]:
-        """Prompts of token ids with what their media become. Raises RequestError."""
+        """Put the fetched media into prompts of token ids. Raises RequestError."""
         owner = current_owner() if self.tenants else ""
-        found = await self.media.fill_each(prompts, taken, owner)
-        return [Prompt(array("q", one.tokens.tobytes()), None, media=one) for one in found]
+        filled = await self.media.fill_each(prompts, media, owner)
+        return [Prompt(array("q", one.tokens.tobytes()), None, media=one) for one in filled]
 
-    async def embeds(self, given: Any) -> Prompt:
-        """`prompt_embeds`, a tensor in base64, as a prompt. Raises ApiError(400)."""
-        size = len(given) if isinstance(given, str) else 0
-        item = await self.work.run(size, read_embeds, given, self.engine.info, "prompt_embeds")
+    async def embeds(self, data: Any) -> Prompt:
+        """Read `prompt_embeds`, a base64 tensor, into a prompt. Raises ApiError(400)."""
+        size = len(data) if isinstance(data, str) else 0
+        item = await self.work.run(size, read_embeds, data, self.engine.info, "prompt_embeds")
         return Prompt([0] * item.length, None, (item,))
 
     async def generate(
@@ -249,54 +249,54 @@ class GenerationService:
         adapter: str | None = None,
         fields: Mapping[str, str] | None = None,
     ) -> Running:
-        """A running generation. adapter: of `find_model`. fields: what the API calls a field of
-        the engine's, in errors.
+        """Start a generation. adapter: from `find_model`. fields: the API's names of engine
+        fields, for errors.
 
-        It returns when the engine has accepted the request, so that what is wrong with it is
-        raised here, before an answer has begun.
+        Returns once the engine has accepted the request, so that errors are raised before the
+        response begins.
         """
         self.check_open()
         check_cost(params, (len(prompt.ids),), self.engine.info, self.config.group(ServerConfig))
-        given = prompt.given()
+        engine_prompt = prompt.engine_prompt()
         name = uuid4().hex
         self.request_log.request(name, prompt, params)
         if self.tenants:
             cache_salt = f"{current_owner()}.{cache_salt or ''}"
-        more: Any = {"priority": priority, "cache_salt": cache_salt, **_named(adapter)}
+        more: Any = {"priority": priority, "cache_salt": cache_salt, **_adapter_keyword(adapter)}
         if isinstance(params, BeamSearchParams):
             streamed = False
-            source = self.engine.beam_search(given, params, name, **more)
+            source = self.engine.beam_search(engine_prompt, params, name, **more)
         else:
             streamed = params.output_kind is OutputKind.DELTA
-            source = self.engine.generate(given, params, name, **more)
+            source = self.engine.generate(engine_prompt, params, name, **more)
         log = partial(self.request_log.answer, name, delta=streamed)
         return await Running.start(source, log, fields or {})
 
     async def encode(
         self, prompt: Prompt, params: PoolingParams, priority: int = 0, adapter: str | None = None
     ) -> PoolingRequestOutput:
-        """The pooled output of a prompt. adapter: of `find_model`."""
+        """Pool a prompt. adapter: from `find_model`."""
         self.check_open()
-        given = {**prompt.given(), "prompt": None}
-        more = _named(adapter)
-        source = self.engine.encode(given, params, uuid4().hex, priority=priority, **more)
+        engine_prompt = {**prompt.engine_prompt(), "prompt": None}
+        more = _adapter_keyword(adapter)
+        source = self.engine.encode(engine_prompt, params, uuid4().hex, priority=priority, **more)
         async with aclosing(source) as outputs:
-            found = [output async for output in outputs]
-        if not found:
-            raise EngineError("the engine gave no output")
-        return found[-1]
+            results = [output async for output in outputs]
+        if not results:
+            raise EngineError("the engine returned no output")
+        return results[-1]
 
 
-def _named(adapter: str | None) -> dict[str, Any]:
-    """The keyword for an adapter; engines that take none need not know it."""
+def _adapter_keyword(adapter: str | None) -> dict[str, Any]:
+    """The keyword for an adapter, left out without one for engines that do not know it."""
     return {} if adapter is None else {"adapter": adapter}
 
 
 class Running:
-    """A generation in progress: iterate it once; `aclose` ends it at once.
+    """A generation in progress: iterate it once; `aclose` aborts it.
 
-    Outputs that are no answers (what the engine could not finish) are raised; an error about one
-    of `fields` speaks of it as the client does. log: gets every output.
+    Failed outputs are raised as errors. fields: the API's names of engine fields, which replace
+    those in errors. log: called with every output.
     """
 
     def __init__(
@@ -318,9 +318,9 @@ class Running:
         log: Callable[[RequestOutput], None],
         fields: Mapping[str, str],
     ) -> Running:
-        """Wait for the first output, for a moment. Raises what the engine has against the request.
+        """Start and wait for the first output. Raises if the engine rejects the request.
 
-        A request that waits its turn for longer has been accepted; its answer may begin.
+        A request that waits longer in the queue counts as accepted.
         """
         running = cls(source, log, fields)
         first = running._first
@@ -342,7 +342,7 @@ class Running:
         return running
 
     def __del__(self) -> None:
-        """Nobody will read it: it ends, also where its reader was cancelled before it began."""
+        """Abort a generation that nobody reads, also if its reader was cancelled early."""
         first = self._first
         if first is not None and not first.done() and not first.get_loop().is_closed():
             first.get_loop().call_soon_threadsafe(first.cancel)
@@ -367,7 +367,7 @@ class Running:
         return output
 
     async def aclose(self) -> None:
-        """Abort what is left."""
+        """Abort the generation."""
         if self._first is not None:
             self._first.cancel()
             with suppress(asyncio.CancelledError, Exception):
@@ -375,23 +375,23 @@ class Running:
         await self._source.aclose()
 
     async def last(self) -> RequestOutput:
-        """The last output, when all is done."""
+        """Run to the end; returns the last output."""
         async with aclosing(self):
-            found = [output async for output in self]
-        if not found:
-            raise EngineError("the engine gave no output")
-        return found[-1]
+            results = [output async for output in self]
+        if not results:
+            raise EngineError("the engine returned no output")
+        return results[-1]
 
     def _renamed(self, error: RequestError) -> RequestError:
-        """The error, with the client's name of the field that it is about."""
-        if own := self._fields.get(error.param or ""):
-            error.message = error.message.replace(error.param or "", own, 1)
-            error.args, error.param = (error.message,), own
+        """Replace the engine's field name in an error by the client's."""
+        if field_name := self._fields.get(error.param or ""):
+            error.message = error.message.replace(error.param or "", field_name, 1)
+            error.args, error.param = (error.message,), field_name
         return error
 
 
 def _check_ends(output: RequestOutput) -> None:
-    """Raise for an answer that the engine could not finish, or that the server cut short."""
+    """Raise if a choice failed in the engine or was aborted by the server."""
     for choice in output.outputs:
         if choice.finish_reason == "error":
             raise EngineError(str(choice.stop_reason))
@@ -400,16 +400,16 @@ def _check_ends(output: RequestOutput) -> None:
 
 
 async def merged(runs: Sequence[AsyncIterator[Any]]) -> AsyncGenerator[tuple[int, Any], None]:
-    """The items of several iterators as they come, with the place of each's source."""
-    waiting = {asyncio.ensure_future(_next(run)): place for place, run in enumerate(runs)}
+    """Yield (index of the iterator, item) for the items of several iterators, as they come."""
+    waiting = {asyncio.ensure_future(_next(run)): index for index, run in enumerate(runs)}
     try:
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in sorted(done, key=waiting.__getitem__):
-                place = waiting.pop(task)
+                index = waiting.pop(task)
                 for item in task.result():
-                    waiting[asyncio.ensure_future(_next(runs[place]))] = place
-                    yield place, item
+                    waiting[asyncio.ensure_future(_next(runs[index]))] = index
+                    yield index, item
     finally:
         for task in waiting:
             task.cancel()

@@ -1,9 +1,8 @@
-"""The heap of a server's process: freed memory goes back to the system.
+"""Returns freed heap memory of a server process to the system.
 
-A server frees nearly all that it takes, but in other threads and in another order than it was
-taken. glibc gives every thread an arena of its own, up to eight for each processor, and keeps the
-pages that lie free between what is in use: what a process holds creeps for as long as a new
-coincidence of requests can still happen.
+A server frees nearly all memory that it allocates, but in other threads and in another order.
+glibc gives every thread its own arena, up to eight per processor, and keeps free pages between used
+ones. Without limits, the memory of the process grows slowly for a long time.
 """
 
 from __future__ import annotations
@@ -13,30 +12,30 @@ from collections.abc import Mapping
 
 __all__ = ["ARENAS", "bound_arenas", "give_back"]
 
-#: As many as there are threads for texts at most, which are the only ones that take memory at the
-#: same time: with four, tokenizing is as fast as with arenas without bound.
+#: The maximum number of text threads, which are the only ones that allocate concurrently: with
+#: four arenas, tokenizing is as fast as without a limit.
 ARENAS = 4
-#: A parameter of malloc.h.
+#: M_ARENA_MAX of malloc.h.
 _ARENA_MAX = -8
-#: Who sets one of these knows better.
-_OWN = ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES")
+#: Environment variables by which users configure malloc themselves.
+_USER_SETTINGS = ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES")
 
 
 def bound_arenas(environment: Mapping[str, str]) -> bool:
-    """Let all threads share a few arenas; call it before there are threads.
+    """Limit the number of malloc arenas. Call it before starting threads.
 
-    Returns whether it was set: False if `environment` says otherwise, and for other C libraries.
+    Returns whether the limit was set: False if `environment` configures malloc, or without glibc.
     """
-    if any(environment.get(name) for name in _OWN):
+    if any(environment.get(name) for name in _USER_SETTINGS):
         return False
     library = ctypes.CDLL(None)
     return hasattr(library, "mallopt") and bool(library.mallopt(_ARENA_MAX, ARENAS))
 
 
 def give_back() -> bool:
-    """Return the free pages of all arenas to the system; takes milliseconds.
+    """Release the free pages of all arenas to the system. Takes milliseconds.
 
-    Returns whether there was anything to return.
+    Returns whether any memory was released.
     """
     library = ctypes.CDLL(None)
     return hasattr(library, "malloc_trim") and bool(library.malloc_trim(0))

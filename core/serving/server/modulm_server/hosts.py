@@ -1,9 +1,9 @@
-"""Who a request says it is for, and which page it comes from.
+"""Checks the Host and Origin headers of requests.
 
-A server without a key trusts whoever reaches it, and on the loopback interface that is meant to be
-the user of the machine. A web page that the user has opened reaches it too: under a name of its own
-that now leads to 127.0.0.1 (DNS rebinding), or by a request that browsers send to other sites
-without asking. Both show in headers that a page cannot set.
+A server without API keys on the loopback interface trusts the user of the machine. A web page that
+the user opens can reach it too: under a name that now resolves to 127.0.0.1 (DNS rebinding), or by
+a cross-site request that browsers send without a preflight. Both are visible in headers that pages
+cannot set.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ if TYPE_CHECKING:
 
 __all__ = ["HostCheck", "is_loopback"]
 
-#: Methods that change nothing: a page of another origin cannot read what they answer.
+#: Methods that change nothing; pages of other origins cannot read their responses.
 _HARMLESS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 
 
 @frozen
 class HostCheck:
-    """Which hosts and origins are served.
+    """The allowed hosts and origins.
 
-    hosts: names, `*.example.org` for all below one, beside those of the loopback interface; None:
-    any. addresses: any IP address is served as well, which no name can lead to. origins: of pages
-    that may send what changes something, beside the server's own; None: any.
+    hosts: names in addition to those of the loopback interface, `*.example.org` for subdomains;
+    None allows any. addresses: allow any IP address, which DNS rebinding cannot use. origins: of
+    pages, in addition to the server's own, that may send requests with side effects; None allows
+    any.
     """
 
     hosts: frozenset[str] | None = None
@@ -42,29 +43,29 @@ class HostCheck:
 
     @classmethod
     def of(cls, server: ServerConfig, keys: bool) -> Self:
-        """As configured: `--allowed-hosts`, or what protects a server on loopback without keys."""
-        given = server.allowed_hosts
+        """Create the check of a configuration. The default protects local servers without keys."""
+        configured = server.allowed_hosts
         exposed = keys or server.uds is not None or not is_loopback(server.host or "127.0.0.1")
         origins = None if exposed or "*" in server.allowed_origins else server.allowed_origins
-        hosts = (*given,) if given is not None else ()
+        hosts = (*configured,) if configured is not None else ()
         return cls(
             hosts=None
-            if "*" in hosts or (given is None and exposed)
+            if "*" in hosts or (configured is None and exposed)
             else frozenset(name.lower() for name in (*hosts, *filter(None, (server.host,)))),
-            addresses=given is None,
+            addresses=configured is None,
             origins=None if origins is None else frozenset(origins),
         )
 
     def check(self, scope: Scope) -> None:
-        """Raise ApiError: 400 for several Host headers, 403 for a foreign host or page."""
-        given = [bytes(value) for name, value in scope["headers"] if name == b"host"]
-        if len(given) > 1:
-            raise ApiError(400, "there are several Host headers")
-        host = given[0].decode("latin-1") if given else ""
+        """Raise ApiError: 400 for several Host headers, 403 for a host or origin not allowed."""
+        host_headers = [bytes(value) for name, value in scope["headers"] if name == b"host"]
+        if len(host_headers) > 1:
+            raise ApiError(400, "several Host headers")
+        host = host_headers[0].decode("latin-1") if host_headers else ""
         if host and self.hosts is not None and not self._serves(host):
             raise ApiError(
                 403,
-                f"host {escape(host, 64)!r} is not served here; --allowed-hosts names further ones",
+                f"host {escape(host, 64)!r} is not allowed; allow more hosts with --allowed-hosts",
                 code="host_not_allowed",
             )
         if self.origins is not None and scope.get("method") not in _HARMLESS:
@@ -72,8 +73,8 @@ class HostCheck:
                 if name == b"origin" and not self._welcomes(value.decode("latin-1"), host):
                     raise ApiError(
                         403,
-                        "pages of this origin may not send requests here; --allowed-origins names "
-                        "those that may",
+                        "requests from this origin are not allowed; allow it with "
+                        "--allowed-origins",
                         code="origin_not_allowed",
                     )
 
@@ -99,7 +100,7 @@ class HostCheck:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address to listen on is of this machine alone."""
+    """Whether an address to listen on is reachable only from this machine."""
     address = _address(host)
     return host == "localhost" if address is None else address.is_loopback
 
@@ -109,7 +110,7 @@ def _is_local(name: str) -> bool:
 
 
 def _name(host: str) -> str | None:
-    """The name of a Host header without its port; None if it has no form that browsers send."""
+    """The name in a Host header without its port; None if the header is malformed."""
     try:
         parts = urlsplit(f"//{host}")
         if parts.netloc != host or parts.username is not None:

@@ -1,7 +1,7 @@
-"""JSON bodies in and out: typed, strict, and with errors that name the field.
+"""Reads and writes JSON bodies, strictly typed, with errors that name the field.
 
-A request schema is a `msgspec.Struct`. Numbers are not made of strings or booleans, and a field
-that no schema knows is reported once in the log instead of being dropped in silence.
+A request schema is a `msgspec.Struct`. Strings and booleans are not converted to numbers. Unknown
+fields are logged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-__all__ = ["bad_field", "decode", "json_response", "read", "takes", "to_struct"]
+__all__ = ["bad_field", "decode", "json_response", "read", "request_docs", "to_struct"]
 
 log = logging.getLogger("modulm_server")
 
@@ -34,26 +34,27 @@ _Body = TypeVar("_Body", bound=msgspec.Struct)
 _PATH = re.compile(r" - at `(?:key in )?\$?\.?(.*)`$")
 _DEPTH = 128
 _LIMITS = RequestLimits()
-#: Bytes from which on a body is read in a thread, and those that are looked at without a break.
+#: Bytes from which a body is read in a thread, and bytes to scan at a time.
 _LARGE, _SLICE = 1 << 16, 1 << 20
-#: Every digit as 0, anything else as a space: where the long numbers are, at a glance.
+#: Maps every digit to 0 and any other byte to a space, to search for long numbers.
 _ZEROS = bytes(48 if 48 <= byte <= 57 else 32 for byte in range(256))
-#: The least digits of an integer that 64 bits may not hold.
+#: The fewest digits of an integer that may exceed 64 bits.
 _LONG = b"0" * 19
 
 
 def bad_field(param: str | None, message: str, code: str | None = None) -> ApiError:
-    """A 400 that blames a field."""
+    """Create a 400 error about a field."""
     return ApiError(400, message, param=param, code=code)
 
 
 async def read(request: Request, schema: type[_Body]) -> _Body:
-    """The body of a request. Raises ApiError (400, or 415 if it does not claim to be JSON).
+    """Read the body of a request. Raises ApiError: 400, or 415 for a content type but JSON.
 
-    Browsers let any page send a body of another type, or of none, to any server.
+    The content type matters because browsers let any page send other types to any server.
     """
     kinds = [
-        given.partition(";")[0].strip().lower() for given in request.headers.getlist("content-type")
+        header.partition(";")[0].strip().lower()
+        for header in request.headers.getlist("content-type")
     ]
     if len(kinds) != 1 or not (kinds[0] == "application/json" or kinds[0].endswith("+json")):
         raise ApiError(415, "the body must be JSON: send Content-Type: application/json")
@@ -65,12 +66,12 @@ async def read(request: Request, schema: type[_Body]) -> _Body:
 
 @lru_cache(maxsize=1)
 def _thread() -> ThreadPoolExecutor:
-    """Reads large bodies, one after the other, so that the event loop has its turns meanwhile."""
+    """The thread that decodes large bodies, one after the other, off the event loop."""
     return ThreadPoolExecutor(1, thread_name_prefix="modulm-json")
 
 
 def decode(body: bytes, schema: type[_Body]) -> _Body:
-    """A body as a value of the schema. Raises ApiError(400)."""
+    """Decode a body into a schema. Raises ApiError(400)."""
     _check_count(body)
     value = _parse(body)
     if _has_long_number(body):
@@ -81,27 +82,27 @@ def decode(body: bytes, schema: type[_Body]) -> _Body:
 
 
 def to_struct(value: Mapping[str, Any], schema: type[_Body], *, strict: bool = True) -> _Body:
-    """A decoded object as a value of the schema. Raises ApiError(400).
+    """Convert a decoded object into a schema. Raises ApiError(400).
 
-    strict: False for forms, where numbers and booleans are texts.
+    strict: False for forms, whose numbers and booleans are strings.
     """
     try:
-        made = msgspec.convert(value, schema, strict=strict)
+        struct = msgspec.convert(value, schema, strict=strict)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from error
     _report_unknown(value, schema)
-    return made
+    return struct
 
 
-def takes(schema: type[msgspec.Struct]) -> dict[str, Any]:
-    """`openapi_extra` of a route that reads this schema: its body, as /docs shows it."""
+def request_docs(schema: type[msgspec.Struct]) -> dict[str, Any]:
+    """Build `openapi_extra` for a route: the schema of its request body, for /docs."""
     shape = msgspec.json.schema(schema)
     body = _resolved(shape, shape.get("$defs", {}))
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}}
 
 
 def _resolved(value: Any, definitions: Mapping[str, Any]) -> Any:
-    """A JSON schema with its references replaced by what they refer to."""
+    """Replace the references in a JSON schema by their definitions."""
     if isinstance(value, list):
         return [_resolved(item, definitions) for item in value]
     if not isinstance(value, dict):
@@ -112,10 +113,10 @@ def _resolved(value: Any, definitions: Mapping[str, Any]) -> Any:
 
 
 def _check_count(body: bytes) -> None:
-    """Refuse what would become too many Python objects, before they are made.
+    """Reject a body that would become too many Python objects, before it is decoded.
 
-    Marks are counted wherever they stand, inside of texts too, so the limits are far above what
-    texts of a sensible length hold.
+    Counts punctuation anywhere, even inside strings, so the limits are far above what strings of
+    a reasonable length contain.
     """
     marks = values = 0
     for start in range(0, len(body), _SLICE):
@@ -125,13 +126,13 @@ def _check_count(body: bytes) -> None:
     if marks > _LIMITS.nodes or values > _LIMITS.values:
         raise ApiError(
             413,
-            f"the body holds more than {_LIMITS.nodes} lists and members of objects, or more than "
+            f"the body has more than {_LIMITS.nodes} lists and object members, or more than "
             f"{_LIMITS.values} values",
         )
 
 
 def _has_long_number(body: bytes) -> bool:
-    """Whether there may be an integer that 64 bits do not hold."""
+    """Whether the body may contain an integer of more than 64 bits."""
     return any(
         _LONG in body[max(0, start - len(_LONG)) : start + _SLICE].translate(_ZEROS)
         for start in range(0, len(body), _SLICE)
@@ -139,10 +140,10 @@ def _has_long_number(body: bytes) -> bool:
 
 
 def _check_integers(value: Any) -> None:
-    """Refuse integers that nothing behind this could hold."""
+    """Reject integers of more than 64 bits."""
     for path, number in _numbers(value, "", 0):
         if isinstance(number, int) and not -(2**63) <= number < 2**64:
-            raise bad_field(_top(path), f"{path}: an integer of at most 64 bits is expected")
+            raise bad_field(_top(path), f"{path} must be an integer of at most 64 bits")
 
 
 def _parse(body: bytes) -> Any:
@@ -155,14 +156,14 @@ def _parse(body: bytes) -> Any:
 
 
 def _second_look(body: bytes, first: Exception) -> Any:
-    """Name the field if all that is wrong is a NaN or an infinity, which JSON has no word for."""
+    """Raise the error for an invalid body; for NaN or infinity, it names the field."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):
         raise bad_field(None, f"the body is not valid JSON: {first}", "invalid_json") from first
     for path, number in _numbers(value, "", 0):
         if isinstance(number, float) and not math.isfinite(number):
-            raise bad_field(_top(path), f"{path}: a finite number is expected") from first
+            raise bad_field(_top(path), f"{path} must be a finite number") from first
     raise bad_field(None, f"the body is not valid JSON: {first}", "invalid_json") from first
 
 
@@ -180,17 +181,17 @@ def _numbers(value: Any, path: str, depth: int) -> Iterator[tuple[str, float]]:
 
 
 def _invalid(message: str) -> ApiError:
-    found = _PATH.search(message)
-    path = found.group(1) if found else ""
+    match = _PATH.search(message)
+    path = match.group(1) if match else ""
     if not path:
         missing = re.search(r"required field `(\w+)`", message)
         path = missing.group(1) if missing else ""
         return bad_field(path or None, message)
-    return bad_field(_top(path), f"{path}: {message[: found.start()] if found else message}")
+    return bad_field(_top(path), f"{path}: {message[: match.start()] if match else message}")
 
 
 def _top(path: str) -> str:
-    """The field of the request that a path inside of it belongs to."""
+    """The request field that a path belongs to."""
     return re.split(r"[.\[]", path, maxsplit=1)[0]
 
 
@@ -208,11 +209,11 @@ def _report_unknown(value: Mapping[str, Any], schema: type[msgspec.Struct]) -> N
     unknown = value.keys() - _fields(schema)
     if unknown:
         names = ", ".join(sorted(escape(name, 64) for name in list(unknown)[:8]))
-        log.info("a request has fields that nothing here reads: %s", names)
+        log.info("Ignored unknown request fields: %s", names)
 
 
 def json_response(
     value: Any, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """A value as a JSON response."""
+    """Build a JSON response."""
     return Response(msgspec.json.encode(value), status, headers, "application/json")

@@ -1,4 +1,4 @@
-"""The kind of driver that the server brings: families of routes."""
+"""The driver kind of route families."""
 
 from modulm.plugins.kinds import Kind
 

@@ -1,4 +1,4 @@
-"""Log probabilities as OpenAI's chat and responses show them."""
+"""Log probabilities in the form of OpenAI's chat and responses APIs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, TypedDict
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["LEAST", "TokenLogprob", "TopLogprob", "token_logprobs", "token_name"]
+__all__ = ["MIN_LOGPROB", "TokenLogprob", "TopLogprob", "token_logprobs", "token_name"]
 
-#: What a probability of zero is shown as, since JSON has no word for minus infinity.
-LEAST = -9999.0
+#: The log probability reported for a probability of zero, since JSON has no infinity.
+MIN_LOGPROB = -9999.0
 
 
 class TopLogprob(TypedDict):
-    """A token of a position; `bytes`: its text in UTF-8."""
+    """A candidate token. bytes: its text in UTF-8."""
 
     token: str
     logprob: float
@@ -22,7 +22,7 @@ class TopLogprob(TypedDict):
 
 
 class TokenLogprob(TopLogprob):
-    """The token that was chosen, and the best of its position."""
+    """The chosen token, and the top candidates at its position."""
 
     top_logprobs: list[TopLogprob]
 
@@ -30,7 +30,7 @@ class TokenLogprob(TopLogprob):
 def token_logprobs(
     positions: Sequence[Mapping[int, Any]], token_ids: Sequence[int], top: int, as_ids: bool
 ) -> list[TokenLogprob]:
-    """One entry per token, with the `top` best of its position."""
+    """Build one entry per token, with the `top` best candidates at its position."""
     content: list[TokenLogprob] = []
     for token, position in zip(token_ids, positions, strict=True):
         best = [_entry(t, e, as_ids) for t, e in position.items() if e.rank and e.rank <= top]
@@ -40,7 +40,7 @@ def token_logprobs(
 
 
 def token_name(token: int, entry: Any, as_ids: bool) -> str:
-    """The text of a token, or its id where that is wanted or nothing else is known."""
+    """The text of a token, or `token_id:N` if requested or if the text is unknown."""
     if as_ids or entry.decoded_token is None:
         return f"token_id:{token}"
     text: str = entry.decoded_token
@@ -51,6 +51,6 @@ def _entry(token: int, entry: Any, as_ids: bool) -> TopLogprob:
     text = token_name(token, entry, as_ids)
     return {
         "token": text,
-        "logprob": max(entry.logprob, LEAST),
+        "logprob": max(entry.logprob, MIN_LOGPROB),
         "bytes": list(text.encode("utf-8", "replace")),
     }

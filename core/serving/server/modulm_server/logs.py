@@ -1,6 +1,6 @@
-"""Logging of a process that modulm starts: one line per record on stderr, or what the user says.
+"""Configures logging of modulm's processes: one line per record on stderr by default.
 
-`output.unblock` comes first: handlers take the standard files that it has made.
+Call `output.unblock` first, because handlers use the standard streams that it replaces.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _TRACE = 5
 
 
 class _OneLine(logging.Formatter):
-    """Escapes control characters in messages: what a client sent must not forge log lines."""
+    """Escapes control characters in messages, so that clients cannot forge log lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         return "".join(_visible(letter) for letter in super().formatMessage(record))
 
 
 class _Json(logging.Formatter):
-    """One JSON object a line: time in UTC, level, logger, message, and the traceback if any."""
+    """One JSON object per line: time in UTC, level, logger, message, and the traceback if any."""
 
     def format(self, record: logging.LogRecord) -> str:
         table = {
@@ -47,8 +47,9 @@ class _Json(logging.Formatter):
 
 
 class _Silent(logging.Filter):
-    """Drops access lines of some paths (`--disable-access-log-for-endpoints`); a path that ends
-    in `/*` stands for all below it.
+    """Drops access log lines of some paths (`--disable-access-log-for-endpoints`).
+
+    A path that ends in `/*` means all paths below it.
     """
 
     def __init__(self, paths: frozenset[str]) -> None:
@@ -68,20 +69,20 @@ def _visible(letter: str) -> str:
 
 
 def configure_logging(config: EngineConfig, silent: Iterable[str] = ()) -> None:
-    """Set logging up as `--log-level`, `--log-format`, `--logging-config` and `--log-config-file`
-    say.
+    """Configure logging by `--log-level`, `--log-format`, `--logging-config` and
+    `--log-config-file`.
 
-    Requests for the paths in `silent` get no line in the access log. Raises ConfigError for a
-    logging configuration that cannot be read or used.
+    silent: paths without lines in the access log. Raises ConfigError for a logging configuration
+    that cannot be read or used.
     """
-    given = config.observability
+    flags = config.observability
     if silent:
         logging.getLogger("uvicorn.access").addFilter(_Silent(frozenset(silent)))
     logging.addLevelName(_TRACE, "TRACE")
-    table = given.logging_config
+    table = flags.logging_config
     field = "logging_config"
-    if given.log_config_file is not None:
-        table, field = _read(given.log_config_file), "log_config_file"
+    if flags.log_config_file is not None:
+        table, field = _read(flags.log_config_file), "log_config_file"
     if table is not None:
         try:
             logging.config.dictConfig({"version": 1, **table})
@@ -89,8 +90,8 @@ def configure_logging(config: EngineConfig, silent: Iterable[str] = ()) -> None:
             raise ConfigError(field, f"logging cannot be set up: {error}") from error
         return
     handler = logging.StreamHandler()
-    handler.setFormatter(_Json() if given.log_format == "json" else _OneLine(_FORMAT))
-    level = _TRACE if given.log_level == "trace" else given.log_level.upper()
+    handler.setFormatter(_Json() if flags.log_format == "json" else _OneLine(_FORMAT))
+    level = _TRACE if flags.log_level == "trace" else flags.log_level.upper()
     logging.basicConfig(level=level, handlers=[handler], force=True)
     for chatty in ("httpx", "httpcore", "filelock", "urllib3"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
@@ -104,5 +105,5 @@ def _read(path: str) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError("log_config_file", f"{path} is not valid JSON: {error}") from error
     if not isinstance(table, dict):
-        raise ConfigError("log_config_file", f"{path} is not a table")
+        raise ConfigError("log_config_file", f"{path} is not a JSON object")
     return table

@@ -14,24 +14,24 @@ __all__ = ["LoopbackClient"]
 
 
 class LoopbackClient:
-    """A client without a network; `app` is set once the application is built.
+    """An in-process client of the server's routes. `app` is set once the application is built.
 
-    What it asks has been asked by somebody with a key, so that it needs none.
+    It needs no API key, because the original request had one.
     """
 
     app: ASGIApp
 
     async def post(self, path: str, body: bytes, owner: str = "") -> tuple[int, bytes]:
-        """POST JSON to a route in the name of `owner`: (status, the whole answer)."""
+        """POST JSON to a route on behalf of `owner`; returns (status, response body)."""
         status = 500
         answer = bytearray()
-        given = False
+        body_sent = False
 
         async def receive() -> Message:
-            nonlocal given
-            if given:
-                await asyncio.Event().wait()  # whoever asks here does not leave, it is cancelled
-            given = True
+            nonlocal body_sent
+            if body_sent:
+                await asyncio.Event().wait()  # this client never disconnects; it is cancelled
+            body_sent = True
             return {"type": "http.request", "body": body, "more_body": False}
 
         async def send(message: Message) -> None:

@@ -1,4 +1,4 @@
-"""What the server measures of its own: requests by route, with label sets that cannot grow."""
+"""The server's own metrics: requests by route, with a fixed set of labels."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 __all__ = ["HttpMetrics", "exposition", "merged"]
 
-#: Gauges of a process that add up over processes; of all others the one who is asked knows best.
+#: Gauges to add up over processes. Of other gauges, the scraped process's value is used.
 _ADDITIVE = frozenset(
     {"process_open_fds", "process_resident_memory_bytes", "process_virtual_memory_bytes"}
 )
-#: Gauges that say in their labels what is the case: each process has its own.
+#: Gauges whose information is in their labels; each process has its own.
 _LISTED = frozenset({"modulm:lora_requests_info"})
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
 class _Dropped(Collector):
-    """Lines of output that nobody read, of this process and of the engine's."""
+    """Counts dropped lines of output, of this process and of the engine's."""
 
     def describe(self) -> Iterable[Metric]:
         return ()
@@ -49,24 +49,24 @@ class _Dropped(Collector):
 
 
 class _Plugins(Collector):
-    """Which packages of others may be used here."""
+    """Lists the usable third-party plugin packages."""
 
     def describe(self) -> Iterable[Metric]:
         return ()
 
     def collect(self) -> Iterable[Metric]:
         text = "Packages with plugins that are not this project's."
-        shown = GaugeMetricFamily("modulm:plugin_info", text, labels=("distribution", "version"))
+        family = GaugeMetricFamily("modulm:plugin_info", text, labels=("distribution", "version"))
         plugins = manager.current()
         usable = (d for d in plugins.everything() if plugins.selection.permits(d))
         for name, version in sorted({(d.distribution, d.version) for d in usable}):
             if name and not is_first_party(name):
-                shown.add_metric((name, version), 1)
-        yield shown
+                family.add_metric((name, version), 1)
+        yield family
 
 
 class HttpMetrics:
-    """Counts of requests, by the route that served them: never by a path that a client made up."""
+    """Metrics of HTTP requests, labelled by route, never by a path that a client chose."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         ProcessCollector(registry=registry)
@@ -87,7 +87,7 @@ class HttpMetrics:
         )
 
     def observe(self, scope: Scope, status: int, seconds: float) -> None:
-        """A request is over."""
+        """Record a finished request."""
         route = scope.get("route")
         handler = route.path if route is not None and hasattr(route, "path") else "none"
         method = scope["method"] if scope["method"] in _METHODS else "other"
@@ -100,13 +100,13 @@ def exposition(registry: CollectorRegistry) -> tuple[bytes, str]:
     return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
-def merged(own: bytes, others: Sequence[str], shared: Collection[str]) -> bytes:
-    """The metrics of several server processes as if they were one.
+def merged(this_process: bytes, others: Sequence[str], shared: Collection[str]) -> bytes:
+    """Merge the metrics of several server processes.
 
-    own, others: expositions. Counters and histograms are added, but those that all processes count
-    alike, by the names in `shared`, are taken from the one that has counted longest.
+    this_process, others: expositions. Counters and histograms are added up. Those named in `shared`
+    count the same events in all processes and are taken from the one with the highest count.
     """
-    families = {family.name: family for family in _parsed(own.decode())}
+    families = {family.name: family for family in _parsed(this_process.decode())}
     for text in others:
         for family in _parsed(text):
             if family.name in families:
@@ -126,19 +126,19 @@ def _add(total: Metric, more: Metric, shared: bool) -> None:
     if total.type == "gauge" and total.name not in _ADDITIVE | _LISTED:
         return
     shared = shared or total.name in _LISTED
-    places = {(s.name, *sorted(s.labels.items())): place for place, s in enumerate(total.samples)}
+    indices = {(s.name, *sorted(s.labels.items())): index for index, s in enumerate(total.samples)}
     for sample in more.samples:
-        place = places.get((sample.name, *sorted(sample.labels.items())))
-        if place is None:
+        index = indices.get((sample.name, *sorted(sample.labels.items())))
+        if index is None:
             total.samples.append(sample)
         else:
-            known = total.samples[place]
+            known = total.samples[index]
             value = max(known.value, sample.value) if shared else known.value + sample.value
-            total.samples[place] = known._replace(value=value)
+            total.samples[index] = known._replace(value=value)
 
 
 class _Ready(Collector):
-    """Families that are complete."""
+    """A collector of finished metric families."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = tuple(families)

@@ -1,7 +1,7 @@
-"""What routes answer, as /openapi.json describes it.
+"""Describes the responses of routes for /openapi.json.
 
-An answer is built as a `TypedDict`, which costs nothing when it is made: the type checker holds the
-code to it, /openapi.json is made of it, and the tests hold real answers to that.
+A response is built as a `TypedDict`, which costs nothing at run time. The type checker checks the
+code against it, /openapi.json is generated from it, and tests check real responses against that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from attrs import define, field
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-__all__ = ["Described", "ErrorAnswer", "ErrorObject", "Shapes", "gives"]
+__all__ = ["DescribedApp", "ErrorAnswer", "ErrorObject", "Shapes", "response_docs"]
 
 _PLAIN = {
     str: "string",
@@ -37,13 +37,13 @@ _PLAIN = {
     None: "null",
 }
 _FAILURES = {
-    "4XX": "The request cannot be answered",
-    "5XX": "The server cannot answer",
+    "4XX": "The request is invalid",
+    "5XX": "The server failed",
 }
 
 
 class ErrorObject(TypedDict):
-    """What went wrong; `param` is the field of the request that is to blame, where one is."""
+    """An error. `param` is the request field that caused it, if any."""
 
     message: str
     type: str
@@ -57,7 +57,7 @@ class ErrorAnswer(TypedDict):
     error: ErrorObject
 
 
-def gives(
+def response_docs(
     answer: Any = None,
     *,
     events: Any = None,
@@ -65,27 +65,31 @@ def gives(
     content: str | None = None,
     failure: Any = ErrorAnswer,
 ) -> dict[int | str, dict[str, Any]]:
-    """`responses` of a route.
+    """Build `responses` for a route.
 
-    answer: the type of its JSON; events: of what one event of a stream carries; lines: of one line
-    of a stream of lines; content: the media type of an answer that is none of these; failure: the
-    type of an error, where the API has its own.
+    answer: type of the JSON response. events: type of the data of a server-sent event. lines: type
+    of a line of an NDJSON stream. content: media type of any other response. failure: type of an
+    error, if the API has its own.
     """
     streams: dict[str | None, Any] = {"text/event-stream": events, "application/x-ndjson": lines}
     kinds: dict[str | None, Any] = {"application/json": answer, **streams, content: Any}
-    shown = {name: {"schema": kind} for name, kind in kinds.items() if name and kind is not None}
-    told = {"application/json": {"schema": failure}}
+    content_docs = {
+        name: {"schema": kind} for name, kind in kinds.items() if name and kind is not None
+    }
+    failure_docs = {"application/json": {"schema": failure}}
     return {
-        200: {"description": "The answer", **({"content": shown} if shown else {})},
-        **{name: {"description": text, "content": told} for name, text in _FAILURES.items()},
+        200: {"description": "The response", **({"content": content_docs} if content_docs else {})},
+        **{
+            name: {"description": text, "content": failure_docs} for name, text in _FAILURES.items()
+        },
     }
 
 
-class Described(FastAPI):
-    """FastAPI with the types of `gives` in its description.
+class DescribedApp(FastAPI):
+    """FastAPI with the types of `response_docs` in its OpenAPI schema.
 
-    They are put in when somebody asks, and behind FastAPI, which would make a model of every part:
-    half a second in which nothing else had its turn.
+    They are added on request, without FastAPI, which would build a model of every type and block
+    the event loop for half a second.
     """
 
     def openapi(self) -> dict[str, Any]:
@@ -95,33 +99,33 @@ class Described(FastAPI):
         for route, _ in routes:
             route.responses = {}
         try:
-            made = super().openapi()
+            schema = super().openapi()
         finally:
-            for route, given in routes:
-                route.responses = given
+            for route, responses in routes:
+                route.responses = responses
         shapes = Shapes()
-        for route, given in routes:
+        for route, responses in routes:
             for method in route.methods or () if route.include_in_schema else ():
-                _describe(made["paths"][route.path_format][method.lower()], given, shapes)
-        made.setdefault("components", {})["schemas"] = shapes.named
-        return made
+                _describe(schema["paths"][route.path_format][method.lower()], responses, shapes)
+        schema.setdefault("components", {})["schemas"] = shapes.definitions
+        return schema
 
 
 def _describe(
-    operation: dict[str, Any], given: Mapping[int | str, Mapping[str, Any]], shapes: Shapes
+    operation: dict[str, Any], documented: Mapping[int | str, Mapping[str, Any]], shapes: Shapes
 ) -> None:
-    """Put answers in the place of those that FastAPI thinks of: a 422 is never sent here."""
-    told = {**gives(), **given}
-    if 200 not in given:
-        told[200] = operation["responses"]["200"]
+    """Replace FastAPI's responses, which include a 422 that this server never sends."""
+    responses = {**response_docs(), **documented}
+    if 200 not in documented:
+        responses[200] = operation["responses"]["200"]
     operation["responses"] = {
-        str(status): {**answer, **_content(answer, shapes)} for status, answer in told.items()
+        str(status): {**answer, **_content(answer, shapes)} for status, answer in responses.items()
     }
 
 
 def _content(answer: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
     content = {
-        media: {**value, "schema": shapes.of(value["schema"])}
+        media: {**value, "schema": shapes.schema_of(value["schema"])}
         for media, value in answer.get("content", {}).items()
         if "schema" in value
     }
@@ -130,12 +134,12 @@ def _content(answer: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
 
 @define
 class Shapes:
-    """JSON schemas of types; `named`: those of objects, which others refer to."""
+    """Builds JSON schemas of types. definitions: the schemas of objects, by name."""
 
-    named: dict[str, dict[str, Any]] = field(factory=dict)
+    definitions: dict[str, dict[str, Any]] = field(factory=dict)
 
-    def of(self, kind: Any) -> dict[str, Any]:
-        """The schema of a type, or what is one already. Raises TypeError for what JSON lacks."""
+    def schema_of(self, kind: Any) -> dict[str, Any]:
+        """The schema of a type; a dict is one already. Raises TypeError for other types."""
         origin, arguments = get_origin(kind), get_args(kind)
         if isinstance(kind, dict):
             return kind
@@ -148,45 +152,48 @@ class Shapes:
         if origin is Literal:
             return {"enum": list(arguments)}
         if origin in (Annotated, NotRequired):
-            return self.of(arguments[0])
+            return self.schema_of(arguments[0])
         if origin in (Union, UnionType):
-            return {"anyOf": [self.of(each) for each in arguments]}
+            return {"anyOf": [self.schema_of(each) for each in arguments]}
         if origin in (list, Sequence):
-            return {"type": "array", "items": self.of(arguments[0])}
+            return {"type": "array", "items": self.schema_of(arguments[0])}
         if origin in (dict, Mapping):
-            return {"type": "object", "additionalProperties": self.of(arguments[1])}
-        raise TypeError(f"{kind!r} has no shape in JSON")
+            return {"type": "object", "additionalProperties": self.schema_of(arguments[1])}
+        raise TypeError(f"{kind!r} has no JSON schema")
 
     def _object(self, kind: Any) -> dict[str, Any]:
-        made = get_origin(kind) or kind
+        origin = get_origin(kind) or kind
         name = _name(kind)
-        if name not in self.named:
+        if name not in self.definitions:
             shape: dict[str, Any] = {"type": "object"}
-            self.named[name] = shape
-            values = dict(zip(getattr(made, "__parameters__", ()), get_args(kind), strict=False))
-            fields = get_type_hints(made, include_extras=True)
+            self.definitions[name] = shape
+            values = dict(zip(getattr(origin, "__parameters__", ()), get_args(kind), strict=False))
+            fields = get_type_hints(origin, include_extras=True)
             shape["properties"] = {
-                key: self.of(_filled(given, values)) for key, given in fields.items()
+                key: self.schema_of(_bound_type(field_type, values))
+                for key, field_type in fields.items()
             }
-            # Where annotations are texts, as here, the class takes NotRequired for a part of one.
+            # With annotations as strings, `__required_keys__` does not recognise NotRequired.
             shape["required"] = sorted(
-                key for key in made.__required_keys__ if get_origin(fields[key]) is not NotRequired
+                key
+                for key in origin.__required_keys__
+                if get_origin(fields[key]) is not NotRequired
             )
-            if made.__doc__:
-                shape["description"] = " ".join(made.__doc__.split())
+            if origin.__doc__:
+                shape["description"] = " ".join(origin.__doc__.split())
         return {"$ref": f"#/components/schemas/{name}"}
 
 
 def _name(kind: Any) -> str:
-    """Package and class; of what a generic one is of, too."""
-    made = get_origin(kind) or kind
-    package = made.__module__.partition(".")[0].removeprefix("modulm_route_")
-    of = "".join(f".{getattr(given, '__name__', 'Any')}" for given in get_args(kind))
-    return f"{package}.{made.__name__}{of}"
+    """The definition name of a type: package, class and type arguments."""
+    origin = get_origin(kind) or kind
+    package = origin.__module__.partition(".")[0].removeprefix("modulm_route_")
+    of = "".join(f".{getattr(argument, '__name__', 'Any')}" for argument in get_args(kind))
+    return f"{package}.{origin.__name__}{of}"
 
 
-def _filled(kind: Any, values: Mapping[Any, Any]) -> Any:
-    """A field's type, its type variables replaced."""
+def _bound_type(kind: Any, values: Mapping[Any, Any]) -> Any:
+    """A field's type with its type variables replaced."""
     if isinstance(kind, TypeVar):
         return values[kind]
     parameters = getattr(kind, "__parameters__", ())

@@ -1,8 +1,8 @@
-"""What a process prints, on its way to a reader who may not read.
+"""Non-blocking standard output and standard error.
 
-A pipe holds 64 KiB: who writes to a full one stands still, mostly with the lock of a log handler in
-its hand, and soon the whole process does. So a thread writes to standard output and standard error,
-everybody else only puts into its queue, and what finds the queue full is dropped and counted.
+A pipe holds 64 KiB. Writing to a full one blocks, often while holding the lock of a log handler,
+which soon blocks the whole process. So one thread writes, everybody else only fills its queue, and
+lines that do not fit into the queue are dropped and counted.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 
 __all__ = ["Outlet", "dropped_lines", "forward", "outlet", "unblock"]
 
-#: Bytes that wait for a reader at most, and that are written at once.
+#: Maximum bytes in the queue, and bytes per write.
 _ROOM, _PIECE = 4 << 20, 1 << 16
-#: Seconds without progress after which the end of the process does not wait for the reader.
+#: Seconds without progress after which the exiting process stops waiting for the reader.
 _PATIENCE = 1.0
 
 
 class Outlet:
-    """Bytes on their way to a file descriptor. `put` never waits; `dropped` counts lines.
+    """A queue of bytes for a file descriptor. `put` never blocks; `dropped` counts lines.
 
-    room: bytes that may wait. That lines were dropped is said in a line, once there is room again.
+    capacity: maximum bytes in the queue. Once there is room again, a line reports dropped lines.
     """
 
-    def __init__(self, descriptor: int, room: int = _ROOM) -> None:
+    def __init__(self, descriptor: int, capacity: int = _ROOM) -> None:
         self._descriptor = descriptor
-        self._room = room
+        self._capacity = capacity
         self._waiting: deque[bytes] = deque()
         self._size = 0
         self._moved = 0
-        self._untold = 0
+        self._unreported = 0
         self.dropped = 0
         # A signal handler may print while its own thread is in here.
         self._changed = threading.Condition(threading.RLock())
@@ -53,9 +53,9 @@ class Outlet:
         atexit.register(self.flush)
 
     def put(self, data: bytes) -> None:
-        """Have data written, or drop it."""
+        """Queue data, or drop it if the queue is full."""
         with self._changed:
-            if self._size + len(data) > self._room:
+            if self._size + len(data) > self._capacity:
                 self._drop(data)
                 return
             self._waiting.append(data)
@@ -63,7 +63,7 @@ class Outlet:
             self._changed.notify()
 
     def flush(self, patience: float = _PATIENCE) -> bool:
-        """Wait until all is written; False when nothing was read for `patience` seconds."""
+        """Wait until the queue is written; False if nothing was read for `patience` seconds."""
         seen, since = self._moved, time.monotonic()
         while self._waiting or self._busy:
             if self._moved != seen:
@@ -76,7 +76,7 @@ class Outlet:
     def _drop(self, data: bytes) -> None:
         lines = data.count(b"\n") or 1
         self.dropped += lines
-        self._untold += lines
+        self._unreported += lines
 
     def _run(self) -> None:
         while True:
@@ -95,10 +95,10 @@ class Outlet:
             size += len(self._waiting[0])
             pieces.append(self._waiting.popleft())
         self._size -= size
-        if self._untold and self._size < self._room // 2:
-            note = f"WARNING modulm: {self._untold} lines of output were dropped: nobody read them"
+        if self._unreported and self._size < self._capacity // 2:
+            note = f"WARNING modulm: dropped {self._unreported} lines of output, which nobody read"
             pieces.append(f"{note}\n".encode())
-            self._untold = 0
+            self._unreported = 0
         return b"".join(pieces)
 
     def _write(self, data: bytes) -> None:
@@ -142,7 +142,7 @@ class _Raw(io.RawIOBase):
 
 @cache
 def outlet(descriptor: int) -> Outlet:
-    """This process' outlet to standard output (1) or error (2); one if both are the same file."""
+    """The outlet of standard output (1) or error (2); the same one if both are one file."""
     with suppress(OSError):
         if descriptor == 1 and os.path.sameopenfile(1, 2):
             return outlet(2)
@@ -150,26 +150,26 @@ def outlet(descriptor: int) -> Outlet:
 
 
 def dropped_lines() -> int:
-    """Lines that this process and those it forwards have printed for nobody."""
+    """The number of dropped lines of this process and of the children that it forwards."""
     return sum(one.dropped for one in {outlet(1), outlet(2)})
 
 
 def unblock() -> None:
-    """Let nothing that this process prints wait for its reader: Python's files, and pipes."""
+    """Make this process's standard output and error non-blocking."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         file = getattr(sys, name)
-        if not _is_own(file, descriptor):
+        if not _writes_directly(file, descriptor):
             continue
         file.flush()
         raw: IO[bytes] = _Raw(descriptor)  # type: ignore[assignment]
-        made = io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)
-        setattr(sys, name, made)
+        stream = io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)
+        setattr(sys, name, stream)
         with suppress(OSError):
-            _let_go(descriptor)
+            _unblock_pipe(descriptor)
 
 
-def _is_own(file: IO[str] | None, descriptor: int) -> bool:
-    """Whether a file of Python's still writes to the descriptor by itself."""
+def _writes_directly(file: IO[str] | None, descriptor: int) -> bool:
+    """Whether a Python file still writes to the descriptor directly."""
     if file is None or isinstance(getattr(file, "buffer", None), _Raw):
         return False
     with suppress(OSError, AttributeError):
@@ -177,10 +177,10 @@ def _is_own(file: IO[str] | None, descriptor: int) -> bool:
     return False
 
 
-def _let_go(descriptor: int) -> None:
-    """Have libraries that print by themselves lose what a full pipe has no room for.
+def _unblock_pipe(descriptor: int) -> None:
+    """Make writes of C libraries to a full pipe fail instead of block.
 
-    The pipe is opened anew: the flag on what we were given would be everybody's who has it.
+    Reopens the pipe, because the non-blocking flag would apply to all processes that share it.
     """
     if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
         again = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK)
@@ -189,7 +189,7 @@ def _let_go(descriptor: int) -> None:
 
 
 def forward(source: IO[bytes]) -> threading.Thread:
-    """Print what a child process prints, until it ends; the child never waits."""
+    """Forward a child process's output until it ends, without ever blocking the child."""
 
     def copy() -> None:
         with suppress(OSError, ValueError), source:

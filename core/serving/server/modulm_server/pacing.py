@@ -1,4 +1,4 @@
-"""Requests that come at once begin a few at a time, so that the event loop has its turns."""
+"""Starts simultaneous requests a few at a time, to keep the event loop responsive."""
 
 from __future__ import annotations
 
@@ -9,40 +9,39 @@ from attrs import define, field
 
 __all__ = ["Turns"]
 
-#: Requests that begin in one turn of the event loop: each takes half a millisecond of it.
-_MOST = 2
+#: Requests to start per turn of the event loop. Each takes half a millisecond.
+_PER_TURN = 2
 
 
 @define(eq=False)
 class Turns:
-    """Lets `most` callers through per turn of the event loop, the others in order behind them.
+    """Lets `per_turn` callers pass per turn of the event loop, in order.
 
-    Hundreds of requests in one turn would have everything else wait for all of them: signs of
-    life, tokens of streams.
+    Starting hundreds of requests in one turn would delay health checks and streams.
     """
 
-    most: int = _MOST
-    _begun: int = field(default=0, init=False)
+    per_turn: int = _PER_TURN
+    _started: int = field(default=0, init=False)
     _waiting: deque[asyncio.Future[None]] = field(factory=deque, init=False)
 
-    async def take(self) -> None:
-        """Wait for one's turn, if there are others before."""
-        if self._begun < self.most:
-            if not self._begun:
+    async def wait(self) -> None:
+        """Wait until the caller may start."""
+        if self._started < self.per_turn:
+            if not self._started:
                 asyncio.get_running_loop().call_soon(self._next)
-            self._begun += 1
+            self._started += 1
             return
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         await turn
 
     def _next(self) -> None:
-        """A new turn of the event loop."""
-        self._begun = 0
-        while self._waiting and self._begun < self.most:
+        """Let the next callers pass, in a new turn of the event loop."""
+        self._started = 0
+        while self._waiting and self._started < self.per_turn:
             turn = self._waiting.popleft()
-            if not turn.done():  # who left is not waited for
+            if not turn.done():  # it may be cancelled
                 turn.set_result(None)
-                self._begun += 1
-        if self._begun:
+                self._started += 1
+        if self._started:
             asyncio.get_running_loop().call_soon(self._next)

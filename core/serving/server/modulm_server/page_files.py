@@ -1,4 +1,4 @@
-"""Files of pages that a route family brings inside its package."""
+"""Serves the web page files inside a route family's package."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PageFiles", "content_policy"]
 
-#: Kinds of files that are served, nothing else in a package is.
+#: Media types by suffix. Other files in a package are not served.
 _TYPES = {
     "css": "text/css",
     "html": "text/html",
@@ -35,21 +35,21 @@ _LEAST_GZIP = 1024
 
 
 def content_policy(**sources: str) -> str:
-    """A Content-Security-Policy: what is not named here, as `style_src="'self'"`, is forbidden."""
-    given = {name.replace("_", "-"): value for name, value in sources.items()}
+    """Build a Content-Security-Policy that forbids all sources except the given ones."""
+    directives = {name.replace("_", "-"): value for name, value in sources.items()}
     rules = {
         "default-src": "'none'",
         "base-uri": "'none'",
         "form-action": "'none'",
         "frame-ancestors": "'none'",
-        **given,
+        **directives,
     }
     return "; ".join(f"{name} {value}".rstrip() for name, value in rules.items())
 
 
 @frozen
 class _File:
-    """One file, read once."""
+    """A file in memory."""
 
     plain: bytes
     media_type: str
@@ -66,9 +66,9 @@ class _File:
 
 @define(eq=False)
 class PageFiles:
-    """The files below `folder`, served with `policy` and a tag by which browsers keep them.
+    """The files below `folder`, served with a content policy and an ETag for caching.
 
-    Names that leave the folder, folders, and files of other kinds are not found.
+    Folders, paths outside the folder and files of unknown types are not served.
     """
 
     folder: Traversable
@@ -96,10 +96,10 @@ class PageFiles:
         return Response(content, headers=headers, media_type=file.media_type)
 
     def _file(self, name: str) -> _File:
-        found = self._read.get(name)
-        if found is None:
-            found = self._read[name] = self._opened(name)
-        return found
+        file = self._read.get(name)
+        if file is None:
+            file = self._read[name] = self._opened(name)
+        return file
 
     def _opened(self, name: str) -> _File:
         parts = name.split("/")
@@ -112,4 +112,4 @@ class PageFiles:
         return _File(path.read_bytes(), _TYPES[ending], ending in _PACKED)
 
 
-_MISSING = ApiError(404, "there is no such file", code="not_found")
+_MISSING = ApiError(404, "file not found", code="not_found")

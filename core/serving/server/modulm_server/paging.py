@@ -1,4 +1,4 @@
-"""Lists that clients read page by page, as OpenAI's API gives them."""
+"""Pages of lists, in the form of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Item = TypeVar("_Item", bound=Mapping[str, Any])
 
 
 class Page(TypedDict, Generic[_Item]):
-    """A part of a list."""
+    """One page of a list."""
 
     object: Literal["list"]
     data: list[_Item]
@@ -26,28 +26,27 @@ def page(
     items: Sequence[_Item],
     query: Mapping[str, str],
     *,
-    usual: int = 20,
-    most: int = 100,
+    default_limit: int = 20,
+    max_limit: int = 100,
 ) -> Page[_Item]:
-    """Some of the items, as `limit`, `order` and `after` want. Raises ApiError(400).
+    """Select a page of items by `limit`, `order` and `after`. Raises ApiError(400).
 
-    items: each with an `id`, the oldest first; the newest come first unless `order` is asc.
-    usual, most: the limit where none is given, and the largest.
+    items: each with an `id`, oldest first. The page starts with the newest unless `order` is asc.
     """
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
-        raise bad_field("order", "order: asc or desc")
-    given = query.get("limit", str(usual))
-    if not given.isascii() or not given.isdigit() or not 1 <= int(given[:9]) <= most:
-        raise bad_field("limit", f"limit: a number from 1 to {most}")
+        raise bad_field("order", "order must be asc or desc")
+    limit = query.get("limit", str(default_limit))
+    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:9]) <= max_limit:
+        raise bad_field("limit", f"limit must be a number from 1 to {max_limit}")
     listed = items if order == "asc" else items[::-1]
     after = query.get("after")
     if after is not None:
-        places = [place for place, item in enumerate(listed) if item["id"] == after]
-        if not places:
-            raise bad_field("after", "after: nothing in this list has this id")
-        listed = listed[places[0] + 1 :]
-    data = list(listed[: int(given)])
+        matches = [index for index, item in enumerate(listed) if item["id"] == after]
+        if not matches:
+            raise bad_field("after", "after: no item of this list has this id")
+        listed = listed[matches[0] + 1 :]
+    data = list(listed[: int(limit)])
     return {
         "object": "list",
         "data": data,

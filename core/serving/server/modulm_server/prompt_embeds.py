@@ -1,9 +1,9 @@
-"""Embeddings that clients send: tensors as `torch.save` writes them, in base64.
+"""Reads embeddings from clients: tensors written by `torch.save`, in base64.
 
-A file of torch is a zip archive with a pickle that says how its tensor is made of the archive's
-members. Nothing is unpickled here: the pickle's few operations are read, and must describe one
-dense tensor that lies inside of what was sent (CVE-2025-62164 is what a sparse one can do to
-torch.load, and no check of torch's compares a member's size with the tensor's).
+Such a file is a zip archive with a pickle that describes how to build the tensor from the archive's
+members. Nothing is unpickled here: the pickle's operations are parsed and must describe one dense
+tensor within the data (see CVE-2025-62164 for sparse tensors and torch.load; torch does not compare
+a member's size with the tensor's).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from modulm_server.json_body import bad_field
 
 __all__ = ["EmbedsParts", "read_embeds", "refuse_embeds"]
 
-#: Bytes of a pickle that describes one tensor, and members of its archive.
+#: Maximum bytes of the pickle, and maximum members of the archive.
 _PICKLE, _MEMBERS = 4_096, 32
 _TENSOR = "torch._utils _rebuild_tensor_v2"
 _STORAGES: dict[str, np.dtype[Any]] = {
@@ -44,11 +44,11 @@ _CONSTANTS = {"NEWFALSE": False, "NEWTRUE": True, "NONE": None}
 
 
 class _Malformed(Exception):
-    """What was sent is no tensor that is read here."""
+    """The data is not a supported tensor."""
 
 
 class _Stored(NamedTuple):
-    """A tensor in an archive: the member's name, its type, and what of it the tensor is."""
+    """A tensor in an archive: the member's name and type, and the tensor's view of it."""
 
     key: str
     kind: str
@@ -59,22 +59,22 @@ class _Stored(NamedTuple):
 
 
 def refuse_embeds(info: EngineInfo, param: str) -> None:
-    """Raise ApiError(400) on a server that takes no prompts of embeddings."""
+    """Raise ApiError(400) if embedding prompts are not enabled."""
     if not info.config.model.enable_prompt_embeds:
         raise bad_field(
-            param, "prompt_embeds: this server takes none; it would need --enable-prompt-embeds"
+            param, "prompt_embeds is not enabled: start the server with --enable-prompt-embeds"
         )
 
 
-def read_embeds(given: Any, info: EngineInfo, param: str, start: int = 0) -> MediaItem:
-    """A tensor in base64 as an item of a prompt that begins at token `start`.
+def read_embeds(encoded: Any, info: EngineInfo, param: str, start: int = 0) -> MediaItem:
+    """Read a base64 tensor into a prompt item that begins at token `start`.
 
     Raises ApiError(400) naming `param`.
     """
-    if not isinstance(given, str):
-        raise bad_field(param, f"{param}: a tensor saved by torch, in base64, is expected")
+    if not isinstance(encoded, str):
+        raise bad_field(param, f"{param} must be a tensor saved by torch, in base64")
     try:
-        data = base64.b64decode(given, validate=True)
+        data = base64.b64decode(encoded, validate=True)
         stored, raw = _opened(data)
     except (_Malformed, binascii.Error, zipfile.BadZipFile) as error:
         raise bad_field(
@@ -86,8 +86,8 @@ def read_embeds(given: Any, info: EngineInfo, param: str, start: int = 0) -> Med
     if width != info.hidden or rows > info.max_model_len:
         raise bad_field(
             param,
-            f"{param}: a tensor of at most {info.max_model_len} tokens by {info.hidden} is "
-            f"expected, not {list(stored.shape)}",
+            f"{param} must be a tensor of at most {info.max_model_len} tokens by {info.hidden}, "
+            f"not {list(stored.shape)}",
         )
     try:
         return embeds_item(_numbers(stored, raw), start, info)
@@ -96,78 +96,80 @@ def read_embeds(given: Any, info: EngineInfo, param: str, start: int = 0) -> Med
 
 
 def _opened(data: bytes) -> tuple[_Stored, bytes]:
-    """(what the archive says of its tensor, the bytes of the member that holds it)."""
+    """Open the archive; returns (the tensor's description, the bytes of its member)."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         members = {member.filename: member for member in archive.infolist()}
         pickles = [name for name in members if name.endswith("/data.pkl")]
         if len(members) > _MEMBERS or len(pickles) != 1:
-            raise _Malformed("the archive holds no single tensor")
+            raise _Malformed("the archive does not contain exactly one tensor")
         if any(m.compress_type or m.file_size > len(data) for m in members.values()):
-            raise _Malformed("members of the archive must be stored as they are")
+            raise _Malformed("members of the archive must not be compressed")
         root = pickles[0].removesuffix("data.pkl")
         if members[pickles[0]].file_size > _PICKLE:
-            raise _Malformed("the archive holds more than a tensor")
-        stored = _described(archive.read(pickles[0]))
+            raise _Malformed("the archive contains more than a tensor")
+        stored = _read_pickle(archive.read(pickles[0]))
         order = f"{root}byteorder"
         if order in members and archive.read(order) != b"little":
             raise _Malformed("its numbers are not little-endian")
         raw = archive.read(f"{root}data/{stored.key}")
     if len(raw) != stored.numbers * _STORAGES[stored.kind].itemsize:
-        raise _Malformed("a member is not as long as the tensor that it holds")
+        raise _Malformed("a member's size does not match its tensor")
     return stored, raw
 
 
-def _described(data: bytes) -> _Stored:
-    """The tensor that a pickle of torch's describes; nothing of it is carried out."""
+def _read_pickle(data: bytes) -> _Stored:
+    """Parse the tensor description in torch's pickle, without unpickling it."""
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[int, Any] = {}
-    given: Any
-    for operation, given, _ in pickletools.genops(data):
+    argument: Any
+    for operation, argument, _ in pickletools.genops(data):
         name = operation.name
         if name in _PLAIN:
-            stack.append(given)
+            stack.append(argument)
         elif name in _CONSTANTS:
             stack.append(_CONSTANTS[name])
         elif name in _TUPLES:
             count = _TUPLES[name]
             stack[len(stack) - count :] = [tuple(stack[len(stack) - count :])]
         elif name == "GLOBAL":
-            if given not in (_TENSOR, _TABLE, *_STORAGES):
-                raise _Malformed(f"it names {given[:80]!r}; one dense tensor is expected")
-            stack.append(given)
+            if argument not in (_TENSOR, _TABLE, *_STORAGES):
+                raise _Malformed(
+                    f"its pickle refers to {argument[:80]!r}; one dense tensor is expected"
+                )
+            stack.append(argument)
         elif name == "MARK":
             marks.append(len(stack))
         elif name == "TUPLE":
             first = marks.pop()
             stack[first:] = [tuple(stack[first:])]
         elif name in ("BINPUT", "LONG_BINPUT"):
-            memo[given] = stack[-1]
+            memo[argument] = stack[-1]
         elif name in ("BINGET", "LONG_BINGET"):
-            stack.append(memo[given])
+            stack.append(memo[argument])
         elif name == "BINPERSID":
             stack.append(("storage", stack.pop()))
         elif name == "REDUCE":
             arguments = stack.pop()
             stack.append((stack.pop(), arguments))
         elif name not in ("PROTO", "STOP"):
-            raise _Malformed(f"its pickle holds {name}; one dense tensor is expected")
+            raise _Malformed(f"its pickle uses {name}; one dense tensor is expected")
     return _tensor(stack.pop())
 
 
 def _tensor(value: Any) -> _Stored:
-    made, (storage, offset, shape, strides, *_) = value
+    function, (storage, offset, shape, strides, *_) = value
     (_, (_, kind, key, _, numbers)) = storage
-    if made != _TENSOR or kind not in _STORAGES or not re.fullmatch(r"\d{1,9}", key):
+    if function != _TENSOR or kind not in _STORAGES or not re.fullmatch(r"\d{1,9}", key):
         raise _Malformed("one dense tensor of floating-point numbers is expected")
     counts = (offset, numbers, *shape, *strides)
     if any(type(count) is not int or not 0 <= count < 2**40 for count in counts):
-        raise _Malformed("its sizes are no numbers")
+        raise _Malformed("its sizes are invalid")
     if len(shape) != len(strides) or len(shape[-2:]) != 2 or any(n != 1 for n in shape[:-2]):
         raise _Malformed("a tensor [tokens, hidden] is expected")
     last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
     if 0 in shape or last >= numbers or shape[-1] * shape[-2] > numbers:
-        raise _Malformed("its sizes do not fit what it holds")
+        raise _Malformed("its sizes do not match its data")
     return _Stored(key, kind, numbers, offset, shape, strides)
 
 
@@ -176,16 +178,16 @@ def _numbers(stored: _Stored, raw: bytes) -> np.ndarray:
     kind = _STORAGES[stored.kind]
     flat = np.frombuffer(raw, dtype=kind)[stored.offset :]
     strides = tuple(step * kind.itemsize for step in stored.strides)
-    found = np.lib.stride_tricks.as_strided(flat, stored.shape[-2:], strides[-2:], writeable=False)
+    view = np.lib.stride_tricks.as_strided(flat, stored.shape[-2:], strides[-2:], writeable=False)
     if kind.kind == "f":
-        return np.ascontiguousarray(found)
-    wide: np.ndarray = (found.astype(np.uint32) << 16).view(np.float32)
+        return np.ascontiguousarray(view)
+    wide: np.ndarray = (view.astype(np.uint32) << 16).view(np.float32)
     return wide
 
 
 class EmbedsParts:
-    """The parts of type `prompt_embeds` in messages: taken out, and put back when the prompt that
-    a template made is tokenized. Give `messages` to the template and `encode` to `encode_chat`.
+    """Message parts of type `prompt_embeds`: replaced by marks for the template, and inserted when
+    the rendered prompt is tokenized. Pass `messages` to the template and `encode` to `encode_chat`.
     """
 
     def __init__(
@@ -193,8 +195,8 @@ class EmbedsParts:
     ) -> None:
         self._info = info
         self._tokenizer = tokenizer
-        self._given: list[Any] = []
-        # Private letters, and a name that nobody who wrote the messages could know.
+        self._payloads: list[Any] = []
+        # Private-use characters and a random name, which the messages cannot contain.
         self._name = f"\ue004{uuid4().hex}:"
         self._mark = re.compile(f"({re.escape(self._name)}\\d+\ue005)")
         self.messages = [self._without(message) for message in messages]
@@ -210,38 +212,38 @@ class EmbedsParts:
     def _marked(self, part: Any) -> Any:
         if not _is_embeds(part):
             return part
-        self._given.append(part.get("data"))
-        return {"type": "text", "text": f"{self._name}{len(self._given) - 1}\ue005"}
+        self._payloads.append(part.get("data"))
+        return {"type": "text", "text": f"{self._name}{len(self._payloads) - 1}\ue005"}
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The ids of a piece of the prompt, with 0 where embeddings stand."""
+        """Tokenize a piece of the prompt; the ids of embeddings are 0."""
         ids: list[int] = []
-        for place, piece in enumerate(self._mark.split(text)):
+        for piece_index, piece in enumerate(self._mark.split(text)):
             if self._mark.fullmatch(piece):
                 index = int(piece.removeprefix(self._name)[:-1])
                 start = self._done + len(ids)
-                item = read_embeds(self._given[index], self._info, "messages", start)
+                item = read_embeds(self._payloads[index], self._info, "messages", start)
                 self._items.append(item)
                 ids += [0] * item.length
             elif piece:
-                special = add_special_tokens and not place
+                special = add_special_tokens and not piece_index
                 ids += self._tokenizer.encode(piece, add_special_tokens=special)
         self._done += len(ids)
         return ids
 
     def items(self) -> tuple[MediaItem, ...]:
-        """What was put into the prompt. Raises ApiError(400) if a template lost some of it."""
-        if len(self._items) != len(self._given):
-            raise bad_field("messages", "messages: the chat template does not print every part")
+        """The embedding items of the prompt. Raises ApiError(400) if the template dropped any."""
+        if len(self._items) != len(self._payloads):
+            raise bad_field("messages", "messages: the chat template does not render every part")
         return tuple(self._items)
 
-    def shown(self, text: str) -> str:
-        """The prompt's text without marks."""
+    def without_marks(self, text: str) -> str:
+        """Remove the marks from the prompt's text."""
         return self._mark.sub("", text)
 
     @staticmethod
     def among(messages: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether messages have such parts."""
+        """Whether messages have parts with embeddings."""
         return any(
             _is_embeds(part)
             for message in messages

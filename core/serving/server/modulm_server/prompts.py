@@ -1,4 +1,4 @@
-"""Prompts as the server hands them to the engine, and how messages become one."""
+"""The server's prompts, and the options of chat rendering."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ __all__ = ["ChatOptions", "Prompt"]
 
 @frozen
 class Prompt:
-    """A prompt in both forms; `text` is None where the client sent ids. `embeds`: parts that are
-    embeddings, where ids are 0. media: images, sound and video, whose tokens are among the ids.
+    """A prompt as token ids and text; `text` is None if the client sent ids.
+
+    embeds: parts that are embeddings, whose ids are 0. media: images, audio and video, whose
+    tokens are among the ids.
     """
 
     ids: Sequence[int]
@@ -24,22 +26,22 @@ class Prompt:
     embeds: tuple[MediaItem, ...] = ()
     media: MediaPrompt | None = None
 
-    def given(self) -> dict[str, Any]:
-        """The prompt as the engine takes it."""
-        found: dict[str, Any] = {"prompt_token_ids": self.ids, "prompt": self.text}
+    def engine_prompt(self) -> dict[str, Any]:
+        """Build the prompt for the engine."""
+        fields: dict[str, Any] = {"prompt_token_ids": self.ids, "prompt": self.text}
         if self.embeds:
-            found["prompt_embeds"] = self.embeds
+            fields["prompt_embeds"] = self.embeds
         if self.media is not None:
-            found["multi_modal_data"] = self.media
-        return found
+            fields["multi_modal_data"] = self.media
+        return fields
 
 
 @frozen(kw_only=True)
 class ChatOptions:
-    """How messages are made into a prompt. `template`: source that the client sent, trusted.
+    """Options for rendering messages into a prompt.
 
-    media_io_kwargs, mm_processor_kwargs: how their media are decoded and processed, as the client
-    sent it.
+    template: template source from the client, if the server allows it. media_io_kwargs,
+    mm_processor_kwargs: the client's options for decoding and processing media.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()

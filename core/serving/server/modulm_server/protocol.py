@@ -1,9 +1,8 @@
-"""HTTP/1.1 connections that cannot be kept busy for nothing.
+"""HTTP/1.1 connections with limits on idle and slow clients.
 
-uvicorn's protocol on httptools has no bound on the head of a request and none on the time a client
-takes to send it, and takes the end of what a client sends for the end of the client. Here heads are
-bounded, a client that only closes its sending half gets its answer, and one that has left is told
-from it: see `_Bounded.eof_received`.
+uvicorn's httptools protocol has no limit on the size of a request's head or on the time to send it,
+and treats the end of a client's sending as a disconnect. Here heads are limited, and a client that
+closes only its sending half gets its response; see `_Bounded.eof_received`.
 """
 
 from __future__ import annotations
@@ -33,33 +32,32 @@ _FULL = (
     b'{"error":{"message":"too many connections","type":"server_error",'
     b'"param":null,"code":"overloaded"}}'
 )
-#: Connections where no number is given, and files that are left for other things.
+#: Default maximum of connections, and file descriptors to leave for other uses.
 _MOST, _RESERVE = 16_384, 256
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-#: Seconds between two looks at a client that sends nothing more.
+#: Seconds between two checks of a half-closed connection.
 _LOOK = 0.02
-#: Seconds after which it is asked again; Go's client takes five interim responses at most.
+#: Seconds between probes of it; Go's client accepts at most five interim responses.
 _AGAIN = (1.0, 4.0, 20.0)
 _BROKEN = select.POLLHUP | select.POLLERR | select.POLLNVAL
-#: Linux tells of a peer's end that has not been read yet; elsewhere nobody asks for it.
+#: Linux reports a peer's end before it is read; other systems lack this flag.
 _ENDED = select.__dict__.get("POLLRDHUP", 0)
 
 
 def protocol(head_bytes: int, head_seconds: float, connections: int) -> type[asyncio.Protocol]:
-    """A protocol class with these bounds on the head of each request; 0 seconds: no bound.
+    """Create a protocol class with limits on the head of each request; 0 seconds: no limit.
 
-    connections: that may be open. Beyond that, the one that has waited longest for the rest of its
-    request, or for a next one, makes room for a new one; if all are being answered, the new one
-    is told 503.
+    connections: maximum of open connections. Beyond it, the connection that has waited longest for
+    a request is closed for the new one. If all are busy, the new one gets a 503.
     """
     bounds = {"head_bytes": head_bytes, "head_seconds": head_seconds or 1e9, "most": connections}
     return type("Bounded", (_Bounded,), {**bounds, "idle": {}})
 
 
 def affordable(connections: int | None) -> int:
-    """How many connections this process can hold: as many as asked for, or as there are files for.
+    """The number of connections that this process can open, by the flag and the limit of files.
 
-    The limit of open files is raised to what the process may have.
+    Raises the soft limit of open files as far as allowed.
     """
     try:
         import resource
@@ -82,16 +80,16 @@ class _Bounded(HttpToolsProtocol):
     head_bytes: int
     head_seconds: float
     most: int
-    #: Connections whose request is not whole, the one that has waited longest first.
+    #: Connections without a complete request, the longest-waiting first.
     idle: dict[_Bounded, None]
     _head = 0
     _timer: asyncio.TimerHandle | None = None
     _rest: asyncio.TimerHandle | None = None
     _half_closed = False
-    _asked = 0
-    _ask_at = 0.0
+    _probes_sent = 0
+    _next_probe = 0.0
     _looking: asyncio.TimerHandle | None = None
-    #: The request that is being answered; `cycle` is the one that came last.
+    #: The request in progress; `cycle` is the latest one.
     _serving: RequestResponseCycle | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -137,13 +135,13 @@ class _Bounded(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self.idle[self] = None
-        if self.cycle.more_body and self._rest is None:  # answered before the body was here
+        if self.cycle.more_body and self._rest is None:  # answered before the body arrived
             self._rest = self.loop.call_later(self.head_seconds, self.transport.close)
         self._serving = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
 
     def _make_room(self) -> None:
-        """Close the connection that has waited longest, which may be this one."""
+        """Close the longest-waiting connection, which may be this one."""
         oldest = next(iter(self.idle))
         del self.idle[oldest]
         transport = oldest.transport
@@ -154,12 +152,12 @@ class _Bounded(HttpToolsProtocol):
     # The end of what the client sends.
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """The client will send nothing more; whether the connection stays open for the answer.
+        """The client has finished sending; returns whether to keep the connection for the response.
 
-        `shutdown(SHUT_WR)` and `close()` look alike until something is sent: who has closed answers
-        that with a reset. So an interim response goes out that every client of HTTP/1.1 skips, or
-        between two frames of a stream a comment, and the connection is looked at until it is
-        broken or the answer is complete. Over TLS nobody closes halves.
+        `shutdown(SHUT_WR)` and `close()` look alike until something is sent, which a closed peer
+        answers with a reset. So the server sends an interim response, which HTTP/1.1 clients
+        skip, or a comment between two frames of a stream, and checks the connection until it is
+        broken or the response is complete. TLS clients do not half-close.
         """
         if self.scheme == "https" or self._serving is None or self.cycle.more_body:
             return None
@@ -169,11 +167,11 @@ class _Bounded(HttpToolsProtocol):
         return True
 
     def _probe(self, serving: RequestResponseCycle) -> None:
-        """Send what says nothing, at once and then ever more rarely."""
-        if self.loop.time() < self._ask_at or self._asked > len(_AGAIN):
+        """Send a probe that clients ignore, at increasing intervals."""
+        if self.loop.time() < self._next_probe or self._probes_sent > len(_AGAIN):
             return
-        self._ask_at = self.loop.time() + (*_AGAIN, 0.0)[self._asked]
-        self._asked += 1
+        self._next_probe = self.loop.time() + (*_AGAIN, 0.0)[self._probes_sent]
+        self._probes_sent += 1
         if self.transport.get_extra_info("socket").family == socket.AF_UNIX:
             return
         if not serving.response_started:
@@ -188,7 +186,7 @@ class _Bounded(HttpToolsProtocol):
             self._looking = self.loop.call_later(_LOOK, self._look)
 
     def _look(self) -> None:
-        """Hang up if the client is gone; needed while nothing is read from the connection."""
+        """Abort a broken connection; needed while nothing is read from it."""
         if self._looking is not None:
             self._looking.cancel()
             self._looking = None
@@ -197,7 +195,7 @@ class _Bounded(HttpToolsProtocol):
             return
         poll = select.poll()
         poll.register(self.transport.get_extra_info("socket").fileno(), _ENDED)
-        events = next((found for _, found in poll.poll(0)), 0)
+        events = next((flags for _, flags in poll.poll(0)), 0)
         if events & _BROKEN:
             self.transport.abort()
             return

@@ -1,4 +1,4 @@
-"""What the numbers of a request multiply to: sequences, and log probabilities that are kept."""
+"""Limits on the total cost of a request: its sequences and its stored log probabilities."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_cost"]
 
-#: Log probabilities per token that one sequence may always have, as in OpenAI's API.
+#: Log probabilities per token that a single sequence may always request, as in OpenAI's API.
 _ALWAYS = 21
 
 
@@ -25,9 +25,9 @@ def check_cost(
     info: EngineInfo,
     server: ServerConfig,
 ) -> None:
-    """Raise ApiError(400) for a request whose fields multiply to more than the flags allow.
+    """Raise ApiError(400) if a request exceeds the limits on sequences or log probabilities.
 
-    prompts: tokens in each.
+    prompts: the number of tokens of each.
     """
     beams = isinstance(params, BeamSearchParams)
     each = params.n if isinstance(params, BeamSearchParams) else max(params.n, params.best_of or 0)
@@ -36,26 +36,26 @@ def check_cost(
         raise bad_field(
             "n",
             f"n: {len(prompts)} prompts with {each} {'beams' if beams else 'choices'} each are "
-            f"{sequences} sequences; a request may have {server.max_request_sequences} "
+            f"{sequences} sequences; the limit is {server.max_request_sequences} "
             "(--max-request-sequences)",
         )
-    kept = 0
+    total = 0
     for tokens in prompts:
         room = max(info.max_model_len - tokens, 0)
         most = room if params.max_tokens is None else min(params.max_tokens, room)
-        kept += each * most * _per_token(params.logprobs, info)
+        total += each * most * _per_token(params.logprobs, info)
         if not isinstance(params, BeamSearchParams):
-            kept += each * tokens * _per_token(params.prompt_logprobs, info)
+            total += each * tokens * _per_token(params.prompt_logprobs, info)
     least = info.max_model_len * _ALWAYS * (2 if sequences == 1 else 1)
-    if kept > max(server.max_request_logprobs, least):
+    if total > max(server.max_request_logprobs, least):
         raise bad_field(
             "logprobs",
-            f"logprobs: up to {kept} log probabilities would be kept for {sequences} sequences; a "
-            f"request may have {server.max_request_logprobs} (--max-request-logprobs): ask for "
-            "fewer, or set max_tokens",
+            f"logprobs: {sequences} sequences may return up to {total} log probabilities; the "
+            f"limit is {server.max_request_logprobs} (--max-request-logprobs): request fewer, or "
+            "set max_tokens",
         )
 
 
 def _per_token(best: int | None, info: EngineInfo) -> int:
-    """Log probabilities that are kept of one token."""
+    """Stored log probabilities per token."""
     return 0 if best is None else 1 + (info.vocabulary if best == -1 else best)

@@ -1,8 +1,8 @@
-"""What a request may cost before anything is done for it.
+"""Limits on requests before they are processed.
 
-`RequestGuard` is the outermost layer of the application: it gives each request an id, refuses what
-is too large or encoded, lets a few begin at a time, ends transfers with clients that have gone
-silent, and turns every exception that nothing else answers into a plain error body.
+`RequestGuard` is the outermost layer of the application. It assigns request ids, rejects large or
+compressed bodies, starts a few requests at a time, ends transfers with stalled clients, and turns
+unhandled exceptions into plain error bodies.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ __all__ = ["RequestGuard", "RequestLimits", "request_id", "safe_id"]
 log = logging.getLogger("modulm_server")
 
 _SAFE_ID = re.compile(r"[^A-Za-z0-9._-]+")
-#: Bytes per second of a body below which its client counts as silent.
+#: Bytes per second of a body below which its client counts as stalled.
 _SLOWEST = 1024
-#: Signs of life, which wait for nobody.
+#: Health checks, which are never queued.
 _AT_ONCE = frozenset({"/health", "/ping", "/ready"})
-#: Seconds between two looks at transfers that may be stuck.
+#: Seconds between two checks for stalled transfers.
 _PATROL = 1.0
 
 
 @frozen(kw_only=True)
 class RequestLimits:
-    """Counts that a request may not exceed; bytes of the whole body are a flag of the server.
+    """Maximum counts within a request. The body's size is a flag of the server.
 
-    They bound work per request, not what is useful: each is far above what clients send. Those of
-    sampling fields are in `modulm.engine.sampling.validation`.
+    The limits bound the work per request and are far above what clients send. For limits of
+    sampling fields see `modulm.engine.sampling.validation`.
     """
 
     nodes: int = 1 << 19
@@ -63,7 +63,7 @@ class RequestLimits:
 
 @define(eq=False)
 class _Transfer:
-    """A request in progress; `waiting_since` is set while we wait for its client."""
+    """A request in progress. waiting_since: set while the server waits for its client."""
 
     task: asyncio.Task[object] | None
     waiting_since: float | None = None
@@ -71,18 +71,18 @@ class _Transfer:
 
 
 @define(eq=False)
-class _Held:
-    """Bytes in the bodies of all requests that are being answered."""
+class _BodyBytes:
+    """Total bytes of the bodies of all requests in progress."""
 
     limit: int
     bytes: int = 0
 
     def check(self, size: int) -> None:
-        """Raise ApiError(503) if so much more is too much for now."""
+        """Raise ApiError(503) if `size` more bytes exceed the limit."""
         if self.bytes + size > self.limit:
             raise ApiError(
                 503,
-                "the server holds as many bytes of requests as it may; try again later",
+                "the server is at its limit of request bytes in progress; try again later",
                 code="overloaded",
                 headers={"Retry-After": "1", "Connection": "close"},
             )
@@ -90,47 +90,47 @@ class _Held:
 
 @define(eq=False)
 class _Exchange:
-    """One request, counted and timed.
+    """One request with its limits and timing.
 
-    Once its body is read, somebody watches the client: if it leaves before the answer is complete,
-    the endpoint is cancelled, and `gone` says why.
+    Once its body is read, the client is watched: if it disconnects before the response is
+    complete, the endpoint is cancelled and `client_left` is set.
     """
 
     receive: Receive
     send: Send
     transfer: _Transfer
     limit: int
-    held: _Held
+    body_bytes: _BodyBytes
     id_header: bytes | None
     read: int = 0
     counted: int = 0
     complete: bool = False
     status: int | None = None
     finished: bool = False
-    gone: bool = False
+    client_left: bool = False
     waited: float = 0.0
     _watcher: asyncio.Task[None] | None = None
 
     async def take(self) -> Message:
-        """More of the body, or the news that the client is gone."""
+        """Receive more of the body, or the client's disconnect."""
         if self.complete:
             await asyncio.wait({self.watch()})
             return {"type": "http.disconnect"}
         began = time.monotonic()
-        # A body in drops has waited all the time that its bytes do not account for.
+        # For a slow body, count the time beyond that of the slowest allowed rate as waiting.
         self.transfer.waiting_since = began - max(0.0, self.waited - self.read / _SLOWEST)
         message = await self.receive()
         self.transfer.waiting_since = None
         self.waited += time.monotonic() - began
         if message["type"] == "http.disconnect":
-            self.gone = True
+            self.client_left = True
             raise ClientGone
         size = len(message.get("body", b""))
         self.read += size
         if self.read > self.limit:
             raise _too_large(self.limit)
-        self.held.check(size)
-        self.held.bytes += size
+        self.body_bytes.check(size)
+        self.body_bytes.bytes += size
         self.counted += size
         self.complete = not message.get("more_body", False)
         if self.complete:
@@ -138,7 +138,7 @@ class _Exchange:
         return message
 
     async def give(self, message: Message) -> None:
-        """A part of the answer."""
+        """Send a part of the response."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             if self.id_header is not None:
@@ -150,7 +150,7 @@ class _Exchange:
         self.transfer.waiting_since = None
 
     def watch(self) -> asyncio.Task[None]:
-        """Cancel the endpoint when the client leaves; what is left of the body is dropped."""
+        """Start watching for the client's disconnect, which cancels the endpoint."""
         if self._watcher is None:
             self._watcher = asyncio.get_running_loop().create_task(self._until_gone())
         return self._watcher
@@ -159,20 +159,23 @@ class _Exchange:
         while (await self.receive())["type"] != "http.disconnect":
             pass
         if not self.finished:
-            self.gone = True
+            self.client_left = True
             if self.transfer.task is not None:
                 self.transfer.task.cancel()
 
     def close(self) -> None:
-        """The request is over."""
+        """Stop watching the client."""
         if self._watcher is not None:
             self._watcher.cancel()
 
 
 @define(eq=False)
 class RequestGuard:
-    """The outermost layer. `silence`: seconds that a client may neither send nor read. `inflight`:
-    bytes that the bodies of all requests together may have."""
+    """The outermost layer of the application.
+
+    silence: seconds that a client may neither send nor read. inflight: maximum bytes of all bodies
+    in progress.
+    """
 
     app: ASGIApp
     body_limit: int
@@ -186,11 +189,11 @@ class RequestGuard:
     inflight: int = 256 << 20
     _transfers: set[_Transfer] = field(factory=set, init=False)
     _turns: Turns = field(factory=Turns, init=False)
-    held: _Held = field(init=False)
+    body_bytes: _BodyBytes = field(init=False)
     _patrol: asyncio.Task[None] | None = field(default=None, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.held = _Held(max(self.inflight, self.body_limit))
+        self.body_bytes = _BodyBytes(max(self.inflight, self.body_limit))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -200,8 +203,8 @@ class RequestGuard:
         began = time.monotonic()
         name = scope["modulm.id"] = request_id(scope)
         transfer = _Transfer(asyncio.current_task())
-        shown = name.encode() if self.show_id else None
-        exchange = _Exchange(receive, send, transfer, self.body_limit, self.held, shown)
+        id_header = name.encode() if self.show_id else None
+        exchange = _Exchange(receive, send, transfer, self.body_limit, self.body_bytes, id_header)
         self._watch(transfer)
         scope["modulm.watch"] = exchange.watch
         try:
@@ -209,20 +212,20 @@ class RequestGuard:
         except asyncio.CancelledError:
             if transfer.stuck:
                 await self._cut_off(scope, exchange)
-            elif not exchange.gone:
+            elif not exchange.client_left:
                 raise
         except ClientGone:
-            exchange.gone = True
+            exchange.client_left = True
         finally:
             exchange.close()
-            self.held.bytes -= exchange.counted
+            self.body_bytes.bytes -= exchange.counted
             self._transfers.discard(transfer)
             self.observe(scope, exchange.status or 499, time.monotonic() - began)
-        if exchange.gone:
-            log.debug("request %s: the client has left", name)
+        if exchange.client_left:
+            log.debug("request %s: the client disconnected", name)
 
     async def _welcome(self, scope: Scope, receive: Receive, send: Send) -> bool:
-        """Whether a web socket may be opened: any page may try, browsers ask nobody before."""
+        """Whether a WebSocket may be opened. Browsers let any page try, without a preflight."""
         if scope["type"] != "websocket":
             return True
         try:
@@ -237,7 +240,7 @@ class RequestGuard:
         try:
             self._check_head(scope)
             if scope["path"] not in _AT_ONCE:
-                await self._turns.take()
+                await self._turns.wait()
             await self.app(scope, exchange.take, exchange.give)
         except ClientGone:
             raise
@@ -247,9 +250,9 @@ class RequestGuard:
     def _check_head(self, scope: Scope) -> None:
         headers = scope["headers"]
         if len(headers) > self.header_count:
-            raise _large_head(f"at most {self.header_count} headers are accepted")
+            raise _large_head(f"at most {self.header_count} headers are allowed")
         if sum(len(name) + len(value) + 4 for name, value in headers) > self.header_bytes:
-            raise _large_head(f"at most {self.header_bytes} bytes of headers are accepted")
+            raise _large_head(f"at most {self.header_bytes} bytes of headers are allowed")
         self.hosts.check(scope)
         for name, value in headers:
             if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
@@ -257,25 +260,25 @@ class RequestGuard:
             if name == b"content-length" and value.isdigit():
                 if int(value) > self.body_limit:
                     raise _too_large(self.body_limit)
-                self.held.check(int(value))
+                self.body_bytes.check(int(value))
 
     async def _fail(self, scope: Scope, exchange: _Exchange, error: Exception) -> None:
-        """Answer with an error, or end an answer that has begun."""
+        """Respond with an error, or break off a response that has begun."""
         if exchange.status is None:
-            told = report(error, scope, self.stacks)
-            await respond(told)(scope, exchange.take, exchange.give)
+            api_error = report(error, scope, self.stacks)
+            await respond(api_error)(scope, exchange.take, exchange.give)
         elif not exchange.finished:
             raise error
 
     async def _cut_off(self, scope: Scope, exchange: _Exchange) -> None:
-        """A client that went silent: say so if it can still be said, and hang up."""
-        log.info("request %s: the client went silent", scope["modulm.id"])
+        """Disconnect a stalled client, with a 408 if the response has not begun."""
+        log.info("request %s: the client stalled", scope["modulm.id"])
         if exchange.status is None:
-            gone = ApiError(408, "the request was not received in time")
-            gone.headers["Connection"] = "close"
+            timeout_error = ApiError(408, "the request was not received in time")
+            timeout_error.headers["Connection"] = "close"
             with suppress(Exception):
                 await asyncio.wait_for(
-                    respond(gone)(scope, exchange.receive, exchange.give), _PATROL
+                    respond(timeout_error)(scope, exchange.receive, exchange.give), _PATROL
                 )
 
     def _watch(self, transfer: _Transfer) -> None:
@@ -284,7 +287,7 @@ class RequestGuard:
             self._patrol = asyncio.get_running_loop().create_task(self._walk())
 
     async def _walk(self) -> None:
-        """While there are transfers, end those whose client has kept us waiting too long."""
+        """While there are transfers, cancel those whose client has stalled for too long."""
         while self._transfers:
             await asyncio.sleep(min(_PATROL, self.silence / 4))
             latest = time.monotonic() - self.silence
@@ -305,9 +308,9 @@ def _large_head(message: str) -> ApiError:
 
 
 def request_id(scope: Scope) -> str:
-    """The id that the client gave in X-Request-Id, made safe, or a fresh one.
+    """The sanitized X-Request-Id of the client, or a new id.
 
-    It is for people to find a request again; nothing inside is keyed by it.
+    It helps people to find a request in the logs; the server uses it for nothing else.
     """
     for name, value in scope["headers"]:
         if name == b"x-request-id":
@@ -315,6 +318,6 @@ def request_id(scope: Scope) -> str:
     return uuid4().hex
 
 
-def safe_id(given: str) -> str:
-    """What is left of a name that a client gave once it can do no harm in a log or a header."""
-    return _SAFE_ID.sub("", given[:256])[:128]
+def safe_id(text: str) -> str:
+    """Remove characters from a client's id that are unsafe in logs or headers."""
+    return _SAFE_ID.sub("", text[:256])[:128]

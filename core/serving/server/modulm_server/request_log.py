@@ -1,4 +1,4 @@
-"""Logs requests and their answers, where `--enable-log-requests` and the like ask for it."""
+"""Logs requests and their outputs (`--enable-log-requests`, `--enable-log-outputs`)."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["RequestLog"]
 
 log = logging.getLogger("modulm.requests")
 
-#: Characters of a text that a line shows where the configuration sets no bound.
+#: Default for the maximum characters of a text in a log line.
 _LONGEST = 10_000
-#: Hex digits of the digest of a key that tell its owner from others.
+#: Hex digits of a key's digest that identify its owner in the log.
 _SHOWN = 8
 
 
 @frozen
 class RequestLog:
-    """Logs nothing, requests, or answers as well (and their deltas)."""
+    """Logs requests, outputs and streamed deltas, each if enabled."""
 
     requests: bool = False
     answers: bool = False
@@ -39,7 +39,7 @@ class RequestLog:
 
     @classmethod
     def of(cls, config: EngineConfig) -> RequestLog:
-        """As configured."""
+        """Create the log of a configuration."""
         server = config.group(ServerConfig)
         return cls(
             requests=config.observability.enable_log_requests,
@@ -49,7 +49,7 @@ class RequestLog:
         )
 
     def request(self, name: str, prompt: Prompt, params: SamplingParams | BeamSearchParams) -> None:
-        """A request goes to the engine."""
+        """Log a request that goes to the engine."""
         if self.requests:
             text = repr(list(prompt.ids)) if prompt.text is None else prompt.text
             whose = current_owner()[:_SHOWN]
@@ -62,7 +62,7 @@ class RequestLog:
             )
 
     def answer(self, name: str, output: RequestOutput, delta: bool) -> None:
-        """The engine has answered; `delta`: with a piece of a stream."""
+        """Log an output of the engine. delta: it is a piece of a stream."""
         if not (self.deltas if delta else self.answers):
             return
         for choice in output.outputs:

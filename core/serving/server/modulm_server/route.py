@@ -1,8 +1,8 @@
-"""Route family: HTTP routes that belong together (group `modulm.routes`).
+"""Route families: HTTP routes that belong together (entry-point group `modulm.routes`).
 
-A family is a FastAPI router made for one server. The server puts authentication, limits, request
-ids and error bodies around it: a route asks for a key unless it is on the server's own list, an
-exception of the tree in `modulm.errors` becomes the right status, anything else a plain 500.
+A family builds a FastAPI router for one server. The server adds authentication, limits, request
+ids and error bodies: a route needs a key unless the server lists it as open, exceptions of
+`modulm.errors` become the right status, and any other exception a plain 500.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ API = 2
 
 @frozen(eq=False, kw_only=True)
 class RouteContext:
-    """What a family is built with.
+    """The objects that a family is built with.
 
-    config: resolved. models: names that the model is served under, the first one is shown in
-    answers. created: Unix time in seconds at which the server was built. generation: turns
-    messages and prompts into running generations. registry: behind /metrics. loopback: lets a
-    family call the server's other routes.
+    config: resolved. models: the served names of the model; responses show the first. created:
+    Unix time in seconds at which the server was built. generation: turns messages and prompts into
+    running generations. registry: the metrics behind /metrics. loopback: calls the server's other
+    routes.
     """
 
     engine: EngineClient
@@ -55,15 +55,15 @@ class RouteFamily(ABC):
         self.context = context
 
     def absent(self) -> str | None:
-        """A reason why the family is not served with this configuration, or None."""
+        """Why the family is not served with this configuration, or None."""
         return None
 
     @abstractmethod
     def router(self) -> APIRouter:
-        """The routes. Called once; an endpoint reads its body with `modulm_server.json_body`."""
+        """Build the routes. Called once. Endpoints read bodies with `modulm_server.json_body`."""
 
     async def start(self) -> None:
-        """The server takes requests: begin background work."""
+        """Start background work; called when the server takes requests."""
 
     async def stop(self) -> None:
-        """The server is going down: end background work."""
+        """Stop background work; called when the server shuts down."""

@@ -1,4 +1,4 @@
-"""Sampling as the OpenAI-compatible APIs spell it, and its way to `SamplingParams`."""
+"""The sampling fields of the OpenAI-compatible APIs, and their conversion to `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = [
     "StreamOptions",
     "StructuredFields",
     "check_schema",
-    "not_yet",
+    "reject_unsupported",
     "sampling_params",
 ]
 
 LIMITS = RequestLimits()
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-#: Tokens of thoughts; -1 for no bound.
+#: Maximum number of thinking tokens; -1 for no limit.
 Budget = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -35,7 +35,7 @@ _SALT = r"^[A-Za-z0-9_.:=+/-]{1,256}$"
 
 
 class StreamOptions(Struct, kw_only=True):
-    """`stream_options`. Nothing is padded, so `include_obfuscation` changes nothing."""
+    """`stream_options`. `include_obfuscation` is accepted and ignored."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -43,7 +43,7 @@ class StreamOptions(Struct, kw_only=True):
 
 
 class StructuredFields(Struct, kw_only=True, forbid_unknown_fields=True):
-    """`structured_outputs`: one constraint, and how it is read."""
+    """`structured_outputs`: one constraint and its options."""
 
     json: Any = None
     regex: str | None = None
@@ -57,7 +57,7 @@ class StructuredFields(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class SamplingFields(Struct, kw_only=True):
-    """What completions and chat have in common: OpenAI's fields and vLLM's beside them."""
+    """The common fields of completions and chat: OpenAI's, and vLLM's additional ones."""
 
     model: str | UnsetType = UNSET
     n: Annotated[int, Meta(ge=1, le=LIMITS.n)] | None = None
@@ -111,11 +111,11 @@ class SamplingFields(Struct, kw_only=True):
     thinking_token_budget: Budget | None = None
 
 
-def not_yet(body: Struct, *names: str) -> None:
-    """Refuse fields that are understood but have no effect yet. Raises ApiError(400)."""
+def reject_unsupported(body: Struct, *names: str) -> None:
+    """Raise ApiError(400) for known fields that are not supported yet."""
     for name in names:
         if getattr(body, name):
-            raise bad_field(name, f"{name}: not yet supported; leave it out", "unsupported")
+            raise bad_field(name, f"Not supported yet: {name}. Leave it out.", "unsupported")
 
 
 def sampling_params(
@@ -126,28 +126,30 @@ def sampling_params(
     logprobs: int | None,
     constraint: StructuredOutputs | None,
 ) -> SamplingParams | BeamSearchParams:
-    """The engine's parameters; `defaults` are those of the model's generation config.
+    """Build the engine's parameters. defaults: from the model's generation config.
 
     Lists, texts and what depends on the model (vocabulary, context length) are checked by
     `modulm.engine.sampling.validation`. Raises ApiError(400) naming the field.
     """
-    not_yet(body, "logprob_token_ids", "kv_transfer_params", "repetition_detection")
+    reject_unsupported(body, "logprob_token_ids", "kv_transfer_params", "repetition_detection")
     if body.prompt_logprobs is not None and body.stream:
-        raise bad_field("prompt_logprobs", "prompt_logprobs: not with stream: true")
+        raise bad_field("prompt_logprobs", "prompt_logprobs is not supported with stream: true")
     if body.stream_options is not None and not body.stream:
-        raise bad_field("stream_options", "stream_options: only with stream: true")
+        raise bad_field("stream_options", "stream_options needs stream: true")
     if body.use_beam_search:
         if constraint is not None:
-            raise bad_field("use_beam_search", "use_beam_search: not with a constraint on the text")
+            raise bad_field(
+                "use_beam_search", "use_beam_search cannot be combined with structured outputs"
+            )
         return _beams(body, defaults, max_tokens, logprobs)
     if body.early_stopping:
-        raise bad_field("early_stopping", "early_stopping: only with use_beam_search: true")
+        raise bad_field("early_stopping", "early_stopping needs use_beam_search: true")
     if body.length_penalty not in (None, 1):
-        raise bad_field("length_penalty", "length_penalty: only with use_beam_search: true")
+        raise bad_field("length_penalty", "length_penalty needs use_beam_search: true")
     if body.stream and (body.best_of or 0) > (body.n or 1):
-        raise bad_field("best_of", "best_of: the best of several cannot be streamed")
-    given = {name: getattr(body, name) for name in _PLAIN}
-    chosen = {name: value for name, value in given.items() if value is not None}
+        raise bad_field("best_of", "best_of greater than n cannot be streamed")
+    values = {name: getattr(body, name) for name in _PLAIN}
+    chosen = {name: value for name, value in values.items() if value is not None}
     return SamplingParams(
         **{**_defaults(defaults), **chosen},
         stop=body.stop,
@@ -164,15 +166,15 @@ def sampling_params(
 def _beams(
     body: SamplingFields, defaults: Mapping[str, Any], max_tokens: int | None, logprobs: int | None
 ) -> BeamSearchParams:
-    """The parameters of a beam search. Raises ApiError(400) for what cannot go with one."""
+    """Build the parameters of a beam search. Raises ApiError(400) for unsupported fields."""
     if body.stream:
-        raise bad_field("stream", "stream: answers of a beam search are known only at its end")
+        raise bad_field("stream", "stream is not supported with use_beam_search")
     for name, neutral in _NEUTRAL.items():
         if getattr(body, name) not in (None, *neutral):
-            raise bad_field(name, f"{name}: has no meaning with use_beam_search; leave it out")
+            raise bad_field(name, f"{name} has no effect with use_beam_search; leave it out")
     width = body.n or 1
     if width > LIMITS.beams:
-        raise bad_field("n", f"n: at most {LIMITS.beams} beams")
+        raise bad_field("n", f"n: at most {LIMITS.beams} beams are allowed")
     return BeamSearchParams(
         width,
         max_tokens,
@@ -190,8 +192,8 @@ def _beams(
     )
 
 
-#: Fields that choose or draw single tokens, and values with which they change nothing. A beam
-#: search looks at the model's own probabilities; a seed does not matter to it.
+#: Fields that change how single tokens are sampled, and the values with which they have no effect.
+#: A beam search uses the model's own probabilities and ignores a seed.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
@@ -209,7 +211,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p": (1,),
     "truncate_prompt_tokens": (),
 }
-#: Fields that go to SamplingParams under their own name, as they are.
+#: Fields that are passed to SamplingParams unchanged.
 _PLAIN = (
     "allowed_token_ids",
     "best_of",
@@ -233,7 +235,7 @@ _PLAIN = (
     "top_p",
     "truncate_prompt_tokens",
 )
-#: Settings of generation_config.json that serve as defaults.
+#: Settings of generation_config.json that become defaults.
 _DEFAULTABLE = ("min_p", "repetition_penalty", "temperature", "top_k", "top_p")
 
 
@@ -242,9 +244,9 @@ def _defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_schema(schema: Any, param: str) -> None:
-    """Raise ApiError(400) for a JSON schema that is no object, or too large or deep to compile."""
+    """Raise ApiError(400) for a JSON schema that is not an object, or too large or deep."""
     if not isinstance(schema, Mapping):
-        raise bad_field(param, f"{param}: a JSON schema is an object")
+        raise bad_field(param, f"{param}: a JSON schema must be an object")
     if _depth(schema) > LIMITS.schema_depth:
         raise bad_field(param, f"{param}: the schema is nested deeper than {LIMITS.schema_depth}")
     try:
@@ -256,7 +258,7 @@ def check_schema(schema: Any, param: str) -> None:
 
 
 def _depth(value: Any) -> int:
-    """How deeply containers are nested; counts level by level, so that it cannot overflow."""
+    """The nesting depth of containers, counted level by level to avoid recursion."""
     level, depth = [value], 0
     while level and depth <= LIMITS.schema_depth:
         inner: list[Any] = []

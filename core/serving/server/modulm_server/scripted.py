@@ -1,4 +1,4 @@
-"""A scripted engine, as front ends see one: for tests of servers, routes and clients, no model."""
+"""A scripted engine without a model, for tests of servers, routes and clients."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ __all__ = ["Reply", "ScriptedEngine", "scripted_info"]
 
 @frozen
 class Reply:
-    """What the engine says to one request.
+    """The scripted reply to one request.
 
-    text: the answer, tokenized by the real tokenizer; tokens: ids to send instead. delay: seconds
-    before each token. error_at: index of the token at which the request fails; die_at: at which
-    the whole engine does. endless: repeat for ever.
+    text: the output, tokenized by the real tokenizer. tokens: ids to send instead. delay: seconds
+    before each token. error_at: index of the token at which the request fails. die_at: index at
+    which the engine dies. endless: repeat forever.
     """
 
     text: str = "Hello there."
@@ -52,7 +52,7 @@ class Reply:
 
 
 def scripted_info(tokenizer: Tokenizer, **changes: Any) -> EngineInfo:
-    """What the scripted engine tells about itself: a model M with a context of 256 tokens."""
+    """The info of a scripted engine: a model M with a context of 256 tokens."""
     facts: dict[str, Any] = {
         "config": EngineConfig(),
         "models": ("M",),
@@ -74,11 +74,11 @@ class _Running:
 
 
 class ScriptedEngine(EngineClient):
-    """Answers by script: `reply(prompt text, params)` decides. Bad requests fail as in the engine.
+    """Answers each request with `reply(prompt text, params)`. Invalid requests fail as usual.
 
-    seen: (prompt, params) of every request that was accepted; salts: what its prefix was kept
-    apart by; used: its adapter. aborted: requests whose reader left. bad: paths of which no adapter
-    can be loaded, and why; any other can.
+    seen: (prompt, params) of every accepted request; salts: its cache salt; used: its adapter.
+    aborted: requests whose reader disconnected. bad: adapter paths that fail to load, with the
+    reason.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class ScriptedEngine(EngineClient):
         self.used: list[str | None] = []
 
     def die(self) -> None:
-        """End the engine: every running request fails."""
+        """Kill the engine: every running request fails."""
         self.dead = EngineDead("scripted death")
         for running in self._running.values():
             running.cut.set()
@@ -114,11 +114,11 @@ class ScriptedEngine(EngineClient):
     def load_adapter(self, adapter: Adapter, *, replace: bool = False) -> Future[None]:
         answer: Future[None] = Future()
         if adapter.path in self.bad:
-            words = f"adapter {adapter.name!r} cannot be loaded: {self.bad[adapter.path]}"
-            answer.set_exception(RequestError(words, "lora_path"))
+            message = f"adapter {adapter.name!r} cannot be loaded: {self.bad[adapter.path]}"
+            answer.set_exception(RequestError(message, "lora_path"))
         elif adapter.name in self._adapters and not replace:
-            words = f"adapter {adapter.name!r} is loaded already"
-            answer.set_exception(RequestError(words, "lora_name"))
+            message = f"adapter {adapter.name!r} is already loaded"
+            answer.set_exception(RequestError(message, "lora_name"))
         else:
             self._adapters[adapter.name] = adapter
             answer.set_result(None)
@@ -127,7 +127,7 @@ class ScriptedEngine(EngineClient):
     def unload_adapter(self, name: str) -> Future[None]:
         answer: Future[None] = Future()
         if self._adapters.pop(name, None) is None:
-            answer.set_exception(NotFound(f"there is no adapter {name!r} here", "lora_name"))
+            answer.set_exception(NotFound(f"adapter {name!r} is not loaded", "lora_name"))
         else:
             answer.set_result(None)
         return answer
@@ -154,10 +154,10 @@ class ScriptedEngine(EngineClient):
         return True
 
     def report_by(self, report: Callable[[], str]) -> None:
-        """Nobody asks."""
+        """Do nothing."""
 
     async def reports(self) -> list[str]:
-        """There are no others."""
+        """There are no other processes."""
         return []
 
     async def sleep(self, level: int = 1) -> None:
@@ -175,7 +175,7 @@ class ScriptedEngine(EngineClient):
 
     @property
     def stats(self) -> StepStats:
-        """Numbers of a step that never was."""
+        """Statistics of a fictitious step."""
         return StepStats(step=0, running=self.active, waiting=self.waiting, usage=0.0)
 
     async def generate(
@@ -209,8 +209,8 @@ class ScriptedEngine(EngineClient):
         running = self._running[request_id] = _Running(request_id)
         whole = False
         try:
-            shown = text if text is not None else self.tokenizer.decode(ids, False)
-            play = _Play(self, ids, text, params, self.reply(shown, params), running)
+            prompt_text = text if text is not None else self.tokenizer.decode(ids, False)
+            play = _Play(self, ids, text, params, self.reply(prompt_text, params), running)
             async for output in play.outputs():
                 whole = output.finished
                 yield output
@@ -229,10 +229,10 @@ class ScriptedEngine(EngineClient):
         cache_salt: str | None = None,
         adapter: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `generate`, with as many equal answers as there are beams."""
-        shown = params.text_params()
+        """Generate as many equal outputs as there are beams."""
+        text_params = params.text_params()
         more: Any = {"cache_salt": cache_salt, "adapter": adapter}
-        async for output in self.generate(prompt, shown, request_id, **more):
+        async for output in self.generate(prompt, text_params, request_id, **more):
             yield output
 
     async def encode(
@@ -244,7 +244,7 @@ class ScriptedEngine(EngineClient):
         priority: int = 0,
         adapter: str | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """A vector that depends on the ids alone."""
+        """Return a vector that depends only on the token ids."""
         await self.check_health()
         ids, text = self._ids(prompt)
         check_prompt(ids, vocabulary=self.info.vocabulary, max_model_len=self.info.max_model_len)
@@ -262,7 +262,7 @@ class ScriptedEngine(EngineClient):
         yield PoolingRequestOutput(request_id, PoolingOutput(vector), ids)
 
     async def _pause(self, request_id: str, text: str) -> None:
-        """The script's delay before a vector."""
+        """Wait for the scripted delay before a vector."""
         delay = self.reply(text, SamplingParams()).delay
         if not delay:
             return
@@ -284,7 +284,7 @@ class ScriptedEngine(EngineClient):
 
 @define(eq=False)
 class _Play:
-    """One request being answered."""
+    """A running scripted reply."""
 
     engine: ScriptedEngine
     ids: list[int]
@@ -294,9 +294,9 @@ class _Play:
     running: _Running
 
     def _tokens(self) -> list[int]:
-        given = self.script.tokens
-        if given is not None:
-            return list(given)
+        tokens = self.script.tokens
+        if tokens is not None:
+            return list(tokens)
         return self.engine.tokenizer.encode(self.script.text, add_special_tokens=False)
 
     async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
@@ -305,15 +305,15 @@ class _Play:
         choices = [Choice(i, self.ids, params, tokenizer) for i in range(params.n)]
         limit = params.max_tokens or 16
         length = limit if self.script.endless else min(limit, len(tokens) + 1)
-        for place in range(length):
-            await self._wait(place)
+        for index in range(length):
+            await self._wait(index)
             if self.running.cut.is_set():
                 await self.engine.check_health()
                 for choice in choices:
                     choice.finish(Finish(self.running.request, "abort"))
-            over = place == len(tokens) and not self.script.endless
-            token = tokenizer.stop_ids[0] if over else tokens[place % len(tokens)]
-            reason = "stop" if over else "length" if place + 1 == limit else None
+            over = index == len(tokens) and not self.script.endless
+            token = tokenizer.stop_ids[0] if over else tokens[index % len(tokens)]
+            reason = "stop" if over else "length" if index + 1 == limit else None
             finish = Finish(self.running.request, reason) if reason else None  # type: ignore[arg-type]
             for choice in choices:
                 if choice.reason is None:
@@ -324,11 +324,11 @@ class _Play:
             if finished:
                 return
 
-    async def _wait(self, place: int) -> None:
-        if place == self.script.die_at:
+    async def _wait(self, index: int) -> None:
+        if index == self.script.die_at:
             self.engine.die()
             await self.engine.check_health()
-        if place == self.script.error_at:
+        if index == self.script.error_at:
             raise self.script.error
         if self.script.delay:
             try:

@@ -1,4 +1,4 @@
-"""Running the server: socket first, then the engine, then requests until somebody says stop."""
+"""Runs the server: binds the socket, starts the engine, serves until stopped."""
 
 from __future__ import annotations
 
@@ -58,29 +58,27 @@ __all__ = [
     "start_facts",
 ]
 
-#: Seconds that a server with a dead engine still answers: running requests get their error, and
-#: whoever watches /health sees why the process ends.
+#: Seconds that a server still answers after its engine died, so that running requests get their
+#: error and /health shows the reason.
 _LAST_WORDS = 3.0
-#: Seconds for connections to close once no request is running.
+#: Seconds for connections to close after the last request.
 _CLOSING = 5.0
 _BACKLOG = 2048
-#: Most bytes of a message of a web socket.
+#: Maximum bytes of a WebSocket message.
 _SOCKET_MESSAGE = 16 << 20
 #: Turns of uvicorn's loop, a tenth of a second each, between two lines of statistics.
 _STATS_TICKS = 100
-#: Connections that are taken in one turn of the event loop.
+#: Connections to accept per turn of the event loop.
 _AT_ONCE = 8
-#: Ticks of uvicorn, ten a second, after which freed memory is given back.
+#: Ticks of uvicorn, ten per second, between two releases of freed memory.
 _TIDYING = 600
 
 
 def run(config: EngineConfig) -> None:
-    """Serve with the engine of this package; exits the process with a code other than 0 if the
-    engine died.
-    """
+    """Serve with `AsyncLLM`. Exits the process with a code other than 0 if the engine died."""
     from modulm_server.engine.async_llm import AsyncLLM
 
-    code = serve(config, AsyncLLM.from_config, _say)
+    code = serve(config, AsyncLLM.from_config, _print_error)
     if code:
         raise SystemExit(code)
 
@@ -90,12 +88,12 @@ def serve(
     make_engine: Callable[[EngineConfig], EngineClient],
     announce: Callable[[str], None],
 ) -> int:
-    """Serve until SIGTERM or Ctrl-C; the exit code of the process.
+    """Serve until SIGTERM or Ctrl-C; returns the exit code of the process.
 
-    The address is taken and the checkpoint found before an engine is made, so that a port in use
-    or a wrong name is known at once; connections are refused until the model is ready. `announce`
-    gets the banner. Raises ConfigError for an address that cannot be used or must not be served
-    without a key, CheckpointError for a model that is not there.
+    Binds the address and finds the checkpoint before starting the engine, so that a used port or
+    a wrong model name fails at once. Connections are refused until the model is ready. announce:
+    called with the banner. Raises ConfigError for an address that cannot be used or needs a key,
+    CheckpointError for a missing model.
     """
     check_exposure(config.group(ServerConfig))
     check_files(config.group(ServerConfig))
@@ -114,11 +112,11 @@ def serve(
                 *start_facts(engine.info, len(engine.replicas) or 1),
                 *(f"{d.subject}: {d.winner or 'none'} ({d.reason})" for d in parsers),
             ]
-            suggested = _suggested(engine, config)
+            suggested = _suggested_request(engine, config)
             server.announce = lambda: announce(banner(config, plugins, sock, facts, suggested))
-            with _others(config.group(ServerConfig), sock, engine) as workers:
+            with _open_workers(config.group(ServerConfig), sock, engine) as workers:
                 server.workers = workers
-                gc.freeze()  # full collections, which everything waits for, look at less
+                gc.freeze()  # makes full garbage collections faster
                 server.serve_on(sock)
             return 1 if engine.dead or server.failed else 0
         finally:
@@ -130,35 +128,35 @@ def serve(
             Path(uds).unlink(missing_ok=True)
 
 
-def _others(
+def _open_workers(
     server: ServerConfig, sock: socket.socket, engine: EngineClient
 ) -> AbstractContextManager[Workers | None]:
-    """The further server processes that were asked for."""
+    """Start the additional server processes of `--api-server-count`."""
     count = (server.api_server_count or 1) - 1
     if not count:
         return nullcontext()
     if engine.address is None:
         raise ConfigError(
             "api_server_count",
-            "several servers need an engine in a process of its own: leave out "
+            "several server processes need the engine in a separate process: remove "
             "--disable-frontend-multiprocessing",
         )
     return Workers(count, sock, engine.address, server.shutdown_timeout)
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 
 
 def check_exposure(server: ServerConfig) -> None:
-    """Raise ConfigError if strangers could use a server that asks for no key."""
+    """Raise ConfigError for a server without a key on a public address."""
     if server.uds is not None or server.allow_unauthenticated or read_keys(server):
         return
     if not is_loopback(server.host or "127.0.0.1"):
         raise ConfigError(
             "api_key",
-            f"{server.host} can be reached by others: give --api-key or --api-key-file, or say "
+            f"{server.host} is reachable from other machines: set --api-key or --api-key-file, or "
             "--allow-unauthenticated",
         )
 
@@ -169,7 +167,7 @@ def check_files(server: ServerConfig) -> None:
         load_template(server.chat_template)
     if server.ssl_certfile is None:
         if server.ssl_keyfile is not None:
-            raise ConfigError("ssl_keyfile", "needs a certificate: give --ssl-certfile")
+            raise ConfigError("ssl_keyfile", "needs a certificate: set --ssl-certfile")
         return
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
@@ -187,17 +185,17 @@ def check_files(server: ServerConfig) -> None:
 
 
 def open_socket(server: ServerConfig) -> socket.socket:
-    """A socket bound to the configured address. Raises ConfigError if that is not possible."""
+    """Bind a socket to the configured address. Raises ConfigError if that fails."""
     if server.uds is not None:
         return _unix_socket(server.uds)
     host = server.host or "127.0.0.1"
     try:
-        found = socket.getaddrinfo(
+        addresses = socket.getaddrinfo(
             host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
     except socket.gaierror as error:
-        raise ConfigError("host", f"{host!r} is no address of this machine: {error}") from error
-    family, kind, protocol, _, address = found[0]
+        raise ConfigError("host", f"{host!r} is not an address of this machine: {error}") from error
+    family, kind, protocol, _, address = addresses[0]
     sock = socket.socket(family, kind, protocol)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -211,16 +209,14 @@ def open_socket(server: ServerConfig) -> socket.socket:
 
 def _unusable(host: str, port: int, error: OSError) -> ConfigError:
     if error.errno == errno.EADDRINUSE:
-        return ConfigError(
-            "port", f"{host}:{port} is in use by another program: choose another with --port"
-        )
+        return ConfigError("port", f"{host}:{port} is in use: choose another port with --port")
     if error.errno == errno.EACCES:
         return ConfigError("port", f"{port} needs privileges: choose one above 1023 with --port")
-    return ConfigError("host", f"{host}:{port} cannot be listened on: {error.strerror}")
+    return ConfigError("host", f"cannot listen on {host}:{port}: {error.strerror}")
 
 
 def _unix_socket(path: str) -> socket.socket:
-    """A Unix socket; one that a program left behind is replaced, any other file is not."""
+    """Bind a Unix socket. Replaces a stale socket, but no other file."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if Path(path).exists():
@@ -230,7 +226,7 @@ def _unix_socket(path: str) -> socket.socket:
         sock.bind(path)
     except OSError as error:
         sock.close()
-        raise ConfigError("uds", f"{path} cannot be listened on: {error.strerror}") from error
+        raise ConfigError("uds", f"cannot listen on {path}: {error.strerror}") from error
     except ConfigError:
         sock.close()
         raise
@@ -242,8 +238,8 @@ def _answers(path: str) -> bool:
         return probe.connect_ex(path) == 0
 
 
-def _suggested(engine: EngineClient, config: EngineConfig) -> tuple[str, str]:
-    """The request for the banner, by what the model is for."""
+def _suggested_request(engine: EngineClient, config: EngineConfig) -> tuple[str, str]:
+    """The sample request for the banner."""
     tokenizer = engine.tokenizer
     chats = config.group(ServerConfig).chat_template is not None or (
         tokenizer is not None and (tokenizer.chat is not None or bool(tokenizer.chat_template))
@@ -258,8 +254,10 @@ def banner(
     facts: Sequence[str] = (),
     suggested: tuple[str, str] | None = None,
 ) -> str:
-    """What a person needs to try the server. facts: of the engine, and what was chosen for it;
-    suggested: path and body of a request that the model can answer, by default a chat.
+    """The text that the server prints when it is ready.
+
+    facts: lines about the engine and its parsers. suggested: path and body of a sample request, by
+    default a chat.
     """
     server, model = config.group(ServerConfig), served_names(config)[0]
     path, body = suggested or first_request(model, ("generate",))
@@ -287,22 +285,23 @@ def banner(
 
 
 def start_facts(info: EngineInfo, replicas: int = 1) -> list[str]:
-    """What runs: device, weights, kernels and cache, a line each."""
-    said = info.description
-    won = {d.subject.partition(" ")[0]: d.winner or "none" for d in said.decisions}
+    """Lines about the engine: device, weights, kernels and cache."""
+    description = info.description
+    won = {d.subject.partition(" ")[0]: d.winner or "none" for d in description.decisions}
     quantization = won.get("quantization", "none")
     cache = [f"{info.cache_tokens} tokens"] if info.cache_tokens else []
     return [
-        f"device: {said.platform}" + (f" ({said.device})" if said.device else ""),
-        f"weights: {info.dtype}, {said.weight_bytes >> 20} MiB, quantization {quantization}",
+        f"device: {description.platform}"
+        + (f" ({description.device})" if description.device else ""),
+        f"weights: {info.dtype}, {description.weight_bytes >> 20} MiB, quantization {quantization}",
         f"kernels: {won.get('kernels', 'none')}; attention {won.get('attention', 'none')}",
         f"cache: {', '.join([*cache, f'context {info.max_model_len}'])}",
-        *([f"replicas: {replicas}, each of them so"] if replicas > 1 else []),
+        *([f"replicas: {replicas}, each as above"] if replicas > 1 else []),
     ]
 
 
 class Server(uvicorn.Server):
-    """uvicorn, with a drain before the end and an eye on the engine."""
+    """A uvicorn server that drains before shutdown and watches the engine."""
 
     def __init__(self, config: uvicorn.Config, served: Served, patience: float) -> None:
         super().__init__(config)
@@ -316,18 +315,17 @@ class Server(uvicorn.Server):
         self.failed = False
 
     def watch(self, certificates: _Certificates) -> None:
-        """Read TLS files again when they change."""
+        """Reload TLS files when they change."""
         self._certificates = certificates
 
     def serve_on(self, sock: socket.socket) -> None:
-        """Serve what the socket brings, which is closed at the end.
+        """Serve requests from the socket, and close it at the end.
 
-        It is listened on several times: libuv takes one connection of each per turn, and a sign of
-        life would wait for as many turns as there are connections before it.
+        Listens on several duplicates of it: libuv accepts one connection per socket and turn, and
+        a health check would wait for all connections before it.
 
-        Other processes may accept from it already, and whether that waits is a property of the
-        socket, not of a descriptor: a copy of a socket that Python takes to be blocking would
-        have them stand still in `accept`.
+        The socket must be non-blocking first: blocking is a property of the socket, not of a
+        descriptor, and other processes that accept from it would block too.
         """
         sock.setblocking(False)
         self.run(sockets=[sock, *(sock.dup() for _ in range(_AT_ONCE - 1))])
@@ -339,7 +337,7 @@ class Server(uvicorn.Server):
             self.announce()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal begins the end, a second Ctrl-C hurries it."""
+        """The first signal starts the shutdown; a second Ctrl-C forces it."""
         self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)
         self.should_exit = True
 
@@ -352,11 +350,11 @@ class Server(uvicorn.Server):
             self._certificates.refresh()
         if self.stats is not None and counter % _STATS_TICKS == 0:
             self.stats.look(time.monotonic())
-        if self.workers is not None and counter % 10 == 0 and not self.workers.look():
+        if self.workers is not None and counter % 10 == 0 and not self.workers.check():
             self.failed = True
             return True
         if counter % _TIDYING == _TIDYING - 1 and self._served.generation.engine.address:
-            # Beside an engine in this process it would take the pages of its activations.
+            # Not with an engine in this process: it would release the pages of its activations.
             asyncio.get_running_loop().run_in_executor(None, give_back)
         return await super().on_tick(counter)
 
@@ -376,7 +374,7 @@ class Server(uvicorn.Server):
 
 
 def make_server(served: Served, server: ServerConfig) -> Server:
-    """A server for the application, with bounds on what a connection may cost."""
+    """Create the server of an application, with limits on connections."""
     log = server.uvicorn_log_level
     config = uvicorn.Config(
         served.app,
@@ -398,21 +396,21 @@ def make_server(served: Served, server: ServerConfig) -> Server:
         ssl_cert_reqs=server.ssl_cert_reqs,
         ssl_ciphers=server.ssl_ciphers or "TLSv1.2+HIGH:!aNULL",
     )
-    made = Server(config, served, server.shutdown_timeout)
+    uvicorn_server = Server(config, served, server.shutdown_timeout)
     metrics = served.generation.engine.metrics
     if (
         isinstance(metrics, Metrics | ReplicaMetrics)
         and not served.generation.config.observability.disable_log_stats
     ):
-        made.stats = StatsLog(metrics)
+        uvicorn_server.stats = StatsLog(metrics)
     if server.enable_ssl_refresh and server.ssl_certfile and server.ssl_keyfile:
         config.load()
-        made.watch(_Certificates(config.ssl, server.ssl_certfile, server.ssl_keyfile))
-    return made
+        uvicorn_server.watch(_Certificates(config.ssl, server.ssl_certfile, server.ssl_keyfile))
+    return uvicorn_server
 
 
 def _has_sockets(served: Served) -> bool:
-    """Whether a route is a web socket: what serves these is imported for them alone."""
+    """Whether a route is a WebSocket, so that uvicorn imports their protocol only if needed."""
     return any(isinstance(route, WebSocketRoute) for route in served.api.router.routes)
 
 
@@ -425,7 +423,7 @@ def _bounded(server: ServerConfig) -> type[asyncio.Protocol]:
 
 
 class _Certificates:
-    """TLS files that are read again when one of them changes; a broken pair keeps the old one."""
+    """Reloads TLS files when one of them changes. An invalid pair is ignored."""
 
     def __init__(self, context: ssl.SSLContext | None, certificate: str, key: str) -> None:
         self._context = context
@@ -436,7 +434,7 @@ class _Certificates:
         return tuple(Path(file).stat().st_mtime_ns for file in self._files)
 
     def refresh(self) -> None:
-        """Look at the files."""
+        """Reload the files if they changed."""
         try:
             stamp = self._stamp()
             if stamp != self._seen and self._context is not None:

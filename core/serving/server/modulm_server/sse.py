@@ -1,4 +1,4 @@
-"""Server-sent events: frames, signs of life, and a generation that ends when its reader leaves."""
+"""Server-sent events: frames, keep-alive comments, and streams that end with their client."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
-__all__ = ["DONE", "EventStream", "event", "frame", "until_gone"]
+__all__ = ["DONE", "EventStream", "event", "frame", "until_disconnect"]
 
 DONE = b"data: [DONE]\n\n"
 _EVENTS = "text/event-stream"
@@ -25,12 +25,12 @@ _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def frame(value: Any) -> bytes:
-    """One event that carries JSON."""
+    """Encode an event with JSON data."""
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 def event(name: str, value: Any) -> bytes:
-    """One event with a name, as Anthropic's and OpenAI's Responses streams have them."""
+    """Encode a named event, as in the streams of Anthropic and of OpenAI's responses."""
     return b"event: " + name.encode() + b"\n" + frame(value)
 
 
@@ -41,11 +41,11 @@ def _error_frames(error: ApiError) -> bytes:
 class EventStream(Response):
     """Sends the frames of a generator.
 
-    When the client leaves, the generator is closed at once, which aborts what it reads from;
-    `modulm.filler` in the scope is what may be sent between two frames to find that out. An
-    exception in it becomes one error frame: `failed(error) -> bytes` makes it, by default OpenAI's,
-    with [DONE] behind it. After `quiet` seconds without a frame a comment is sent; 0 turns it off.
-    media: the type of the stream; one that is not of events has no comments.
+    If the client disconnects, the generator is closed, which aborts the generation. An exception
+    in the generator becomes one error frame from `failed(error)`, by default OpenAI's followed by
+    [DONE]. quiet: seconds without a frame after which a keep-alive comment is sent; 0 disables
+    comments. media: media type of the stream; only event streams have comments. `modulm.filler` in
+    the scope is the comment that the connection may send to probe the client.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class EventStream(Response):
             await self._pump(scope, send)
         else:
             with suppress(ClientGone):
-                await until_gone(self._pump(scope, send), receive)
+                await until_disconnect(self._pump(scope, send), receive)
 
     async def _pump(self, scope: Scope, send: Send) -> None:
         async with aclosing(self._frames) as frames, self._keep_alive(send) as sent:
@@ -90,7 +90,7 @@ class EventStream(Response):
 
     @asynccontextmanager
     async def _keep_alive(self, send: Send) -> AsyncIterator[Callable[[], None]]:
-        """Send comments while there is silence; gives what says that there is none."""
+        """Send comments while no frames are sent; yields a function to call for each frame."""
         if self._quiet <= 0:
             yield lambda: None
             return
@@ -119,13 +119,13 @@ class EventStream(Response):
                 await task
 
 
-async def until_gone(work: Coroutine[Any, Any, Any], receive: Receive) -> Any:
-    """The result of `work`, which is cancelled when the client leaves. Raises ClientGone then.
+async def until_disconnect(work: Coroutine[Any, Any, Any], receive: Receive) -> Any:
+    """Run `work` and return its result. If the client disconnects, cancel it; raises ClientGone.
 
-    Behind `RequestGuard` nobody needs it: there a whole endpoint is cancelled.
+    Not needed behind `RequestGuard`, which cancels the whole endpoint.
     """
     task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_left(receive))
+    watch = asyncio.ensure_future(_wait_disconnect(receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -140,6 +140,6 @@ async def until_gone(work: Coroutine[Any, Any, Any], receive: Receive) -> Any:
             await task
 
 
-async def _left(receive: Receive) -> None:
+async def _wait_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""A line every ten seconds while the engine works: what runs, what waits, and how fast."""
+"""Logs a line every ten seconds while the engine works: requests, throughput, cache usage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger("modulm_server.stats")
 
 
 class StatsLog:
-    """Logs what has changed in an engine's metrics since it last looked; nothing, if it idled."""
+    """Logs the change of an engine's metrics since the last line; nothing while it is idle."""
 
     def __init__(self, metrics: Metrics | ReplicaMetrics) -> None:
         self._metrics = metrics
@@ -22,7 +22,7 @@ class StatsLog:
         self._when: float | None = None
 
     def look(self, now: float) -> None:
-        """now: seconds of a monotonic clock."""
+        """Log a line if anything changed. now: seconds of a monotonic clock."""
         last, before, self._when = self._seen, self._when, now
         self._seen = self._metrics.totals()
         stats = self._metrics.last

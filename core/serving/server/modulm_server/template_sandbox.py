@@ -1,7 +1,6 @@
-"""Chat templates that clients send, executed in a process that can be killed.
+"""Renders clients' chat templates in a separate process with time and memory limits.
 
-The sandbox keeps a template from reaching anything; a process of its own keeps it from using
-more time and memory than it is given.
+Jinja's sandbox restricts what a template can access. The process limits its time and memory.
 """
 
 from __future__ import annotations
@@ -27,47 +26,46 @@ if TYPE_CHECKING:
 
 __all__ = ["SandboxedRenderer"]
 
-#: Of one rendering, of a worker's start, and beyond what a worker itself watches.
+#: Limits in seconds: of one rendering, of a worker's start, and the grace on top of them.
 _SECONDS, _START_SECONDS, _SLACK = 1.0, 20.0, 1.0
-#: Bytes of addresses, and characters of a text: contexts hold no longer ones.
+#: Address space of a worker in bytes, and maximum characters of a rendered text.
 _MEMORY, _LONGEST = 512 << 20, 4 << 20
 _WAITING = 8
-#: Questions after which a worker makes room for a fresh one: it keeps templates.
+#: Requests after which a worker is replaced, since it caches templates.
 _QUESTIONS = 256
 _TOO_MUCH = "the chat template took too long or too much memory to render"
 
 
 class SandboxedRenderer:
-    """One worker process, made when it is needed and replaced when it had to be killed.
+    """One worker process, started on first use and restarted after it was killed.
 
-    What a template fails of because others have used up the worker's memory is asked again of a
-    fresh one.
+    If an older worker runs out of memory, the request is repeated in a new one.
     """
 
     def __init__(self) -> None:
-        #: Seconds that one rendering may take.
+        #: Time limit of one rendering in seconds.
         self.seconds = _SECONDS
         self._lock = threading.Lock()
         self._waiting = threading.BoundedSemaphore(_WAITING)
         self._worker: subprocess.Popen[bytes] | None = None
-        self._asked = 0
+        self._questions = 0
 
     def render(self, source: str, variables: Mapping[str, Any]) -> str:
-        """As `modulm_chat.execute`. Raises TemplateFailed, or QueueFull under load."""
+        """Render as `modulm_chat.execute` does. Raises TemplateFailed, or QueueFull under load."""
         return self._answer({"source": source, "variables": dict(variables)})
 
     def content_format(self, source: str) -> ContentFormat:
-        """As `modulm_chat.content_format`: not even reading a template is done elsewhere."""
+        """Detect the content format as `modulm_chat.content_format` does, in the worker."""
         return "openai" if self._answer({"source": source}) == "openai" else "string"
 
     def _answer(self, question: Mapping[str, Any]) -> str:
         if not self._waiting.acquire(blocking=False):
-            raise QueueFull("too many chat templates wait to be rendered", "chat_template")
+            raise QueueFull("too many chat templates are waiting to be rendered", "chat_template")
         try:
             with self._lock:
-                asked = {**question, "seconds": self.seconds}
-                text = self._ask(asked)
-                text = self._ask(asked) if text is None else text
+                timed_question = {**question, "seconds": self.seconds}
+                text = self._ask(timed_question)
+                text = self._ask(timed_question) if text is None else text
         finally:
             self._waiting.release()
         if text is None:
@@ -75,18 +73,18 @@ class SandboxedRenderer:
         return text
 
     def close(self) -> None:
-        """End the worker."""
+        """Stop the worker."""
         with self._lock:
             self._kill()
 
     def _ask(self, question: Mapping[str, Any]) -> str | None:
-        """The answer; None from a worker that is at its end and was not fresh."""
+        """Ask the worker; returns None if it failed and had served other requests before."""
         dead = self._worker is not None and self._worker.poll() is not None
-        if dead or self._asked >= _QUESTIONS:
+        if dead or self._questions >= _QUESTIONS:
             self._kill()
         fresh = self._worker is None
         worker = self._worker = self._worker or _start()
-        self._asked += 1
+        self._questions += 1
         if worker.stdin is None or worker.stdout is None:
             raise TemplateFailed("the chat template could not be rendered", "chat_template")
         began = time.monotonic()
@@ -114,7 +112,7 @@ class SandboxedRenderer:
                 if pipe is not None:
                     pipe.close()
             self._worker = None
-        self._asked = 0
+        self._questions = 0
 
 
 def _start() -> subprocess.Popen[bytes]:
@@ -129,7 +127,7 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def _line(pipe: Any, seconds: float) -> bytes:
-    """One line of the worker, or nothing if it does not come in time."""
+    """Read a line from the worker; empty if it does not arrive in time."""
     data, latest = bytearray(), time.monotonic() + seconds
     while not data.endswith(b"\n"):
         ready, _, _ = select.select([pipe], [], [], max(latest - time.monotonic(), 0.0))
@@ -141,14 +139,14 @@ def _line(pipe: Any, seconds: float) -> bytes:
 
 
 def _serve() -> None:
-    """The worker: one question a line, one answer a line."""
+    """The worker's loop: one request per line, one reply per line."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     for line in sys.stdin.buffer:
         question = json.loads(line)
-        # So that it ends even if nobody is left to end it.
+        # A CPU limit ends the worker even if its parent is gone.
         most = math.ceil(time.process_time() + 2 * question["seconds"] + 2 * _SLACK)
         resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
         data = json.dumps(_reply(question)).encode()

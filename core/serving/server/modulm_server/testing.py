@@ -1,4 +1,4 @@
-"""What authors of route packages test with: a real server on a free port around any engine."""
+"""Test tools for route packages: a real server on a free port, around any engine."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Live:
     served: Served
 
     def client(self, **options: Any) -> httpx.Client:
-        """A client of this server; close it, or use it in a `with` statement.
+        """Create a client of this server. Close it, or use it in a `with` statement.
 
-        For TLS give `verify`: reading the certificates of all the world takes 20 ms.
+        For TLS pass `verify`; the default trusts nothing, as loading certificates takes 20 ms.
         """
         return httpx.Client(**{"base_url": self.url, "timeout": 300, "verify": _NOBODY, **options})
 
     def raw(self, data: bytes, wait: float = 60.0) -> bytes:
-        """What the server answers to these bytes until it closes or is silent for `wait` s."""
+        """Send bytes; returns the response, up to its end or `wait` seconds of silence."""
         where = urlsplit(self.url)
         received = b""
         with socket.create_connection((where.hostname, where.port), timeout=wait) as sock:
@@ -70,12 +70,12 @@ class Live:
 
 #: Trusts no certificate.
 _NOBODY = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-#: Anything that tells about the machine: addresses, tracebacks, paths.
+#: Details of the machine: addresses, tracebacks, paths.
 _PRIVATE = re.compile(r"0x[0-9a-f]{6,}|Traceback|site-packages|/root|/home|/tmp/|\.py\b")
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
-    """The error of a response, which must have OpenAI's shape and tell nothing of the machine."""
+    """The error of a response. Checks for OpenAI's shape and for leaked details of the machine."""
     body = response.json()
     assert set(body) == {"error"}, body
     error: dict[str, Any] = body["error"]
@@ -89,9 +89,9 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 def serve_in_thread(
     engine: Any, config: EngineConfig, watch: Callable[[Served], ASGIApp] | None = None
 ) -> Iterator[Live]:
-    """A real server on a free port of the loopback interface, or on the unix socket of `--uds`.
+    """Run a real server on a free loopback port, or on the Unix socket of `--uds`.
 
-    watch: puts something around the application that sees what goes in and out.
+    watch: wraps the application, to observe its traffic.
     """
     config = config.with_(host="127.0.0.1", port=0)
     served = create_app(engine, config)

@@ -1,8 +1,7 @@
-"""Work on texts, off the event loop and within bounds: rendering, tokenizing, detokenizing.
+"""Runs rendering, tokenizing and detokenizing off the event loop, within limits.
 
-What a text costs grows with its length, so lengths come first: a text that no context could hold
-is refused unread. What is long has a thread of its own, so that shorter texts need not wait for it,
-and only so much of it may wait.
+The cost of a text grows with its length, so texts longer than any context are rejected unread. Long
+texts have a thread of their own, so that short ones need not wait for them, and a limited queue.
 """
 
 from __future__ import annotations
@@ -21,38 +20,38 @@ if TYPE_CHECKING:
 
 __all__ = ["TextWork", "characters"]
 
-#: Characters up to which work is done where it stands: a thread costs more than that.
+#: Characters up to which work runs on the event loop, where it is cheaper than in a thread.
 _INLINE = 1_000
-#: Characters from which on work is done by the thread for what is long.
+#: Characters from which work runs on the thread for long texts.
 _LONG = 200_000
-#: Characters of long texts that may wait beside the one that is worked on.
+#: Maximum characters of long texts in the queue.
 _WAITING = 16 << 20
-#: Characters that are always looked at, and those per token of the context: real texts have about
-#: four, long runs of white space rarely more than sixteen.
+#: Characters that are always accepted, and accepted characters per token of the context: real
+#: texts have about four, long runs of white space rarely more than sixteen.
 _LEAST, _PER_TOKEN = 1 << 20, 16
-#: What a message or a part of one counts beside its text.
+#: The size of a message or part in characters, without its text.
 _PART = 64
 
 
 class TextWork:
-    """The threads that work on texts, and the lengths that they accept.
+    """The threads for work on texts, and the accepted lengths.
 
-    tokenizer: None on a server without one. threads: for texts of ordinary length; 0 for half the
-    processors, four at most.
+    tokenizer: None on a server without one. threads: for texts of ordinary length; 0 means half the
+    processors, at most four.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, max_model_len: int, threads: int = 0) -> None:
-        self.most = max(_LEAST, _PER_TOKEN * max_model_len)
+        self.max_characters = max(_LEAST, _PER_TOKEN * max_model_len)
         self._tokenizer = tokenizer
         self._length = max_model_len
         threads = threads or min(4, max(1, (os.cpu_count() or 1) // 2))
         self._short = ThreadPoolExecutor(threads, thread_name_prefix="modulm-text")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="modulm-long-text")
-        self._held = 0
+        self._long_characters = 0
 
     @cached_property
-    def most_per_token(self) -> int | None:
-        """Characters that one token can stand for; None where the tokenizer may drop some."""
+    def max_characters_per_token(self) -> int | None:
+        """The most characters of one token; None if the tokenizer may drop characters."""
         core = None if self._tokenizer is None else self._tokenizer.core
         if core is None or core.normalizer is not None:
             return None
@@ -65,21 +64,21 @@ class TextWork:
     async def run(
         self, size: int, function: Callable[..., Any], *args: Any, **keywords: Any
     ) -> Any:
-        """Call here if `size`, in characters, is small, else in a thread.
+        """Call a function, in a thread unless `size` in characters is small.
 
-        Raises QueueFull if too much long text waits already.
+        Raises QueueFull if too much long text is waiting.
         """
         if size <= _INLINE:
             return function(*args, **keywords)
         if size < _LONG:
             return await self._in(self._short, function, args, keywords)
-        if self._held and self._held + size > _WAITING:
-            raise QueueFull("too much text waits to be tokenized; try again later")
-        self._held += size
+        if self._long_characters and self._long_characters + size > _WAITING:
+            raise QueueFull("too much text is waiting to be tokenized; try again later")
+        self._long_characters += size
         try:
             return await self._in(self._long, function, args, keywords)
         finally:
-            self._held -= size
+            self._long_characters -= size
 
     @staticmethod
     async def _in(
@@ -93,33 +92,33 @@ class TextWork:
         )
 
     def check(self, size: int, param: str = "prompt") -> None:
-        """Raise ContextLengthExceeded for more characters than are ever read."""
-        if size > self.most:
+        """Raise ContextLengthExceeded for a text that is too long to tokenize."""
+        if size > self.max_characters:
             raise ContextLengthExceeded(
-                f"{param}: a text of {size} characters is too long to be tokenized; at most "
-                f"{self.most} are, for the model's context of {self._length} tokens",
+                f"{param}: {size} characters are too many to tokenize; the limit is "
+                f"{self.max_characters}, for the model's context of {self._length} tokens",
                 param,
             )
 
     def check_fits(self, size: int, param: str = "prompt") -> None:
-        """Raise it also for more characters than the context can hold, for certain.
+        """Raise ContextLengthExceeded also for a text that certainly exceeds the context.
 
-        Slow when the first long text comes.
+        Slow for the first long text.
         """
         self.check(size, param)
         if size <= self._length:
             return
-        most = self.most_per_token
+        most = self.max_characters_per_token
         if most is not None and size > most * self._length:
             raise ContextLengthExceeded(
-                f"{param}: a text of {size} characters has at least {-(-size // most)} tokens, and "
-                f"the model's context is {self._length} tokens",
+                f"{param}: {size} characters are at least {-(-size // most)} tokens, and the "
+                f"model's context is {self._length} tokens",
                 param,
             )
 
 
 def characters(messages: Sequence[Mapping[str, Any]], enough: int) -> int:
-    """Roughly, the characters in the messages; counting ends when there are more than `enough`."""
+    """Estimate the characters in messages; stops counting beyond `enough`."""
     total = 0
     for message in messages:
         content = message.get("content") if isinstance(message, Mapping) else None

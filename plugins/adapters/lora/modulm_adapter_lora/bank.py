@@ -16,6 +16,7 @@ from attrs import mutable
 from torch import Tensor
 
 from modulm.contracts.adapter import AdaptedExperts, AdaptedLayer, AdapterBank
+from modulm.contracts.quantization import LinearKind
 from modulm.errors import CheckpointError, EngineError
 from modulm.ops.lora import LoraTable
 from modulm_adapter_lora.files import read_adapter, stamp_of
@@ -90,9 +91,9 @@ class LoraBank(AdapterBank):
     # Layers.
 
     def layer(self, spec: LinearSpec) -> AdaptedLayer | None:
-        if spec.kind == "expert":
+        if spec.kind is LinearKind.EXPERT:
             return None
-        table = spec.kind == "embedding"
+        table = spec.kind is LinearKind.EMBEDDING
         dtype = self._dtype(spec)
         inputs = spec.outputs if table else spec.inputs
         most, device = 1 if table else len(spec.parts), self.platform.device

@@ -10,6 +10,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from modulm.contracts.quantization import LinearKind
 from modulm.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Places:
 
     def __init__(self, specs: Collection[LinearSpec]) -> None:
         self._found = {name: place for spec in specs for name, place in places_of(spec)}
-        heads = [spec.name for spec in specs if spec.kind == "lm_head"]
+        heads = [spec.name for spec in specs if spec.kind is LinearKind.LM_HEAD]
         #: The place of the head, where there is one.
         self.head = self._found[heads[0]] if len(heads) == 1 else None
         self._below: dict[str, list[str]] = {}

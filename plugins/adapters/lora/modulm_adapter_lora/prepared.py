@@ -11,6 +11,7 @@ import torch
 from attrs import field, frozen, mutable
 from torch import Tensor
 
+from modulm.contracts.quantization import LinearKind
 from modulm.errors import CheckpointError
 from modulm.ops.lora import LoraPiece
 from modulm_adapter_lora.files import AdapterFiles, Change
@@ -196,7 +197,7 @@ class _One:
         name = self._named(change.module)
         place = self.by.place(name, change.name, self.file)
         spec = self.by._specs[place.layer]
-        if spec.kind != "embedding":
+        if spec.kind is not LinearKind.EMBEDDING:
             raise self._fail(change.name, f"{name} is no table of vectors")
         self._fits(change.name, (up.shape[0], down.shape[1]), (spec.inputs, place.outputs))
         scaled = up.float() * self.settings.scaling(change.module)
@@ -223,7 +224,7 @@ class _One:
         """Where a head is tied to a table and the adapter says it stays so, it changes with it."""
         if not self.settings.tied:
             return
-        heads = [n for n, spec in self.by._specs.items() if spec.kind == "lm_head"]
+        heads = [n for n, spec in self.by._specs.items() if spec.kind is LinearKind.LM_HEAD]
         if len(heads) != 1 or heads[0] in self.layers:
             return
         place = self.by.place(heads[0], heads[0], self.file)
@@ -386,7 +387,7 @@ class _One:
                 raise self._fail(change.name, "experts in modules_to_save: not yet")
             found, spec = self._layer(place), self.by._specs[place.layer]
             held = piece.to(getattr(torch, spec.dtype)).contiguous()
-            if spec.kind == "embedding":
+            if spec.kind is LinearKind.EMBEDDING:
                 self._replaced = (place.layer, held)
                 found.weights.append((0, held))
                 continue

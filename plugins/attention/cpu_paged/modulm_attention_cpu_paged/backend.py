@@ -1,4 +1,5 @@
 """Paged attention with the compiled CPU kernels: one kernel serves prefill, decode and mixed steps.
+
 The backend calls the kernels directly instead of through the op table, because the kernels define
 the layout of the cache and `write_kv` and `paged_attention` in the table may come from another
 provider. It is rejected when the model does not use these kernels for its other operations, for
@@ -50,6 +51,7 @@ def _kernels() -> ModuleType | str:
 @frozen(eq=False)
 class _StepPlan(AttentionPlan):
     """The arrays of a StepLayout as tensors that share their memory.
+
     work: [n] int32, how the kernel divides the step among threads; the same in every layer. spans:
     the tokens of bidirectional spans as rows of their own; `tokens` holds their indices in the
     step. They are attended a second time, without the causal mask.
@@ -78,6 +80,7 @@ class _StepPlan(AttentionPlan):
 
 class CpuPagedAttention(AttentionBackend):
     """Cache [blocks, kv heads, block size, width], in the layout of the CPU kernels.
+
     The cache may hold keys and values in int8, with one scale per token and head; queries and
     attention weights are then fixed-point numbers of 15 and 16 bits. It may also hold 8-bit floats
     with scale 1; queries and attention weights are then rounded to bfloat16.
@@ -265,6 +268,7 @@ class CpuPagedAttention(AttentionBackend):
 def _rows_of_spans(step: StepLayout) -> tuple[np.ndarray, StepLayout]:
     """Return the indices of the step's tokens that lie in spans, and a layout of these tokens in
     which each span is a row that ends where the span ends.
+
     A sliding window reaches equally far in both directions here, since no span is longer than a
     window.
     """

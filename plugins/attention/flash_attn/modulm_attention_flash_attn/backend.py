@@ -1,4 +1,5 @@
 """Paged attention with FlashAttention 2 or 3.
+
 Decode steps use `flash_attn_with_kvcache`, which splits long contexts; steps with prompts use the
 variable-length function. Not run on hardware: written against the library's documented functions
 and tested with a stand-in that checks its arguments.
@@ -50,6 +51,7 @@ class FlashOptions:
 @frozen(eq=False)
 class _StepPlan(AttentionPlan):
     """The step's layout on the device.
+
     blocks, offsets: [tokens] int64, where the step's keys are written. key_starts: [rows + 1]
     int32, cumulative context lengths. longest: the largest query length and the largest context
     length. single: every row has one token.

@@ -1,4 +1,5 @@
 """Detect the installed FlashAttention libraries. Version 3 is a separate module for Hopper GPUs.
+
 Sources: flash_attn/flash_attn_interface.py and hopper/flash_attn_interface.py of
 Dao-AILab/flash-attention (arXiv 2307.08691, 2407.08608).
 """
@@ -19,6 +20,7 @@ __all__ = ["Library", "installed", "of_module"]
 @frozen(eq=False)
 class Library:
     """The functions of one FlashAttention version.
+
     version: 2 or 3. varlen: `flash_attn_varlen_func`; used with a paged cache by version 2 only.
     with_cache: `flash_attn_with_kvcache`. softcap: whether they accept it (2.6 and later).
     """

@@ -1,4 +1,5 @@
 """Paged attention with FlashInfer's wrappers (arXiv 2501.01005).
+
 A wrapper plans each step on the host, so attention cannot be part of a recorded graph; it runs
 between the recorded pieces. Not run on hardware: written against the library's documented functions
 and tested with a stand-in that checks its arguments.

@@ -1,4 +1,5 @@
 """Paged attention in plain torch. Runs wherever torch runs.
+
 A step is divided into pieces. A piece holds rows with the same number of new tokens and, for each
 row, the cache slots that it may attend to, right-aligned. Rows with one new token share a piece;
 other rows get pieces of their own, split so that no piece exceeds a size limit. Each piece gathers
@@ -49,6 +50,7 @@ _MERGED = {"partial", "value_dim", "softcap", "latent", "scales"}
 @frozen(eq=False)
 class _Piece:
     """Rows with the same number of queries, and their keys, right-aligned.
+
     tokens: [R * Q] int64, indices in the step. firsts: [R] int64, the position of the first key,
     negative in rows shorter than the longest. slots: [R, L] int64, cache slots of the keys.
     distance: [R, Q, L] int32, query position minus key position. visible: [R, Q, L] bool, or [R,
@@ -196,6 +198,7 @@ class SdpaAttention(AttentionBackend):
 
     def _select(self, piece: _Piece, selected: Tensor) -> _Piece:
         """Restrict a piece to the tokens in `selected` that its queries may see.
+
         Single queries that selected tokens, the same for all heads, gather only those tokens.
         """
         queries, run = piece.distance.shape[1], self.spec.selection
@@ -285,6 +288,7 @@ class SdpaAttention(AttentionBackend):
     ) -> tuple[Tensor, Tensor]:
         """Return partial attention [R, Hq, Q, Dv] and the log-sum-exp of its scores [R, Hq, Q],
         both fp32.
+
         Shapes are those of `_attend`, with visible: [R, Q, L].
         """
         folded = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1]).float() * self.spec.scale

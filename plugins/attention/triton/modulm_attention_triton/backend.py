@@ -1,4 +1,5 @@
 """Paged attention with the Triton kernels: prompts are tiled over queries, decodes over keys.
+
 The backend calls the kernels directly instead of through the op table, because the kernels define
 the layout of the cache. It is rejected when the model does not use these kernels for its other
 operations.
@@ -83,6 +84,7 @@ class _StepPlan(AttentionPlan):
 
 class TritonAttention(AttentionBackend):
     """Cache [blocks, kv heads, numbers], in which a token's key lies beside its value.
+
     The cache may hold 8-bit floats, with or without a scale per layer, or int8 with a scale per
     token and head. The result of a row does not depend on other rows.
     """

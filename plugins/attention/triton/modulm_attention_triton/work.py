@@ -9,6 +9,7 @@ __all__ = ["prompt_tiles", "span_of_each", "split_tiles"]
 
 def prompt_tiles(starts: np.ndarray, rows: np.ndarray, tokens: int) -> np.ndarray:
     """Return [n, 3] int32 (row, first token, 0) for tiles of `tokens` tokens of these rows.
+
     The last tokens of a row attend to the most keys; their tiles come first, so that they do not
     finish last.
     """
@@ -24,6 +25,7 @@ def prompt_tiles(starts: np.ndarray, rows: np.ndarray, tokens: int) -> np.ndarra
 
 def split_tiles(starts: np.ndarray, rows: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """Return tiles of `tokens` tokens of these rows, and the indices of these rows' tokens.
+
     Tiles: [n, 3] int32 (row, first token, number of preceding tokens in `rows`). Indices: [tokens
     of `rows`] int32, positions in the step.
     """
@@ -41,6 +43,7 @@ def split_tiles(starts: np.ndarray, rows: np.ndarray, tokens: int) -> tuple[np.n
 def span_of_each(spans: np.ndarray, starts: np.ndarray, context_lens: np.ndarray) -> np.ndarray:
     """Return [tokens, 2] int32: first position and end of the span that each token lies in, or 0
     and 0.
+
     Raises ValueError for spans that overlap.
     """
     bounds = np.zeros((int(starts[-1]), 2), np.int32)

@@ -10,7 +10,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from modulm.contracts.quantization import LinearSpec
+from modulm.contracts.quantization import LinearKind, LinearSpec
 from modulm.errors import ConfigError, UnsupportedError
 from modulm_command_quantize import awq
 from modulm_command_quantize.gptq import gptq
@@ -76,7 +76,11 @@ class Job:
             reason = self._unfit(path, name, spec)
             if reason is None:
                 self.coded[name] = path
-            elif spec.kind in ("linear", "expert", "router", "lm_head") and path != _HEAD:
+            elif (
+                spec.kind
+                in (LinearKind.LINEAR, LinearKind.EXPERT, LinearKind.ROUTER, LinearKind.LM_HEAD)
+                and path != _HEAD
+            ):
                 self.left.append(path)
         self._check_fused()
         if not self.coded:
@@ -85,7 +89,7 @@ class Job:
             )
 
     def _unfit(self, path: str, name: str, spec: LinearSpec) -> str | None:
-        if spec.kind not in ("linear", "expert"):
+        if spec.kind not in (LinearKind.LINEAR, LinearKind.EXPERT):
             return "another kind"
         if matches(path, self.ignore):
             return "ignored"

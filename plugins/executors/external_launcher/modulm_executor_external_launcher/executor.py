@@ -1,8 +1,8 @@
-"""A worker in this process, one of ranks that torchrun has started with the same script.
+"""Run a worker in this process, one of the ranks that torchrun started with the same script.
 
-Each rank has an engine of its own, which is given the same requests in the same order and so makes
-the same plans. Before a step its ranks compare what they are about to run; after it the one rank
-that samples tells the others what it gave.
+Each rank has its own engine, which gets the same requests in the same order and so makes the same
+plans. Before a step the ranks compare their plans; after it the rank that samples broadcasts its
+result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from modulm.wire.packing import encode
 from modulm_distributed.eplb import balance_of
 from modulm_distributed.executor import unpack_capacity
 from modulm_distributed.flags import DistributedConfig
-from modulm_distributed.mesh import Place, open_mesh
+from modulm_distributed.mesh import RankSpec, open_mesh
 from modulm_distributed.plan_codec import PlanCodec
 from modulm_executor_external_launcher.launched import Launched
 
@@ -44,16 +44,16 @@ if TYPE_CHECKING:
 
 __all__ = ["LaunchedExecutor"]
 
-#: How many executors this process has made: each has its own names in torchrun's store.
+#: Number of executors of this process; each has its own names in torchrun's store.
 _MADE = count()
-#: Bytes that are told at once, the first eight of which say how many there are.
+#: Bytes of the first broadcast, of which eight are the length.
 _ROOM = 4096
 _SAME = "every rank has to run the same script on the same requests, in the same order"
 
 
 class _Step(Future[StepResult]):
-    """A step that this rank has run. What came of it is told when somebody asks, since other
-    stages may still be at steps before it.
+    """A step that this rank has run. Its result is exchanged when it is requested, because other
+    stages may still run earlier steps.
     """
 
     def __init__(self, land: Callable[[], StepResult]) -> None:
@@ -61,14 +61,14 @@ class _Step(Future[StepResult]):
         self._land = land
 
     def result(self, timeout: float | None = None) -> StepResult:
-        self._landed()
+        self._finish()
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._landed()
+        self._finish()
         return super().exception(timeout)
 
-    def _landed(self) -> None:
+    def _finish(self) -> None:
         if not self.done():
             try:
                 self.set_result(self._land())
@@ -77,20 +77,20 @@ class _Step(Future[StepResult]):
 
 
 class LaunchedExecutor(Executor):
-    """This process's rank, and what it tells the others and hears of them."""
+    """An executor whose worker is this process's rank."""
 
     name: ClassVar[str] = "external_launcher"
     api: ClassVar[int | tuple[int, int]] = 3
     offline_only: ClassVar[bool] = True
 
     def __init__(self) -> None:
-        self._made: Worker | None = None
+        self._loaded: Worker | None = None
         self._codec = PlanCodec(())
         self._mesh = Mesh()
         self._device = torch.device("cpu")
         self._description = ModelDescription()
-        self._giver = 0
-        #: Ranks do not run the same any more, or one has gone.
+        self._output_rank = 0
+        #: Set when ranks diverge or one has ended.
         self._dead: EngineDead | None = None
 
     def start(self, config: EngineConfig) -> Capacity:
@@ -112,30 +112,30 @@ class LaunchedExecutor(Executor):
                 "distributed_executor_backend",
                 f"external_launcher does not run {name}, which needs reports of all ranks: use mp",
             )
-        self._giver = parallel.ranks - parallel.tensor_parallel_size
-        place = Place.all(
+        self._output_rank = parallel.ranks - parallel.tensor_parallel_size
+        spec = RankSpec.all_ranks(
             parallel,
             f"launcher:modulm {next(_MADE)}",
             hosts=-(-launched.ranks // launched.local_ranks),
             seconds=config.group(DistributedConfig).distributed_timeout_seconds,
-            share=(launched.local_rank, launched.local_ranks),
+            host_slot=(launched.local_rank, launched.local_ranks),
             address=launched.address,
         )[launched.rank]
         plugins = manager.current()
 
         def connect(platform: Platform) -> Mesh:
-            self._mesh = open_mesh(place, platform, plugins, balance_of(config))
+            self._mesh = open_mesh(spec, platform, plugins, balance_of(config))
             self._device = platform.device
             self._check_plugins(plugins)
             return self._mesh
 
         worker = worker_class(config)(
-            config, plugins, rank=place.rank, open_mesh=connect, share=place.share
+            config, plugins, rank=spec.rank, open_mesh=connect, share=spec.host_slot
         )
-        self._made = worker
+        self._loaded = worker
         self._codec = PlanCodec(worker.parts)
-        own = [attrs.asdict(worker.capacity), attrs.asdict(worker.description)]
-        capacity, described = self._told(own)
+        described_here = [attrs.asdict(worker.capacity), attrs.asdict(worker.description)]
+        capacity, described = self._share_result(described_here)
         weights = torch.tensor([worker.description.weight_bytes], device=self._device)
         self._description = attrs.evolve(
             frames.unpack_description(described),
@@ -144,8 +144,8 @@ class LaunchedExecutor(Executor):
         return unpack_capacity(capacity)
 
     def _check_plugins(self, plugins: PluginManager) -> None:
-        """Raises PluginConflict where rank 0 has others."""
-        theirs = self._told(frames.pack_plugins(plugins.snapshot()))
+        """Raise PluginConflict if rank 0 has other plugins."""
+        theirs = self._share_result(frames.pack_plugins(plugins.snapshot()))
         if not self._mesh.gives:
             PluginManager.replay(frames.unpack_plugins(theirs))
 
@@ -165,12 +165,12 @@ class LaunchedExecutor(Executor):
             return gone
         except Exception as failed:
             result, error = StepResult(plan.step, np.zeros(0, np.int64)), failed
-        return _Step(lambda: self._landed(mark, result, error))
+        return _Step(lambda: self._finish(mark, result, error))
 
-    def _landed(self, mark: int, result: StepResult, error: Exception | None) -> StepResult:
-        """What the rank that gives results says of a step."""
-        own = [mark, self._codec.encode_result(result), frames.pack_error(error)]
-        theirs, data, failed = self._told(own)
+    def _finish(self, mark: int, result: StepResult, error: Exception | None) -> StepResult:
+        """The result of a step from the output rank."""
+        local = [mark, self._codec.encode_result(result), frames.pack_error(error)]
+        theirs, data, failed = self._share_result(local)
         if theirs != mark:
             raise self._end(f"step {result.step} is not the same on all ranks: {_SAME}")
         if failed is not None:
@@ -180,26 +180,26 @@ class LaunchedExecutor(Executor):
         return result if self._mesh.gives else self._codec.decode_result(data)
 
     def _compare(self, step: int, mark: int) -> None:
-        """Raises EngineDead unless all ranks of this stage are about to run the same. Goes over
-        sockets, where the end of a rank is known at once: steps wait for one another in memory.
+        """Raise EngineDead unless all ranks of this stage have the same plan. Uses sockets, which
+        report the end of a rank at once, unlike the shared memory of steps.
         """
-        self._alive()
+        self._check_alive()
         group = self._mesh.tensor
         marks = torch.zeros(group.size, dtype=torch.int64, device=self._device)
         marks[group.rank] = mark
         try:
             marks = group.all_reduce(marks)
         except RuntimeError as error:
-            raise self._gone(error) from error
+            raise self._disconnected(error) from error
         if len(set(marks.tolist())) > 1:
             raise self._end(f"step {step} is not the same on all ranks: {_SAME}")
 
-    def _told(self, own: list[Any]) -> list[Any]:
-        """The value of the rank that gives results, on all ranks."""
-        self._alive()
+    def _share_result(self, local: list[Any]) -> list[Any]:
+        """Broadcast the value of the output rank to all ranks."""
+        self._check_alive()
         if self._mesh.world.size == 1:
-            return own
-        data = frames.pack(*own) if self._mesh.gives else b""
+            return local
+        data = frames.pack(*local) if self._mesh.gives else b""
         try:
             size = len(data).to_bytes(8, "big")
             heard = self._broadcast((size + data)[:_ROOM], _ROOM)
@@ -208,51 +208,53 @@ class LaunchedExecutor(Executor):
             if rest:
                 heard += self._broadcast(data[_ROOM - 8 :], rest)
         except RuntimeError as error:
-            raise self._gone(error) from error
+            raise self._disconnected(error) from error
         return frames.unpack(heard[12 : 8 + length])
 
     def _broadcast(self, data: bytes, size: int) -> bytes:
-        """`size` bytes of the rank that gives results."""
+        """Broadcast `size` bytes from the output rank."""
         room = np.zeros(size, np.uint8)
         room[: len(data)] = np.frombuffer(data, np.uint8)
-        heard = self._mesh.world.broadcast(torch.from_numpy(room).to(self._device), self._giver)
+        heard = self._mesh.world.broadcast(
+            torch.from_numpy(room).to(self._device), self._output_rank
+        )
         return heard.cpu().numpy().tobytes()
 
-    def _alive(self) -> None:
+    def _check_alive(self) -> None:
         if self._dead is not None:
             raise self._dead
 
-    def _gone(self, error: Exception) -> EngineDead:
+    def _disconnected(self, error: Exception) -> EngineDead:
         return self._end(f"another rank has ended, or does not answer: {error}")
 
-    def _end(self, words: str) -> EngineDead:
-        self._dead = EngineDead(words)
+    def _end(self, message: str) -> EngineDead:
+        self._dead = EngineDead(message)
         return self._dead
 
     @property
     def _worker(self) -> Worker:
-        if self._made is None:
+        if self._loaded is None:
             raise EngineError("the executor was not started, or has been stopped")
-        return self._made
+        return self._loaded
 
     def check(self) -> None:
-        self._alive()
+        self._check_alive()
         self._worker.check()
 
-    # What is asked beside steps: by each rank's own script.
+    # Calls between steps, made by each rank's own script.
 
     def describe(self) -> ModelDescription:
         return self._description
 
     def prepare(self, request: str, constraint: StructuredOutputs) -> Future[None]:
-        """Compiled here and now, so that all ranks schedule the request at the same time."""
+        """Compile at once, so that all ranks schedule the request at the same time."""
         error: ModulmError | None = None
         if self._mesh.gives:
             try:
                 self._worker.prepare(request, constraint).result()
             except ModulmError as refused:
                 error = refused
-        (failed,) = self._told([frames.pack_error(error)])
+        (failed,) = self._share_result([frames.pack_error(error)])
         ready: Future[None] = Future()
         refusal = frames.unpack_error(failed)
         ready.set_result(None) if refusal is None else ready.set_exception(refusal)
@@ -278,14 +280,14 @@ class LaunchedExecutor(Executor):
         self._worker.remove_adapter(name)
 
     def stop(self) -> None:
-        if self._made is not None:
-            self._made.close()
-            self._made = None
+        if self._loaded is not None:
+            self._loaded.close()
+            self._loaded = None
 
 
 def _mark(plan: Plan, codec: PlanCodec) -> int:
-    """A number that plans share which run the same. Seeds are not part of it: where a request has
-    none each rank draws one, and only one rank samples.
+    """A checksum that equal plans share. Seeds are excluded: each rank draws its own for a request
+    without one, and only one rank samples.
     """
     mark = zlib.crc32(plan.step.to_bytes(8, "big"))
     for array in (plan.rows, plan.starts, plan.counts, plan.tokens, *plan.tables, plan.samples):
@@ -293,5 +295,4 @@ def _mark(plan: Plan, codec: PlanCodec) -> int:
     for start in plan.admit:
         mark = zlib.crc32(np.ascontiguousarray(start.prompt), mark)
     rows = [codec.pack_row_parts(start.parts) for start in plan.admit]
-    named = plan.release, codec.pack_parts(plan.parts), encode(rows)
-    return zlib.crc32(repr(named).encode(), mark)
+    return zlib.crc32(encode([plan.release, codec.pack_parts(plan.parts), rows]), mark)

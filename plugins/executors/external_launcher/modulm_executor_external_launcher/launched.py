@@ -1,4 +1,4 @@
-"""Where torchrun has put this process."""
+"""The rank that torchrun assigned to this process."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT
 
 @frozen
 class Launched:
-    """What torchrun says in the environment of each process.
+    """The variables that torchrun sets for each process.
 
-    rank: of `ranks`; local_rank: of the `local_ranks` of this machine; address: of this machine,
-    where the others are on several and it is known.
+    rank: of `ranks`. local_rank: of the `local_ranks` on this machine. address: of this machine, if
+    there are several and it is known.
     """
 
     rank: int
@@ -35,7 +35,7 @@ class Launched:
 
     @classmethod
     def of(cls, variables: Mapping[str, str]) -> Self:
-        """Raises ConfigError unless all of it is there."""
+        """Parse the environment. Raises ConfigError if a variable is missing."""
         missing = [name for name in (*_NUMBERS, "MASTER_ADDR") if not variables.get(name)]
         if missing:
             raise ConfigError(
@@ -53,7 +53,7 @@ class Launched:
 
 
 def _own_address(master: str, port: int) -> str:
-    """This machine's address, as rank 0's machine sees it; "": the one that its name has."""
+    """This machine's address towards rank 0; "" for the address of its host name."""
     with suppress(OSError):
         family, kind, _, _, where = socket.getaddrinfo(master, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as asking:

@@ -1,4 +1,4 @@
-"""Workers as processes of this machine, started here and ended with this process."""
+"""Run workers as processes of this machine, which end with this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 from modulm.config.environ import isolated
 from modulm_distributed.executor import WorkersExecutor
 from modulm_distributed.flags import DistributedConfig
-from modulm_distributed.mesh import Place
+from modulm_distributed.mesh import RankSpec
 from modulm_distributed.stream import FrameStream
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ __all__ = ["MpExecutor"]
 
 
 class MpExecutor(WorkersExecutor):
-    """One process for each rank, all of this machine."""
+    """One process for each rank, all on this machine."""
 
     name: ClassVar[str] = "mp"
     api: ClassVar[int | tuple[int, int]] = 3
@@ -38,13 +38,13 @@ class MpExecutor(WorkersExecutor):
         self._processes: list[subprocess.Popen[bytes]] = []
         self._folder: str | None = None
 
-    def connect(self, config: EngineConfig) -> Sequence[tuple[FrameStream, Place]]:
+    def connect(self, config: EngineConfig) -> Sequence[tuple[FrameStream, RankSpec]]:
         parallel = config.parallel
         self._folder = parallel.data_parallel_group or tempfile.mkdtemp(prefix="modulm-ranks-")
         seconds = config.group(DistributedConfig).distributed_timeout_seconds
         store = f"file:{Path(self._folder) / 'store'}-{parallel.data_parallel_rank_local}"
-        places = Place.all(parallel, store, seconds=seconds)
-        return [(self._spawn(), place) for place in places]
+        specs = RankSpec.all_ranks(parallel, store, seconds=seconds)
+        return [(self._spawn(), spec) for spec in specs]
 
     def _spawn(self) -> FrameStream:
         ours, theirs = socket.socketpair()

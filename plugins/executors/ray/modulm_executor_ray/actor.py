@@ -1,4 +1,4 @@
-"""The process of a rank on whatever machine Ray has put it: a worker like `mp`'s."""
+"""The actor of a rank, which runs the same worker as the `mp` executor."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Rank", "versions"]
 
-#: Seconds that a process without an executor lives on.
+#: Seconds that a process lives after its connection ended.
 _LINGER = 5.0
-#: What has to be the same wherever ranks of one model are.
+#: Distributions whose versions must match on all machines.
 _SAME = ("modulm", "modulm-distributed", "torch")
 
 
 def versions() -> dict[str, str]:
-    """What this process runs, by name."""
+    """The versions that this process runs, by name."""
     return {"Python": platform.python_version(), **{name: version(name) for name in _SAME}}
 
 
 class Rank:
-    """A rank before it is one: says where it is, then does what its executor asks."""
+    """A rank: reports its location, then runs a worker."""
 
     def where(self) -> Mapping[str, Any]:
-        """The machine it is on: Ray's name of it, its address, and what runs there."""
+        """The machine of this rank: Ray's node id, address, process and versions."""
         context = ray.get_runtime_context()
         return {
             "node": context.get_node_id(),
@@ -43,7 +43,7 @@ class Rank:
         }
 
     def free_port(self, address: str) -> int:
-        """A port of this machine that nobody listens at."""
+        """A free port of this machine."""
         with socket.create_server((address, 0)) as server:
             port: int = server.getsockname()[1]
             return port

@@ -1,4 +1,4 @@
-"""Workers as actors of a Ray cluster, a device for each, on as many machines as it takes."""
+"""Run workers as actors of a Ray cluster, one device each, on one or several machines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from modulm.errors import EngineDead, EngineError
 from modulm.plugins import manager
 from modulm_distributed.executor import WorkersExecutor
 from modulm_distributed.flags import DistributedConfig
-from modulm_distributed.mesh import Place
+from modulm_distributed.mesh import RankSpec
 from modulm_distributed.stream import FrameStream
 from modulm_distributed.tls import TlsSession, tls_contexts
 from modulm_executor_ray.actor import Rank, versions
@@ -43,12 +43,12 @@ log = logging.getLogger("modulm.engine")
 _SECRET_BYTES = 32
 #: Seconds that a new connection has to say which rank it is.
 _GREETING_TIMEOUT = 10.0
-#: Ray's name of the devices of a platform; others are called as the platform is.
+#: Ray's resource names of platforms' devices; by default the platform's name.
 _DEVICES: Mapping[str, str] = {"cpu": "", "cuda": "GPU", "rocm": "GPU", "xpu": "GPU"}
 
 
 class RayExecutor(WorkersExecutor):
-    """One actor for each rank. Ray places them on as few machines as have room."""
+    """One actor for each rank. Ray places them on as few machines as possible."""
 
     name: ClassVar[str] = "ray"
     api: ClassVar[int | tuple[int, int]] = 3
@@ -62,32 +62,32 @@ class RayExecutor(WorkersExecutor):
         self._folder: str | None = None
         self._own_cluster = False
 
-    def connect(self, config: EngineConfig) -> Sequence[tuple[FrameStream, Place]]:
+    def connect(self, config: EngineConfig) -> Sequence[tuple[FrameStream, RankSpec]]:
         seconds = config.group(DistributedConfig).distributed_timeout_seconds
         self._join_cluster()
-        self._place(config, seconds)
-        found: list[Mapping[str, Any]] = ray.get([a.where.remote() for a in self._actors])
-        self._hosts = [f"{one['address']} (process {one['pid']})" for one in found]
-        _check_versions(found)
-        nodes = [one["node"] for one in found]
-        first = found[0]["address"]
+        self._start_actors(config, seconds)
+        locations: list[Mapping[str, Any]] = ray.get([a.where.remote() for a in self._actors])
+        self._hosts = [f"{one['address']} (process {one['pid']})" for one in locations]
+        _check_versions(locations)
+        nodes = [one["node"] for one in locations]
+        first = locations[0]["address"]
         port = ray.get(self._actors[0].free_port.remote(first))
-        places = Place.all(
+        specs = RankSpec.all_ranks(
             config.parallel, f"tcp:{first}:{port}", seconds=seconds, hosts=len(set(nodes))
         )
         here = ray.get_runtime_context().get_node_id()
         streams = self._accept_ranks([node == here for node in nodes], seconds)
-        shares = _shares(nodes, visible=self._device != "")
+        slots = _host_slots(nodes, visible=self._device != "")
         placed = [
-            evolve(place, share=share, address=one["address"])
-            for place, share, one in zip(places, shares, found, strict=True)
+            evolve(spec, host_slot=slot, address=one["address"])
+            for spec, slot, one in zip(specs, slots, locations, strict=True)
         ]
         return list(zip(streams, placed, strict=True))
 
     def _join_cluster(self) -> None:
-        """Be part of the cluster that RAY_ADDRESS names or that runs here, or start one.
+        """Join the cluster that RAY_ADDRESS names or that runs here, or start one.
 
-        Raises EngineError where RAY_ADDRESS names one that does not answer.
+        Raises EngineError if the cluster of RAY_ADDRESS does not answer.
         """
         if ray.is_initialized():
             return
@@ -103,8 +103,8 @@ class RayExecutor(WorkersExecutor):
             ray.init(include_dashboard=False, **quiet)
             self._own_cluster = True
 
-    def _place(self, config: EngineConfig, seconds: int) -> None:
-        """Reserve a place for each rank and start its actor there. Raises EngineError."""
+    def _start_actors(self, config: EngineConfig, seconds: int) -> None:
+        """Reserve resources for each rank and start its actor. Raises EngineError."""
         platform, _ = choose_platform(config, manager.current())
         self._device = _DEVICES.get(platform.name, platform.name.upper())
         bundle = {"CPU": 1.0} | ({self._device: 1.0} if self._device else {})
@@ -117,7 +117,7 @@ class RayExecutor(WorkersExecutor):
                 f"Ray has no room for {ranks} ranks of {wanted} each within {seconds} s: the "
                 f"cluster has {', '.join(f'{has.get(name, 0):g} {name}' for name in bundle)}"
             )
-        made = ray.remote(Rank)
+        actor_class = ray.remote(Rank)
         options = {"num_cpus": 1, "max_restarts": 0, "max_task_retries": 0}
         if self._device == "GPU":
             options["num_gpus"] = 1
@@ -125,7 +125,7 @@ class RayExecutor(WorkersExecutor):
             options["resources"] = {self._device: 1}
         for rank in range(ranks):
             at = PlacementGroupSchedulingStrategy(self._group, rank)
-            self._actors.append(made.options(**options, scheduling_strategy=at).remote())
+            self._actors.append(actor_class.options(**options, scheduling_strategy=at).remote())
 
     def _accept_ranks(self, local: Sequence[bool], seconds: int) -> list[FrameStream]:
         """Let each rank connect: through a Unix socket if it is on this machine, else over TLS.
@@ -164,9 +164,9 @@ class RayExecutor(WorkersExecutor):
         except TimeoutError:
             ended, _ = ray.wait(self._serving, timeout=0)
             if ended or time.monotonic() > deadline:
-                rank = self._serving.index(ended[0]) if ended else 0
-                reason = self.ending(rank) if ended else "the ranks have not connected"
-                raise EngineDead(f"worker {rank}: {reason}") from None
+                first = self._serving.index(ended[0]) if ended else 0
+                reason = self.ending(first) if ended else "the ranks have not connected"
+                raise EngineDead(f"worker {first}: {reason}") from None
             return False
         peer.settimeout(_GREETING_TIMEOUT)
         try:
@@ -176,8 +176,8 @@ class RayExecutor(WorkersExecutor):
                 session = TlsSession(tls_contexts(secret), server=True)
                 session.handshake(peer)
                 stream, secret = FrameStream(peer, session), b""
-            _, rank, shown = stream.receive() or (None, None, b"")
-            if not hmac.compare_digest(shown, secret) or rank not in range(len(self._serving)):
+            _, rank, presented = stream.receive() or (None, None, b"")
+            if not hmac.compare_digest(presented, secret) or rank not in range(len(self._serving)):
                 raise ConnectionRefusedError("it does not know the secret")
             if rank in streams:
                 raise ConnectionRefusedError(f"rank {rank} has connected before")
@@ -229,10 +229,10 @@ class RayExecutor(WorkersExecutor):
             ray.shutdown()
 
 
-def _check_versions(found: Sequence[Mapping[str, Any]]) -> None:
-    """Raises EngineError where a machine runs something else than this one."""
+def _check_versions(locations: Sequence[Mapping[str, Any]]) -> None:
+    """Raise EngineError if a machine has other versions than this one."""
     here = versions()
-    for one in found:
+    for one in locations:
         differing = [name for name in here if one["versions"].get(name) != here[name]]
         if differing:
             there = ", ".join(f"{name} {one['versions'].get(name)}" for name in differing)
@@ -240,15 +240,15 @@ def _check_versions(found: Sequence[Mapping[str, Any]]) -> None:
             raise EngineError(f"{one['address']} has {there}; here it is {ours}")
 
 
-def _shares(nodes: Sequence[str], *, visible: bool) -> list[tuple[int, int]]:
-    """Of each rank which part of its machine it has, and of how many; visible: Ray shows it
-    nothing but its own device.
+def _host_slots(nodes: Sequence[str], *, visible: bool) -> list[tuple[int, int]]:
+    """The (index, count) of each rank among the ranks of its machine. visible: Ray shows a rank its
+    own device only.
     """
     if visible:
         return [(0, 1)] * len(nodes)
     counts, seen = Counter(nodes), Counter[str]()
-    found = []
+    slots = []
     for node in nodes:
-        found.append((seen[node], counts[node]))
+        slots.append((seen[node], counts[node]))
         seen[node] += 1
-    return found
+    return slots

@@ -25,20 +25,20 @@ class UniExecutor(Executor):
     api: ClassVar[int | tuple[int, int]] = 3
 
     def __init__(self) -> None:
-        self._made: Worker | None = None
+        self._loaded: Worker | None = None
 
     def start(self, config: EngineConfig) -> Capacity:
         from modulm.engine.worker.worker import worker_class
         from modulm.plugins import manager
 
-        self._made = worker_class(config)(config, manager.current())
-        return self._made.capacity
+        self._loaded = worker_class(config)(config, manager.current())
+        return self._loaded.capacity
 
     @property
     def _worker(self) -> Worker:
-        if self._made is None:
+        if self._loaded is None:
             raise EngineError("the executor was not started, or has been stopped")
-        return self._made
+        return self._loaded
 
     def run(self, plan: Plan) -> StepResult:
         return self._worker.run(plan)
@@ -82,6 +82,6 @@ class UniExecutor(Executor):
             raise EngineError(f"rank 0: {name} raised {type(error).__name__}: {error}") from error
 
     def stop(self) -> None:
-        if self._made is not None:
-            self._made.close()
-            self._made = None
+        if self._loaded is not None:
+            self._loaded.close()
+            self._loaded = None

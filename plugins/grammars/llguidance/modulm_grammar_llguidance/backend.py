@@ -1,4 +1,5 @@
 """Grammar backend on llguidance, written against version 1.9.
+
 Its JSON schema compiler rejects every keyword that it does not enforce, and its parser has limits
 of its own, so only a few checks are needed here.
 """
@@ -150,6 +151,7 @@ def _source(constraint: StructuredOutputs, added: Mapping[str, int]) -> str:
 
 def _format(tag: Any) -> Mapping[str, Any]:
     """Return the format of a structural tag; OpenAI's older form is converted to the newer one.
+
     Raises TagError if it is neither.
     """
     if isinstance(tag, dict) and isinstance(tag.get("format"), dict):
@@ -175,6 +177,7 @@ def _schema(constraint: StructuredOutputs) -> Any:
 
 def _ignored(schema: Any) -> str | None:
     """Return why llguidance would not hold outputs to the schema, or None.
+
     llguidance rejects the keywords that it knows and cannot enforce; those checked here it treats
     as annotations.
     """

@@ -1,4 +1,5 @@
 """Translate xgrammar's structural tags to llguidance's Lark dialect.
+
 llguidance splits text into the longest possible lexemes, so free text that is followed by something
 becomes a lazy lexeme that ends at the first occurrence of an excluded text. Added tokens match by
 id or by their spelling.
@@ -24,6 +25,7 @@ def as_lark(
     element: Mapping[str, Any], added: Mapping[str, int], blanks: Mapping[str, object]
 ) -> str:
     """Return the Lark grammar of a tag's format.
+
     added: text -> id of the vocabulary's added tokens. blanks: llguidance's options for white space
     in JSON. Raises TagError.
     """

@@ -1,4 +1,5 @@
 """Load checkpoints as Mistral publishes them: params.json, consolidated*.safetensors, tekken.json.
+
 Tensor names are those of Llama's reference code. There, the two numbers of a query or key that are
 rotated together are adjacent; the model families here store them half a head apart, so the rows are
 reordered. Tensors of a vision encoder are skipped: only text is served. The package

@@ -1,4 +1,5 @@
 """Translate Mistral's params.json to the configuration of the model family that runs it.
+
 The keys are those of mistral-inference (`TransformerArgs`, `MambaArgs`) and of Mistral's later
 releases: `yarn`, `llama_4_scaling`, `moe`, `quantization`, `vision_encoder`.
 """
@@ -37,6 +38,7 @@ _THETA = 10_000.0
 
 def configuration(params: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the equivalent of config.json. where: the file, for error messages.
+
     Raises CheckpointError for missing or invalid keys, UnsupportedError for models that no
     installed family runs.
     """

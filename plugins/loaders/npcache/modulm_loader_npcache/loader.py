@@ -1,4 +1,5 @@
 """PyTorch checkpoints, converted on the first load to numpy files that later loads read.
+
 The folder `np` holds one .npy file per tensor, named after the tensor, and weight_names.json with
 all names; vLLM reads and writes the same layout. Dtypes that numpy lacks are stored as unsigned
 integers with the same bits. cache.json records these dtypes and the source files; the cache is

@@ -1,4 +1,5 @@
 """Safetensors through NVIDIA Run:ai's model streamer, which reads ahead with several threads.
+
 Used with `--load-format runai_streamer`, with vLLM's keys in `--model-loader-extra-config`. The
 library takes its settings from environment variables, which are set only while it reads.
 """
@@ -23,6 +24,7 @@ __all__ = ["RunaiStreamerConfig", "RunaiStreamerLoader"]
 @frozen
 class RunaiStreamerConfig:
     """Settings of the streamer.
+
     `concurrency`: reading threads. `memory_limit`: bytes of their buffers, -1 for the size of the
     files. `distributed`: several ranks share the reading; not supported yet.
     """

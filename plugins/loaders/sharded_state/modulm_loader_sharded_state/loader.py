@@ -1,4 +1,5 @@
 """Checkpoints with separate files for each rank, written by `modulm save-sharded`.
+
 They hold each rank's shards of the parameters under the model's own names, before any repacking.
 File names follow vLLM; the contents do not, because names and fused layers are specific to a
 runtime.

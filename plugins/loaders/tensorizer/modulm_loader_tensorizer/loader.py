@@ -1,4 +1,5 @@
 """Files of CoreWeave's tensorizer: the tensors of a Hugging Face model in one stream.
+
 Used with `--load-format tensorizer --model-loader-extra-config '{"tensorizer_uri": "..."}'` and
 vLLM's keys. Without a URI, model.tensors in the checkpoint's folder is read. The library opens
 files, http(s):// and s3:// URIs. Write such a file with `TensorSerializer(...).write_module(model)`
@@ -37,6 +38,7 @@ _DTYPES = {
 @frozen
 class TensorizerConfig:
     """Keys of `--model-loader-extra-config`.
+
     `tensorizer_dir` holds model.tensors if no URI is set. `vllm_tensorized` must be false.
     """
 

@@ -1,4 +1,5 @@
 """Penalties for tokens among the last ones of prompt and answer, as in llama.cpp.
+
 A request sets them with `recent_penalties` in its extra arguments: a table of `last_n` (the number
 of tokens considered, -1: all), `repeat`, `presence` and `frequency`.
 """

@@ -1,4 +1,5 @@
 """Thinking budgets: limit the number of reasoning tokens, then force the end of reasoning.
+
 The parsers that extract reasoning and tool calls from answers also report, token by token, whether
 the row is reasoning and which text would end it. The decision depends on a row's tokens only, so it
 is the same with speculative decoding, after a preemption and in every batch.
@@ -87,6 +88,7 @@ class ThinkingBudget(LogitsProcessor):
 @define(eq=False)
 class Reading:
     """Shared by all rows: the tokenizer, loaded on first use, and the texts that end reasoning.
+
     vocabulary: width of the logits.
     """
 
@@ -143,6 +145,7 @@ class Reading:
 @define(eq=False)
 class Row:
     """State of a row.
+
     `reasoning_tokens`: generated so far. `settled`: whether the parser has seen a token since the
     last forced one, which may open reasoning unnoticed.
     """

@@ -1,8 +1,10 @@
 """Rules for timestamp tokens in transcripts, as Whisper models were trained to write them.
+
 A request sets them with `transcript_rules` in its extra arguments: a table of `times` (the token of
 second 0; tokens of later times follow it), `written` (whether timestamps are generated), `end` (the
 token that ends an answer), `latest` (how far above `times` the first timestamp may be), `hidden`
 (tokens that are never generated) and `hidden_first` (tokens that may not come first either).
+
 With timestamps, an answer begins with one, times never decrease, and each segment is text between
 two of them. If all timestamps together are more probable than the best text token, a timestamp is
 generated. Source: Radford et al., Robust Speech Recognition via Large-Scale Weak Supervision,

@@ -21,7 +21,7 @@ class Gemma3Family(MediaFamily):
 
     bidirectional = True
 
-    def merged(self, left: int, right: int) -> int | None:
+    def merged_token(self, left: int, right: int) -> int | None:
         count = self._lines.get(left, 0), self._lines.get(right, 0)
         return self._tokens.get(sum(count)) if all(count) else None
 
@@ -50,7 +50,7 @@ class PaliGemmaFamily(MediaFamily):
         found.pop("labels", None)
         return found
 
-    def completed(self, tokens: np.ndarray, mark: np.ndarray) -> np.ndarray:
+    def complete_prompt(self, tokens: np.ndarray, mark: np.ndarray) -> np.ndarray:
         words = self.processor.tokenizer
         places = np.flatnonzero(np.isin(tokens, mark))
         if not len(places):
@@ -69,9 +69,9 @@ class ColPaliFamily(PaliGemmaFamily):
 
     prefix = False
 
-    def document(self, kind: str, alone: bool) -> str:
+    def document(self, kind: str, is_only_item: bool) -> str:
         page: str = self.processor.visual_prompt_prefix
-        return self.mark(kind) + (page if alone else "")
+        return self.mark(kind) + (page if is_only_item else "")
 
     def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
         made = self.processor.image_processor(images=[media.value], return_tensors="pt", **options)

@@ -27,9 +27,9 @@ class IdeficsFamily(MediaFamily):
 class ColModernVBertFamily(IdeficsFamily):
     """ColModernVBERT."""
 
-    def document(self, kind: str, alone: bool) -> str:
+    def document(self, kind: str, is_only_item: bool) -> str:
         page: str = self.processor.visual_prompt_prefix
-        return page if alone else self.mark(kind)
+        return page if is_only_item else self.mark(kind)
 
 
 class SmolVLMFamily(IdeficsFamily):

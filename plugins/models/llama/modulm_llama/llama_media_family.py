@@ -42,12 +42,12 @@ class MllamaFamily(MediaFamily):
             "aspect_ratio_ids": np.asarray(made["aspect_ratio_ids"][0, :1], np.int64),
         }
 
-    def given(self, made: Processed) -> int:
-        tiles, _, height, width = made.tensors["pixel_values"].shape
+    def encoder_outputs(self, processed: Processed) -> int:
+        tiles, _, height, width = processed.tensors["pixel_values"].shape
         size = self.config.get("vision_config", {}).get("patch_size", 14)
         return int(tiles * ((height // size) * (width // size) + 1))
 
-    def completed(self, tokens: np.ndarray, mark: np.ndarray) -> np.ndarray:
+    def complete_prompt(self, tokens: np.ndarray, mark: np.ndarray) -> np.ndarray:
         """What begins a text, behind images that do, where it is not there."""
         first = self.processor.tokenizer.bos_token_id
         if first is None or first in tokens:

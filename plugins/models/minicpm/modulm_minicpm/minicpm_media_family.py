@@ -23,7 +23,7 @@ class MiniCPMVFamily(MediaFamily):
             raise ValueError("use_image_id: the checkpoint says whether images have numbers")
         return super().call(media, {**options, "use_image_id": False})
 
-    def completed(self, tokens: np.ndarray, mark: np.ndarray) -> np.ndarray:
+    def complete_prompt(self, tokens: np.ndarray, mark: np.ndarray) -> np.ndarray:
         if not self.processor.default_use_image_id:
             return tokens
         words = self.processor.tokenizer

@@ -25,5 +25,5 @@ class PhiFamily(MediaFamily):
         """Samples a second of the sound that the processor takes."""
         return int(self.processor.audio_processor.sampling_rate)
 
-    def beside(self, kind: str, kinds: Collection[str]) -> Mapping[str, np.ndarray]:
+    def extra_tensors(self, kind: str, kinds: Collection[str]) -> Mapping[str, np.ndarray]:
         return {"beside_images": np.array("image" in kinds)} if kind == "audio" else {}

@@ -29,7 +29,7 @@ _WITH_SOUND = ("use_audio_in_video", "load_audio_from_video")
 class QwenVLFamily(GridFamily):
     """Qwen2-VL, and Qwen3-VL, which has the time of each frame before it as text."""
 
-    def document(self, kind: str, alone: bool) -> str:
+    def document(self, kind: str, is_only_item: bool) -> str:
         return _between(self.mark(kind))
 
 
@@ -50,9 +50,9 @@ class JinaFamily(Qwen25VLFamily):
 
     kinds = ("image",)
 
-    def document(self, kind: str, alone: bool) -> str:
-        page = super().document(kind, alone)
-        return f"<|im_start|>user\n{page}Describe the image.<|im_end|>\n" if alone else page
+    def document(self, kind: str, is_only_item: bool) -> str:
+        page = super().document(kind, is_only_item)
+        return f"<|im_start|>user\n{page}Describe the image.<|im_end|>\n" if is_only_item else page
 
 
 class HearingFamily(MediaFamily):
@@ -88,7 +88,7 @@ class OmniFamily(QwenVLFamily):
         own = super().features(kind)
         return (*own, *super().features("audio")) if kind == "video" else own
 
-    def gathered(
+    def group_media(
         self, tokens: np.ndarray, media: Sequence[Media], options: Mapping[str, Any]
     ) -> tuple[np.ndarray, Sequence[Media]]:
         if not any(options.get(name) for name in _WITH_SOUND):
@@ -209,9 +209,9 @@ class ColQwenFamily(MediaFamily):
     def features(self, kind: str) -> Sequence[int]:
         return (int(self.processor.image_token_id),)
 
-    def document(self, kind: str, alone: bool) -> str:
+    def document(self, kind: str, is_only_item: bool) -> str:
         page: str = self.processor.visual_prompt_prefix
-        return page if alone else _between(self.mark(kind))
+        return page if is_only_item else _between(self.mark(kind))
 
     def call(self, media: Media, options: Mapping[str, Any]) -> Mapping[str, Any]:
         reader = self.processor.image_processor

@@ -23,7 +23,7 @@ class ClipFamily(MediaFamily):
     def features(self, kind: str) -> Sequence[int]:
         return (int(self.processor.tokenizer.eos_token_id),)
 
-    def completed(self, tokens: np.ndarray, mark: np.ndarray) -> np.ndarray:
+    def complete_prompt(self, tokens: np.ndarray, mark: np.ndarray) -> np.ndarray:
         """The image alone: what the tokenizer puts around an empty text is left out."""
         if not np.isin(tokens, self.processor.tokenizer.all_special_ids).all():
             raise RequestError("a prompt is a text or an image, not both", "prompt")

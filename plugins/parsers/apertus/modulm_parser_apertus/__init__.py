@@ -1,4 +1,4 @@
-"""Calls of Swiss AI Apertus: a list of objects with one member, `{name: {arguments}}`.
+"""Tool calls of Swiss AI Apertus: a list of objects with one member, `{name: {arguments}}`.
 
 Source: the chat template of Apertus.
 """
@@ -14,7 +14,7 @@ __all__ = ["ApertusToolParser"]
 
 
 class ApertusToolParser(JsonCalls):
-    """The tool's name is the member's."""
+    """The member's key is the tool's name."""
 
     name = "apertus"
     api = 1

@@ -1,4 +1,4 @@
-"""Beam: messages with a recipient and a channel; calls hold parameters as elements.
+"""Beam: messages with a recipient and a channel; the parameters of tool calls are elements.
 
 Source: the response template of the Beam checkpoints; a prompt ends with `<|start|>assistant`.
 """
@@ -35,7 +35,7 @@ class BeamReader(ChannelReader):
 
 
 class BeamToolParser(ChannelTools):
-    """One line feed on each side of a value is layout; its closing tag may be missing."""
+    """One line feed on each side of a value is layout. Its closing tag may be missing."""
 
     name = "beam"
     api = 1
@@ -87,7 +87,7 @@ class BeamToolParser(ChannelTools):
 
 
 class BeamReasoningParser(ChannelReasoning):
-    """The analysis channel."""
+    """Reasoning is the analysis channel."""
 
     name = "beam"
     api = 1

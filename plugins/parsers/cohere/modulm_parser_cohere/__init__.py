@@ -1,7 +1,8 @@
-"""Cohere Command: a thought, actions and an answer, each between tokens of its own.
+"""Cohere Command: reasoning, actions and an answer, each between special tokens.
 
 Source: the chat templates of Command A, Command A Reasoning and the Command 4 models. The
-`tool_call_id` that the model writes counts the actions of one message and names no call.
+`tool_call_id` that the model writes numbers the actions of one message; it is not used as the
+call's id.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _CALL = """<|START_ACTION|>[
 
 
 class Command3ToolParser(JsonCalls):
-    """A list of actions; the markers around an answer are not part of it."""
+    """Calls are a list of actions. The markers around an answer are not part of it."""
 
     name = "cohere_command3"
     api = 1
@@ -54,7 +55,7 @@ class Command4ToolParser(Command3ToolParser):
 
 
 class Command3ReasoningParser(Thoughts):
-    """An action ends a thought."""
+    """An action ends reasoning."""
 
     name = "cohere_command3"
     api = 1

@@ -1,7 +1,8 @@
-"""DeepSeek: calls as JSON behind a header (V3, V3.1) or as DSML elements (V3.2 on); reasoning.
+"""DeepSeek: tool calls as JSON after a header (V3, V3.1) or as DSML elements (V3.2 and later);
+reasoning.
 
-Source: the chat templates of DeepSeek V3-0324, R1-0528 and V3.1, the message encodings that V3.2
-and V4 come with. Models distilled from R1 and Holo2 think alike.
+Source: the chat templates of DeepSeek V3-0324, R1-0528 and V3.1, and the message encodings of V3.2
+and V4. Models distilled from R1, and Holo2, use the same reasoning format.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class DeepseekV3ToolParser(HeadedCalls):
 
 
 class DeepseekV32ToolParser(XmlCalls):
-    """DSML: a parameter says by `string="true"` that it is text; others are JSON."""
+    """DSML: parameters with `string="true"` are text, others are JSON."""
 
     name = "deepseek_v32"
     api = 1
@@ -116,7 +117,7 @@ class DeepseekV32ToolParser(XmlCalls):
 
 
 class DeepseekV4ToolParser(DeepseekV32ToolParser):
-    """DSML in another element."""
+    """DSML in another outer element."""
 
     name = "deepseek_v4"
     api = 1
@@ -132,7 +133,7 @@ class DeepseekV4ToolParser(DeepseekV32ToolParser):
 
 
 class DeepseekV41ToolParser(DeepseekV32ToolParser):
-    """DSML with a space behind the sign."""
+    """DSML with a space after the marker."""
 
     name = "deepseek_v41"
     api = 1
@@ -150,7 +151,7 @@ class DeepseekV41ToolParser(DeepseekV32ToolParser):
 
 
 class DeepseekR1ReasoningParser(Thoughts):
-    """The prompt opens the thought."""
+    """The prompt opens reasoning."""
 
     name = "deepseek_r1"
     api = 1
@@ -169,7 +170,7 @@ class DeepseekR1ReasoningParser(Thoughts):
 
 
 class DeepseekV3ReasoningParser(Thoughts):
-    """Only where the request turns thinking on."""
+    """Reasoning is off unless the request enables it."""
 
     name = "deepseek_v3"
     api = 1
@@ -184,7 +185,7 @@ class DeepseekV3ReasoningParser(Thoughts):
 
 
 class Holo2ReasoningParser(DeepseekV3ReasoningParser):
-    """As DeepSeek V3, on unless it is turned off."""
+    """As DeepSeek V3, but on by default."""
 
     name = "holo2"
     api = 1
@@ -196,7 +197,7 @@ class Holo2ReasoningParser(DeepseekV3ReasoningParser):
 
 
 class DeepseekV4ReasoningParser(DeepseekV3ReasoningParser):
-    """On unless it is turned off; calls end a thought."""
+    """On by default. Tool calls end reasoning."""
 
     name = "deepseek_v4"
     api = 1

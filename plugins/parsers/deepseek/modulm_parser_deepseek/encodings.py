@@ -1,11 +1,11 @@
-"""Prompts of DeepSeek: templates for V3 and R1, and the encodings that V3.2 and later come with.
+"""Chat templates of DeepSeek V3 and R1, and templates that replace the encodings of V3.2 and later.
 
-V3.2, V4 and V4.1 have no chat template; beside their weights lies a Python module that encodes
-messages. What it does is done here by templates, which run like all others. That module is read
-for the texts that the model was taught with (what it is told of tools and of efforts) and never
-run; without it the texts are ours.
+V3.2, V4 and V4.1 have no chat template but a Python module that encodes messages. The templates
+here do the same and run like all others. That module is parsed for the texts that the model was
+trained with (instructions for tools and reasoning efforts) and never executed; without it, texts of
+our own are used.
 
-Source: the `encoding` folders of DeepSeek-V3.2, V4 and V4.1, the chat templates before them.
+Source: the `encoding` folders of DeepSeek-V3.2, V4 and V4.1, and the earlier chat templates.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ __all__ = [
     "DeepseekV4Tokenizer",
     "DeepseekV32Tokenizer",
     "DeepseekV41Tokenizer",
-    "own_words",
+    "encoding_texts",
 ]
 
 _HERE = Path(__file__).parent
-#: Bytes of an encoding that are read; DeepSeek's have 30 thousand.
+#: Maximum size in bytes of an encoding module; DeepSeek's have 30,000.
 _MOST = 1 << 20
 _FORMATS = {
     "{dsml_token}": "｜DSML｜",
@@ -59,13 +59,13 @@ _BUDGETS = {"low": 50, "high": 75, "max": 100}
 
 
 def _head(**variables: Any) -> str:
-    """Text of a template that sets variables, from values that JSON can write."""
+    """Return template text that sets variables, from JSON values."""
     lines = (f"{{%- set {name} = {_literal(value)} -%}}" for name, value in variables.items())
     return "".join(lines)
 
 
 def _literal(value: Any) -> str:
-    """A value as templates write it: JSON, whose strings Jinja reads."""
+    """Return a value as a Jinja literal: JSON, whose strings Jinja can read."""
     return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
@@ -91,11 +91,13 @@ V41 = _template(
 
 
 class _Encoding(TokenizerLoader):
-    """What transformers reads, with the encoding of one generation as its chat template."""
+    """Loads the tokenizer of transformers, with the encoding of one generation as its chat
+    template.
+    """
 
-    #: Read for their texts, and never run.
+    #: Files that are parsed for their texts, and never executed.
     files = ("encoding/*.py",)
-    #: In config.json.
+    #: `model_type` in config.json.
     model_type: str
     template: ChatTemplate
 
@@ -107,25 +109,25 @@ class _Encoding(TokenizerLoader):
             return None
         if not isinstance(config, dict) or config.get("model_type") != cls.model_type:
             return None
-        return f"model_type {cls.model_type}, whose messages are encoded without a chat template"
+        return f"model_type {cls.model_type}, which has no chat template"
 
     @classmethod
     def open(cls, path: str, revision: str | None, trust_remote_code: bool) -> Tokenizer:
         tokenizer = load_tokenizer(path, "hf", revision, trust_remote_code)
-        words = own_words(Path(path))
-        head = _head(**cls.taught(words)) if words else ""
+        texts = encoding_texts(Path(path))
+        head = _head(**cls.variables(texts)) if texts else ""
         source = cls.template.head + head + cls.template.source.removeprefix(cls.template.head)
         return evolve(tokenizer, chat_template=source)
 
     @classmethod
-    def taught(cls, words: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The template's variables, as far as the checkpoint's own words say them."""
-        text = words.get("TOOLS_TEMPLATE") or words.get("TOOLS_SYSTEM_TEMPLATE")
+    def variables(cls, texts: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the template's variables that the checkpoint's own texts define."""
+        text = texts.get("TOOLS_TEMPLATE") or texts.get("TOOLS_SYSTEM_TEMPLATE")
         return {"tools_text": _filled(text)} if isinstance(text, str) else {}
 
 
 class DeepseekV32Tokenizer(_Encoding):
-    """`<function_results>`, thinking where `thinking` asks for it."""
+    """Results in `<function_results>`; reasoning if `thinking` enables it."""
 
     name = "deepseek_v32"
     api = 1
@@ -134,7 +136,7 @@ class DeepseekV32Tokenizer(_Encoding):
 
 
 class DeepseekV4Tokenizer(_Encoding):
-    """Results in the user's turn, thinking unless `thinking` is false."""
+    """Results in the user's turn; reasoning unless `thinking` is false."""
 
     name = "deepseek_v4"
     api = 1
@@ -142,19 +144,19 @@ class DeepseekV4Tokenizer(_Encoding):
     template = V4
 
     @classmethod
-    def taught(cls, words: Mapping[str, Any]) -> Mapping[str, Any]:
-        found = dict(super().taught(words))
-        several, one = words.get("REASONING_EFFORT_PROMPTS"), words.get("REASONING_EFFORT_MAX")
+    def variables(cls, texts: Mapping[str, Any]) -> Mapping[str, Any]:
+        values = dict(super().variables(texts))
+        several, one = texts.get("REASONING_EFFORT_PROMPTS"), texts.get("REASONING_EFFORT_MAX")
         if isinstance(several, dict) and all(isinstance(v, str) for v in several.values()):
-            found["efforts"] = several
-            found["usual_effort"] = str(words.get("DEFAULT_REASONING_EFFORT") or "")
+            values["efforts"] = several
+            values["usual_effort"] = str(texts.get("DEFAULT_REASONING_EFFORT") or "")
         elif isinstance(one, str):
-            found["efforts"] = {"max": one}
-        return found
+            values["efforts"] = {"max": one}
+        return values
 
 
 class DeepseekV41Tokenizer(_Encoding):
-    """As V4, with a number for the effort and tokens for the system's words."""
+    """As V4, with a numeric reasoning effort and tokens around the system prompt."""
 
     name = "deepseek_v41"
     api = 1
@@ -162,23 +164,25 @@ class DeepseekV41Tokenizer(_Encoding):
     template = V41
 
     @classmethod
-    def taught(cls, words: Mapping[str, Any]) -> Mapping[str, Any]:
-        found = dict(super().taught(words))
+    def variables(cls, texts: Mapping[str, Any]) -> Mapping[str, Any]:
+        values = dict(super().variables(texts))
         text, budgets = (
-            words.get("REASONING_EFFORT_TEMPLATE"),
-            words.get("REASONING_EFFORT_MAPPINGS"),
+            texts.get("REASONING_EFFORT_TEMPLATE"),
+            texts.get("REASONING_EFFORT_MAPPINGS"),
         )
         if isinstance(text, str):
             known = budgets if isinstance(budgets, dict) else _BUDGETS
             filled = {str(name): text.replace("{budget}", str(n)) for name, n in known.items()}
-            found |= {"effort_text": text, "efforts": filled}
-            found["usual_effort"] = str(words.get("DEFAULT_REASONING_EFFORT") or "high")
-        return found
+            values |= {"effort_text": text, "efforts": filled}
+            values["usual_effort"] = str(texts.get("DEFAULT_REASONING_EFFORT") or "high")
+        return values
 
 
-def own_words(folder: Path) -> Mapping[str, Any]:
-    """Texts and tables that the checkpoint's `encoding/*.py` assign to names; nothing is run."""
-    found: dict[str, Any] = {}
+def encoding_texts(folder: Path) -> Mapping[str, Any]:
+    """Return the strings and tables that the checkpoint's `encoding/*.py` assign to names, without
+    executing it.
+    """
+    texts: dict[str, Any] = {}
     for file in sorted(folder.glob("encoding/*.py")):
         try:
             if file.stat().st_size > _MOST:
@@ -192,10 +196,10 @@ def own_words(folder: Path) -> Mapping[str, Any]:
             value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
             if isinstance(target, ast.Name) and value is not None:
                 try:
-                    found[target.id] = ast.literal_eval(value)
+                    texts[target.id] = ast.literal_eval(value)
                 except (ValueError, TypeError, RecursionError, MemoryError):
                     continue
-    return found
+    return texts
 
 
 def _filled(text: str) -> str:

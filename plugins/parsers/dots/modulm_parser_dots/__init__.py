@@ -1,4 +1,4 @@
-"""Calls of rednote dots: elements, or a JSON object, in `<dots_function_call>`.
+"""Tool calls of rednote dots: elements, or a JSON object, in `<dots_function_call>`.
 
 Source: the chat template of the dots models.
 """
@@ -13,11 +13,11 @@ from modulm_parsing.examples import weather
 
 __all__ = ["DotsToolParser"]
 
-_STRANGER = '<dots_function_call>{"name": "f", "arguments": {}}</dots_function_call>'
+_UNKNOWN_TOOL = '<dots_function_call>{"name": "f", "arguments": {}}</dots_function_call>'
 
 
 class DotsToolParser(XmlCalls):
-    """Tools that the request does not have are not called."""
+    """Calls of tools that the request does not define stay text."""
 
     name = "dots"
     api = 1
@@ -36,8 +36,8 @@ class DotsToolParser(XmlCalls):
             '<dots_function_call>\n{"name": "get_weather", "arguments": '
             '{"city": "Oslo", "days": 3}}\n</dots_function_call>'
         ),
-        evolve(weather(_STRANGER, content=_STRANGER), calls=()),
-        Example(_STRANGER, calls=(("f", {}),)),
+        evolve(weather(_UNKNOWN_TOOL, content=_UNKNOWN_TOOL), calls=()),
+        Example(_UNKNOWN_TOOL, calls=(("f", {}),)),
     )
 
     def read(self, message: MessageReader, opener: str) -> Steps[None]:

@@ -1,4 +1,4 @@
-"""Baidu ERNIE 4.5 thinking models: a thought that the prompt opens, an answer in `<response>`.
+"""Baidu ERNIE 4.5 thinking models: reasoning that the prompt opens, an answer in `<response>`.
 
 Source: the chat template of ERNIE 4.5 thinking.
 """

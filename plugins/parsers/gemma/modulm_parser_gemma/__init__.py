@@ -1,4 +1,4 @@
-"""Google FunctionGemma and Gemma 4: `call:NAME{key:value}` with delimiters that are tokens.
+"""Google FunctionGemma and Gemma 4: `call:NAME{key:value}` with special tokens as delimiters.
 
 Source: the chat templates of FunctionGemma 270M and of Gemma 4.
 """
@@ -34,7 +34,7 @@ _BARE = re.compile(r"[^,{}\[\]<]*")
 
 
 class Gemma4ToolParser(ToolFormat):
-    """Strings stand between quote tokens; numbers and words are bare; objects and lists nest."""
+    """Strings are between quote tokens, numbers and literals are bare, objects and lists nest."""
 
     name = "gemma4"
     api = 1
@@ -79,7 +79,7 @@ class Gemma4ToolParser(ToolFormat):
         yield from message.optional(self.close)
 
     def key(self, source: Source) -> Steps[str | None]:
-        """The next key of an object and its colon, or None behind its closing brace."""
+        """Read the next key of an object and its colon; None after the closing brace."""
         yield from source.space()
         if (yield from source.peek()) == ",":
             source.advance(source.at + 1)
@@ -96,7 +96,7 @@ class Gemma4ToolParser(ToolFormat):
         return key.strip()
 
     def argument(self, source: Source, arguments: ArgumentsWriter, key: str) -> Steps[None]:
-        """A value of the call itself: a bare one is typed by the tool's schema."""
+        """Read a value of the call itself; a bare value is typed by the tool's schema."""
         if (yield from source.peek()) in "{[" or (yield from source.comes(markers(self.quote))):
             arguments.key(key)
             yield from self.value(source, arguments.emit)
@@ -106,13 +106,13 @@ class Gemma4ToolParser(ToolFormat):
             writer.end()
 
     def value(self, source: Source, emit: Callable[[str], None], depth: int = 0) -> Steps[None]:
-        """A value of any type."""
+        """Read a value of any type."""
         if depth > MAX_DEPTH:
             raise NotACall
         if (yield from source.expect(markers(self.quote))):
             emit('"')
-            found = yield from source.until(markers(self.quote), lambda text: emit(quoted(text)))
-            if found is None:
+            closing = yield from source.until(markers(self.quote), lambda text: emit(quoted(text)))
+            if closing is None:
                 raise Ended
             emit('"')
             return
@@ -154,7 +154,7 @@ class Gemma4ToolParser(ToolFormat):
 
 
 class FunctionGemmaToolParser(Gemma4ToolParser):
-    """With tokens of its own."""
+    """As Gemma 4, with other tokens."""
 
     name = "functiongemma"
     api = 1
@@ -174,7 +174,7 @@ class FunctionGemmaToolParser(Gemma4ToolParser):
 
 
 class Gemma4ReasoningParser(Thoughts):
-    """A channel named `thought`; a message without one is an answer."""
+    """Reasoning is a channel named `thought`; a message without one is an answer."""
 
     name = "gemma4"
     api = 1

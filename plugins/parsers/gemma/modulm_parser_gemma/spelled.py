@@ -1,4 +1,4 @@
-"""Gemma's calls as grammars: values by their schema, strings between quote tokens."""
+"""Grammars for Gemma's tool calls: values by their schema, strings between quote tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from modulm_parsing.typed import EVERY, kinds
 
 __all__ = ["call_in_tokens"]
 
-#: How deep values may nest, and how many of them stand side by side, where no schema says it.
+#: Limits of nesting and of items side by side, if the schema sets none.
 _DEPTH, _MANY = 2, 16
 _MAX_DEPTH = 16
 _KEY = r"\w+"
@@ -54,14 +54,14 @@ class _Spelling:
         listed = plain.get("enum", [plain["const"]] if "const" in plain else None)
         if isinstance(listed, Sequence) and not isinstance(listed, str):
             return either(*map(self.constant, listed))
-        for word in ("anyOf", "oneOf"):
-            several = plain.get(word)
+        for keyword in ("anyOf", "oneOf"):
+            several = plain.get(keyword)
             if isinstance(several, list):
                 return either(*(self.value(each, depth + 1) for each in several))
-        named = kinds(plain, self.function.parameters)
-        if named == EVERY:
+        types = kinds(plain, self.function.parameters)
+        if types == EVERY:
             return self.free(_DEPTH)
-        return either(*(self.of_kind(kind, plain, depth) for kind in sorted(named)))
+        return either(*(self.of_kind(kind, plain, depth) for kind in sorted(types)))
 
     def of_kind(self, kind: str, schema: Mapping[str, object], depth: int) -> Element:
         """A value of one type."""
@@ -75,26 +75,28 @@ class _Spelling:
         return json_value(with_roots({**schema, "type": kind}, self.function))
 
     def constant(self, value: object) -> Element:
-        """One value; what nests is not written as a constant."""
+        """A constant; lists and objects are not supported."""
         if isinstance(value, str):
             return self.quoted(const(value))
         if isinstance(value, Mapping | Sequence):
-            raise unwritable(self.function.name, "a constant that is a list or an object")
+            raise unwritable(self.function.name, "a constant is a list or an object")
         return const(json.dumps(value))
 
     def quoted(self, text: Element) -> Element:
         return sequence(const(self.quote), text, const(self.quote))
 
     def object(self, schema: Mapping[str, object], depth: int) -> Element:
-        """An object; one that names no properties may have any."""
-        given = properties_of(Function(self.function.name, {**self.function.parameters, **schema}))
+        """An object; without `properties`, any keys are allowed."""
+        properties = properties_of(
+            Function(self.function.name, {**self.function.parameters, **schema})
+        )
         if depth and "properties" not in schema:
             return self.pairs(self.value(schema.get("additionalProperties", {}), depth))
-        named = [
+        pairs = [
             (sequence(const(f"{key}:"), self.value(each, depth)), needed)
-            for key, each, needed in given
+            for key, each, needed in properties
         ]
-        return sequence(const("{"), members(named, ","), const("}"))
+        return sequence(const("{"), members(pairs, ","), const("}"))
 
     def array(self, schema: Mapping[str, object], depth: int) -> Element:
         """A list."""
@@ -114,7 +116,7 @@ class _Spelling:
         return sequence(const("{"), either(const(""), several), const("}"))
 
     def free(self, depth: int) -> Element:
-        """Any value, nested `depth` deep at most."""
+        """Any value, nested at most `depth` levels deep."""
         simple = {"type": ["number", "boolean", "null"]}
         ways = [self.quoted(free_text(self.quote)), json_value(simple)]
         if depth:

@@ -1,4 +1,4 @@
-"""Prompts of Gemma 3, with calls as Python."""
+"""Chat templates of Gemma 3, with tool calls as Python."""
 
 from pathlib import Path
 

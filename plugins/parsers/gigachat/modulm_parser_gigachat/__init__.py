@@ -1,4 +1,4 @@
-"""Calls of Sber GigaChat 3 and 3.1: one JSON object behind a role or a marker.
+"""Tool calls of Sber GigaChat 3 and 3.1: one JSON object after a role or a marker.
 
 Source: the chat templates of GigaChat 3.
 """
@@ -14,7 +14,7 @@ _CALL = '{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}'
 
 
 class Gigachat3ToolParser(JsonCalls):
-    """The separator before the role is no content."""
+    """The separator before the role is not content."""
 
     name = "gigachat3"
     api = 1

@@ -1,4 +1,4 @@
-"""Zhipu GLM-4.5 to GLM-5: calls as a name and pairs of key and value; reasoning.
+"""Zhipu GLM-4.5 to GLM-5: tool calls as a name with key-value pairs; reasoning.
 
 Source: the chat templates of GLM-4.5, GLM-4.7 and GLM-5, with and without line feeds between tags.
 """
@@ -48,7 +48,7 @@ class Glm45ReasoningParser(Thoughts):
 
 
 class Glm47ReasoningParser(Glm45ReasoningParser):
-    """The prompt opens the thought."""
+    """The prompt opens reasoning."""
 
     name = "glm47"
     api = 1

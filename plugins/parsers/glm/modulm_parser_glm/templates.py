@@ -1,4 +1,4 @@
-"""Prompts of GLM-4.5 and 4.6."""
+"""Chat templates of GLM-4.5 and 4.6."""
 
 from pathlib import Path
 

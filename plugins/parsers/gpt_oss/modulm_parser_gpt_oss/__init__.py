@@ -1,7 +1,7 @@
-"""OpenAI gpt-oss: Harmony, messages with a channel, a recipient and a type.
+"""OpenAI gpt-oss: Harmony, messages with a channel, a recipient and a content type.
 
-Source: the Harmony response format (github.com/openai/harmony). The token that ends a turn, such
-as `<|call|>`, is often not part of the text.
+Source: the Harmony response format (github.com/openai/harmony). The token that ends a turn, such as
+`<|call|>`, is often missing from the text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CALL = (
 
 
 class HarmonyReader(ChannelReader):
-    """Analysis is reasoning; what is for a tool is a call; the rest is for the user."""
+    """The analysis channel is reasoning, messages to a tool are calls, the rest is content."""
 
     @staticmethod
     def is_thought(header: Header) -> bool:
@@ -37,7 +37,7 @@ class HarmonyReader(ChannelReader):
 
 
 class OpenaiToolParser(ChannelTools):
-    """Arguments are JSON; an empty body has none."""
+    """Arguments are JSON; an empty body means no arguments."""
 
     name = "openai"
     api = 1
@@ -76,7 +76,7 @@ class OpenaiToolParser(ChannelTools):
 
 
 class OpenaiGptossReasoningParser(ChannelReasoning):
-    """The analysis channel."""
+    """Reasoning is the analysis channel."""
 
     name = "openai_gptoss"
     api = 1

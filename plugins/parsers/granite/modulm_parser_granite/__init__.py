@@ -1,4 +1,4 @@
-"""IBM Granite 3.0 to 4.2: calls as JSON behind a marker, reasoning between sentences or tags.
+"""IBM Granite 3.0 to 4.2: tool calls as JSON after a marker, reasoning between sentences or tags.
 
 Source: the chat templates of Granite 3.0, 3.1, 3.2, 4.0 and 4.2 and of granite-20b-functioncalling.
 """
@@ -21,7 +21,7 @@ _CALL = '{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}'
 
 
 class GraniteToolParser(JsonCalls):
-    """A list behind a marker, which is a token in 3.0 and text in 3.1."""
+    """A list after a marker, which is a special token in 3.0 and text in 3.1."""
 
     name = "granite"
     api = 1
@@ -30,7 +30,7 @@ class GraniteToolParser(JsonCalls):
 
 
 class Granite20bToolParser(JsonCalls):
-    """A marker before each object, none behind it."""
+    """A marker before each object, none after it."""
 
     name = "granite-20b-fc"
     api = 1
@@ -42,7 +42,7 @@ class Granite20bToolParser(JsonCalls):
 
 
 class Granite4ToolParser(JsonCalls):
-    """As Hermes writes them, with text before and between the calls."""
+    """As Hermes, with text before and between calls."""
 
     name = "granite4"
     api = 1
@@ -59,7 +59,7 @@ class Granite4ToolParser(JsonCalls):
 
 
 class GraniteReasoningParser(Thoughts):
-    """Two fixed sentences, or tags as 3.3 writes them; a message without them is an answer."""
+    """Two fixed sentences, or the tags of 3.3; a message without them is an answer."""
 
     name = "granite"
     api = 1
@@ -76,7 +76,7 @@ class GraniteReasoningParser(Thoughts):
 
 
 class GraniteThinkingReasoningParser(Thoughts):
-    """Tags, as Granite 4.2 writes them."""
+    """The tags of Granite 4.2."""
 
     name = "granite_thinking_parser"
     api = 1

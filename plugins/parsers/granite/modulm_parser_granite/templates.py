@@ -1,4 +1,4 @@
-"""Prompts of Granite 3 and of granite-20b-functioncalling."""
+"""Chat templates of Granite 3 and of granite-20b-functioncalling."""
 
 from pathlib import Path
 

@@ -1,8 +1,8 @@
-"""Tool calls in Hermes form: a JSON object between `<tool_call>` tags, one block per call.
+"""Tool calls in Hermes format: a JSON object between `<tool_call>` tags, one block per call.
 
 Source: the prompt format of Nous Hermes 2 Pro (github.com/NousResearch/Hermes-Function-Calling),
 which the Qwen 2.5 and 3 chat templates share. Some checkpoints write `arguments` before `name`,
-leave the closing tag out, or put several objects into one block: all are read.
+omit the closing tag, or put several objects into one block; all of these are accepted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesToolParser(JsonCalls):
-    """What follows an opening tag must be a call, else the tag was prose and stays text."""
+    """An opening tag that no call follows is text."""
 
     name = "hermes"
     api = 1

@@ -1,4 +1,4 @@
-"""Hermes prompts: ChatML with tools and calls in tags."""
+"""Hermes chat templates: ChatML with tools and calls in tags."""
 
 from pathlib import Path
 

@@ -1,9 +1,9 @@
-"""Messages that the checkpoint itself describes: the `response_template` of its tokenizer.
+"""Message formats that the checkpoint itself describes: the `response_template` of its tokenizer.
 
-Source: `transformers.utils.chat_parsing`, whose loader and content parsers are used. A template
-names what opens and closes the fields `thinking` (or `reasoning_content`), `content` and
-`tool_calls`, by strings or by patterns, and how a call is made of the text in between; it is read
-when the region is whole.
+Source: `transformers.utils.chat_parsing`, whose loader and content parsers are used. A template has
+the strings or patterns that open and close the fields `thinking` (or `reasoning_content`),
+`content` and `tool_calls`, and the conversion of their text to calls. A field is converted when it
+is complete.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HfReasoningParser", "HfToolParser"]
 
-#: What is read where no tokenizer is known, or where it brings no template.
+#: Default template, if there is no tokenizer or it has no template.
 USUAL: dict[str, Any] = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<|im_start|>assistant\n",
@@ -46,9 +46,9 @@ USUAL: dict[str, Any] = {
         "content": {},
     },
 }
-#: The field of the reasoning.
+#: Names of the reasoning field.
 _THOUGHTS = ("thinking", "reasoning_content", "reasoning")
-#: A pattern that may still match is waited for as long as this, in characters.
+#: Most characters to wait for a pattern that may still match.
 _PATIENCE = 4096
 
 
@@ -60,10 +60,10 @@ def _loaded(template: str) -> Any:
 
 
 class HfReader(MessageReader):
-    """Reads regions as the template names them; what is in none is content, if it says so."""
+    """Reads the fields of the template. Other text is content, if the template allows it."""
 
     def body(self) -> Steps[None]:
-        self._template = json.dumps(_given(self.context))
+        self._template = json.dumps(_response_template(self.context))
         template = _loaded(self._template)
         prefix = self._prefix(template)
         if prefix:
@@ -77,7 +77,7 @@ class HfReader(MessageReader):
     _template: str
 
     def _prefix(self, template: Any) -> str:
-        """What the prompt has written of this message."""
+        """Return the part of this message that the prompt already holds."""
         tail = self.context.prompt_tail
         if tail is None:
             return ""
@@ -85,7 +85,7 @@ class HfReader(MessageReader):
         return tail[ends[-1] :] if ends else ""
 
     def _quietly(self, template: Any, prefix: str) -> None:
-        """Find the region that the prompt leaves open."""
+        """Find the field that the prompt leaves open, without emitting events."""
         at, inside = 0, None
         while True:
             best = _first(_watch(self._template, inside), prefix, at)
@@ -100,16 +100,16 @@ class HfReader(MessageReader):
         while True:
             self.thinking = self.thoughts is not None and inside in _THOUGHTS
             if inside == "tool_calls" and self.tools is not None:
-                found = yield from self._calls(template)
+                boundary = yield from self._calls(template)
             else:
                 pen = Pen(self.reasoning)
                 emit = pen.write if inside in _THOUGHTS else self.content
                 if inside is None and template.implicit is None:
                     emit = _ignore
-                found = yield from _search(self.source, _watch(self._template, inside), emit)
-            if found is None:
+                boundary = yield from _search(self.source, _watch(self._template, inside), emit)
+            if boundary is None:
                 return
-            name, match = found
+            name, match = boundary
             if inside is not None:
                 self.layout()
                 yield from self.source.space()
@@ -120,23 +120,27 @@ class HfReader(MessageReader):
                     yield from self.source.space()
 
     def _calls(self, template: Any) -> Steps[tuple[str, Any] | None]:
-        """A region of calls."""
+        """Read a field of calls."""
         parts: list[str] = []
         watch = _watch(self._template, "tool_calls")
-        found = yield from _search(self.source, watch, parts.append)
+        boundary = yield from _search(self.source, watch, parts.append)
         body = "".join(parts)
         field = template.fields["tool_calls"]
         try:
-            if found is None and (field.close_re is not None or not body):
+            if boundary is None and (field.close_re is not None or not body):
                 raise NotACall
-            self._tell(_value(body, field, self._captures))
+            self._emit_calls(_value(body, field, self._captures))
         except (NotACall, ValueError, KeyError):
-            self.content(self._opener + body + (found[1].group() if found is not None else ""))
-        return found
+            self.content(
+                self._opener + body + (boundary[1].group() if boundary is not None else "")
+            )
+        return boundary
 
-    def _tell(self, value: object) -> None:
-        """Give the events of one call or several. Raises NotACall."""
-        calls = [_named(each) for each in (value if isinstance(value, list) else [value])]
+    def _emit_calls(self, value: object) -> None:
+        """Emit the events of one call or several. Raises NotACall."""
+        calls = [
+            _name_and_arguments(each) for each in (value if isinstance(value, list) else [value])
+        ]
         if not calls:
             raise NotACall
         for name, arguments in calls:
@@ -154,11 +158,11 @@ def _ignore(text: str) -> None:
 def _value(body: str, field: Any, captures: Mapping[str, str | None]) -> object:
     from transformers.utils.chat_parsing.content_parsers import process_field
 
-    given = {key: text for key, text in captures.items() if text is not None}
-    return process_field(body, field, given)
+    named_captures = {key: text for key, text in captures.items() if text is not None}
+    return process_field(body, field, named_captures)
 
 
-def _named(call: object) -> tuple[str, dict[str, object]]:
+def _name_and_arguments(call: object) -> tuple[str, dict[str, object]]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise NotACall
@@ -171,7 +175,7 @@ def _named(call: object) -> tuple[str, dict[str, object]]:
 
 
 def _cast(value: object, schema: Schema | None, key: str) -> object:
-    """A text as the type that the tool's schema asks for."""
+    """Convert a text to the type in the tool's schema."""
     allowed = allowed_kinds(schema, key)
     if not isinstance(value, str) or "string" in allowed:
         return value
@@ -180,9 +184,9 @@ def _cast(value: object, schema: Schema | None, key: str) -> object:
 
 @frozen
 class _Watch:
-    """What opens or closes a region: names and patterns.
+    """Patterns, by name, that open or close a field.
 
-    heads: what one of them begins with, where all are written out.
+    heads: their possible first characters, if all of them are literal strings.
     """
 
     patterns: tuple[tuple[str, Any], ...]
@@ -191,13 +195,13 @@ class _Watch:
 
 @cache
 def _watch(template: str, inside: str | None) -> _Watch:
-    """What is looked for in a region, or outside of all."""
+    """Return the patterns that end a field, or that open one if `inside` is None."""
     fields = _loaded(template).fields
     if inside is not None:
-        found = [(inside, fields[inside].close_re)]
+        patterns_by_name = [(inside, fields[inside].close_re)]
     else:
-        found = [(field.name, field.open_re) for field in fields.values()]
-    patterns = tuple((name, pattern) for name, pattern in found if pattern is not None)
+        patterns_by_name = [(field.name, field.open_re) for field in fields.values()]
+    patterns = tuple((name, pattern) for name, pattern in patterns_by_name if pattern is not None)
     if any(_may_grow(pattern) for _, pattern in patterns):
         return _Watch(patterns, None)
     letters = "".join(_literal(pattern)[0] for _, pattern in patterns)
@@ -205,9 +209,9 @@ def _watch(template: str, inside: str | None) -> _Watch:
 
 
 def _first(watch: _Watch, text: str, at: int) -> tuple[str, Any] | None:
-    """The first opening or closing in a whole text; the longest one where several begin."""
-    found = [(name, pattern.search(text, at)) for name, pattern in watch.patterns]
-    matches = [(name, match) for name, match in found if match is not None]
+    """Return the first match in a complete text; of several at one position, the longest."""
+    searches = [(name, pattern.search(text, at)) for name, pattern in watch.patterns]
+    matches = [(name, match) for name, match in searches if match is not None]
     best = min(matches, key=lambda each: (each[1].start(), -each[1].end()), default=None)
     return None if best is None or best[1].end() == best[1].start() else best
 
@@ -215,7 +219,7 @@ def _first(watch: _Watch, text: str, at: int) -> tuple[str, Any] | None:
 def _search(
     source: Source, watch: _Watch, emit: Callable[[str], None]
 ) -> Steps[tuple[str, Any] | None]:
-    """Read up to and with what opens or closes a region; None if the text ends before."""
+    """Read up to and including a match; None if the text ends first."""
     while True:
         text = source.text
         start = source.at
@@ -261,13 +265,13 @@ def _search(
 
 
 def _literal(pattern: regex.Pattern[str]) -> str:
-    """What a pattern is that is written out."""
+    """Return the literal text of a pattern without operators."""
     return regex.sub(r"\\(.)", r"\1", pattern.pattern)
 
 
 @cache
 def _may_grow(pattern: regex.Pattern[str]) -> bool:
-    """Whether a match at the end of the text could be longer with more of it."""
+    """Whether more text could extend a match at the end of the text."""
     return regex.escape(_literal(pattern)) != pattern.pattern
 
 
@@ -289,22 +293,24 @@ class HfToolParser(ToolFormat):
         return _literals(self.context)
 
     def layout(self) -> Layout | None:
-        """JSON between two tags; how other calls are made of their text cannot be turned round."""
-        field = _given(self.context).get("fields", {}).get("tool_calls", {})
+        """Return the layout if calls are JSON between two tags; other conversions cannot be
+        inverted.
+        """
+        field = _response_template(self.context).get("fields", {}).get("tool_calls", {})
         tags = _tags(field)
-        made = field.get("transform") or {"function": "{content}"}
+        transform = field.get("transform") or {"function": "{content}"}
         plain = field.get("content") == "json" and not field.get("content_args")
-        if tags is None or not plain or made.get("function") != "{content}":
+        if tags is None or not plain or transform.get("function") != "{content}":
             return None
         arguments = '{"city": "Oslo", "days": 3}'
         return Layout(f'{tags[0]}\n{{"name": "get_weather", "arguments": {arguments}}}\n{tags[1]}')
 
     def strict_openers(self) -> tuple[str, ...]:
-        tags = _tags(_given(self.context).get("fields", {}).get("tool_calls", {}))
+        tags = _tags(_response_template(self.context).get("fields", {}).get("tool_calls", {}))
         return () if tags is None else tags[:1]
 
     def read(self, message: MessageReader, opener: str) -> Steps[None]:
-        """The template says what opens a region."""
+        """Do nothing: the template defines what opens a field."""
         yield from ()
 
 
@@ -337,26 +343,32 @@ class HfReasoningParser(ReasoningFormat):
         return _literals(self.context)
 
     def ending(self, message: MessageReader) -> str | None:
-        """What closes the field. Raises UnsupportedError if the template has no word for it."""
-        found = _literals(self.context, ("close",), _THOUGHTS)
-        if not found:
-            raise UnsupportedError("the checkpoint's response_template does not say how it ends")
-        return found[0]
+        """Return the text that closes the field. Raises UnsupportedError if the template has no
+        literal text for it.
+        """
+        endings = _literals(self.context, ("close",), _THOUGHTS)
+        if not endings:
+            raise UnsupportedError(
+                "the checkpoint's response_template has no literal text that ends reasoning"
+            )
+        return endings[0]
 
     def read(self, message: MessageReader, opener: str) -> Steps[None]:
-        """The template says what opens a region."""
+        """Do nothing: the template defines what opens a field."""
         yield from ()
 
 
-def _given(context: ParseContext) -> Mapping[str, Any]:
-    """The checkpoint's template."""
+def _response_template(context: ParseContext) -> Mapping[str, Any]:
+    """Return the checkpoint's template, or the default."""
     tokenizer = context.tokenizer
     return (tokenizer.response_template if tokenizer is not None else None) or USUAL
 
 
 def _tags(field: Mapping[str, Any]) -> tuple[str, str] | None:
-    """What opens and closes a field, where each is one text, perhaps behind white space."""
-    found = []
+    """Return the opening and closing text of a field, if both are literal, optionally after white
+    space.
+    """
+    tags = []
     for key in ("open", "close"):
         text, pattern = field.get(key), field.get(f"{key}_pattern")
         if isinstance(pattern, str):
@@ -366,8 +378,8 @@ def _tags(field: Mapping[str, Any]) -> tuple[str, str] | None:
                 return None
         if not isinstance(text, str) or not text:
             return None
-        found.append(text)
-    return found[0], found[1]
+        tags.append(text)
+    return tags[0], tags[1]
 
 
 def _literals(
@@ -375,11 +387,11 @@ def _literals(
     keys: tuple[str, ...] = ("open", "close"),
     names: tuple[str, ...] | None = None,
 ) -> tuple[str, ...]:
-    """The markers that the template writes out for the fields of these names, or for all."""
-    fields = _given(context).get("fields", {})
-    found: list[str] = []
+    """Return the literal markers in the template, of fields with these names or of all."""
+    fields = _response_template(context).get("fields", {})
+    markers: list[str] = []
     for name, field in fields.items():
         for key in keys if names is None or name in names else ():
-            words = field.get(key, [])
-            found += [words] if isinstance(words, str) else words
-    return tuple(found)
+            values = field.get(key, [])
+            markers += [values] if isinstance(values, str) else values
+    return tuple(markers)

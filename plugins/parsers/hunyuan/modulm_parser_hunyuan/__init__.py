@@ -1,7 +1,7 @@
 """Tencent Hunyuan-A13B, Hy 3 and Hy 4.
 
-Source: the chat templates of Hunyuan-A13B, Hy 3 and Hy 4. A checkpoint of Hy may write its tags
-with a suffix, `<tool_calls:ab12>`: it is read from the vocabulary, or from the text.
+Source: the chat templates of Hunyuan-A13B, Hy 3 and Hy 4. A Hy checkpoint may write its tags with a
+suffix, `<tool_calls:ab12>`, which is read from the vocabulary or from the text.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SUFFIX = re.compile(r"[\w.-]*")
 
 
 class HunyuanA13bToolParser(JsonCalls):
-    """A list in `<tool_calls>`, normally in the `<answer>`; in a thought it does not count."""
+    """A list in `<tool_calls>`, normally in the `<answer>`; ignored inside reasoning."""
 
     name = "hunyuan_a13b"
     api = 1
@@ -68,12 +68,12 @@ class HunyuanA13bToolParser(JsonCalls):
             return
         message.source.held = None
         message.content(opener)
-        found = yield from message.source.until(markers("</think>"), message.content)
-        message.content(found or "")
+        closing = yield from message.source.until(markers("</think>"), message.content)
+        message.content(closing or "")
 
 
 class HunyuanA13bReasoningParser(Thoughts):
-    """The model writes the tags, of ordinary tokens, on lines of their own."""
+    """The model writes the tags, as ordinary tokens, on lines of their own."""
 
     name = "hunyuan_a13b"
     api = 1
@@ -116,7 +116,7 @@ class HyV4ToolParser(PairCalls):
         super().__init__(context)
 
     def _take_suffix(self, suffix: str) -> None:
-        """Write all tags with a suffix."""
+        """Add a suffix to all tags."""
         if suffix == self._suffix:
             return
         before, self._suffix = self._suffix, suffix
@@ -143,7 +143,7 @@ class HyV4ToolParser(PairCalls):
 
 
 class HyV3ToolParser(HyV4ToolParser):
-    """With a tag behind the name."""
+    """As Hy 4, with a tag after the name."""
 
     name = "hy_v3"
     api = 1
@@ -209,7 +209,7 @@ class HyV4ReasoningParser(Thoughts):
 
 
 class HyV3ReasoningParser(HyV4ReasoningParser):
-    """Only where `reasoning_effort` is set, and not to `no_think`."""
+    """Off unless `reasoning_effort` is set to something other than `no_think`."""
 
     name = "hy_v3"
     api = 1
@@ -222,8 +222,8 @@ class HyV3ReasoningParser(HyV4ReasoningParser):
 
 
 def _suffix(tokenizer: Tokenizer | None) -> str:
-    """What the vocabulary writes behind the names of tags."""
+    """Return the suffix of tag names in the vocabulary."""
     if tokenizer is None:
         return ""
-    found = (_SUFFIXED.fullmatch(token) for token in tokenizer.added_tokens)
-    return next((match.group(1) for match in found if match is not None), "")
+    matches = (_SUFFIXED.fullmatch(token) for token in tokenizer.added_tokens)
+    return next((match.group(1) for match in matches if match is not None), "")

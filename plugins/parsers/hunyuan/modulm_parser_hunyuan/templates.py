@@ -1,4 +1,4 @@
-"""Prompts of Hunyuan-A13B."""
+"""Chat templates of Hunyuan-A13B."""
 
 from pathlib import Path
 

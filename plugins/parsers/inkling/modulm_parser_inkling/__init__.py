@@ -1,4 +1,5 @@
-"""Inkling: typed blocks for thoughts, text and calls, in any order, closed by one token.
+"""Inkling: typed blocks of reasoning, text and tool calls, in any order, each closed by the same
+token.
 
 Source: the chat template of Inkling; a prompt ends with `<|message_model|>`.
 """
@@ -43,7 +44,7 @@ class InklingToolParser(JsonCalls):
 
 
 class InklingReasoningParser(Thoughts):
-    """Thoughts may stand anywhere."""
+    """Reasoning may occur anywhere in the message."""
 
     name = "inkling"
     api = 1

@@ -1,6 +1,6 @@
-"""Calls of InternLM 2 and 2.5: one JSON object for the plugin.
+"""Tool calls of InternLM 2 and 2.5: one JSON object for the plugin.
 
-Source: the chat template of InternLM2; `<|interpreter|>` marks code, which is no call.
+Source: the chat template of InternLM2; `<|interpreter|>` marks code, which is not a call.
 """
 
 from __future__ import annotations

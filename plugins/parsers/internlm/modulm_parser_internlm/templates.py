@@ -1,4 +1,4 @@
-"""Prompts of InternLM 2."""
+"""Chat templates of InternLM 2."""
 
 from pathlib import Path
 

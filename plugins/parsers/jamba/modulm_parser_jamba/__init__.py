@@ -1,4 +1,4 @@
-"""Calls of AI21 Jamba 1.5 to 1.7: one JSON list between `<tool_calls>` tags.
+"""Tool calls of AI21 Jamba 1.5 to 1.7: one JSON list between `<tool_calls>` tags.
 
 Source: the chat template of Jamba 1.5.
 """

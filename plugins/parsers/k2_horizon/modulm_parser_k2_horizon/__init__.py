@@ -1,7 +1,7 @@
-"""LLM360 K2 Horizon: IFM tags around calls and thoughts.
+"""LLM360 K2 Horizon: IFM tags around tool calls and reasoning.
 
-Source: the chat template of K2 Horizon. `tool_call_format` chooses pairs, typed pairs or JSON, all
-of which are read; `reasoning_effort` chooses one of three tags for a thought.
+Source: the chat template of K2 Horizon. `tool_call_format` selects pairs, typed pairs or JSON, all
+of which are accepted; `reasoning_effort` selects one of three reasoning tags.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class K2HorizonToolParser(PairCalls):
 
 
 class K2HorizonReasoningParser(Thoughts):
-    """Calls end a thought."""
+    """Tool calls end reasoning."""
 
     name = "k2_horizon"
     api = 1

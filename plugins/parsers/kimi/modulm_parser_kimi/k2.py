@@ -1,7 +1,7 @@
-"""Kimi K2, K2 Thinking and K2.5: a section of calls, each behind its identifier.
+"""Kimi K2, K2 Thinking and K2.5: a section of tool calls, each after its id.
 
-Source: the chat template of Kimi K2. An identifier is `functions.NAME:NUMBER`, and numbers go on
-over the conversation, so that it must be kept as it is.
+Source: the chat template of Kimi K2. An id is `functions.NAME:NUMBER`, where numbers count the
+calls of the conversation, so ids must be passed on unchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NUMBER = re.compile(r":\d+$")
 
 
 class KimiK2ToolParser(HeadedCalls):
-    """The name is part of the identifier."""
+    """The tool's name is part of the call id."""
 
     name = "kimi_k2"
     api = 1
@@ -47,7 +47,7 @@ class KimiK2ToolParser(HeadedCalls):
 
 
 class KimiK2ReasoningParser(Thoughts):
-    """On unless it is turned off; a section of calls ends a thought."""
+    """On by default. A section of tool calls ends reasoning."""
 
     name = "kimi_k2"
     api = 1

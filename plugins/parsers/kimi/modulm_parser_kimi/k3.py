@@ -1,4 +1,5 @@
-"""Kimi K3: XTML, elements that three tokens write: `<|open|>`, a name and attributes, `<|sep|>`.
+"""Kimi K3: XTML, elements written with special tokens: `<|open|>`, a name and attributes,
+`<|sep|>`.
 
 Source: the chat template of Kimi K3. A prompt may have opened the channel `think` or `response`.
 """
@@ -35,7 +36,7 @@ _PROMPTED = re.compile(r"<\|open\|>(think|response|tools)<\|sep\|>\s*\Z")
 
 
 class KimiK3Reader(MessageReader):
-    """One channel after another; text outside of all is content."""
+    """Reads one channel after another; text outside channels is content."""
 
     def body(self) -> Steps[None]:
         channel = yield from self._first()
@@ -46,17 +47,17 @@ class KimiK3Reader(MessageReader):
             word = yield from self.source.until(markers(OPEN, CLOSE), emit, quotes=True)
             if word is None:
                 return
-            found: list[str] = []
-            yield from self.attempt(self._tag(word, channel, found), word, emit)
-            channel = found[0] if found else channel
-            pen = Pen(self.reasoning) if found else pen
+            channels: list[str] = []
+            yield from self.attempt(self._tag(word, channel, channels), word, emit)
+            channel = channels[0] if channels else channel
+            pen = Pen(self.reasoning) if channels else pen
 
     def _first(self) -> Steps[str]:
-        """The channel that the prompt opened."""
+        """Return the channel that the prompt opened."""
         tail = self.context.prompt_tail
         if tail is not None:
-            found = _PROMPTED.search(tail)
-            return found.group(1) if found else ""
+            match = _PROMPTED.search(tail)
+            return match.group(1) if match else ""
         if self.thoughts is None or not self.thoughts.opened:
             return "response"
         with suppress(Ended):
@@ -64,8 +65,10 @@ class KimiK3Reader(MessageReader):
             return "" if (yield from self.source.comes(markers(OPEN))) else "think"
         return "think"
 
-    def _tag(self, word: str, channel: str, found: list[str]) -> Steps[None]:
-        """The rest of a tag; `found` gets the channel behind it. Raises NotACall for another."""
+    def _tag(self, word: str, channel: str, channels: list[str]) -> Steps[None]:
+        """Read the rest of a tag and append the channel after it to `channels`. Raises NotACall for
+        unexpected tags.
+        """
         source = self.source
         name = yield from source.run(_NAME)
         if name == "call" and word == OPEN and self.tools is not None and channel in ("", "tools"):
@@ -80,11 +83,11 @@ class KimiK3Reader(MessageReader):
             raise NotACall
         source.held = None
         self.layout()
-        found.append(name if word == OPEN and name != "message" else "")
+        channels.append(name if word == OPEN and name != "message" else "")
 
 
 class KimiK3ToolParser(ToolFormat):
-    """A value that says `type="string"` is raw, another one JSON."""
+    """Values with `type="string"` are raw text, others are JSON."""
 
     name = "kimi_k3"
     api = 1
@@ -116,20 +119,20 @@ class KimiK3ToolParser(ToolFormat):
         return (f"{OPEN}tools{SEP}", f"{OPEN}call")
 
     def strict_call(self, call: str, function: Function) -> Element:
-        given = []
+        arguments = []
         for key, schema, needed in properties_of(function):
             part = text_or_json(schema, function, key, (f"{CLOSE}argument{SEP}",))
             ways = [] if part.text is None else [_argument(key, "string", part.text)]
             if part.json is not None:
-                named = sorted(kinds(schema, function.parameters) - {"string"}) or ["object"]
-                kind = "number" if named[0] == "integer" else named[0]
+                types = sorted(kinds(schema, function.parameters) - {"string"}) or ["object"]
+                kind = "number" if types[0] == "integer" else types[0]
                 ways.append(_argument(key, kind, part.json))
-            given.append(either(*ways) if needed else optional(either(*ways)))
+            arguments.append(either(*ways) if needed else optional(either(*ways)))
         head = const(f'{call}"{function.name}" index="0"{SEP}')
-        return sequence(head, *given, const(f"{CLOSE}call{SEP}"))
+        return sequence(head, *arguments, const(f"{CLOSE}call{SEP}"))
 
     def read(self, message: MessageReader, opener: str) -> Steps[None]:
-        """A call, behind its name."""
+        """Read a call after its tag name."""
         source = message.source
         attributes = yield from self._attributes(message)
         if "tool" not in attributes:
@@ -158,7 +161,7 @@ class KimiK3ToolParser(ToolFormat):
         message.end()
 
     def _attributes(self, message: MessageReader) -> Steps[dict[str, str]]:
-        """The rest of a tag."""
+        """Read the rest of a tag."""
         written, _ = yield from message.source.through(markers(SEP))
         return {
             key: value.replace("&quot;", '"').replace("&amp;", "&")
@@ -172,7 +175,7 @@ def _argument(key: str, kind: str, value: Element) -> Element:
 
 
 class KimiK3ReasoningParser(ReasoningFormat):
-    """The channel `think`; the markers of the channel `response` are not content."""
+    """The channel `think`. The markers of the channel `response` are not content."""
 
     name = "kimi_k3"
     api = 1
@@ -204,14 +207,14 @@ class KimiK3ReasoningParser(ReasoningFormat):
     def opened(self) -> bool:
         tail = self.context.prompt_tail
         if tail is not None:
-            found = _PROMPTED.search(tail)
-            return found is not None and found.group(1) == "think"
+            match = _PROMPTED.search(tail)
+            return match is not None and match.group(1) == "think"
         return self.context.template_kwargs.get("thinking") is not False
 
     def ending(self, message: MessageReader) -> str | None:
-        """The end of the channel; which one follows is left to the model."""
+        """Return the end of the channel; the model chooses the next one."""
         return f"{CLOSE}think{SEP}"
 
     def read(self, message: MessageReader, opener: str) -> Steps[None]:
-        """Nothing opens a region outside of a channel."""
+        """Do nothing: only channels open reasoning."""
         yield from ()

@@ -1,4 +1,4 @@
-"""Calls of Liquid AI LFM2 and 2.5: a Python list between tokens.
+"""Tool calls of Liquid AI LFM2 and 2.5: a Python list between special tokens.
 
 Source: the chat template of LFM2.
 """
@@ -12,7 +12,7 @@ __all__ = ["Lfm2ToolParser"]
 
 
 class Lfm2ToolParser(PythonCalls):
-    """Text may follow."""
+    """Text may follow the list."""
 
     name = "lfm2"
     api = 1

@@ -1,4 +1,4 @@
-"""inclusionAI Ling 3: calls as a name and pairs of key and value; reasoning.
+"""inclusionAI Ling 3: tool calls as a name with key-value pairs; reasoning.
 
 Source: the chat template of Ling 3, which follows that of GLM.
 """
@@ -27,7 +27,7 @@ class Ling3ToolParser(PairCalls):
 
 
 class Ling3ReasoningParser(Thoughts):
-    """On unless it is turned off."""
+    """On by default."""
 
     name = "ling3"
     api = 1

@@ -1,4 +1,4 @@
-"""Calls of Llama 3.1 to 4, and of models with the same templates: a message that is a call.
+"""Tool calls of Llama 3.1 to 4, and of models with the same templates: the whole message is a call.
 
 Source: the JSON and the pythonic tool templates of Llama 3 and Llama 4; ToolACE.
 """
@@ -16,7 +16,7 @@ _LIST = "[get_weather(city='Oslo', days=3)]"
 
 
 class Llama3JsonToolParser(JsonCalls):
-    """An object that has a name but no arguments is an answer."""
+    """An object with a name but without arguments is content."""
 
     name = "llama3_json"
     api = 1
@@ -34,7 +34,7 @@ class Llama3JsonToolParser(JsonCalls):
 
 
 class PythonicToolParser(PythonCalls):
-    """A list that holds anything but calls is an answer."""
+    """A list with anything but calls is content."""
 
     name = "pythonic"
     api = 1
@@ -48,7 +48,7 @@ class PythonicToolParser(PythonCalls):
 
 
 class Llama4PythonicToolParser(PythonicToolParser):
-    """Perhaps between tokens."""
+    """As above, optionally between special tokens."""
 
     name = "llama4_pythonic"
     api = 1

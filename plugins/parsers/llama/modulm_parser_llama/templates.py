@@ -1,4 +1,4 @@
-"""Prompts of Llama 3 and 4, with calls as JSON or as Python."""
+"""Chat templates of Llama 3 and 4, with tool calls as JSON or as Python."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ __all__ = ["LLAMA3_JSON", "LLAMA3_PYTHONIC", "LLAMA4_JSON", "LLAMA4_PYTHONIC"]
 
 _HERE = Path(__file__).parent
 
-#: Tokens of Llama 3 and of Llama 4.
+#: Special tokens of Llama 3 and of Llama 4.
 _LLAMA3 = "{%- set begin, end, stop = '<|start_header_id|>', '<|end_header_id|>', '<|eot_id|>' -%}"
 _LLAMA4 = "{%- set begin, end, stop = '<|header_start|>', '<|header_end|>', '<|eot|>' -%}"
 

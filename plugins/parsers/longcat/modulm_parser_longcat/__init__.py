@@ -1,4 +1,4 @@
-"""Calls of Meituan LongCat-Flash: JSON between `<longcat_tool_call>` tags.
+"""Tool calls of Meituan LongCat-Flash: JSON between `<longcat_tool_call>` tags.
 
 Source: the chat template of LongCat-Flash. Reasoning is that of `deepseek_r1`.
 """
@@ -12,7 +12,7 @@ __all__ = ["LongcatToolParser"]
 
 
 class LongcatToolParser(JsonCalls):
-    """As Hermes writes them, with tags of its own."""
+    """As Hermes, with other tags."""
 
     name = "longcat"
     api = 1

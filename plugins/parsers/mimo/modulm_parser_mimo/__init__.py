@@ -1,4 +1,4 @@
-"""Xiaomi MiMo: calls as XML-like functions, reasoning.
+"""Xiaomi MiMo: tool calls as XML-like functions; reasoning.
 
 Source: the chat template of MiMo.
 """
@@ -13,7 +13,7 @@ __all__ = ["MimoReasoningParser", "MimoToolParser"]
 
 
 class MimoToolParser(XmlCalls):
-    """As Qwen Coder writes them, with values that are verbatim."""
+    """As Qwen Coder, with verbatim values."""
 
     name = "mimo"
     api = 1
@@ -34,7 +34,7 @@ class MimoToolParser(XmlCalls):
 
 
 class MimoReasoningParser(Thoughts):
-    """On unless it is turned off; a call ends a thought."""
+    """On by default. A tool call ends reasoning."""
 
     name = "mimo"
     api = 1

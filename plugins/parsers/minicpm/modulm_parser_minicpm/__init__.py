@@ -28,15 +28,15 @@ from modulm_parsing.typed import STRING, parameters_of
 __all__ = ["Minicpm5ToolParser", "MinicpmvReasoningParser"]
 
 _OPEN_DATA, _CLOSE_DATA = "<![CDATA[", "]]>"
-_STRANGER = '<function name="f"><param name="a">1</param></function>'
+_UNKNOWN_TOOL = '<function name="f"><param name="a">1</param></function>'
 _PARTIAL = '<function name="get_weather"><param name="days">3</param></function>'
 
 
 class Minicpm5ToolParser(XmlCalls):
-    """Text that looks like markup stands in CDATA.
+    """Text that looks like markup is in CDATA sections.
 
-    Only a known tool with all parameters that it requires is called, so that a call is told when
-    it is whole.
+    Only calls of a known tool with all its required parameters count, so a call is emitted when it
+    is complete.
     """
 
     name = "minicpm5"
@@ -55,9 +55,9 @@ class Minicpm5ToolParser(XmlCalls):
             calls=(("get_weather", {"city": "</param>"}),),
             context=ParseContext(tools=TOOLS),
         ),
-        evolve(weather(_STRANGER, _STRANGER), calls=()),
+        evolve(weather(_UNKNOWN_TOOL, _UNKNOWN_TOOL), calls=()),
         evolve(weather(_PARTIAL, _PARTIAL), calls=()),
-        Example(_STRANGER, calls=(("f", {"a": 1}),)),
+        Example(_UNKNOWN_TOOL, calls=(("f", {"a": 1}),)),
     )
 
     def one(self, message: MessageReader) -> Steps[bool]:
@@ -100,27 +100,29 @@ _SPANS = {"```": "```", "`": "`", "$$": "$$", "$": "$", "\\(": "\\)", "\\[": "\\
 _FEEDS = ("\\r\\n", "\\n", "\\r")
 _HEAD = re.compile(r"[`$\\]")
 _MARK = re.compile(r"```|`|\$\$|\$|\\\\+|\\\(|\\\[|\\r\\n|\\n|\\r|\\")
-#: A mark at the end of the text that more text could make another one.
+#: A mark at the end of the text that more text could change.
 _OPEN_ENDED = re.compile(r"(?:`{1,2}|\$|\\+|\\r\\?)\Z")
 
 
 class LineFeeds:
-    """Writes the two characters `\\n` as a line feed, outside of code and mathematics."""
+    """Converts the two characters `\
+    ` to a line feed, outside of code and formulas.
+    """
 
     def __init__(self) -> None:
-        self._held = ""
+        self._pending = ""
         self._closing: str | None = None
 
     def feed(self, text: str) -> str:
-        """More text: what is certain of it."""
-        return self._change(self._held + text, final=False)
+        """Add text and return the part of the output that is final."""
+        return self._change(self._pending + text, final=False)
 
     def finish(self) -> str:
-        """What was held back."""
-        return self._change(self._held, final=True)
+        """Return the text that was held back."""
+        return self._change(self._pending, final=True)
 
     def _change(self, text: str, *, final: bool) -> str:
-        self._held = ""
+        self._pending = ""
         out: list[str] = []
         at = 0
         while at < len(text):
@@ -128,7 +130,7 @@ class LineFeeds:
                 end = text.find(self._closing, at)
                 if end < 0:
                     keep = 0 if final else _beginning(text, self._closing, at)
-                    self._held = text[len(text) - keep :]
+                    self._pending = text[len(text) - keep :]
                     out.append(text[at : len(text) - keep])
                     break
                 end += len(self._closing)
@@ -142,7 +144,7 @@ class LineFeeds:
             out.append(text[at : head.start()])
             at = head.start()
             if not final and _OPEN_ENDED.match(text, at):
-                self._held = text[at:]
+                self._pending = text[at:]
                 break
             match = _MARK.match(text, at)
             mark = text[at] if match is None else match.group()
@@ -153,13 +155,13 @@ class LineFeeds:
 
 
 def _beginning(text: str, word: str, start: int) -> int:
-    """How much of the end of `text` may be the beginning of a word."""
+    """Return how many characters at the end of `text` may begin the word."""
     longest = min(len(word) - 1, len(text) - start)
     return next((n for n in range(longest, 0, -1) if text.endswith(word[:n])), 0)
 
 
 class MinicpmvReasoningParser(Thoughts):
-    """As Qwen's; line feeds that are written as two characters are put right."""
+    """As Qwen's, with line feeds that are written as two characters."""
 
     name = "minicpmv"
     api = 1

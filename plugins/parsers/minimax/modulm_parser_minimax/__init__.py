@@ -1,4 +1,4 @@
-"""MiniMax M2, M2.1 and M3: calls as elements, reasoning.
+"""MiniMax M2, M2.1 and M3: tool calls as elements; reasoning.
 
 Source: the chat templates of MiniMax M2 and M3.
 """
@@ -42,7 +42,7 @@ __all__ = [
     "MinimaxM3ToolParser",
 ]
 
-#: How many items a list has at most where its schema does not say.
+#: Most items of a list whose schema sets no limit.
 _MANY = 64
 _SIGN = "]<]minimax[>["
 _TAG = re.compile(r"[^<>]*")
@@ -67,7 +67,7 @@ class MinimaxM2ToolParser(XmlCalls):
 
 
 class MinimaxM3ToolParser(ToolFormat):
-    """Every tag has a sign before it; arguments are elements that may nest, `<item>` in lists."""
+    """A marker precedes every tag. Arguments are elements that may nest, with `<item>` in lists."""
 
     name = "minimax_m3"
     api = 1
@@ -127,7 +127,7 @@ class MinimaxM3ToolParser(ToolFormat):
         message.end()
 
     def _tag(self, source: Source) -> Steps[str]:
-        """A tag behind the sign."""
+        """Read a tag after the marker."""
         if (yield from source.peek()) != "<":
             raise NotACall
         source.advance(source.at + 1)
@@ -140,7 +140,7 @@ class MinimaxM3ToolParser(ToolFormat):
     def _value(
         self, message: MessageReader, schema: object, root: object, depth: int = 0
     ) -> Steps[None]:
-        """A value behind its opening tag, with the closing one."""
+        """Read a value after its opening tag, including the closing tag."""
         if depth > MAX_DEPTH:
             raise NotACall
         source = message.source
@@ -173,7 +173,7 @@ class MinimaxM3ToolParser(ToolFormat):
 
 
 def _empty(text: ValueWriter, space: str, allowed: frozenset[str], message: MessageReader) -> None:
-    """A value without anything in it."""
+    """Write an empty value."""
     if "string" not in allowed and "array" in allowed:
         message.arguments("[]")
     elif "string" not in allowed and "object" in allowed:
@@ -193,24 +193,26 @@ def _items(schema: object) -> object:
 
 
 def _elements(function: Function, behind: str = "") -> Element:
-    """The properties of an object as elements."""
-    given = []
+    """Return the properties of an object as elements."""
+    properties = []
     for key, schema, needed in properties_of(function):
         end = const(f"{_SIGN}</{key}>{behind}")
         element = sequence(const(f"{_SIGN}<{key}>"), _nested(schema, function, key), end)
-        given.append(element if needed else optional(element))
-    return sequence(*given)
+        properties.append(element if needed else optional(element))
+    return sequence(*properties)
 
 
 def _nested(schema: object, function: Function, key: str) -> Element:
-    """A value: elements where the schema says what is in an object or a list."""
+    """Return a value, with nested elements if the schema describes an object's properties or a
+    list's items.
+    """
     plain = resolved(schema, function)
-    named = kinds(plain, function.parameters)
-    if named == {"object"} and plain.get("properties"):
+    types = kinds(plain, function.parameters)
+    if types == {"object"} and plain.get("properties"):
         inner = {**with_roots(plain, function), "$defs": function.parameters.get("$defs", {})}
         return _elements(Function(function.name, inner))
     low, high = plain.get("minItems", 0), plain.get("maxItems")
-    if named == {"array"} and plain.get("items") and isinstance(low, int):
+    if types == {"array"} and plain.get("items") and isinstance(low, int):
         item = _nested(plain["items"], function, key)
         most = high if isinstance(high, int) else max(low, _MANY)
         return repeat(sequence(const(f"{_SIGN}<item>"), item, const(f"{_SIGN}</item>")), low, most)
@@ -219,7 +221,7 @@ def _nested(schema: object, function: Function, key: str) -> Element:
 
 
 class MinimaxM2ReasoningParser(Thoughts):
-    """The prompt opens the thought."""
+    """The prompt opens reasoning."""
 
     name = "minimax_m2"
     api = 1
@@ -228,7 +230,7 @@ class MinimaxM2ReasoningParser(Thoughts):
 
 
 class MinimaxM2AppendThinkReasoningParser(MinimaxM2ReasoningParser):
-    """Nothing is split: the opening tag is put back, and all is content."""
+    """Nothing is split: the opening tag is prepended, and all text is content."""
 
     name = "minimax_m2_append_think"
     api = 1
@@ -247,7 +249,7 @@ class MinimaxM2AppendThinkReasoningParser(MinimaxM2ReasoningParser):
 
 
 class MinimaxM3ReasoningParser(Thoughts):
-    """The model writes the tags, unless `thinking_mode` lets the prompt open the thought."""
+    """The model writes the tags, unless `thinking_mode` makes the prompt open reasoning."""
 
     name = "minimax_m3"
     api = 1

@@ -1,7 +1,7 @@
 """Mistral: `[TOOL_CALLS]` with a list, or with names and arguments; reasoning in `[THINK]`.
 
-Source: the tokenizers of mistral-common, of three generations: a list of objects before v11, then
-`name{arguments}`, then `name[ARGS]{arguments}`. All are read.
+Source: the tokenizers of mistral-common, in three generations: a list of objects before v11, then
+`name{arguments}`, then `name[ARGS]{arguments}`. All are accepted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _IDENTITY = re.compile(r"[A-Za-z0-9]*")
 
 
 class MistralToolParser(JsonCalls):
-    """A model that writes several calls writes the marker before each, or once."""
+    """The marker may precede each of several calls, or only the first."""
 
     name = "mistral"
     api = 1
@@ -44,7 +44,7 @@ class MistralToolParser(JsonCalls):
     )
 
     def identity(self, index: int) -> str | None:
-        """Nine letters and digits, as Mistral's templates ask for: other ones in each turn."""
+        """Return nine letters and digits, as Mistral's templates require, unique per turn."""
         seed = f"{index} {self.context.prompt_tail}".encode()
         number = int.from_bytes(hashlib.blake2b(seed, digest_size=16).digest())
         return "".join(_LETTERS[number // len(_LETTERS) ** n % len(_LETTERS)] for n in range(9))
@@ -76,7 +76,7 @@ class MistralToolParser(JsonCalls):
 
 
 class MistralReasoningParser(Thoughts):
-    """Special tokens, or the tags that older models write; without either there is no thought."""
+    """Special tokens, or the tags of older models; without either there is no reasoning."""
 
     name = "mistral"
     api = 1

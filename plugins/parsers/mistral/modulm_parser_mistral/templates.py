@@ -1,4 +1,4 @@
-"""Mistral's prompts in the text of templates; `--tokenizer-mode mistral` makes them exactly."""
+"""Mistral's prompts as chat templates; `--tokenizer-mode mistral` encodes them exactly."""
 
 from pathlib import Path
 

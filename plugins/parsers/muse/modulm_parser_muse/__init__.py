@@ -1,4 +1,4 @@
-"""Muse Spark and Muse Glimmer: messages with a recipient, calls as ATEM elements in those to tools.
+"""Muse Spark and Muse Glimmer: messages with a recipient; those to tools hold ATEM elements.
 
 Source: the chat template of Muse Glimmer; a prompt ends with `<|start|>assistant`.
 """
@@ -38,12 +38,12 @@ _CALL = (
 )
 
 
-#: For whom messages are that are no calls.
+#: Recipients of messages that are not calls.
 _SHOWN = ("self", "user", "commentary")
 
 
 class GlimmerReader(ChannelReader):
-    """`self` is reasoning, `user` and `commentary` are shown, anything else is a tool."""
+    """`self` is reasoning, `user` and `commentary` are content, any other recipient is a tool."""
 
     ends = ("<|eom|>", "<|eot|>")
     answer = " to=user<|message|>"
@@ -55,8 +55,8 @@ class GlimmerReader(ChannelReader):
 
     @staticmethod
     def called(header: Header) -> str | None:
-        shown = (None, "self", "user", "commentary", "developer")
-        return None if header.recipient in shown else header.recipient
+        recipients = (None, "self", "user", "commentary", "developer")
+        return None if header.recipient in recipients else header.recipient
 
     @staticmethod
     def is_dropped(header: Header) -> bool:
@@ -72,7 +72,7 @@ class MuseReader(GlimmerReader):
 
 
 class _Atem(XmlCalls):
-    """The elements of calls."""
+    """The elements of tool calls."""
 
     name = "atem"
     api = 1
@@ -83,7 +83,7 @@ class _Atem(XmlCalls):
 
 
 class MuseGlimmerToolParser(ChannelTools):
-    """Only a message to a tool may hold a call."""
+    """Only messages to a tool hold calls."""
 
     name = "muse_glimmer"
     api = 1
@@ -103,7 +103,9 @@ class MuseGlimmerToolParser(ChannelTools):
     )
 
     def structural_tag(self) -> Mapping[str, object] | None:
-        """With `auto`, calls may follow messages that are shown; no text begins a recipient."""
+        """With tool choice `auto`, calls may follow visible messages; free text must not begin with
+        a recipient.
+        """
         if self.context.tool_choice != "auto":
             return super().structural_tag()
         forced = type(self)(evolve(self.context, tool_choice="required")).structural_tag()
@@ -111,8 +113,8 @@ class MuseGlimmerToolParser(ChannelTools):
             return None
         calls: Any = forced["format"]
         end = self.reader.ends[0]
-        shown = [const(f" to={whom}<|message|>") for whom in _SHOWN]
-        message = sequence(either(*shown), free_text("to=", end))
+        visible = [const(f" to={whom}<|message|>") for whom in _SHOWN]
+        message = sequence(either(*visible), free_text("to=", end))
         before = repeat(sequence(message, const(f"{end}{START}assistant")), 0, MAX_CALLS)
         return as_tag(either(free_text("to=", end), sequence(before, either(calls, message))))
 
@@ -130,7 +132,7 @@ class MuseGlimmerToolParser(ChannelTools):
 
 
 class MuseToolParser(MuseGlimmerToolParser):
-    """As Muse Glimmer; a message without a recipient is a thought."""
+    """As Muse Glimmer; a message without a recipient is reasoning."""
 
     name = "muse"
     api = 1
@@ -143,7 +145,7 @@ class MuseToolParser(MuseGlimmerToolParser):
 
 
 class MuseGlimmerReasoningParser(ChannelReasoning):
-    """Messages to `self`."""
+    """Reasoning is in messages to `self`."""
 
     name = "muse_glimmer"
     api = 1
@@ -156,7 +158,7 @@ class MuseGlimmerReasoningParser(ChannelReasoning):
 
 
 class MuseReasoningParser(MuseGlimmerReasoningParser):
-    """Messages to `self`, and those without a recipient."""
+    """Reasoning is in messages to `self` and in those without a recipient."""
 
     name = "muse"
     api = 1

@@ -1,4 +1,4 @@
-"""Reasoning of NVIDIA Nemotron 3: as Qwen's. Its calls are those of `qwen3_coder`.
+"""Reasoning of NVIDIA Nemotron 3, as Qwen's. Its tool calls are those of `qwen3_coder`.
 
 Source: the chat template of Nemotron 3, with the keyword `force_nonempty_content`.
 """
@@ -18,9 +18,10 @@ _FORCED = ParseContext(template_kwargs={"force_nonempty_content": True})
 
 
 class NemotronV3ReasoningParser(Thoughts):
-    """With `force_nonempty_content`, the thought of a message without an answer is its content.
+    """With `force_nonempty_content`, the reasoning of a message without an answer becomes its
+    content.
 
-    Which it is shows at the end only, so that such a thought is not streamed.
+    This is known only at the end, so such reasoning is not streamed.
     """
 
     name = "nemotron_v3"
@@ -38,25 +39,25 @@ class NemotronV3ReasoningParser(Thoughts):
     def __init__(self, context: ParseContext) -> None:
         super().__init__(context)
         self._forced = context.template_kwargs.get("force_nonempty_content") is True
-        self._kept: list[str] = []
+        self._buffer: list[str] = []
 
     def writer(self, message: MessageReader) -> Callable[[str], None]:
-        return self._kept.append if self._forced else message.reasoning
+        return self._buffer.append if self._forced else message.reasoning
 
     def cut(self, message: MessageReader) -> None:
-        message.content(self._taken())
+        message.content(self._drain())
 
     def after(self, message: MessageReader, word: str) -> Steps[None]:
         yield from message.source.space()
         if self._forced and (yield from message.source.over()):
-            message.content(self._taken())
-        message.reasoning(self._taken())
+            message.content(self._drain())
+        message.reasoning(self._drain())
 
     def call(self, message: MessageReader, word: str | None, pen: Pen) -> Steps[bool]:
         if word is not None:
-            message.reasoning(self._taken())
+            message.reasoning(self._drain())
         return (yield from super().call(message, word, pen))
 
-    def _taken(self) -> str:
-        kept, self._kept[:] = "".join(self._kept), []
-        return kept
+    def _drain(self) -> str:
+        text, self._buffer[:] = "".join(self._buffer), []
+        return text

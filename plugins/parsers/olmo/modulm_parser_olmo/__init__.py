@@ -1,4 +1,4 @@
-"""AI2 Olmo 3: Python calls, one a line, and reasoning.
+"""AI2 Olmo 3: tool calls as Python, one per line; reasoning.
 
 Source: the chat templates of Olmo 3 Instruct and Olmo 3 Think.
 """
@@ -13,7 +13,7 @@ __all__ = ["Olmo3ReasoningParser", "Olmo3ToolParser"]
 
 
 class Olmo3ToolParser(PythonCalls):
-    """Literals may be written as in JSON."""
+    """Literals may also be written as in JSON."""
 
     name = "olmo3"
     api = 1
@@ -29,7 +29,7 @@ class Olmo3ToolParser(PythonCalls):
 
 
 class Olmo3ReasoningParser(Thoughts):
-    """The tags are ordinary tokens; the opening one is often in the prompt."""
+    """The tags are ordinary tokens; the opening tag is often in the prompt."""
 
     name = "olmo3"
     api = 1

@@ -1,4 +1,4 @@
-"""Calls of Microsoft Phi-4-mini: the word `functools` and a JSON list.
+"""Tool calls of Microsoft Phi-4-mini: the word `functools` and a JSON list.
 
 Source: the chat template of Phi-4-mini-instruct.
 """
@@ -13,7 +13,7 @@ __all__ = ["Phi4MiniJsonToolParser"]
 
 
 class Phi4MiniJsonToolParser(JsonCalls):
-    """Only a list of calls right behind the word counts."""
+    """Only a list of calls immediately after the word counts."""
 
     name = "phi4_mini_json"
     api = 1

@@ -1,4 +1,4 @@
-"""Prompts of Phi-4-mini."""
+"""Chat templates of Phi-4-mini."""
 
 from pathlib import Path
 

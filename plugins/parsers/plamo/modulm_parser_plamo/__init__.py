@@ -1,4 +1,4 @@
-"""Preferred Networks PLaMo 3: begin and end markers for requests, names, arguments and thoughts.
+"""Preferred Networks PLaMo 3: markers around requests, names, arguments and reasoning.
 
 Source: the chat template of PLaMo 3.
 """
@@ -21,7 +21,7 @@ def _end(word: str) -> str:
 
 
 class Plamo3ToolParser(HeadedCalls):
-    """A marker is made of several tokens."""
+    """A marker consists of several tokens."""
 
     name = "plamo3"
     api = 1
@@ -53,7 +53,7 @@ class Plamo3ToolParser(HeadedCalls):
 
 
 class Plamo3ReasoningParser(Thoughts):
-    """On unless it is turned off."""
+    """On by default."""
 
     name = "plamo3"
     api = 1

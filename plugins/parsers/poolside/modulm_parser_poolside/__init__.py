@@ -1,4 +1,4 @@
-"""Poolside Laguna: calls as a name and pairs of key and value; reasoning.
+"""Poolside Laguna: tool calls as a name with key-value pairs; reasoning.
 
 Source: the chat template of Laguna.
 """
@@ -27,7 +27,7 @@ class PoolsideToolParser(PairCalls):
 
 
 class PoolsideReasoningParser(Thoughts):
-    """Only where the request turns thinking on; markers in earlier turns do not count."""
+    """Off unless the request enables it; markers in earlier turns are ignored."""
 
     name = "poolside_v1"
     api = 1

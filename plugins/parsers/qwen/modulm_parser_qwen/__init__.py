@@ -1,8 +1,9 @@
-"""Qwen: reasoning between `<think>` tags, calls as XML-like functions and parameters.
+"""Qwen: reasoning between `<think>` tags, tool calls as XML-like functions and parameters.
 
-Source: the chat templates of the Qwen 3 checkpoints. Some open the thought in the prompt, some
-leave it to the model; `enable_thinking=False` closes an empty thought in the prompt. The calls are
-those of Qwen3-Coder, Qwen3-Next and Qwen 3.5; MiniCPM-V, Nemotron 3 and Granite 4.2 share them.
+Source: the chat templates of the Qwen 3 checkpoints. Some open reasoning in the prompt, others
+leave it to the model; `enable_thinking=False` adds an empty, closed block to the prompt. The call
+format is that of Qwen3-Coder, Qwen3-Next and Qwen 3.5; MiniCPM-V, Nemotron 3 and Granite 4.2 share
+it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Qwen3CoderToolParser(XmlCalls):
 
 
 class Qwen3ReasoningParser(Thoughts):
-    """On unless `enable_thinking` is false; a call ends a thought as its closing tag does."""
+    """On unless `enable_thinking` is false. A tool call ends reasoning as its closing tag does."""
 
     name = "qwen3"
     api = 1

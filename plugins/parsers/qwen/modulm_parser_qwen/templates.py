@@ -1,4 +1,4 @@
-"""Prompts of Qwen3-Coder."""
+"""Chat templates of Qwen3-Coder."""
 
 from pathlib import Path
 

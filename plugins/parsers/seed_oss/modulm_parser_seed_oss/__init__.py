@@ -1,6 +1,6 @@
-"""ByteDance Seed-OSS: calls as XML-like functions, and thoughts, in tags of its own.
+"""ByteDance Seed-OSS: tool calls as XML-like functions and reasoning, in `seed` tags.
 
-Source: the chat template of Seed-OSS, which knows a `thinking_budget`.
+Source: the chat template of Seed-OSS, which supports a `thinking_budget`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["SeedOssReasoningParser", "SeedOssToolParser"]
 
 
 class SeedOssToolParser(XmlCalls):
-    """As Qwen Coder writes them."""
+    """As Qwen Coder, with other tags."""
 
     name = "seed_oss"
     api = 1

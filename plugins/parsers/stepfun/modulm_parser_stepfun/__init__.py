@@ -1,4 +1,4 @@
-"""StepFun Step-3, Step-3.5, Step-3.7 and Step-5: calls as elements, reasoning.
+"""StepFun Step-3, Step-3.5, Step-3.7 and Step-5: tool calls as elements; reasoning.
 
 Source: the chat templates of Step-3, Step-3.5 and Step-5.
 """
@@ -25,7 +25,7 @@ _QWEN = (
 
 
 class Step3ToolParser(XmlCalls):
-    """Type, separator and an element, between tokens."""
+    """Type, separator and an element, between special tokens."""
 
     name = "step3"
     api = 1
@@ -72,7 +72,7 @@ class Step3ToolParser(XmlCalls):
 
 
 class Step3p5ToolParser(XmlCalls):
-    """As Qwen Coder writes them."""
+    """As Qwen Coder."""
 
     name = "step3p5"
     api = 1
@@ -83,7 +83,7 @@ class Step3p5ToolParser(XmlCalls):
 
 
 class Step5ToolParser(Step3p5ToolParser):
-    """White space beside the calls is content; null is written `None`."""
+    """White space around the calls is content; null is written `None`."""
 
     name = "step5"
     api = 1
@@ -101,7 +101,7 @@ class Step3ReasoningParser(Thoughts):
 
 
 class Step3p5ReasoningParser(Thoughts):
-    """The template always opens a thought; a call ends it, too."""
+    """The template always opens reasoning; a tool call ends it, too."""
 
     name = "step3p5"
     api = 1
@@ -110,7 +110,7 @@ class Step3p5ReasoningParser(Thoughts):
 
 
 class Step5ReasoningParser(Thoughts):
-    """The prompt opens the thought."""
+    """The prompt opens reasoning."""
 
     name = "step5"
     api = 1

@@ -1,4 +1,4 @@
-"""Calls of Salesforce xLAM: a bare JSON list, or one behind a marker of other formats.
+"""Tool calls of Salesforce xLAM: a bare JSON list, or one after a marker of another format.
 
 Source: the chat templates of the Llama and Qwen based xLAM models.
 """
@@ -15,7 +15,7 @@ _LIST = '[{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}]'
 
 
 class XlamToolParser(JsonCalls):
-    """A list that holds anything but calls is an answer."""
+    """A list with anything but calls is content."""
 
     name = "xlam"
     api = 1

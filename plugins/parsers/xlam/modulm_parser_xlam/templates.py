@@ -1,4 +1,4 @@
-"""Prompts of xLAM, on Llama 3 and on Qwen 2.5."""
+"""Chat templates of xLAM, on Llama 3 and on Qwen 2.5."""
 
 from pathlib import Path
 

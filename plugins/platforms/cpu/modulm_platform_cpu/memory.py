@@ -22,9 +22,11 @@ _OLD_MOST = 32 << 20
 
 def keep_freed_memory() -> bool:
     """Let malloc reuse the pages of large tensors instead of returning them on every free.
+
     By default, glibc maps blocks above 32 MiB and trims free memory at the end of the heap, so each
     large output faults its pages in again: a third of the time of a linear layer with a 16 MB
     output, measured. The cost is that the process keeps its peak memory until `give_back`.
+
     Returns whether it was set; False if the C library is not glibc.
     """
     if platform.libc_ver()[0] != "glibc":
@@ -43,6 +45,7 @@ def give_back() -> None:
 
 def lazy_zeros(size: int) -> torch.Tensor:
     """Return [size] zeroed bytes whose pages the system provides when they are first touched.
+
     They do not come from malloc, which could return used memory that has to be cleared.
     """
     area = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

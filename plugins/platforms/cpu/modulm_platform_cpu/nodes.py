@@ -31,6 +31,7 @@ def settle(
     binding: Binding, nodes: Mapping[int, frozenset[int]], allowed: frozenset[int]
 ) -> Binding:
     """Return the complete binding: cores that this process may use, and their nodes.
+
     Raises ConfigError for cores or nodes that do not exist.
     """
     if lacking := set(binding.nodes) - set(nodes):

@@ -1,4 +1,5 @@
 """AMD GPUs, which a HIP build of torch exposes through `torch.cuda`.
+
 Not run on hardware: written against the documentation of torch and AMD, and tested with a fake
 driver.
 """

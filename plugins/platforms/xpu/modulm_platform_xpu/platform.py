@@ -1,4 +1,5 @@
 """Intel GPUs, through `torch.xpu` and the same Triton kernels.
+
 Not run on hardware: written against torch's documentation and tested with a fake driver.
 """
 

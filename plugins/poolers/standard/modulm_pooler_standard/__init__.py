@@ -1,5 +1,6 @@
 """Pooling as in sentence-transformers and vLLM: embeddings, classification, rewards, scores of
 pairs.
+
 Modules that need torch are imported when a worker uses them: front ends may run without torch.
 """
 

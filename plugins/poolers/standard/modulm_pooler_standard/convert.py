@@ -41,6 +41,7 @@ def as_embedder(driver: type[Any]) -> type[Model]:
 def as_classifier(driver: type[Any], classes: int) -> type[Model]:
     """Return `driver` with the linear layer `score` in place of its head, as transformers stores
     it.
+
     Raises UnsupportedError for models that are not built as `DecoderForCausalLM`.
     """
 
@@ -53,6 +54,7 @@ def as_classifier(driver: type[Any], classes: int) -> type[Model]:
 
 def as_reward(driver: type[Any], rewards: int, *, deep: bool) -> type[Model]:
     """Return `driver` with a head that rates each token with `rewards` numbers.
+
     deep: the head has two layers `score.0` and `score.2` with a ReLU between them, as in some
     reward models; otherwise it is the layer `score` of a classifier. Raises UnsupportedError as in
     `as_classifier`.

@@ -105,6 +105,7 @@ class StandardInputs(PoolingInputs):
     ) -> PoolingJob:
         """Score pairs with the model itself, or by similarity of one vector per text, or of all
         tokens' vectors.
+
         variables: additional variables for the template. Raises RequestError.
         """
         tasks, together = self._info.tasks, list(zip(left, right, strict=True))

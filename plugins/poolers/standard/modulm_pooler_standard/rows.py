@@ -47,18 +47,22 @@ def _ids(value: Sequence[int] | None) -> tuple[int, ...] | None:
 @frozen
 class PoolerConfig:
     """How hidden states become one vector: the table of `--pooler-config`.
+
     pooling_type: one type, or several as in "CLS+MAX". "LAST" token, "CLS" (the first token),
     "MEAN" or "MAX" of all tokens, "MEAN_SQRT_LEN" (sum divided by the root of the length),
     "WEIGHTED_MEAN" (weighted by position, from 1), or "ALL" tokens. normalize: scale embeddings to
     length 1.
+
     Class logits: `returned_token_ids` selects some of them; `contrast` takes the second minus the
     first. They become (logit - logit_mean) / logit_sigma and then, if `use_activation`, pass the
     function `activation`: by default softmax, or sigmoid if there is one class or `multi_label`.
+
     step_tag_id: tasks that rate tokens rate only tokens with this id (tok_pooling_type "ALL": all).
     task: what the model is used for, if it supports several; vectors of this task, else of "embed",
     pass the additional layers. media: only vectors of media tokens are returned, unmodified; others
     are zero. pooled_span: two token ids; if a prompt has both, one vector is pooled from the first
     to the second.
+
     Parameters of a request take precedence.
     """
 
@@ -221,6 +225,7 @@ def _between(prompt: np.ndarray, first: int, last: int) -> np.ndarray | None:
 
 class StandardRows(RowPooler):
     """Collects hidden states by row and returns the result with the row's last token.
+
     head: the model's `logits`, ([n, hidden], row of each [n]) -> [n, classes]. layers: applied to a
     vector before it is truncated and normalised.
     """

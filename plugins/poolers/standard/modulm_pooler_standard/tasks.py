@@ -37,6 +37,7 @@ def conversion(
 ) -> tuple[str, str] | None:
     """Return (architecture to run, "embed", "classify" or "reward") if a decoder is to be
     converted, else None.
+
     Decided by `--convert`, by `--runner pooling`, by other files of the checkpoint, or because
     config.json names the bare decoder, the classifier or the reward model of a family whose
     `...ForCausalLM` or `...ForConditionalGeneration` is installed. Raises UnsupportedError.
@@ -90,6 +91,7 @@ def pooling_tasks(
 ) -> tuple[str, ...]:
     """Return the tasks that requests may use; includes "score" for pairs of texts if the model has
     one class.
+
     settings: the pooler's. Raises ConfigError if `task` is not among them.
     """
     tasks = model.tasks

@@ -1,9 +1,9 @@
 """AWQ checkpoints (Lin et al., arXiv 2306.00978), as AutoAWQ writes them.
 
-`qweight` holds codes of four bits, eight to a word, with a scale and a zero point for each group
-of inputs. In the "gemm" version words run along outputs and hold columns 0, 2, 4, 6, 1, 3, 5, 7
-from the lowest bits on; in the "gemv" version they run along inputs, in order, and `qzeros` and
-`scales` have columns beyond the groups. Source: WQLinear_GEMM and WQLinear_GEMV of AutoAWQ 0.2.
+`qweight` holds 4-bit codes, eight per word, with a scale and a zero point per group of inputs. In
+the "gemm" version, words run along outputs and hold columns 0, 2, 4, 6, 1, 3, 5, 7 from the lowest
+bits up. In the "gemv" version, they run along inputs, in order, and `qzeros` and `scales` have
+padding columns. Source: WQLinear_GEMM and WQLinear_GEMV of AutoAWQ 0.2.
 """
 
 from __future__ import annotations
@@ -37,17 +37,20 @@ from modulm_quantized import (
 __all__ = ["AWQ", "AWQConfig", "AWQMarlin", "AutoAWQ"]
 
 _BITS = 4
-#: What AutoRound writes in this packing too, as "packing_format" says.
+#: AutoRound's "packing_format" for the same packing.
 _AUTO_ROUND = ("auto-round", "auto_round", "intel/auto-round", "inc")
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-#: Group sizes with as many words of zero points as "gemv" rounds up to; 1 for larger ones.
+#: Group size -> multiple to which "gemv" rounds up the words of zero points; 1 for larger sizes.
 _ROUNDED = {64: 2, 32: 4, 16: 8}
 
 
 @frozen
 class AWQConfig:
-    """`quantization_config` of config.json; `activations`: what kernels round them to, "bf16" (not
-    at all) or "int8". Other keys that AutoAWQ writes steer its own kernels."""
+    """`quantization_config` of config.json.
+
+    `activations`: what kernels round activations to, "bf16" (no rounding) or "int8". Other keys
+    that AutoAWQ writes configure its own kernels.
+    """
 
     OPEN_ENDED: ClassVar[bool] = True
 
@@ -64,11 +67,11 @@ class AWQConfig:
     @group_size.validator
     def _positive(self, _: object, value: int) -> None:
         if value != -1 and value < 8:
-            raise ValueError(f"group_size: {value} is neither -1 (all inputs) nor at least 8")
+            raise ValueError(f"group_size: must be -1 (all inputs) or at least 8, not {value}")
 
 
 class AWQ(CodedMethod):
-    """Four bits per weight with a zero point per group; the head is not quantized."""
+    """4-bit weights with a zero point per group. The LM head is not quantized."""
 
     name = "awq"
     Config: ClassVar[type] = AWQConfig
@@ -94,10 +97,10 @@ class AWQ(CodedMethod):
     def create(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:
         group = self._group(spec)
         if self.config.version == "gemm":
-            words, groups = packed_axis(OUTPUTS, _BITS), _groups(spec, group)
+            word_axis, groups = packed_axis(OUTPUTS, _BITS), _groups(spec, group)
             return {
-                "qweight": ParamSpec((INPUTS, words), "int32"),
-                "qzeros": ParamSpec((groups, words), "int32"),
+                "qweight": ParamSpec((INPUTS, word_axis), "int32"),
+                "qzeros": ParamSpec((groups, word_axis), "int32"),
                 "scales": ParamSpec((groups, OUTPUTS), "float16"),
             }
         zeros = _zero_words(spec.input_shard.whole, group)
@@ -111,37 +114,37 @@ class AWQ(CodedMethod):
         weight, zeros, scales = (stored[name] for name in ("qweight", "qzeros", "scales"))
         if self.config.version == "gemv":
             groups = spec.inputs // self._group(spec)
-            values, points = (unpack_words(words, _BITS, -1) for words in (weight, zeros))
+            values, points = (unpack_words(packed, _BITS, -1) for packed in (weight, zeros))
             return (Codes(values, scales[:, :groups], points[:, :groups]),)
-        values, points = (unpack_words(words, _BITS, -1, _ORDER).T for words in (weight, zeros))
+        values, points = (unpack_words(packed, _BITS, -1, _ORDER).T for packed in (weight, zeros))
         return (Codes(values.contiguous(), scales.T.contiguous(), points.contiguous()),)
 
     def _group(self, spec: LinearSpec) -> int:
-        """Inputs that share a scale. Raises ConfigError where they do not come out even."""
+        """Return the group size. Raises ConfigError if the inputs are not a multiple of it."""
         whole = spec.input_shard.whole
         size = self.config.group_size if self.config.group_size > 0 else whole
         if whole % size or spec.inputs % size:
             raise ConfigError(
                 "quantization_config.group_size",
-                f"{spec.name} has {spec.inputs} inputs, which are not whole groups of {size}",
+                f"{spec.name} has {spec.inputs} inputs, not a multiple of the group size {size}",
             )
         return size
 
 
 def _groups(spec: LinearSpec, group: int) -> Axis:
-    """The axis of the groups of a layer's inputs."""
+    """Return the axis of the groups of a layer's inputs."""
     return fixed(1) if group == spec.input_shard.whole else INPUTS.blocks(group)
 
 
 def _zero_words(inputs: int, group: int) -> int:
-    """Words of zero points in each row of the "gemv" version."""
+    """Return the words of zero points in each row of the "gemv" version."""
     multiple = _ROUNDED.get(group, 1)
-    words = -(-inputs // group // 8)
-    return -(-words // multiple) * multiple
+    needed = -(-inputs // group // 8)
+    return -(-needed // multiple) * multiple
 
 
 class AutoAWQ(AWQ):
-    """A name that vLLM has for it."""
+    """vLLM's name for the same method."""
 
     name = "auto_awq"
 
@@ -151,7 +154,7 @@ class AutoAWQ(AWQ):
 
 
 class AWQMarlin(AWQ):
-    """A name that vLLM has for it."""
+    """vLLM's name for the same method."""
 
     name = "awq_marlin"
 

@@ -1,13 +1,13 @@
 """Ternary weights (BitNet b1.58, Ma et al., arXiv 2402.17764), as transformers stores them.
 
-`weight` [N / 4, K] holds codes of two bits, 0 to 2 for -1 to 1: those of row r in the lowest bits,
-then those of row r + N / 4, and so on. `weight_scale` is one number for each fused part, which the
-product is divided by ("bitlinear") or multiplied with ("autobitlinear", whose weights may also lie
-there as floats). Online, a checkpoint has plain weights, which are rounded by their mean. Source:
+`weight` [N / 4, K] holds 2-bit codes, 0 to 2 for -1 to 1: row r in the lowest bits, then row r + N
+/ 4, and so on. `weight_scale` has one number per fused part, which divides the product
+("bitlinear") or multiplies it ("autobitlinear", whose weights may also be stored as floats). In
+online mode, the checkpoint has plain weights, which are rounded using their mean. Source:
 transformers/integrations/bitnet.py, version 5.
 
-Activations are integers, with a scale per token and 256 inputs; with `use_rms_norm` they are
-normalised before that, each fused part with a weight of its own.
+Activations are rounded to integers with a scale per token and 256 inputs. With `use_rms_norm` they
+are normalised first, with a separate weight per fused part.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ _TINY = 1e-5
 
 @frozen
 class BitNetConfig:
-    """`quantization_config` of config.json; `activations`: what kernels round them to, "int8" or
-    "bf16" (not at all)."""
+    """`quantization_config` of config.json.
+
+    `activations`: what kernels round activations to, "int8" or "bf16" (no rounding).
+    """
 
     OPEN_ENDED: ClassVar[bool] = True
 
@@ -55,12 +57,12 @@ class BitNetConfig:
 
     @property
     def online(self) -> bool:
-        """Whether the checkpoint holds weights that are not rounded yet."""
+        """Whether the checkpoint holds unquantized weights."""
         return self.linear_class == "autobitlinear" and self.quantization_mode == "online"
 
 
 class BitNet(CodedMethod):
-    """-1, 0 and 1 with a scale for all of a layer."""
+    """Weights -1, 0 and 1 with one scale per tensor."""
 
     name = "bitnet"
     Config: ClassVar[type] = BitNetConfig
@@ -114,21 +116,21 @@ class BitNet(CodedMethod):
         return Codes(values, scales, torch.ones_like(scales))
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-        keeper: Any = layer
-        if keeper.norm_weight is None:
+        module: Any = layer
+        if module.norm_weight is None:
             return super().apply(layer, x, bias)
         wide = x.float()
         unit = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
         parts = [
-            self._product(held, (unit.to(x.dtype) * weight.to(x.dtype)), None)
-            for held, weight in zip(keeper.held, keeper.norm_weight, strict=True)
+            self._product(packed, (unit.to(x.dtype) * weight.to(x.dtype)), None)
+            for packed, weight in zip(module.quantized, module.norm_weight, strict=True)
         ]
         whole = torch.cat(parts, -1)
         return whole if bias is None else whole + bias
 
 
 def _ternary(stored: Tensor) -> Tensor:
-    """Codes of two bits, or floats -1 to 1 -> [N, K] uint8, 0 to 2. Raises ValueError."""
+    """Convert 2-bit codes, or floats -1 to 1, to [N, K] uint8, 0 to 2. Raises ValueError."""
     if stored.dtype != torch.uint8:
         codes = stored + 1
         if not stored.is_meta and not bool(((codes == 0) | (codes == 1) | (codes == 2)).all()):
@@ -138,7 +140,7 @@ def _ternary(stored: Tensor) -> Tensor:
 
 
 def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight: [N, K] -> codes 0 to 2, and scales [N, 1]."""
+    """Round weight [N, K] to codes 0 to 2 and scales [N, 1]."""
     wide = weight.float()
     scale = wide.abs().mean().clamp_(min=_TINY)
     values = (wide / scale).round_().clamp_(-1, 1).add_(1).to(torch.uint8)

@@ -1,1 +1,1 @@
-"""Checkpoints of bitsandbytes, and its formats at load, for modulm."""
+"""bitsandbytes checkpoints, and quantization to its formats at load, for modulm."""

@@ -1,4 +1,4 @@
-"""The hook: who names the loader means the method."""
+"""Hook: the load format bitsandbytes implies the quantization method."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAME = "bitsandbytes"
 
 @hookimpl
 def modulm_config_proposals(config: Any) -> Sequence[Proposal] | None:
-    """`--load-format bitsandbytes` without `--quantization`."""
+    """Propose `--quantization bitsandbytes` for `--load-format bitsandbytes`."""
     if config.load.load_format != _NAME:
         return None
     return [Proposal("quantization", _NAME, f"--load-format {_NAME}")]

@@ -1,6 +1,6 @@
-"""`--load-format bitsandbytes`, as vLLM calls it: safetensors, rounded by this method as they load.
+"""`--load-format bitsandbytes`, vLLM's name: safetensors that are quantized while loading.
 
-A checkpoint that the library wrote is safetensors too, and needs no loader of its own.
+Checkpoints that the library wrote are plain safetensors and do not need this loader.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["BitsAndBytesLoader"]
 
 
 class BitsAndBytesLoader(SafetensorsFolder):
-    """What the safetensors loader reads; chosen by name alone."""
+    """Reads the folders of the safetensors loader; selected only by name."""
 
     name = "bitsandbytes"
     api = 1

@@ -1,15 +1,15 @@
-"""Checkpoints of bitsandbytes (Dettmers et al., arXiv 2208.07339 and 2305.14314).
+"""bitsandbytes checkpoints (Dettmers et al., arXiv 2208.07339 and 2305.14314).
 
-Four bits: `weight` holds codes in the order of the rows, two to a byte and the first in the high
-half, in bytes or in numbers of any dtype; `weight.quant_map` the sixteen numbers that codes stand
-for; `weight.absmax` the largest number of each block. With double quantization `absmax` are codes
-themselves: of `weight.nested_quant_map`, scaled by `weight.nested_absmax` for each 256 of them,
-less an offset. `weight.quant_state.bitsandbytes__nf4` (or `fp4`) is a JSON text with the rest.
-Eight bits: `weight` int8 and `SCB`, 127 times the scale of each output. Source: QuantState.as_dict
-and Linear8bitLt of bitsandbytes 0.50.
+4 bits: `weight` holds codes in row order, two per byte with the first in the high half, as bytes or
+as numbers of any dtype. `weight.quant_map` holds the sixteen values of the codes, `weight.absmax`
+the largest magnitude of each block. With double quantization, `absmax` holds codes into
+`weight.nested_quant_map`, scaled by one `weight.nested_absmax` per 256 codes, plus an offset.
+`weight.quant_state.bitsandbytes__nf4` (or `fp4`) is JSON text with the remaining settings. 8 bits:
+`weight` int8 and `SCB`, 127 times the scale of each output. Source: QuantState.as_dict and
+Linear8bitLt of bitsandbytes 0.50.
 
-Activations are not rounded, so that outliers need no care. A plain checkpoint is rounded as it
-loads, to nf4 if nothing is set; stacks of experts too.
+Activations are not rounded, so outlier features need no special treatment. A plain checkpoint,
+including stacks of experts, is quantized while loading, to nf4 by default.
 """
 
 from __future__ import annotations
@@ -40,18 +40,19 @@ __all__ = ["BitsAndBytes", "BitsAndBytesConfig"]
 
 _BLOCK, _NESTED_BLOCK = 64, 256
 _LEAST = 8
-#: Bytes that are kept of a quant_state.
+#: Bytes reserved for a quant_state.
 _STATE = 512
-#: Where the offset of `absmax` stands, and the shape of the weight.
+#: Keys of a quant_state.
 _KEYS = ("quant_type", "blocksize", "shape")
 
 
 @frozen
 class BitsAndBytesConfig:
-    """`quantization_config` of config.json; without `quant_method` a plain checkpoint is rounded.
+    """`quantization_config` of config.json. Without `quant_method`, a plain checkpoint is quantized
+    at load.
 
-    `activations`: what kernels round them to before a product with int8, "bf16" (not at all) or
-    "int8". Other keys steer the library's own products.
+    `activations`: what kernels round activations to before an int8 product, "bf16" (no rounding) or
+    "int8". Other keys configure the library's own kernels.
     """
 
     OPEN_ENDED: ClassVar[bool] = True
@@ -65,12 +66,12 @@ class BitsAndBytesConfig:
 
     @property
     def levels(self) -> str:
-        """The numbers that codes of four bits stand for."""
+        """The name of the values of 4-bit codes."""
         return self.bnb_4bit_quant_type or ("fp4" if self.quant_method else "nf4")
 
 
 class BitsAndBytes(CodedMethod):
-    """nf4 and fp4 in blocks of 64 along inputs, and int8 with a scale per output."""
+    """nf4 and fp4 in blocks of 64 inputs, and int8 with a scale per output."""
 
     name = "bitsandbytes"
     Config: ClassVar[type] = BitsAndBytesConfig
@@ -80,7 +81,7 @@ class BitsAndBytes(CodedMethod):
     @classmethod
     def rejects(cls, spec: LinearSpec, platform: Platform) -> str | None:
         if spec.input_shard.whole % _LEAST or spec.inputs % _group(spec):
-            return f"{cls.name}: {spec.inputs} inputs cannot be cut into blocks"
+            return f"{cls.name}: {spec.inputs} inputs cannot be divided into blocks"
         return super().rejects(spec, platform)
 
     @property
@@ -97,7 +98,7 @@ class BitsAndBytes(CodedMethod):
     def scheme(self, spec: LinearSpec) -> StoredAs:
         if self.config.load_in_8bit:
             return StoredAs.integers(8, 0)
-        twice = ", in eight bits themselves" if self.config.bnb_4bit_use_double_quant else ""
+        twice = ", stored in 8 bits" if self.config.bnb_4bit_use_double_quant else ""
         text = f"{self.config.levels}, a scale per {_BLOCK} weights{twice}"
         return StoredAs(text, "other")
 
@@ -115,7 +116,7 @@ class BitsAndBytes(CodedMethod):
     def _four_bits(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:
         pairs, group = spec.input_shard.whole // 2, _group(spec)
         nested = self.config.bnb_4bit_use_double_quant
-        found = {
+        params = {
             "weight": ParamSpec(
                 (OUTPUTS, INPUTS.packed(2)),
                 "uint8",
@@ -138,14 +139,14 @@ class BitsAndBytes(CodedMethod):
         if nested:
             whole = sum(shard.whole for shard in spec.shards) * spec.input_shard.whole
             size = -(-whole // (_BLOCK * _NESTED_BLOCK))
-            found["nested_absmax"] = ParamSpec(
+            params["nested_absmax"] = ParamSpec(
                 (PARTS, fixed(size)),
                 "float32",
                 "weight.nested_absmax",
                 transform=lambda t: _padded(t, size),
             )
-            found["nested_levels"] = ParamSpec((fixed(256),), "float32", "weight.nested_quant_map")
-        return found
+            params["nested_levels"] = ParamSpec((fixed(256),), "float32", "weight.nested_quant_map")
+        return params
 
     def codes(self, stored: Mapping[str, Tensor], spec: LinearSpec) -> tuple[Codes, ...]:
         if self.config.load_in_8bit:
@@ -165,16 +166,18 @@ class BitsAndBytes(CodedMethod):
             return round_to_int8(stored["weight"])
         form = stored.get("form")
         if form is not None and int(form):
-            raise CheckpointError(f"{spec.name}.weight_format: {int(form)}; 0, rows, is read")
+            raise CheckpointError(
+                f"{spec.name}.weight_format: {int(form)} is not supported; only 0 (row-major)"
+            )
         return Codes(stored["weight"], stored["scales"][:, None] / 127)
 
     def _nested(
         self, stored: Mapping[str, Tensor], spec: LinearSpec, part: int, state: dict[str, Any]
     ) -> Tensor:
-        """[outputs of the part, groups of this rank], the scales of one part.
+        """Return the scales of one part, [outputs of the part, groups of this rank].
 
-        Blocks of scales are counted from where the stored tensor begins: at this part, or at the
-        first of a layer that is stored in one piece.
+        Blocks of scales are counted from the start of the stored tensor: at this part, or at the
+        first part if the layer is stored as one tensor.
         """
         start = sum(spec.parts[:part])
         codes = stored["absmax"][start : start + spec.parts[part]]
@@ -190,32 +193,32 @@ class BitsAndBytes(CodedMethod):
         return stored["nested_levels"][codes.int()] * outer + state["nested_offset"]
 
     def _state(self, text: Tensor, spec: LinearSpec, part: int) -> dict[str, Any]:
-        """What a quant_state says. Raises CheckpointError if it is not what was counted on."""
+        """Parse a quant_state. Raises CheckpointError if it does not match the layer."""
         names = spec.part_names or (spec.name,)
         where = f"{names[part]}.weight.quant_state.bitsandbytes__{self.config.levels}"
         try:
             state = json.loads(bytes(text.tolist()).rstrip(b"\0"))
-            found = [state[key] for key in _KEYS]
+            values = [state[key] for key in _KEYS]
             sizes = {spec.shards[part].whole, sum(shard.whole for shard in spec.shards)}
             offset = float(state.setdefault("nested_offset", 0.0))
-            fits = found[2][0] in sizes and found[2][1] == spec.input_shard.whole
+            fits = values[2][0] in sizes and values[2][1] == spec.input_shard.whole
         except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise CheckpointError(f"{where}: no table with {', '.join(_KEYS)}: {error}") from error
+            raise CheckpointError(f"{where}: must have {', '.join(_KEYS)}: {error}") from error
         nested = state.get("nested_blocksize", _NESTED_BLOCK)
-        wanted = (self.config.levels, _BLOCK, _NESTED_BLOCK)
-        if (found[0], found[1], nested) != wanted or not fits or offset != offset:
+        expected = (self.config.levels, _BLOCK, _NESTED_BLOCK)
+        if (values[0], values[1], nested) != expected or not fits or offset != offset:
             shape = [spec.shards[part].whole, spec.input_shard.whole]
-            raise CheckpointError(f"{where}: {state}; {wanted} and shape {shape} are needed")
+            raise CheckpointError(f"{where}: {state}; expected {expected} and shape {shape}")
         return dict(state)
 
 
 def _group(spec: LinearSpec) -> int:
-    """Inputs that share a scale in every row: blocks are counted through all rows."""
+    """Return the inputs per scale; blocks continue across rows."""
     return gcd(_BLOCK, spec.input_shard.whole)
 
 
 def _rows_of_blocks(spec: LinearSpec) -> Callable[[Tensor], Tensor]:
-    """What blocks have one of, in the order of the rows -> [N, groups]."""
+    """Return a function that spreads one value per block, in row order, to [N, groups]."""
     inputs, group = spec.input_shard.whole, _group(spec)
     sizes = [shard.whole for shard in spec.shards]
     sizes.append(sum(sizes))
@@ -226,14 +229,14 @@ def _rows_of_blocks(spec: LinearSpec) -> Callable[[Tensor], Tensor]:
             if -(-outputs * inputs // _BLOCK) == len(flat):
                 each = flat.repeat_interleave(_BLOCK // group)
                 return each[: outputs * inputs // group].reshape(outputs, -1)
-        raise ValueError(f"{len(flat)} blocks of {_BLOCK} are not those of {inputs} inputs")
+        raise ValueError(f"{len(flat)} blocks of {_BLOCK} do not match {inputs} inputs")
 
     return spread
 
 
 def _padded(tensor: Tensor, size: int) -> Tensor:
-    """A vector with zeros behind it. Raises ValueError if it is too long."""
+    """Pad a vector with zeros. Raises ValueError if it is too long."""
     flat = tensor.reshape(-1)
     if len(flat) > size:
-        raise ValueError(f"{len(flat)} entries, at most {size} are expected")
+        raise ValueError(f"{len(flat)} entries, at most {size} expected")
     return torch.nn.functional.pad(flat, (0, size - len(flat)))

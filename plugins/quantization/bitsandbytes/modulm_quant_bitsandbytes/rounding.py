@@ -1,4 +1,4 @@
-"""Rounding plain weights to the formats of bitsandbytes."""
+"""Quantize plain weights to the formats of bitsandbytes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from modulm_quantized import Codes
 
 __all__ = ["LEVELS", "round_to_int8", "round_to_levels"]
 
-#: Numbers by their code: those of equal share of a normal distribution (arXiv 2305.14314, appendix
-#: E), and floats with two bits of exponent and one of mantissa, in twelfths.
+#: Values by code: nf4 has equal shares of a normal distribution (arXiv 2305.14314, appendix E); fp4
+#: has two exponent bits and one mantissa bit, in twelfths.
 LEVELS = {
     "nf4": (
         -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
@@ -22,13 +22,13 @@ LEVELS = {
         sign * twelfths / 12 for sign in (1, -1) for twelfths in (0, 0.0625, 8, 12, 4, 6, 2, 3)
     ),
 }  # fmt: skip
-#: Rows rounded at a time: no fp32 copy of a large matrix is ever alive.
+#: Rows that are quantized at once, so that no fp32 copy of a large matrix exists.
 _ROWS = 1024
 _TINY = 1e-12
 
 
 def round_to_levels(weight: Tensor, name: str, block: int) -> Codes:
-    """weight: [N, K] -> the nearest of LEVELS[name], with a scale per `block` inputs."""
+    """Round weight [N, K] to the nearest of LEVELS[name], with a scale per `block` inputs."""
     levels = torch.tensor(LEVELS[name], device=weight.device)
     ranked, order = levels.sort()
     middles = (ranked[1:] + ranked[:-1]) / 2
@@ -38,13 +38,13 @@ def round_to_levels(weight: Tensor, name: str, block: int) -> Codes:
         rows = slice(start, start + _ROWS)
         wide = weight[rows].float().unflatten(1, (-1, block))
         scales[rows] = wide.abs().amax(-1).clamp_(min=_TINY)
-        places = torch.bucketize(wide / scales[rows][..., None], middles)
-        values[rows] = order[places].flatten(1).to(torch.uint8)
+        nearest = torch.bucketize(wide / scales[rows][..., None], middles)
+        values[rows] = order[nearest].flatten(1).to(torch.uint8)
     return Codes(values, scales, levels=levels)
 
 
 def round_to_int8(weight: Tensor) -> Codes:
-    """weight: [N, K] -> int8 with a scale per row."""
+    """Round weight [N, K] to int8 with a scale per row."""
     values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(weight.shape[0], 1, device=weight.device)
     for start in range(0, weight.shape[0], _ROWS):

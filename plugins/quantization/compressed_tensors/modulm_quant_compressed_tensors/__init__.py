@@ -1,1 +1,1 @@
-"""Checkpoints of compressed-tensors and LLM Compressor for modulm."""
+"""compressed-tensors (LLM Compressor) checkpoints for modulm."""

@@ -1,10 +1,10 @@
-"""Codes of 2:4 sparse layers in the order of a GPU's kernel (`marlin-24`).
+"""Decode 2:4 sparse layers stored in the order of a GPU kernel (`marlin-24`).
 
-`weight_packed` [K / 32, words] holds the codes of half of the inputs, input by input, tiles of 16
-inputs and 64 outputs in the order in which a warp's 32 lanes take them; `meta` [K / 32, 2 N] where
-those inputs are, two bits for each, rows and columns in the order of sparse tensor cores;
-`scale_packed` [groups, N] scales in the order of lanes. Source: the format marlin-24 of
-compressed-tensors 0.11, which only writes it.
+`weight_packed` [K / 32, words] holds codes of half of the inputs, input by input, in tiles of 16
+inputs and 64 outputs in the order of a warp's 32 lanes. `meta` [K / 32, 2 N] holds the indices of
+those inputs, 2 bits each, with rows and columns in the order of sparse tensor cores. `scale_packed`
+[groups, N] holds scales in lane order. Source: format marlin-24 of compressed-tensors 0.11, which
+only writes it.
 """
 
 from __future__ import annotations
@@ -17,46 +17,46 @@ from modulm_quantized import unpack_words
 __all__ = ["dense_codes", "plain_scales"]
 
 _TILE, _WIDE, _QUADS = 16, 64, 4
-#: Which of eight neighbouring values each place of a word has, by bits.
+#: For each position in a word, by bits: the index among eight neighbouring values.
 _PLACES = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3)}
 _SCALES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def dense_codes(words: Tensor, meta: Tensor, bits: int) -> Tensor:
-    """[N, K] codes from 0; what is not stored is the code of zero."""
+    """Return [N, K] unsigned codes; inputs that are not stored get the code of zero."""
     packed = unpack_words(words, bits, 1).long().reshape(-1, _TILE * _WIDE)
     tiles = torch.empty_like(packed)
     tiles[:, _order(bits)] = packed
     rows, outputs = words.shape[0], meta.shape[1] // 2
-    laid = tiles.view(rows, outputs // _TILE, _TILE, _TILE).transpose(1, 2)
-    kept = laid.reshape(rows * _TILE, outputs).T
-    places = _places(meta)
-    found = kept.new_full((outputs, 2 * kept.shape[1]), 2 ** (bits - 1))
-    return found.scatter_(1, places, kept)
+    by_output = tiles.view(rows, outputs // _TILE, _TILE, _TILE).transpose(1, 2)
+    stored = by_output.reshape(rows * _TILE, outputs).T
+    inputs = _input_indices(meta)
+    codes = stored.new_full((outputs, 2 * stored.shape[1]), 2 ** (bits - 1))
+    return codes.scatter_(1, inputs, stored)
 
 
 def plain_scales(packed: Tensor, inputs: int, group: int) -> Tensor:
-    """[N, groups] of `scale_packed`."""
+    """Return [N, groups] in natural order from `scale_packed`."""
     if not 0 < group < inputs // 2:
         return packed.T
     order = torch.tensor(_SCALES)
-    found = torch.empty_like(packed).view(-1, len(_SCALES))
-    found[:, order] = packed.reshape(-1, len(_SCALES))
-    return found.view_as(packed).T
+    scales = torch.empty_like(packed).view(-1, len(_SCALES))
+    scales[:, order] = packed.reshape(-1, len(_SCALES))
+    return scales.view_as(packed).T
 
 
 def _order(bits: int) -> Tensor:
-    """Where in a row of four tiles each value of 1,024 comes from."""
-    lane, column, half, place = torch.meshgrid(*map(torch.arange, (32, 4, 2, 4)), indexing="ij")
-    row = lane % 4 * 2 + place % 2 + place // 2 * 8
+    """Return, for each of the 1,024 values in a row of four tiles, the index that it comes from."""
+    lane, column, half, item = torch.meshgrid(*map(torch.arange, (32, 4, 2, 4)), indexing="ij")
+    row = lane % 4 * 2 + item % 2 + item // 2 * 8
     tile, side = lane // 8, lane // 4 % 2
-    found = (tile * _TILE + row) * _TILE + side * 8 + half * 4 + column
+    index = (tile * _TILE + row) * _TILE + side * 8 + half * 4 + column
     within = torch.tensor(_PLACES[bits])
-    return found.reshape(-1, len(within))[:, within].flatten()
+    return index.reshape(-1, len(within))[:, within].flatten()
 
 
-def _places(meta: Tensor) -> Tensor:
-    """[N, K / 2]: the input that each stored value is of."""
+def _input_indices(meta: Tensor) -> Tensor:
+    """Return [N, K / 2]: the input index of each stored value."""
     outputs, columns = meta.shape[1] // 2, meta.shape[0] * 2
     stored = meta.view(torch.int16).reshape(meta.shape[0], outputs, 2).int() & 0xFFFF
     row, column = torch.meshgrid(torch.arange(outputs), torch.arange(columns), indexing="ij")

@@ -1,15 +1,15 @@
-"""Checkpoints of compressed-tensors (the format of LLM Compressor), version 0.20 and before.
+"""compressed-tensors checkpoints (the format of LLM Compressor), up to version 0.20.
 
-A layer has `weight_packed` or `weight`, `weight_scale` and perhaps `weight_zero_point`,
-`weight_global_scale` and `weight_g_idx`. Packed integers are shifted to begin at 0 and lie in words
-without gaps, zero points too, along outputs. Scales of tensors are those of each fused part, of
-channels [N, 1], of groups [N, K / group], of blocks [N / rows, K / columns]; those of MX formats
-are exponents of 2 plus 127. A layer may also be stored without its zeros, see sparse.py. Source:
-compressed_tensors/compressors of the library.
+A layer has `weight_packed` or `weight`, `weight_scale` and optionally `weight_zero_point`,
+`weight_global_scale` and `weight_g_idx`. Packed integers are shifted to start at 0 and stored in
+words without gaps; so are zero points, along outputs. Scales have one entry per fused part
+("tensor"), [N, 1] ("channel"), [N, K / group] ("group") or [N / rows, K / columns] ("block"); those
+of MX formats are exponents of 2 plus 127. A 2:4 sparse layer may be stored without its zeros, see
+sparse.py. Source: compressed_tensors/compressors of the library.
 
-Activations that a scheme makes integers are multiplied as integers, with a scale per token and 256
-inputs. Those that it makes fp8 are rounded where kernels multiply fp8, those that it makes fp4 are
-not; stored scales of activations and of the cache are not needed.
+Activations with an integer scheme are multiplied as integers, with a scale per token and 256
+inputs. With an fp8 scheme, they are rounded if the kernels support fp8; with an fp4 scheme, they
+are not. Stored scales of activations and of the KV cache are not used.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _NAME = "compressed-tensors"
 
 
 class CompressedTensors(CodedMethod):
-    """Integers of 2 to 8 bits, fp8 and the four-bit floats, mixed by layer."""
+    """Integers of 2 to 8 bits, fp8 and 4-bit floats, mixed by layer."""
 
     name = _NAME
     Config: ClassVar[type] = CompressedTensorsConfig
@@ -111,7 +111,8 @@ class CompressedTensors(CodedMethod):
         weights, form = group.weights or Weights(), self.config.stored_as(group)
         if self._sparse(spec) and "pack" in form:
             raise ConfigError(
-                "quantization_config.sparsity_config", f"{spec.name}: {form} has no 2:4 form"
+                "quantization_config.sparsity_config",
+                f"{spec.name}: {form} does not support 2:4 sparsity",
             )
         scale = ParamSpec(self._scale_axes(spec, weights), "float32", "weight_scale")
         if form == "marlin-24":
@@ -127,20 +128,23 @@ class CompressedTensors(CodedMethod):
             words, rows = (packed_axis(axis, weights.num_bits) for axis in (INPUTS, OUTPUTS))
             zeros = ParamSpec((rows, *scale.axes[1:]), "int32", "weight_zero_point")
             index = ParamSpec((PARTS, INPUTS), "int32", "weight_g_idx", optional=True)
-            found = {"words": ParamSpec((OUTPUTS, words), "int32", "weight_packed"), "index": index}
-            return {**found, "scale": scale, **({} if weights.symmetric else {"zeros": zeros})}
+            params = {
+                "words": ParamSpec((OUTPUTS, words), "int32", "weight_packed"),
+                "index": index,
+            }
+            return {**params, "scale": scale, **({} if weights.symmetric else {"zeros": zeros})}
         if form.endswith("fp4-pack-quantized"):
             pairs = ParamSpec((OUTPUTS, INPUTS.packed(2)), "uint8", "weight_packed")
-            every = ParamSpec((PARTS,), "float32", "weight_global_scale")
-            more = {"global_scale": every} if form.startswith("nv") else {}
+            global_scale = ParamSpec((PARTS,), "float32", "weight_global_scale")
+            more = {"global_scale": global_scale} if form.startswith("nv") else {}
             return {"pairs": pairs, "scale": scale, **more}
-        kept = "int8" if weights.type == "int" else "float8_e4m3fn"
+        dtype = "int8" if weights.type == "int" else "float8_e4m3fn"
         zeros = ParamSpec(scale.axes, "int8", "weight_zero_point")
-        found = {**self._values(spec, kept), "scale": scale}
-        return found if weights.symmetric else {**found, "zeros": zeros}
+        params = {**self._values(spec, dtype), "scale": scale}
+        return params if weights.symmetric else {**params, "zeros": zeros}
 
     def _values(self, spec: LinearSpec, dtype: str) -> dict[str, ParamSpec]:
-        """One number for each weight, with zeros or without."""
+        """Return the parameters with one number per weight, stored with or without zeros."""
         if not self._sparse(spec):
             return {"weight": ParamSpec((OUTPUTS, INPUTS), dtype)}
         return {
@@ -183,7 +187,9 @@ class CompressedTensors(CodedMethod):
         return sorted_by_group(Codes(values, scale, zeros), stored.get("index"), spec)
 
     def _scale_axes(self, spec: LinearSpec, weights: Weights) -> tuple[Axis, ...]:
-        """Raises ConfigError where groups do not come out even."""
+        """Return the axes of scales. Raises ConfigError if the inputs are not a multiple of the
+        group size.
+        """
         scope, whole = weights.scope, spec.input_shard.whole
         if scope == "tensor":
             return (PARTS,)
@@ -196,43 +202,45 @@ class CompressedTensors(CodedMethod):
         if size < 1 or whole % size or spec.inputs % size:
             raise ConfigError(
                 "quantization_config.config_groups",
-                f"{spec.name} has {spec.inputs} inputs, which are not whole groups of {size}",
+                f"{spec.name} has {spec.inputs} inputs, not a multiple of the group size {size}",
             )
         return (OUTPUTS, INPUTS.blocks(size))
 
-    def _grid(self, held: Tensor, spec: LinearSpec, weights: Weights) -> Tensor:
-        """Scales or zero points as [N, groups]."""
+    def _grid(self, stored: Tensor, spec: LinearSpec, weights: Weights) -> Tensor:
+        """Return scales or zero points as [N, groups]."""
         if weights.scope == "tensor":
-            return per_row(held, spec)
+            return per_row(stored, spec)
         if weights.scope != "block":
-            return held
-        return block_grid(held, spec, *(weights.block_structure or (128, 128)))
+            return stored
+        return block_grid(stored, spec, *(weights.block_structure or (128, 128)))
 
     def _group(self, spec: LinearSpec) -> Group | None:
-        """The scheme of a layer. Raises ConfigError where fused parts differ."""
+        """Return the scheme of a layer. Raises ConfigError if fused parts differ."""
         names = spec.part_names or (spec.name,)
-        found = [self.config.group(name) for name in names]
-        if any(group != found[0] for group in found):
+        groups = [self.config.group(name) for name in names]
+        if any(other != groups[0] for other in groups):
             listed = ", ".join(names)
             raise ConfigError(
-                "quantization_config.config_groups", f"{listed}: not alike, and fused"
+                "quantization_config.config_groups",
+                f"{listed}: fused layers have different settings",
             )
-        return found[0]
+        return groups[0]
 
     def _sparse(self, spec: LinearSpec) -> bool:
-        """Whether a layer's zeros are left out. Raises ConfigError where fused parts differ."""
+        """Whether a layer is stored without zeros. Raises ConfigError if fused parts differ."""
         names = spec.part_names or (spec.name,)
-        found = [self.config.sparse(name) for name in names]
-        if any(found) != all(found):
+        sparse = [self.config.sparse(name) for name in names]
+        if any(sparse) != all(sparse):
             listed = ", ".join(names)
             raise ConfigError(
-                "quantization_config.sparsity_config", f"{listed}: not alike, and fused"
+                "quantization_config.sparsity_config",
+                f"{listed}: fused layers have different settings",
             )
-        return found[0]
+        return sparse[0]
 
 
 def _numbers(stored: Mapping[str, Tensor], spec: LinearSpec) -> Tensor:
-    """One number for each weight: [N, K]."""
+    """Return one number per weight: [N, K]."""
     if "bitmask" in stored:
         return dense(stored["compressed"], stored["bitmask"], spec)
     return stored["weight"]

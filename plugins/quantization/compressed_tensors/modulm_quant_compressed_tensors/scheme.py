@@ -1,4 +1,4 @@
-"""The quantization_config of compressed-tensors: which layers have which scheme."""
+"""The quantization_config of compressed-tensors: schemes and the layers that they apply to."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ FORMATS = (
     "marlin-24",
 )
 _STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
-#: Targets that mean every linear layer.
+#: Targets that match every linear layer.
 _LINEAR = frozenset({"Linear", "Conv1D", "Parallel", "ReplicatedLinear"})
 
 
 @frozen
 class Weights:
-    """How the weights of a scheme are stored (`QuantizationArgs`)."""
+    """How a scheme stores weights (`QuantizationArgs`)."""
 
     OPEN_ENDED: ClassVar[bool] = True
 
@@ -42,7 +42,7 @@ class Weights:
 
     @property
     def scope(self) -> str:
-        """What shares a scale; where the file does not say, by the group size."""
+        """What shares a scale; derived from the group size if the file does not state it."""
         if self.strategy is not None:
             return self.strategy
         if self.group_size is None:
@@ -50,18 +50,18 @@ class Weights:
         return "channel" if self.group_size == -1 else "group"
 
     def check_marlin(self, name: str) -> None:
-        """Raises ValueError for what marlin-24 has no form for."""
+        """Raise ValueError for settings that marlin-24 does not support."""
         grouped = self.scope == "group" and self.group_size == 128
         if self.num_bits not in (4, 8) or not (grouped or self.scope == "channel"):
             raise ValueError(
-                f"config_groups.{name}.weights: marlin-24 has 4 or 8 bits, and a scale per output "
+                f"config_groups.{name}.weights: marlin-24 needs 4 or 8 bits and a scale per output "
                 "or per 128 inputs"
             )
 
 
 @frozen
 class Group:
-    """One entry of `config_groups`: layers, and how they are stored."""
+    """An entry of `config_groups`: layers and how they are stored."""
 
     targets: tuple[str, ...] = ()
     weights: Weights | None = None
@@ -69,26 +69,26 @@ class Group:
     output_activations: dict[str, Any] | None = None
     format: str | None = None
 
-    def means(self, name: str) -> bool:
+    def matches_layer(self, name: str) -> bool:
         """Whether the layer is a target."""
         return bool(_LINEAR & set(self.targets)) or matches(name, self.targets)
 
     @property
     def integers(self) -> bool:
-        """Whether activations are integers of eight bits, too."""
-        given = self.input_activations or {}
-        return given.get("type", "int") == "int" and given.get("num_bits") == 8
+        """Whether activations are 8-bit integers."""
+        activations = self.input_activations or {}
+        return activations.get("type", "int") == "int" and activations.get("num_bits") == 8
 
     @property
     def floats(self) -> bool:
-        """Whether activations are floats of eight bits."""
-        given = self.input_activations or {}
-        return given.get("type") == "float" and given.get("num_bits") == 8
+        """Whether activations are 8-bit floats."""
+        activations = self.input_activations or {}
+        return activations.get("type") == "float" and activations.get("num_bits") == 8
 
 
 @frozen
 class Sparsity:
-    """`sparsity_config`: layers of which every four inputs have two that are not zero."""
+    """`sparsity_config`: layers with 2:4 sparsity, stored without zeros."""
 
     OPEN_ENDED: ClassVar[bool] = True
 
@@ -96,8 +96,8 @@ class Sparsity:
     targets: tuple[str, ...] = ()
     ignore: tuple[str, ...] | None = None
 
-    def means(self, name: str) -> bool:
-        """Whether the layer is stored so."""
+    def matches_layer(self, name: str) -> bool:
+        """Whether the layer is stored without zeros."""
         if self.format == "dense" or matches(name, self.ignore or ()):
             return False
         return bool(_LINEAR & set(self.targets)) or matches(name, self.targets)
@@ -105,7 +105,9 @@ class Sparsity:
 
 @frozen
 class CompressedTensorsConfig:
-    """`quantization_config` of config.json; what else it says is how the weights were found."""
+    """`quantization_config` of config.json. Its other keys describe how the weights were
+    computed.
+    """
 
     OPEN_ENDED: ClassVar[bool] = True
 
@@ -119,32 +121,40 @@ class CompressedTensorsConfig:
 
     def __attrs_post_init__(self) -> None:
         if not self.config_groups and self.sparsity_config is None:
-            raise ValueError("config_groups: is needed; a plain checkpoint has none")
+            raise ValueError(
+                "config_groups: missing; plain checkpoints cannot be quantized at load"
+            )
         if (self.transform_config or {}).get("config_groups"):
-            raise ValueError("transform_config: transforms of activations are not there yet")
+            raise ValueError("transform_config: transforms of activations are not supported yet")
         if self.quantization_status not in ("compressed", "frozen"):
-            raise ValueError(f"quantization_status: {self.quantization_status!r}, not compressed")
+            raise ValueError(
+                f"quantization_status: must be compressed, not {self.quantization_status!r}"
+            )
         for name, group in self.config_groups.items():
             if group.weights is not None and self.stored_as(group) not in FORMATS:
                 raise ValueError(
                     f"config_groups.{name}.format: {self.stored_as(group)!r}; "
-                    f"read are {', '.join(FORMATS)}"
+                    f"supported: {', '.join(FORMATS)}"
                 )
             if group.weights is not None and self.stored_as(group) == "marlin-24":
                 group.weights.check_marlin(name)
 
     def stored_as(self, group: Group) -> str:
-        """The format of a group's files."""
+        """Return the format of a group's files."""
         return group.format or self.format
 
     def sparse(self, name: str) -> bool:
-        """Whether a layer's zeros are left out."""
-        return self.sparsity_config is not None and self.sparsity_config.means(name)
+        """Whether a layer is stored without zeros."""
+        return self.sparsity_config is not None and self.sparsity_config.matches_layer(name)
 
-    def group(self, name: str) -> Group | None:
-        """The scheme of a layer: of the group that names it, else of the one for all layers."""
+    def candidate(self, name: str) -> Group | None:
+        """Return the scheme of a layer: of the group that names it, else of the group for all
+        layers.
+        """
         if matches(name, self.ignore or ()):
             return None
-        found = [group for group in self.config_groups.values() if group.means(name)]
-        found.sort(key=lambda group: not matches(name, group.targets))
-        return found[0] if found and found[0].weights is not None else None
+        groups = [
+            candidate for candidate in self.config_groups.values() if candidate.matches_layer(name)
+        ]
+        groups.sort(key=lambda candidate: not matches(name, candidate.targets))
+        return groups[0] if groups and groups[0].weights is not None else None

@@ -1,7 +1,7 @@
-"""Layers of which every four inputs have two that are not zero, stored without the zeros.
+"""Decode layers with 2:4 sparsity that are stored without zeros.
 
-`compressed` [N, K / 2] holds the other values in their order, `bitmask` [N, K / 8] a bit for each
-input, the first in the lowest. Source: sparse-24-bitmask of compressed-tensors 0.11.
+`compressed` [N, K / 2] holds the non-zero values in order, `bitmask` [N, K / 8] one bit per input,
+the first in the lowest bit. Source: sparse-24-bitmask of compressed-tensors 0.11.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ __all__ = ["dense"]
 
 
 def dense(compressed: Tensor, bitmask: Tensor, spec: LinearSpec) -> Tensor:
-    """[N, K] in the dtype of `compressed`. Raises CheckpointError if the bits do not fit."""
+    """Return [N, K] in the dtype of `compressed`. Raises CheckpointError if the bit counts do not
+    match.
+    """
     bits = (bitmask[..., None] >> torch.arange(8, device=bitmask.device)) & 1
     mask = bits.flatten(1).bool()
     if bool((mask.sum(1) != compressed.shape[1]).any()):
         raise CheckpointError(
-            f"{spec.name}.bitmask: rows do not have {compressed.shape[1]} bits of {spec.inputs}"
+            f"{spec.name}.bitmask: rows need {compressed.shape[1]} of {spec.inputs} bits set"
         )
     raw = compressed.view(torch.uint8) if compressed.dtype.itemsize == 1 else compressed
-    found = torch.zeros(mask.shape, dtype=raw.dtype, device=raw.device)
-    return found.masked_scatter_(mask, raw).view(compressed.dtype)
+    weight = torch.zeros(mask.shape, dtype=raw.dtype, device=raw.device)
+    return weight.masked_scatter_(mask, raw).view(compressed.dtype)

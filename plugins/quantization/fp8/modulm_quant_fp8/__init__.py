@@ -1,1 +1,1 @@
-"""fp8 for modulm: checkpoints that hold it, and rounding plain ones at load."""
+"""fp8 for modulm: checkpoints in fp8, and quantization of plain ones at load."""

@@ -1,9 +1,9 @@
-"""Weights in e4m3 (Micikevicius et al., arXiv 2209.05433), as published or rounded at load.
+"""Weights in e4m3 (Micikevicius et al., arXiv 2209.05433), as published or quantized at load.
 
-A published layer has `weight` and `weight_scale`, one for each fused part or ("fbgemm_fp8") each
-output, or `weight_scale_inv`, one for each block of outputs and inputs (DeepSeek-V3, arXiv
-2412.19437, section 3.3). Activations are not rounded; their stored scales are not needed. A plain
-checkpoint is rounded as it loads, with a scale per output; its experts stay as they are.
+A published layer has `weight` and `weight_scale`, one per fused part or ("fbgemm_fp8") per output,
+or `weight_scale_inv`, one per block of outputs and inputs (DeepSeek-V3, arXiv 2412.19437, section
+3.3). Stored activation scales are not used. A plain checkpoint is quantized while loading, with a
+scale per output; its experts are not quantized.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _NEEDLESS = re.compile(r"\.(input_scale(_ub)?|activation_scale|[kv]_scale)$")
 
 @frozen
 class FP8Config:
-    """`quantization_config` of config.json; nothing of it is set for a plain checkpoint.
+    """`quantization_config` of config.json; empty for a plain checkpoint.
 
-    `activation_scheme` and bounds of activations do not matter: those are rounded with scales of
-    their own, where kernels multiply fp8, or not at all.
+    `activation_scheme` and bounds of activations are ignored: activations get dynamic scales if the
+    kernels support fp8, and are not rounded otherwise.
     """
 
     OPEN_ENDED: ClassVar[bool] = True
@@ -59,11 +59,13 @@ class FP8Config:
     def __attrs_post_init__(self) -> None:
         block = self.weight_block_size
         if block is not None and (len(block) != 2 or min(block) < 1):
-            raise ValueError(f"weight_block_size: two numbers, outputs and inputs, not {block}")
+            raise ValueError(
+                f"weight_block_size: must be two numbers, outputs and inputs, not {block}"
+            )
 
 
 class FP8(CodedMethod):
-    """A byte per weight with an exponent in it: small weights keep their digits."""
+    """8-bit floats: one byte per weight, with an exponent."""
 
     name = "fp8"
     Config: ClassVar[type] = FP8Config
@@ -71,7 +73,7 @@ class FP8(CodedMethod):
 
     @property
     def stored(self) -> bool:
-        """Whether the checkpoint holds fp8."""
+        """Whether the checkpoint holds fp8 weights."""
         return bool(self.config.quant_method)
 
     def skips(self, name: str) -> bool:
@@ -117,13 +119,13 @@ class FP8(CodedMethod):
         return (Codes(stored["weight"], self._grid(stored["scale"], spec)),)
 
     def _grid(self, scale: Tensor, spec: LinearSpec) -> Tensor:
-        """The stored scales as [N, groups]."""
+        """Return the stored scales as [N, groups]."""
         block = self.config.weight_block_size
         return per_row(scale, spec) if block is None else block_grid(scale, spec, *block)
 
 
 class FbgemmFP8(FP8):
-    """The checkpoints of FBGEMM, with a scale for each output."""
+    """FBGEMM checkpoints, with a scale per output."""
 
     name = "fbgemm_fp8"
     scope = "output"
@@ -136,6 +138,6 @@ class FbgemmFP8(FP8):
 
 
 class PtpcFP8(FbgemmFP8):
-    """A scale for each output, and activations that would be rounded token by token."""
+    """vLLM's name for a scale per output and per-token activation scales."""
 
     name = "ptpc_fp8"

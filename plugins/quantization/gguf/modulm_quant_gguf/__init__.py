@@ -1,1 +1,1 @@
-"""GGUF files, as llama.cpp writes them, for modulm: weights, configuration, tokenizer."""
+"""GGUF checkpoints (llama.cpp's format) for modulm: weights, configuration, tokenizer."""

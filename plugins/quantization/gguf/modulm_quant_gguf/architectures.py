@@ -1,6 +1,7 @@
-"""How each architecture's tensors are called in a GGUF file and in its checkpoints.
+"""Map tensor names in GGUF files to the weight names of each architecture.
 
-Sources: gguf-py/gguf/tensor_mapping.py and convert_hf_to_gguf.py of llama.cpp; names of our models.
+Sources: gguf-py/gguf/tensor_mapping.py and convert_hf_to_gguf.py of llama.cpp; weight names of our
+models.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from modulm_quant_gguf.container import Model, Place
+from modulm_quant_gguf.container import Model, TensorInfo
 from modulm_quant_gguf.entries import Entry, joined, linear, plain, rows, unpermuted
 from modulm_quant_gguf.keys import Keys
 
 __all__ = ["ARCHITECTURES", "Layout", "entries"]
 
-#: A tensor of a layer with what it needs besides: (model's keys, model, place, path of the layer,
-#: what it is of: "weight" or "bias") -> what it gives.
-Special = Callable[[Keys, Place, str, str], Iterable[Entry]]
+#: Converts a tensor that needs more than a new name: (model's keys, tensor, path of its layer,
+#: suffix "weight" or "bias") -> entries.
+Special = Callable[[Keys, TensorInfo, str, str], Iterable[Entry]]
 
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 
@@ -55,18 +56,19 @@ _SHARED = {
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
     "exp_probs_b": "=mlp.gate.e_score_correction_bias",
 }
-#: Rotary factors, which the configuration takes; angles that follow from it.
+#: Rotary factors, which the configuration reads, and precomputed angles.
 _UNUSED = ("rope_freqs", "rope_factors_long", "rope_factors_short", "attn_rot_embd")
-#: Matrices that are not the weight of a layer.
+#: Matrices that are not the weight of a linear layer.
 _NO_LAYER = ("ssm_conv1d", "ssm_a", "ssm_d", "attn_q_norm", "attn_k_norm")
 
 
 @frozen(eq=False)
 class Layout:
-    """Names of one architecture. A name behind "=" is all of it; others get ".weight" or ".bias".
+    """Names of one architecture.
 
-    less: what the writer added to weights of norms. permuted: tensors whose rows it reordered ->
-    the key that counts their heads.
+    A name that begins with "=" is complete; others get the suffix ".weight" or ".bias". less:
+    offset that the converter added to norm weights. permuted: tensors whose rows the converter
+    reordered -> the key with their number of heads.
     """
 
     layer: Mapping[str, str]
@@ -78,10 +80,10 @@ class Layout:
 
 
 def entries(model: Model, keys: Keys, layout: Layout) -> Iterator[Entry]:
-    """All tensors of the file, by the model's names; one without a name keeps its own."""
-    for place in model.places.values():
-        found = _LAYER.fullmatch(place.name)
-        path, rest = (f"{layout.prefix}{found[1]}.", found[2]) if found else ("", place.name)
+    """Yield all tensors of the file under the model's names; unknown tensors keep their names."""
+    for info in model.tensors.values():
+        layer = _LAYER.fullmatch(info.name)
+        path, rest = (f"{layout.prefix}{layer[1]}.", layer[2]) if layer else ("", info.name)
         stem, _, suffix = rest.rpartition(".")
         if suffix not in ("weight", "bias"):
             stem, suffix = rest, ""
@@ -89,117 +91,122 @@ def entries(model: Model, keys: Keys, layout: Layout) -> Iterator[Entry]:
             continue
         special = layout.special.get(stem)
         if special is not None:
-            yield from special(keys, place, path, suffix)
+            yield from special(keys, info, path, suffix)
             continue
-        names = layout.layer if found else layout.top
-        yield _entry(layout, keys, place, path + names.get(stem, stem), stem, suffix)
+        names = layout.layer if layer else layout.top
+        yield _entry(layout, keys, info, path + names.get(stem, stem), stem, suffix)
 
 
-def _entry(layout: Layout, keys: Keys, place: Place, target: str, stem: str, suffix: str) -> Entry:
+def _entry(
+    layout: Layout, keys: Keys, info: TensorInfo, target: str, stem: str, suffix: str
+) -> Entry:
     if "=" in target:
-        return plain(target.replace("=", ""), [place])
+        return plain(target.replace("=", ""), [info])
     counted = layout.permuted.get(stem)
     change = unpermuted(keys.heads(counted)) if counted else None
-    if suffix == "weight" and len(place.shape) > 1 and stem not in _NO_LAYER:
-        return linear(target, place) if change is None else linear(target, place, change)
+    if suffix == "weight" and len(info.shape) > 1 and stem not in _NO_LAYER:
+        return linear(target, info) if change is None else linear(target, info, change)
     name = f"{target}.{suffix}" if suffix else target
     if change is None and layout.less and stem.endswith("norm"):
         less = layout.less
-        return plain(name, [place], lambda tensors: tensors[0] - less)
-    return plain(name, [place]) if change is None else plain(name, [place], change)
+        return plain(name, [info], lambda tensors: tensors[0] - less)
+    return plain(name, [info]) if change is None else plain(name, [info], change)
 
 
-def _of(place: Place, keys: Keys, stem: str) -> Place:
-    """The tensor of the same layer and suffix that is called `stem`."""
-    layer, suffix = place.name.split(".")[1], place.name.rpartition(".")[2]
-    return keys.place(f"blk.{layer}.{stem}.{suffix}")
+def _sibling(info: TensorInfo, keys: Keys, stem: str) -> TensorInfo:
+    """Return the tensor of the same layer and suffix with the name `stem`."""
+    layer, suffix = info.name.split(".")[1], info.name.rpartition(".")[2]
+    return keys.tensor(f"blk.{layer}.{stem}.{suffix}")
 
 
-def _falcon_qkv(keys: Keys, place: Place, path: str, suffix: str) -> Iterator[Entry]:
-    """Queries, keys and values, which the writer has put one after the other."""
+def _falcon_qkv(keys: Keys, info: TensorInfo, path: str, suffix: str) -> Iterator[Entry]:
+    """Split the fused projection, which the converter stores as queries, keys and values."""
     size = keys.head_size
     ends = [keys.heads("head_count") * size]
     ends += [ends[0] + keys.heads("head_count_kv") * size]
     starts = [0, *ends]
-    for part, begin, end in zip("qkv", starts, [*ends, place.shape[0]], strict=True):
+    for part, begin, end in zip("qkv", starts, [*ends, info.shape[0]], strict=True):
         name = f"{path}self_attention.{part}_proj"
         if suffix == "weight":
-            yield linear(name, place, rows(begin, end))
+            yield linear(name, info, rows(begin, end))
         else:
-            yield plain(f"{name}.{suffix}", [place], rows(begin, end))
+            yield plain(f"{name}.{suffix}", [info], rows(begin, end))
 
 
-def _falcon_norm(keys: Keys, place: Place, path: str, suffix: str) -> Iterator[Entry]:
-    """The only norm of a layer, or where there are two that of the feed-forward part."""
-    two = place.name.replace("attn_norm", "attn_norm_2") in keys.model.places
-    yield plain(f"{path}{'ln_mlp' if two else 'input_layernorm'}.{suffix}", [place])
+def _falcon_norm(keys: Keys, info: TensorInfo, path: str, suffix: str) -> Iterator[Entry]:
+    """The only norm of a layer, or the first of two: that of the feed-forward part."""
+    two = info.name.replace("attn_norm", "attn_norm_2") in keys.model.tensors
+    yield plain(f"{path}{'ln_mlp' if two else 'input_layernorm'}.{suffix}", [info])
 
 
-def _head_norms(keys: Keys, place: Place, path: str, suffix: str) -> Iterator[Entry]:
-    """A norm for each head, in one matrix."""
-    part = "q" if "attn_q" in place.name else "k"
-    for head in range(place.shape[0]):
+def _head_norms(keys: Keys, info: TensorInfo, path: str, suffix: str) -> Iterator[Entry]:
+    """Split a matrix into one norm per head."""
+    part = "q" if "attn_q" in info.name else "k"
+    for head in range(info.shape[0]):
         name = f"{path}self_attn.{part}_layernorm.norms.{head}.{suffix}"
-        yield plain(name, [place], lambda tensors, head=head: tensors[0][head])
+        yield plain(name, [info], lambda tensors, head=head: tensors[0][head])
 
 
-def _latent(keys: Keys, place: Place, path: str, suffix: str) -> Iterator[Entry]:
-    """What makes keys and values from a latent vector, in two: keys [heads, rank, nope], values
-    [heads, value, rank]."""
-    values = _of(place, keys, "attn_v_b")
-    heads, rank, nope = place.shape
+def _latent(keys: Keys, info: TensorInfo, path: str, suffix: str) -> Iterator[Entry]:
+    """Join the two matrices that expand the latent vector: keys [heads, rank, nope] and values
+    [heads, value, rank].
+    """
+    values = _sibling(info, keys, "attn_v_b")
+    heads, rank, nope = info.shape
     count = heads * (nope + values.shape[1])
 
     def change(tensors: Sequence[Tensor]) -> Tensor:
         key, value = tensors
         return torch.cat([key.transpose(1, 2), value], 1).flatten(0, 1)
 
-    yield joined(f"{path}self_attn.kv_b_proj", (place, values), (count, rank), change)
+    yield joined(f"{path}self_attn.kv_b_proj", (info, values), (count, rank), change)
 
 
-def _nothing(keys: Keys, place: Place, path: str, suffix: str) -> Iterator[Entry]:
-    """What belongs to another tensor's entry."""
+def _nothing(keys: Keys, info: TensorInfo, path: str, suffix: str) -> Iterator[Entry]:
+    """No entries: the tensor is part of another tensor's entry."""
     return iter(())
 
 
-def _paired_bias(keys: Keys, place: Place, path: str, suffix: str) -> Iterator[Entry]:
-    """Experts' gates: stacks apart, biases with those of up in turns, as checkpoints have them."""
+def _paired_bias(keys: Keys, info: TensorInfo, path: str, suffix: str) -> Iterator[Entry]:
+    """Gate projections of experts: weights are separate, biases are interleaved with those of the
+    up projections, as in checkpoints.
+    """
     if suffix == "weight":
-        yield linear(f"{path}mlp.experts.gate_proj", place)
+        yield linear(f"{path}mlp.experts.gate_proj", info)
         return
-    up = _of(place, keys, "ffn_up_exps")
+    up = _sibling(info, keys, "ffn_up_exps")
     name = f"{path}mlp.experts.gate_up_proj_bias"
-    yield plain(name, [place, up], lambda tensors: torch.stack(tuple(tensors), -1).flatten(-2))
+    yield plain(name, [info, up], lambda tensors: torch.stack(tuple(tensors), -1).flatten(-2))
 
 
-def _up_bias(keys: Keys, place: Place, path: str, suffix: str) -> Iterator[Entry]:
+def _up_bias(keys: Keys, info: TensorInfo, path: str, suffix: str) -> Iterator[Entry]:
     if suffix == "weight":
-        yield linear(f"{path}mlp.experts.up_proj", place)
+        yield linear(f"{path}mlp.experts.up_proj", info)
 
 
-def _down_bias(keys: Keys, place: Place, path: str, suffix: str) -> Iterator[Entry]:
+def _down_bias(keys: Keys, info: TensorInfo, path: str, suffix: str) -> Iterator[Entry]:
     if suffix == "weight":
-        yield linear(f"{path}mlp.experts.down_proj", place)
+        yield linear(f"{path}mlp.experts.down_proj", info)
     else:
-        yield plain(f"{path}mlp.experts.down_proj_bias", [place])
+        yield plain(f"{path}mlp.experts.down_proj_bias", [info])
 
 
-def _one_row(keys: Keys, place: Place, path: str, suffix: str) -> Iterator[Entry]:
+def _one_row(keys: Keys, info: TensorInfo, path: str, suffix: str) -> Iterator[Entry]:
     """The gate of the shared expert, a vector."""
-    yield linear(f"{path}mlp.shared_expert_gate", place, lambda tensors: tensors[0].reshape(1, -1))
+    yield linear(f"{path}mlp.shared_expert_gate", info, lambda tensors: tensors[0].reshape(1, -1))
 
 
-def _convolution(keys: Keys, place: Place, path: str, suffix: str) -> Iterator[Entry]:
+def _convolution(keys: Keys, info: TensorInfo, path: str, suffix: str) -> Iterator[Entry]:
     name = f"{path}mixer.conv1d.{suffix}"
     if suffix == "bias":
-        yield plain(name, [place])
+        yield plain(name, [info])
     else:
-        yield plain(name, [place], lambda tensors: tensors[0].reshape(len(tensors[0]), 1, -1))
+        yield plain(name, [info], lambda tensors: tensors[0].reshape(len(tensors[0]), 1, -1))
 
 
-def _decay(keys: Keys, place: Place, path: str, suffix: str) -> Iterator[Entry]:
-    """-exp(A_log)."""
-    yield plain(f"{path}mixer.A_log", [place], lambda tensors: (-tensors[0]).log())
+def _decay(keys: Keys, info: TensorInfo, path: str, suffix: str) -> Iterator[Entry]:
+    """Convert -exp(A_log) to A_log."""
+    yield plain(f"{path}mixer.A_log", [info], lambda tensors: (-tensors[0]).log())
 
 
 _HEADS = {"attn_q": "head_count", "attn_k": "head_count_kv"}
@@ -318,7 +325,7 @@ def _root(name: str, embeddings: str, norm: str) -> Mapping[str, str]:
     }
 
 
-#: By `general.architecture`.
+#: Layouts by `general.architecture`.
 ARCHITECTURES: Mapping[str, Layout] = {
     "llama": _mixtral(),
     "mistral3": Layout(_BLOCK, permuted=_HEADS),

@@ -1,7 +1,7 @@
-"""What the block types of ggml hold: whole numbers, scales and minima (ggml-common.h of ggml).
+"""Decoded form of ggml's block types: integers, scales and minima (ggml-common.h of ggml).
 
-A decoder takes blocks [n, bytes] and gives `Decoded` with the columns of each block side by side.
-All arithmetic is in fp32 and in the order of ggml's own, so that weights come out bit by bit.
+A decoder takes blocks [n, bytes] and returns `Decoded` with the columns of each block side by side.
+Arithmetic is fp32 in ggml's order, so weights are bit-identical to ggml's.
 """
 
 from __future__ import annotations
@@ -14,25 +14,24 @@ from modulm_quantized import Codes
 
 __all__ = ["TABLES", "Decoded", "bits_of", "half", "planes"]
 
-#: What sixteen codes stand for, by the kernels' names: twice the floats of four bits, and the
-#: numbers of the IQ4 types.
+#: Values of four-bit codes, by the kernels' names: doubled e2m1 floats, and the IQ4 values.
 TABLES = {
     "e2m1": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
     "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
 }
-#: Zero points beyond this are not kept in 16 bits.
+#: Largest zero point that is stored in 16 bits.
 _LARGEST_ZERO = 2048.0
-#: Scales that lose more than this of the largest one of their row are not kept in 16 bits.
+#: Largest relative error, to the largest scale of a row, for storing scales in 16 bits.
 _LOSS = 2.0**-11
 
 
 @frozen(eq=False)
 class Decoded:
-    """Rows of weights: column k is scale * (value - offset) - minimum of the group of k.
+    """Decoded rows: column k is scale * (value - offset) - minimum, of the group of k.
 
-    values: [N, K] int8, or uint8 below 16. table: the name of TABLES of what values stand for, if
-    not for themselves. scales: [N, groups] fp32. offsets: a number, or [N,
-    groups] fp32. minima: [N, groups] fp32 or None for 0.
+    values: [N, K] int8, or uint8 below 16. table: the name of a table in TABLES that maps values,
+    or None. scales: [N, groups] fp32. offsets: a number, or [N, groups] fp32. minima: [N, groups]
+    fp32, or None for 0.
     """
 
     values: Tensor
@@ -42,7 +41,7 @@ class Decoded:
     table: str = ""
 
     def rows(self, count: int) -> Decoded:
-        """What was decoded block by block as `count` rows."""
+        """Reshape the decoded blocks to `count` rows."""
         wide = [
             part.reshape(count, -1) if isinstance(part, Tensor) else part
             for part in (self.values, self.scales, self.offsets, self.minima)
@@ -50,7 +49,7 @@ class Decoded:
         return Decoded(*wide, table=self.table)  # type: ignore[arg-type]
 
     def weight(self) -> Tensor:
-        """[N, K] fp32, bit by bit what ggml gives."""
+        """Return [N, K] fp32, bit-identical to ggml."""
         groups = self.scales.shape[1]
         numbers = self.values.to(torch.float32)
         if self.table:
@@ -65,34 +64,34 @@ class Decoded:
         return wide.flatten(1)
 
     def codes(self, dtype: torch.dtype) -> Codes:
-        """The same as codes with zero points; scales are kept in 16 bits where `dtype` has those
-        and the loss is below its own rounding.
+        """Return codes with zero points. Scales are stored in 16 bits if `dtype` is a 16-bit type
+        and the error is below its rounding.
         """
         values, scales = self.values, self.scales
         zeros = self.offsets
         if self.minima is not None:
-            # A group without a scale is its minimum: that of the value 0 with zero point 1.
+            # A group with scale 0 is constant: encode its minimum as value 0 with zero point 1.
             flat = (scales == 0) & (self.minima != 0)
             values = _where_groups(flat, torch.zeros_like(values), values)
             scales = torch.where(flat, self.minima, scales)
             zeros = zeros + torch.where(scales == 0, 0.0, self.minima / scales)
         elif isinstance(zeros, float):
             zeros = torch.full_like(scales, zeros) if zeros else None  # type: ignore[assignment]
-        found = zeros if isinstance(zeros, Tensor) else None
-        if dtype != torch.float32 and _fits(scales, found):
+        points = zeros if isinstance(zeros, Tensor) else None
+        if dtype != torch.float32 and _fits(scales, points):
             scales = scales.half()
         table = torch.tensor(TABLES[self.table], dtype=torch.float32) if self.table else None
-        return Codes(values, scales, found, levels=table)
+        return Codes(values, scales, points, levels=table)
 
 
 def _where_groups(chosen: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """`first` in the groups that are chosen, else `second`."""
+    """Take `first` in the chosen groups, `second` elsewhere."""
     size = first.shape[1] // chosen.shape[1]
     return torch.where(chosen.repeat_interleave(size, 1), first, second)
 
 
 def _fits(scales: Tensor, zeros: Tensor | None) -> bool:
-    """Whether 16 bits hold them well enough."""
+    """Whether 16 bits represent the scales and zero points accurately enough."""
     lost = (scales.half().float() - scales).abs()
     most = scales.abs().amax(1, keepdim=True) * _LOSS
     small = zeros is None or bool((zeros.abs() <= _LARGEST_ZERO).all())
@@ -100,14 +99,15 @@ def _fits(scales: Tensor, zeros: Tensor | None) -> bool:
 
 
 def half(blocks: Tensor, at: int) -> Tensor:
-    """The number in 16 bits at byte `at` of each block: [n, 1] fp32."""
+    """Read the 16-bit float at byte `at` of each block: [n, 1] fp32."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).to(torch.float32)
 
 
 def planes(packed: Tensor, span: int, bits: int) -> Tensor:
-    """Numbers of `bits` bits of which `span` successive ones lie in as many bytes: [n, columns].
+    """Unpack `bits`-bit numbers, of which `span` consecutive ones share the same bytes: [n,
+    columns].
 
-    The first `span` are in the lowest bits of these bytes, the next ones above them.
+    The first `span` numbers are in the lowest bits of these bytes, the next ones above them.
     """
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     spans = packed.reshape(len(packed), -1, 1, span) >> shifts[:, None]
@@ -115,6 +115,6 @@ def planes(packed: Tensor, span: int, bits: int) -> Tensor:
 
 
 def bits_of(packed: Tensor) -> Tensor:
-    """The bits of each byte, the lowest first: [n, 8 bytes] uint8."""
+    """Return the bits of each byte, lowest first: [n, 8 bytes] uint8."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return (packed[..., None] >> shifts & 1).flatten(1)

@@ -1,7 +1,7 @@
-"""What config.json would say, from the metadata of a GGUF file.
+"""Build the equivalent of config.json from the metadata of a GGUF file.
 
-The keys are those of gguf-py/gguf/constants.py; what a key means to an architecture, and what the
-architecture means where it has no key for it, is read in llama.cpp's src/models.
+The keys are those of gguf-py/gguf/constants.py. Their meaning and defaults per architecture follow
+llama.cpp's src/models.
 """
 
 from __future__ import annotations
@@ -22,26 +22,28 @@ _TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_i
 
 
 def configuration(keys: Keys) -> Table:
-    """The table, `architectures` included. Raises CheckpointError for what nobody has written."""
+    """Return the configuration, including `architectures`. Raises CheckpointError for unsupported
+    architectures.
+    """
     described = _DESCRIBED.get(keys.architecture)
     if described is None:
         known = ", ".join(sorted(ARCHITECTURES))
         name = f"{keys.model.path}: general.architecture: {keys.architecture!r}"
-        raise CheckpointError(f"{name}: not yet; there are {known}")
+        raise CheckpointError(f"{name} is not supported yet; supported: {known}")
     table = {**_common(keys), **described(keys)}
     if "num_experts_per_tok" in table and not table["num_experts_per_tok"]:
-        raise keys.wrong("expert_used_count", "no experts")
+        raise keys.error("expert_used_count", "must not be 0")
     return table
 
 
 def _common(keys: Keys) -> Table:
-    vocabulary = keys.place("token_embd.weight").shape[0]
+    vocabulary = keys.tensor("token_embd.weight").shape[0]
     table: Table = {
         "vocab_size": vocabulary,
         "hidden_size": keys.whole("embedding_length"),
         "num_hidden_layers": keys.layers,
         "max_position_embeddings": keys.whole("context_length"),
-        "tie_word_embeddings": "output.weight" not in keys.model.places,
+        "tie_word_embeddings": "output.weight" not in keys.model.tensors,
         "dtype": _dtype(keys),
     }
     for name, key in _TOKENS.items():
@@ -52,15 +54,15 @@ def _common(keys: Keys) -> Table:
 
 
 def _dtype(keys: Keys) -> str:
-    """What the weights are meant to be computed in: theirs, if they are plain numbers."""
-    kinds = {place.kind.name for place in keys.model.places.values() if len(place.shape) > 1}
+    """Return the dtype to compute in: that of plain weights, else bfloat16."""
+    kinds = {info.kind.name for info in keys.model.tensors.values() if len(info.shape) > 1}
     if kinds <= {"F32"}:
         return "float32"
     return "float16" if kinds <= {"F32", "F16"} else "bfloat16"
 
 
 def _decoder(keys: Keys) -> Table:
-    """What attention and a gated feed-forward part have."""
+    """Settings of attention and of a gated feed-forward part."""
     table: Table = {
         "intermediate_size": keys.whole("feed_forward_length"),
         "num_attention_heads": keys.heads("head_count"),
@@ -78,14 +80,14 @@ def _decoder(keys: Keys) -> Table:
 
 
 def _rope(keys: Keys, head_size: int) -> Table:
-    """Rotary positions; factors that lie in tensors as those of longrope."""
+    """Settings of rotary positions; factors stored as tensors become those of longrope."""
     table: Table = {"rope_theta": keys.real("rope.freq_base", 10000.0), "rope_type": "default"}
     size = keys.whole("rope.dimension_count", head_size)
     if size != head_size:
         table["partial_rotary_factor"] = size / head_size
     kind = keys.text("rope.scaling.type", "none")
     if kind not in ("none", "linear", "yarn", "longrope"):
-        raise keys.wrong("rope.scaling.type", f"{kind!r}: not yet")
+        raise keys.error("rope.scaling.type", f"{kind!r} is not supported yet")
     original = keys.whole("rope.scaling.original_context_length", keys.whole("context_length"))
     if kind in ("linear", "yarn"):
         factor = keys.real("rope.scaling.factor", 1.0)
@@ -108,64 +110,73 @@ def _rope(keys: Keys, head_size: int) -> Table:
 
 
 def _factors(keys: Keys, size: int) -> Table:
-    """What frequencies are divided by, where the file has it in tensors."""
-    places = keys.model.places
+    """Return the frequency divisors, if the file stores them as tensors."""
+    tensors = keys.model.tensors
     short, long = "rope_factors_short.weight", "rope_factors_long.weight"
-    if short not in places or long not in places:
+    if short not in tensors or long not in tensors:
         short = long = "rope_freqs.weight"
-    if short not in places:
+    if short not in tensors:
         return {}
-    found = {}
+    factors = {}
     for name, stored in (("short_factor", short), ("long_factor", long)):
-        place = keys.place(stored)
-        if place.shape != (size // 2,):
+        info = keys.tensor(stored)
+        if info.shape != (size // 2,):
             raise CheckpointError(
-                f"{place.file}: {stored}: {size // 2} factors are needed, not {list(place.shape)}"
+                f"{info.file}: {stored}: expected {size // 2} factors, found {list(info.shape)}"
             )
-        found[name] = keys.model.numbers(stored).tolist()
-    return {"rope_type": "longrope", **found}
+        factors[name] = keys.model.numbers(stored).tolist()
+    return {"rope_type": "longrope", **factors}
 
 
-def _named(name: str, model_type: str) -> Table:
+def _architecture(name: str, model_type: str) -> Table:
     return {"architectures": [name], "model_type": model_type}
 
 
 def _biased(keys: Keys) -> Table:
     return {
-        "attention_bias": keys.there("blk.{}.attn_q.bias") or keys.there("blk.{}.attn_qkv.bias"),
-        "mlp_bias": keys.there("blk.{}.ffn_up.bias"),
+        "attention_bias": keys.has_tensor("blk.{}.attn_q.bias")
+        or keys.has_tensor("blk.{}.attn_qkv.bias"),
+        "mlp_bias": keys.has_tensor("blk.{}.ffn_up.bias"),
     }
 
 
 def _llama(keys: Keys) -> Table:
-    """Llama and Mistral are one architecture here; so is Mixtral, which has experts."""
+    """Llama and Mistral share an architecture in GGUF; so does Mixtral, which has experts."""
     table = {**_decoder(keys), **_biased(keys)}
     if keys.whole("expert_count", 0):
         experts = {
             "num_local_experts": keys.whole("expert_count"),
             "num_experts_per_tok": keys.whole("expert_used_count"),
         }
-        return {**table, **experts, **_named("MixtralForCausalLM", "mixtral")}
-    return {**table, **_named("LlamaForCausalLM", "llama")}
+        return {**table, **experts, **_architecture("MixtralForCausalLM", "mixtral")}
+    return {**table, **_architecture("LlamaForCausalLM", "llama")}
 
 
 def _mistral(keys: Keys) -> Table:
-    return {**_decoder(keys), "sliding_window": None, **_named("MistralForCausalLM", "mistral")}
+    return {
+        **_decoder(keys),
+        "sliding_window": None,
+        **_architecture("MistralForCausalLM", "mistral"),
+    }
 
 
 def _simple(name: str, model_type: str) -> Callable[[Keys], Table]:
-    return lambda keys: {**_decoder(keys), **_named(name, model_type)}
+    return lambda keys: {**_decoder(keys), **_architecture(name, model_type)}
 
 
 def _qwen2(keys: Keys) -> Table:
-    return {**_decoder(keys), "use_sliding_window": False, **_named("Qwen2ForCausalLM", "qwen2")}
+    return {
+        **_decoder(keys),
+        "use_sliding_window": False,
+        **_architecture("Qwen2ForCausalLM", "qwen2"),
+    }
 
 
 def _qwen_experts(keys: Keys) -> Table:
     dense = [
-        i for i in range(keys.layers) if f"blk.{i}.ffn_gate_inp.weight" not in keys.model.places
+        i for i in range(keys.layers) if f"blk.{i}.ffn_gate_inp.weight" not in keys.model.tensors
     ]
-    inner = keys.place(f"blk.{_first_sparse(keys)}.ffn_gate_exps.weight").shape[1]
+    inner = keys.tensor(f"blk.{_first_sparse(keys)}.ffn_gate_exps.weight").shape[1]
     return {
         "num_experts": keys.whole("expert_count"),
         "num_experts_per_tok": keys.whole("expert_used_count"),
@@ -173,31 +184,31 @@ def _qwen_experts(keys: Keys) -> Table:
         "decoder_sparse_step": 1,
         "mlp_only_layers": dense,
         "use_sliding_window": False,
-        # Dense layers are as wide as the file says, which may know no such width.
+        # Width of dense layers; files of models without such layers may lack it.
         "intermediate_size": keys.whole("feed_forward_length", inner) or inner,
     }
 
 
 def _first_sparse(keys: Keys) -> int:
-    places = keys.model.places
-    sparse = (i for i in range(keys.layers) if f"blk.{i}.ffn_gate_inp.weight" in places)
+    tensors = keys.model.tensors
+    sparse = (i for i in range(keys.layers) if f"blk.{i}.ffn_gate_inp.weight" in tensors)
     return next(sparse, 0)
 
 
 def _qwen2_moe(keys: Keys) -> Table:
-    shared = keys.place(f"blk.{_first_sparse(keys)}.ffn_up_shexp.weight").shape[0]
+    shared = keys.tensor(f"blk.{_first_sparse(keys)}.ffn_up_shexp.weight").shape[0]
     more = {"norm_topk_prob": False, "shared_expert_intermediate_size": shared}
-    name = _named("Qwen2MoeForCausalLM", "qwen2_moe")
+    name = _architecture("Qwen2MoeForCausalLM", "qwen2_moe")
     return {**_decoder(keys), **_qwen_experts(keys), **more, **name}
 
 
 def _qwen3_moe(keys: Keys) -> Table:
-    name = _named("Qwen3MoeForCausalLM", "qwen3_moe")
+    name = _architecture("Qwen3MoeForCausalLM", "qwen3_moe")
     return {**_decoder(keys), **_qwen_experts(keys), "norm_topk_prob": True, **name}
 
 
 def _gemma_scalar(keys: Keys, largest: int) -> float:
-    """What scores are divided by the root of: a head's size, but for the largest model."""
+    """Return the number whose root divides scores: the head size, except in the largest model."""
     if keys.layers == largest:
         return keys.whole("embedding_length") / keys.heads("head_count")
     return keys.head_size
@@ -210,12 +221,12 @@ def _gemma2(keys: Keys) -> Table:
         "query_pre_attn_scalar": _gemma_scalar(keys, 46),
         "attn_logit_softcapping": keys.real("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": keys.real("final_logit_softcapping", 30.0),
-        **_named("Gemma2ForCausalLM", "gemma2"),
+        **_architecture("Gemma2ForCausalLM", "gemma2"),
     }
 
 
 def _gemma3(keys: Keys) -> Table:
-    """Five layers with a window to one without; those turn slower."""
+    """Five layers with a sliding window per global layer, which has a larger rotary base."""
     table = _decoder(keys)
     pattern = keys.whole("attention.sliding_window_pattern", 6)
     kinds = [
@@ -233,7 +244,7 @@ def _gemma3(keys: Keys) -> Table:
         "sliding_window": keys.whole("attention.sliding_window", 1024),
         "query_pre_attn_scalar": _gemma_scalar(keys, 62),
         "final_logit_softcapping": cap or None,
-        **_named("Gemma3ForCausalLM", "gemma3_text"),
+        **_architecture("Gemma3ForCausalLM", "gemma3_text"),
     }
 
 
@@ -244,12 +255,12 @@ def _phi3(keys: Keys) -> Table:
         **_decoder(keys),
         "original_max_position_embeddings": original,
         "sliding_window": window or None,
-        **_named("Phi3ForCausalLM", "phi3"),
+        **_architecture("Phi3ForCausalLM", "phi3"),
     }
 
 
 def _routed(keys: Keys) -> Table:
-    """Many small experts beside shared ones, behind some dense layers."""
+    """Settings of fine-grained experts with shared experts, after some dense layers."""
     dense = keys.whole("leading_dense_block_count", 0)
     return {
         "n_routed_experts": keys.whole("expert_count"),
@@ -265,7 +276,7 @@ def _routed(keys: Keys) -> Table:
 
 
 def _deepseek2(keys: Keys) -> Table:
-    """DeepSeek 2 and 3 are one architecture here; the third scores experts by sigmoids."""
+    """DeepSeek V2 and V3 share an architecture in GGUF; V3 scores experts with sigmoids."""
     turned = keys.whole("rope.dimension_count")
     usual = keys.whole("attention.key_length"), keys.whole("attention.value_length")
     size = keys.whole("attention.key_length_mla", usual[0])
@@ -289,9 +300,9 @@ def _deepseek2(keys: Keys) -> Table:
         "rope_parameters": rope,
     }
     if third:
-        return {**table, **_named("DeepseekV3ForCausalLM", "deepseek_v3")}
+        return {**table, **_architecture("DeepseekV3ForCausalLM", "deepseek_v3")}
     method = "group_limited_greedy" if table["n_group"] > 1 else "greedy"
-    return {**table, "topk_method": method, **_named("DeepseekV2ForCausalLM", "deepseek_v2")}
+    return {**table, "topk_method": method, **_architecture("DeepseekV2ForCausalLM", "deepseek_v2")}
 
 
 def _gpt_oss(keys: Keys) -> Table:
@@ -304,7 +315,7 @@ def _gpt_oss(keys: Keys) -> Table:
         "num_experts_per_tok": keys.whole("expert_used_count"),
         "sliding_window": keys.whole("attention.sliding_window"),
         "attention_bias": True,
-        **_named("GptOssForCausalLM", "gpt_oss"),
+        **_architecture("GptOssForCausalLM", "gpt_oss"),
     }
 
 
@@ -313,7 +324,7 @@ def _glm(name: str, model_type: str) -> Callable[[Keys], Table]:
         **_decoder(keys),
         **_biased(keys),
         "mlp_bias": False,
-        **_named(name, model_type),
+        **_architecture(name, model_type),
     }
 
 
@@ -326,8 +337,8 @@ def _glm_moe(keys: Keys) -> Table:
         "mlp_bias": False,
         "num_hidden_layers": keys.layers - drafts,
         "num_nextn_predict_layers": drafts,
-        "use_qk_norm": keys.there("blk.{}.attn_q_norm.weight"),
-        **_named("Glm4MoeForCausalLM", "glm4_moe"),
+        "use_qk_norm": keys.has_tensor("blk.{}.attn_q_norm.weight"),
+        **_architecture("Glm4MoeForCausalLM", "glm4_moe"),
     }
 
 
@@ -342,26 +353,26 @@ def _granite(keys: Keys) -> Table:
         "logits_scaling": keys.real("logit_scale", 1.0),
     }
     if not keys.whole("expert_count", 0):
-        return {**table, **_named("GraniteForCausalLM", "granite")}
+        return {**table, **_architecture("GraniteForCausalLM", "granite")}
     table["num_local_experts"] = keys.whole("expert_count")
     table["num_experts_per_tok"] = keys.whole("expert_used_count")
-    if not keys.there("blk.{}.ffn_up_shexp.weight"):
-        return {**table, **_named("GraniteMoeForCausalLM", "granitemoe")}
-    table["shared_intermediate_size"] = keys.place("blk.0.ffn_up_shexp.weight").shape[0]
-    return {**table, **_named("GraniteMoeSharedForCausalLM", "granitemoeshared")}
+    if not keys.has_tensor("blk.{}.ffn_up_shexp.weight"):
+        return {**table, **_architecture("GraniteMoeForCausalLM", "granitemoe")}
+    table["shared_intermediate_size"] = keys.tensor("blk.0.ffn_up_shexp.weight").shape[0]
+    return {**table, **_architecture("GraniteMoeSharedForCausalLM", "granitemoeshared")}
 
 
 def _stablelm(keys: Keys) -> Table:
     table = _decoder(keys)
-    # This family reads the turned part of a head beside the other rotary keys.
+    # This family reads the rotary fraction from the top level.
     part = table["rope_parameters"].get("partial_rotary_factor", 1.0)
     return {
         **table,
         "partial_rotary_factor": part,
-        "use_qkv_bias": keys.there("blk.{}.attn_q.bias"),
-        "qk_layernorm": keys.there("blk.{}.attn_q_norm.weight"),
-        "use_parallel_residual": not keys.there("blk.{}.ffn_norm.weight"),
-        **_named("StableLmForCausalLM", "stablelm"),
+        "use_qkv_bias": keys.has_tensor("blk.{}.attn_q.bias"),
+        "qk_layernorm": keys.has_tensor("blk.{}.attn_q_norm.weight"),
+        "use_parallel_residual": not keys.has_tensor("blk.{}.ffn_norm.weight"),
+        **_architecture("StableLmForCausalLM", "stablelm"),
     }
 
 
@@ -373,11 +384,11 @@ def _falcon(keys: Keys) -> Table:
         "num_kv_heads": shared,
         "multi_query": shared == 1,
         "new_decoder_architecture": shared > 1,
-        "num_ln_in_parallel_attn": 2 if keys.there("blk.{}.attn_norm_2.weight") else 1,
+        "num_ln_in_parallel_attn": 2 if keys.has_tensor("blk.{}.attn_norm_2.weight") else 1,
         "parallel_attn": True,
         "alibi": False,
         "bias": False,
-        **_named("FalconForCausalLM", "falcon"),
+        **_architecture("FalconForCausalLM", "falcon"),
     }
 
 
@@ -386,23 +397,23 @@ def _gpt2(keys: Keys) -> Table:
         "intermediate_size": keys.whole("feed_forward_length"),
         "num_attention_heads": keys.heads("head_count"),
         "layer_norm_eps": keys.real("attention.layer_norm_epsilon"),
-        **_named("GPT2LMHeadModel", "gpt2"),
+        **_architecture("GPT2LMHeadModel", "gpt2"),
     }
 
 
 def _mamba(keys: Keys) -> Table:
     inner, hidden = keys.whole("ssm.inner_size"), keys.whole("embedding_length")
     if inner % hidden:
-        raise keys.wrong("ssm.inner_size", f"{inner} is no multiple of {hidden}")
+        raise keys.error("ssm.inner_size", f"{inner} is not a multiple of {hidden}")
     return {
         "state_size": keys.whole("ssm.state_size"),
         "conv_kernel": keys.whole("ssm.conv_kernel"),
         "time_step_rank": keys.whole("ssm.time_step_rank"),
         "expand": inner // hidden,
-        "use_bias": keys.there("blk.{}.ssm_in.bias"),
-        "use_conv_bias": keys.there("blk.{}.ssm_conv1d.bias"),
+        "use_bias": keys.has_tensor("blk.{}.ssm_in.bias"),
+        "use_conv_bias": keys.has_tensor("blk.{}.ssm_conv1d.bias"),
         "rms_norm_eps": keys.real("attention.layer_norm_rms_epsilon"),
-        **_named("MambaForCausalLM", "mamba"),
+        **_architecture("MambaForCausalLM", "mamba"),
     }
 
 
@@ -411,8 +422,8 @@ def _bert(keys: Keys) -> Table:
         "intermediate_size": keys.whole("feed_forward_length"),
         "num_attention_heads": keys.heads("head_count"),
         "layer_norm_eps": keys.real("attention.layer_norm_epsilon"),
-        "type_vocab_size": keys.place("token_types.weight").shape[0],
-        **_named("BertModel", "bert"),
+        "type_vocab_size": keys.tensor("token_types.weight").shape[0],
+        **_architecture("BertModel", "bert"),
     }
 
 

@@ -1,7 +1,7 @@
 """Decoders of the block types that need no table: Q*_0, Q*_1, Q*_K, IQ4, TQ, MXFP4, NVFP4.
 
 Layouts: ggml-common.h of ggml. A block of the K types has 256 columns in groups of 16 or 32, whose
-scales (and minima) are whole numbers of 4 to 8 bits times one float of the block.
+scales (and minima) are integers of 4 to 8 bits times one float of the block.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def q2_k(b: Tensor) -> Decoded:
 def q3_k(b: Tensor) -> Decoded:
     low, high = planes(b[:, 96:104], 8, 4), planes(b[:, 104:108], 4, 2)
     scales = (low | high << 4).to(torch.int8) - 32
-    # A bit that is set stands for four more.
+    # A set bit adds four.
     values = planes(b[:, 32:96], 32, 2) | planes(b[:, :32], 32, 1) << 2
     return Decoded(values, half(b, 108) * scales.float(), 4.0)
 
 
 def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight scales and eight minima in 12 bytes: [n, 8] fp32 each."""
+    """Unpack eight scales and eight minima from 12 bytes: [n, 8] fp32 each."""
     first, second, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat([first & 63, rest & 15 | first >> 2 & 48], 1)
     minima = torch.cat([second & 63, rest >> 4 | second >> 2 & 48], 1)
@@ -92,7 +92,7 @@ def iq4_xs(b: Tensor) -> Decoded:
 
 
 def tq1_0(b: Tensor) -> Decoded:
-    """Five ternary digits to a byte, which is their fraction of 3 to the 5th."""
+    """Five ternary digits per byte, which holds their base-3 fraction."""
     digits = [
         _digits(part, span, count)
         for part, span, count in ((b[:, :32], 32, 5), (b[:, 32:48], 16, 5), (b[:, 48:52], 4, 4))
@@ -107,19 +107,20 @@ def _digits(packed: Tensor, span: int, count: int) -> Tensor:
 
 
 def tq2_0(b: Tensor) -> Decoded:
-    # Two bits hold a fourth value, which the writer never uses.
+    # The fourth value of two bits is never written.
     return Decoded(planes(b[:, :64], 32, 2), half(b, 64), 1.0)
 
 
 def mxfp4(b: Tensor) -> Decoded:
-    """Values are twice what e2m1 has, scales therefore half a power of two."""
+    """Values are doubled e2m1 numbers, so scales are halved."""
     scales = torch.ldexp(torch.ones(len(b), 1, device=b.device), b[:, :1].int() - 128)
     return Decoded(planes(b[:, 1:], 16, 4), scales, table="e2m1")
 
 
 def nvfp4(b: Tensor) -> Decoded:
-    """Four groups of 16 with scales of four bits of exponent and three of mantissa, halved here
-    since values are twice what e2m1 has; 0x7f is zero."""
+    """Four groups of 16 with scales of four exponent and three mantissa bits. Scales are halved,
+    since values are doubled e2m1 numbers; 0x7f is zero.
+    """
     exponent, mantissa = (b[:, :4] >> 3 & 15).int(), (b[:, :4] & 7).float()
     normal = torch.ldexp(1 + mantissa / 8, exponent - 8)
     scales = torch.where(exponent == 0, mantissa * 2.0**-10, normal)

@@ -1,4 +1,6 @@
-"""What a file's tensors are to a model: by which name, and with what undone that the writer did."""
+"""Describe how a file's tensors become a model's: their names, and which changes of the converter
+to undo.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,13 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from modulm_quant_gguf.container import Model, Place
+from modulm_quant_gguf.container import Model, TensorInfo
 from modulm_quant_gguf.types import NAMED, Kind, dequantize
 
 __all__ = ["STORED", "Entry", "joined", "linear", "plain", "rows", "unpermuted"]
 
-#: What the weights of layers that the method holds are called, of blocks and of plain numbers. Not
-#: "weight": what models change of checkpoints in their own layout has been undone already.
+#: Name of the weights that the method stores, in blocks or plain numbers. It is not "weight",
+#: because models apply their own layout changes to "weight", and those are undone already.
 STORED = "ggml"
 
 Change = Callable[[Sequence[Tensor]], Tensor]
@@ -22,13 +24,13 @@ Change = Callable[[Sequence[Tensor]], Tensor]
 
 @frozen(eq=False)
 class Entry:
-    """A tensor of the model, made by `change` of those that the file has at `places`.
+    """A tensor of the model, computed by `change` from the file's tensors `infos`.
 
-    kind: of blocks that stay as they are; a type of plain numbers where they do not.
+    kind: the block type if blocks stay as they are, else a type of plain numbers.
     """
 
     name: str
-    places: tuple[Place, ...]
+    infos: tuple[TensorInfo, ...]
     kind: Kind
     change: Change
     shape: tuple[int, ...]
@@ -36,55 +38,56 @@ class Entry:
 
     @property
     def bytes(self) -> int:
-        """What is read for it."""
-        return sum(place.bytes for place in self.places)
+        """Bytes that are read for it."""
+        return sum(info.bytes for info in self.infos)
 
     def read(self, model: Model) -> Tensor:
-        """The tensor, of `shape` and `dtype`."""
-        return self.change([model.read(place.name) for place in self.places])
+        """Return the tensor, of `shape` and `dtype`."""
+        return self.change([model.read(info.name) for info in self.infos])
 
 
 def _only(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0]
 
 
-def linear(path: str, place: Place, change: Change = _only) -> Entry:
-    """The weight of a layer: its rows as they are stored, perhaps in another order."""
-    blank = torch.empty(place.stored, dtype=place.dtype, device="meta")
+def linear(path: str, info: TensorInfo, change: Change = _only) -> Entry:
+    """The weight of a linear layer: rows as stored, optionally reordered."""
+    blank = torch.empty(info.stored, dtype=info.dtype, device="meta")
     shape = tuple(change([blank]).shape)
-    return Entry(f"{path}.{STORED}", (place,), place.kind, change, shape, place.dtype)
+    return Entry(f"{path}.{STORED}", (info,), info.kind, change, shape, info.dtype)
 
 
-def joined(path: str, places: Sequence[Place], shape: tuple[int, ...], change: Change) -> Entry:
-    """The weight of a layer in plain numbers, from others' in fp32."""
+def joined(path: str, infos: Sequence[TensorInfo], shape: tuple[int, ...], change: Change) -> Entry:
+    """The weight of a linear layer in plain numbers, computed from other tensors in fp32."""
 
-    def made(tensors: Sequence[Tensor]) -> Tensor:
-        return change([dequantize(p.kind, t) for p, t in zip(places, tensors, strict=True)])
+    def compute(tensors: Sequence[Tensor]) -> Tensor:
+        return change([dequantize(p.kind, t) for p, t in zip(infos, tensors, strict=True)])
 
     name = f"{path}.{STORED}"
-    return Entry(name, tuple(places), NAMED["F32"], made, shape, torch.float32)
+    return Entry(name, tuple(infos), NAMED["F32"], compute, shape, torch.float32)
 
 
-def plain(name: str, places: Sequence[Place], change: Change = _only) -> Entry:
-    """What is no layer's weight: in fp32, made from others in fp32."""
+def plain(name: str, infos: Sequence[TensorInfo], change: Change = _only) -> Entry:
+    """A tensor that is not a linear weight, in fp32, computed from other tensors in fp32."""
 
-    def made(tensors: Sequence[Tensor]) -> Tensor:
-        return change([dequantize(p.kind, t) for p, t in zip(places, tensors, strict=True)])
+    def compute(tensors: Sequence[Tensor]) -> Tensor:
+        return change([dequantize(p.kind, t) for p, t in zip(infos, tensors, strict=True)])
 
-    blanks = [torch.empty(place.shape, device="meta") for place in places]
+    blanks = [torch.empty(info.shape, device="meta") for info in infos]
     shape = tuple(change(blanks).shape)
-    return Entry(name, tuple(places), NAMED["F32"], made, shape, torch.float32)
+    return Entry(name, tuple(infos), NAMED["F32"], compute, shape, torch.float32)
 
 
 def rows(first: int, last: int) -> Change:
-    """Some rows of a tensor."""
+    """Return a change that selects some rows."""
     return lambda tensors: tensors[0][first:last]
 
 
 def unpermuted(heads: int) -> Change:
-    """Rows of each head with the halves that rotate together apart again.
+    """Return a change that undoes the converter's reordering of rows for rotary embeddings.
 
-    The writer puts them side by side for a rotation of neighbours.
+    The converter puts numbers that rotate together side by side; models have them half a head
+    apart.
     """
 
     def change(tensors: Sequence[Tensor]) -> Tensor:

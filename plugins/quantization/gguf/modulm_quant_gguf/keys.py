@@ -1,4 +1,4 @@
-"""The metadata of a model, by keys whose values are checked when they are asked for."""
+"""Typed access to the metadata of a model."""
 
 from __future__ import annotations
 
@@ -6,87 +6,89 @@ import math
 from typing import Any
 
 from modulm.errors import CheckpointError
-from modulm_quant_gguf.container import Model, Place
+from modulm_quant_gguf.container import Model, TensorInfo
 
 __all__ = ["Keys"]
 
 
 class Keys:
-    """Keys of the architecture, its name left out. Raises CheckpointError that names the file."""
+    """Metadata of the architecture, with keys relative to its name. Raises CheckpointError naming
+    the file.
+    """
 
     def __init__(self, model: Model) -> None:
         self.model = model
         name = model.metadata.get("general.architecture")
         if not isinstance(name, str):
-            raise CheckpointError(f"{model.path}: general.architecture: a name is needed")
+            raise CheckpointError(f"{model.path}: general.architecture: must be a name")
         self.architecture = name
 
-    def wrong(self, key: str, what: str) -> CheckpointError:
-        """An error about a key."""
+    def error(self, key: str, what: str) -> CheckpointError:
+        """Return an error about a key."""
         return CheckpointError(f"{self.model.path}: {self.architecture}.{key}: {what}")
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """A whole number; a list of equal ones, for all layers, is one."""
-        found = self._found(key, default)
-        if type(found) is not int:
-            raise self.wrong(key, f"a whole number is needed, not {found!r}")
-        return found
+        """Return an integer. A list with one value for all layers counts as one value."""
+        value = self._value(key, default)
+        if type(value) is not int:
+            raise self.error(key, f"must be an integer, not {value!r}")
+        return value
 
     def real(self, key: str, default: float | None = None) -> float:
-        """A number."""
-        found = self._found(key, default)
+        """Return a number."""
+        value = self._value(key, default)
         if (
-            isinstance(found, bool)
-            or not isinstance(found, int | float)
-            or not math.isfinite(found)
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
         ):
-            raise self.wrong(key, f"a number is needed, not {found!r}")
-        return float(found)
+            raise self.error(key, f"must be a number, not {value!r}")
+        return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """Yes or no."""
-        found = self._found(key, default)
-        if not isinstance(found, bool):
-            raise self.wrong(key, f"true or false is needed, not {found!r}")
-        return found
+        """Return a boolean."""
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, f"must be a boolean, not {value!r}")
+        return value
 
     def has(self, key: str) -> bool:
-        """Whether the file says something of it."""
+        """Whether the file has the key."""
         return self._key(key) in self.model.metadata
 
     def text(self, key: str, default: str) -> str:
-        """A text."""
-        found = self._found(key, default)
-        if not isinstance(found, str):
-            raise self.wrong(key, f"a text is needed, not {found!r}")
-        return found
+        """Return a string."""
+        value = self._value(key, default)
+        if not isinstance(value, str):
+            raise self.error(key, f"must be a string, not {value!r}")
+        return value
 
     def _key(self, key: str) -> str:
         return f"{self.architecture}.{key}"
 
-    def _found(self, key: str, default: Any) -> Any:
-        found = self.model.metadata.get(self._key(key), default)
-        if isinstance(found, list):
-            if len(set(found)) != 1:
-                raise self.wrong(key, "other values for some layers: not yet")
-            (found,) = set(found)
-        if found is None:
-            raise self.wrong(key, "is missing")
-        return found
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.model.metadata.get(self._key(key), default)
+        if isinstance(value, list):
+            if len(set(value)) != 1:
+                raise self.error(key, "different values per layer are not supported yet")
+            (value,) = set(value)
+        if value is None:
+            raise self.error(key, "is missing")
+        return value
 
-    # What follows from them.
+    # Derived values.
 
     @property
     def layers(self) -> int:
         return self.whole("block_count")
 
     def heads(self, key: str) -> int:
-        """`head_count` or `head_count_kv`, which is as many where it is missing."""
+        """Return `head_count` or `head_count_kv`, which defaults to `head_count`."""
         usual = None if key == "head_count" else self.heads("head_count")
-        found = self.whole(f"attention.{key}", usual)
-        if found < 1:
-            raise self.wrong(f"attention.{key}", f"{found} heads")
-        return found
+        count = self.whole(f"attention.{key}", usual)
+        if count < 1:
+            raise self.error(f"attention.{key}", f"must be positive, not {count}")
+        return count
 
     @property
     def head_size(self) -> int:
@@ -94,13 +96,13 @@ class Keys:
             "attention.key_length", self.whole("embedding_length") // self.heads("head_count")
         )
 
-    def place(self, name: str) -> Place:
-        """A tensor that must be there."""
-        if name not in self.model.places:
+    def tensor(self, name: str) -> TensorInfo:
+        """Return a tensor info. Raises CheckpointError if the tensor is missing."""
+        if name not in self.model.tensors:
             raise CheckpointError(f"{self.model.path}: the tensor {name} is missing")
-        return self.model.places[name]
+        return self.model.tensors[name]
 
-    def there(self, name: str) -> bool:
-        """Whether there is such a tensor; of a layer ("{}" for its number) in any."""
-        places = self.model.places
-        return any(name.format(i) in places for i in range(min(self.layers, len(places))))
+    def has_tensor(self, name: str) -> bool:
+        """Whether a tensor exists; "{}" stands for the number of any layer."""
+        tensors = self.model.tensors
+        return any(name.format(i) in tensors for i in range(min(self.layers, len(tensors))))

@@ -1,10 +1,10 @@
-"""Layers of GGUF files: blocks of ggml's types, kept as codes of the platform's kernels.
+"""Quantization method for GGUF files: ggml's blocks, stored as codes of the platform's kernels.
 
-A block is whole numbers with a scale, and for some types a minimum, for 16 to 256 columns. Q4_K,
-Q5_K and Q6_K are multiplied as they are stored, in as many bits. Other types of four bits and
-fewer, also those with a table of sixteen numbers, become four-bit codes, others codes of eight;
-scales are kept in 16 bits where those hold them to 2^-12 of the largest of a row. Without kernels
-blocks stay as they are.
+A block holds integers with a scale, and for some types a minimum, for 16 to 256 columns. Q4_K, Q5_K
+and Q6_K are multiplied in their stored form. Other types of up to four bits, including those with a
+table of sixteen values, become 4-bit codes; the rest become 8-bit codes. Scales are stored in 16
+bits if the error is at most 2^-12 of the largest in a row. Without kernels, blocks stay as they
+are.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from modulm.contracts.quantization import (
     INPUTS,
     OUTPUTS,
     CheckpointInfo,
+    LinearKind,
     LinearSpec,
     ParamSpec,
     QuantizationMethod,
@@ -37,18 +38,20 @@ __all__ = ["GGUF", "Blocks", "GGUFConfig", "Stack"]
 
 #: Columns of a block for which ggml rounds activations with one scale.
 _BLOCK = 256
-#: What activations are rounded to, in words.
+#: Precision of activations, for notes.
 _BITS = {"int8": "int8", "bf16": "16 bits"}
-#: Types that kernels may multiply without another form.
+#: Types that kernels may multiply in their stored form.
 _AS_THEY_ARE = ("Q4_K", "Q5_K", "Q6_K")
 _EXPERT = re.compile(r"\bexperts\.\d+\.")
 
 
 @frozen
 class GGUFConfig:
-    """`types`: ggml's type of each layer, which the loader reads in the file. `activations`: what
-    kernels round them to, "int8" (as llama.cpp does) or "bf16" (16 bits, as exact as bf16 is); the
-    numbers of models in float32 are not rounded."""
+    """Settings that the loader reads from the file.
+
+    `types`: ggml's type of each layer. `activations`: what kernels round activations to, "int8" (as
+    llama.cpp does) or "bf16" (16 bits, as exact as bf16). Models in float32 are not rounded.
+    """
 
     quant_method: str = "gguf"
     types: dict[str, str] = field(factory=dict)
@@ -57,7 +60,7 @@ class GGUFConfig:
 
 @frozen(eq=False)
 class Blocks:
-    """Rows of a weight as they are stored: [N, bytes of a row], or plain numbers [N, K]."""
+    """Rows of a weight as stored: [N, bytes of a row], or plain numbers [N, K]."""
 
     kind: Kind
     stored: Tensor
@@ -66,13 +69,13 @@ class Blocks:
         return dequantize(self.kind, self.stored).to(dtype)
 
     def codes(self, dtype: torch.dtype) -> Codes:
-        """The same as whole numbers; see `Decoded.codes`."""
+        """Return the rows as codes; see `Decoded.codes`."""
         return decode(self.kind, self.stored).codes(dtype)
 
 
 @frozen(eq=False)
 class Stack:
-    """Experts as they are stored; `stack[e]` is the weight [N, K] of one in `dtype`."""
+    """Experts as stored; `stack[e]` is the weight [N, K] of one in `dtype`."""
 
     kind: Kind
     stored: Tensor
@@ -83,7 +86,7 @@ class Stack:
 
 
 @frozen(eq=False)
-class _Held:
+class _PackedPart:
     """Some outputs of a layer: packed by a kernel, or `Blocks`."""
 
     weight: Any
@@ -91,7 +94,7 @@ class _Held:
 
 
 class GGUF(QuantizationMethod):
-    """Reads what the loader of GGUF files gives; every kind of layer, each part in its own type."""
+    """Handles all layers of GGUF files; each part of a fused layer may have its own type."""
 
     name = "gguf"
     api = 2
@@ -105,28 +108,32 @@ class GGUF(QuantizationMethod):
     @classmethod
     def claims(cls, checkpoint: CheckpointInfo) -> str | None:
         method = (checkpoint.quantization or {}).get("quant_method")
-        return "the weights are a GGUF file" if method == cls.name else None
+        return "the checkpoint is a GGUF file" if method == cls.name else None
 
     @classmethod
     def rejects(cls, spec: LinearSpec, platform: Platform) -> str | None:
-        return None if spec.dtype in platform.dtypes else f"{platform.name} has no {spec.dtype}"
+        return (
+            None
+            if spec.dtype in platform.dtypes
+            else f"{platform.name} does not support {spec.dtype}"
+        )
 
     def _activations(self, spec: LinearSpec, kind: Kind) -> str:
-        # Errors of the head are those of logits. ggml rounds what blocks of 256 are multiplied with
-        # as the kernels do, what others are multiplied with in finer steps than theirs.
-        coarse = spec.kind == "lm_head" and kind.block < _BLOCK
+        # Errors in the head become errors in logits. For blocks of 256, ggml rounds activations as
+        # the kernels do; for other types, it uses a finer scale than the kernels.
+        coarse = spec.kind is LinearKind.LM_HEAD and kind.block < _BLOCK
         return "bf16" if coarse else self.config.activations
 
     def _blocks(self, kind: Kind, spec: LinearSpec) -> Any:
-        """The op that packs such blocks as they are, if there is one."""
+        """Return the op that packs such blocks in their stored form, or None."""
         name = "pack_block_experts" if spec.experts else "pack_blocks"
         if kind.name not in _AS_THEY_ARE or spec.dtype == "float32":
             return None
-        return getattr(self.ops, name, None)
+        return self.ops.find(name)
 
     def create(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:
         kinds = self._kinds(spec)
-        if spec.kind == "embedding":
+        if spec.kind is LinearKind.EMBEDDING:
             self._tables[spec.outputs, spec.inputs] = kinds[0]
         if len(set(kinds)) == 1:
             return {STORED: _stored(kinds[0], spec)}
@@ -137,84 +144,92 @@ class GGUF(QuantizationMethod):
         types = " + ".join(kind.name for kind, _ in groupby(kinds))
         coded = [kind for kind in kinds if kind.decode is not None]
         pack = "pack_quantized_experts" if spec.experts else "pack_quantized"
-        kept = spec.kind == "embedding" or spec.dtype == "float32" or not hasattr(self.ops, pack)
-        if kept or not coded:
+        unrounded = (
+            spec.kind is LinearKind.EMBEDDING
+            or spec.dtype == "float32"
+            or not self.ops.supports(pack)
+        )
+        if unrounded or not coded:
             return types
         uses = dict.fromkeys(_BITS[self._activations(spec, kind)] for kind in coded)
         return f"{types}, activations in {' and '.join(uses)}"
 
     def finish(self, layer: torch.nn.Module, spec: LinearSpec) -> None:
-        keeper: Any = layer
-        if spec.kind == "embedding":
-            keeper.values = getattr(torch, spec.dtype)
-            keeper.table = Blocks(self._kinds(spec)[0], layer.get_parameter(STORED).detach())
-            # A table that is the head's weight, too, is held by that.
-            if "lm_head" in self.config.types and keeper.table.kind.decode is not None:
-                keeper.table = self._held(keeper.table, spec).weight
+        module: Any = layer
+        if spec.kind is LinearKind.EMBEDDING:
+            module.values = getattr(torch, spec.dtype)
+            module.table = Blocks(self._kinds(spec)[0], layer.get_parameter(STORED).detach())
+            # A table that is tied to the head is stored by the head.
+            if "lm_head" in self.config.types and module.table.kind.decode is not None:
+                module.table = self._pack(module.table, spec).weight
                 layer.register_parameter(STORED, None)
             return
         stored = {name: layer.get_parameter(name).detach() for name in self.create(spec)}
         for name in stored:
             layer.register_parameter(name, None)
         if spec.experts:
-            keeper.held = self._stack(stored, spec)
+            module.quantized = self._stack(stored, spec)
             return
-        keeper.held = tuple(self._held(part, spec) for part in self._parts(stored, spec))
-        bias, sizes = layer._parameters.get("bias"), [one.outputs for one in keeper.held]
-        keeper.biases = None if bias is None else torch.split(bias.detach(), sizes)
+        module.quantized = tuple(self._pack(part, spec) for part in self._parts(stored, spec))
+        bias, sizes = layer._parameters.get("bias"), [one.outputs for one in module.quantized]
+        module.biases = None if bias is None else torch.split(bias.detach(), sizes)
 
-    def _held(self, blocks: Blocks, spec: LinearSpec) -> _Held:
-        """Packed by a kernel, else as they are stored."""
+    def _pack(self, blocks: Blocks, spec: LinearSpec) -> _PackedPart:
+        """Pack blocks with a kernel, or keep them as stored."""
         count = len(blocks.stored)
         if blocks.kind.decode is None:
-            return _Held(self.ops.pack_linear(blocks.stored), count)
-        pack = getattr(self.ops, "pack_quantized", None)
+            return _PackedPart(self.ops.pack_linear(blocks.stored), count)
+        pack = self.ops.find("pack_quantized")
         if pack is None or spec.dtype == "float32":
-            return _Held(blocks, count)
+            return _PackedPart(blocks, count)
         use, as_it_is = self._activations(spec, blocks.kind), self._blocks(blocks.kind, spec)
         if as_it_is is not None:
-            return _Held(as_it_is(blocks.stored, blocks.kind.name.lower(), use), count)
+            return _PackedPart(as_it_is(blocks.stored, blocks.kind.name.lower(), use), count)
         fit = _fit(blocks, spec)
-        return _Held(pack(fit.values, fit.form, fit.group, fit.scales, fit.zeros, use), count)
+        return _PackedPart(pack(fit.values, fit.form, fit.group, fit.scales, fit.zeros, use), count)
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-        keeper: Any = layer
-        held = keeper.held
-        if len(held) == 1:
-            return self._product(held[0], x, bias)
-        out, first = x.new_empty(*x.shape[:-1], sum(one.outputs for one in held)), 0
-        for part, one in enumerate(held):
-            share = None if bias is None else keeper.biases[part]
+        module: Any = layer
+        parts = module.quantized
+        if len(parts) == 1:
+            return self._product(parts[0], x, bias)
+        out, first = x.new_empty(*x.shape[:-1], sum(one.outputs for one in parts)), 0
+        for part, one in enumerate(parts):
+            share = None if bias is None else module.biases[part]
             self._product(one, x, share, out[..., first : first + one.outputs])
             first += one.outputs
         return out
 
     def _product(
-        self, held: _Held, x: Tensor, bias: Tensor | None, out: Tensor | None = None
+        self, part: _PackedPart, x: Tensor, bias: Tensor | None, out: Tensor | None = None
     ) -> Tensor:
-        if isinstance(held.weight, Blocks | Tensor):
-            plain = held.weight
+        if isinstance(part.weight, Blocks | Tensor):
+            plain = part.weight
             weight = plain.weight(x.dtype) if isinstance(plain, Blocks) else plain
-            made = F.linear(x, weight, bias)
-            return made if out is None else out.copy_(made)
-        given = () if out is None else (out,)
-        product: Tensor = self.ops.linear(x, held.weight, bias, *given)
+            result = F.linear(x, weight, bias)
+            return result if out is None else out.copy_(result)
+        out_argument = () if out is None else (out,)
+        product: Tensor = self.ops.linear(x, part.weight, bias, *out_argument)
         return product
 
     def experts(self, layer: torch.nn.Module) -> object:
         keeper: Any = layer
-        return keeper.held
+        return keeper.quantized
 
     def _stack(self, stored: Mapping[str, Tensor], spec: LinearSpec) -> Any:
-        """What `fused_experts` takes. Raises UnsupportedError for parts of several types."""
+        """Return experts in the form that `fused_experts` takes. Raises UnsupportedError for mixed
+        types.
+        """
         kinds = self._kinds(spec)
         if len(set(kinds)) > 1:
             names = " and ".join(kind.name for kind in kinds)
-            raise UnsupportedError(f"{spec.name}: {names} in one stack of experts: not yet")
+            raise UnsupportedError(
+                f"{spec.name}: experts with mixed types ({names}) are not supported yet"
+            )
         (whole,) = stored.values()
         if kinds[0].decode is None:
             return self.ops.pack_experts(whole, len(spec.parts))
-        pack = getattr(self.ops, "pack_quantized_experts", None)
+        pack = self.ops.find("pack_quantized_experts")
         if pack is None or spec.dtype == "float32":
             return Stack(kinds[0], whole, getattr(torch, spec.dtype))
         use, as_they_are = self._activations(spec, kinds[0]), self._blocks(kinds[0], spec)
@@ -227,10 +242,10 @@ class GGUF(QuantizationMethod):
         return pack_stack(pack, fitted, spec.experts, len(spec.parts), use)
 
     def share(self, head: torch.nn.Module, table: torch.nn.Module) -> None:
-        keeper: Any = head
-        (held,) = keeper.held
-        if hasattr(self.ops, "embedding_packed") and not isinstance(held.weight, Blocks | Tensor):
-            table.table = held.weight
+        module: Any = head
+        (part,) = module.quantized
+        if self.ops.supports("embedding_packed") and not isinstance(part.weight, Blocks | Tensor):
+            table.table = part.weight
             table.register_parameter(STORED, None)
 
     def embed(self, layer: torch.nn.Module, ids: Tensor) -> Tensor:
@@ -249,19 +264,21 @@ class GGUF(QuantizationMethod):
         keeper: Any = layer
         dtype: torch.dtype = getattr(torch, spec.dtype)
         if spec.experts:
-            return torch.stack([keeper.held[expert] for expert in range(spec.experts)]).to(dtype)
-        if spec.kind == "embedding":
+            return torch.stack([keeper.quantized[expert] for expert in range(spec.experts)]).to(
+                dtype
+            )
+        if spec.kind is LinearKind.EMBEDDING:
             return self.embed(keeper, torch.arange(spec.outputs, device=self.platform.device))
-        return torch.cat([self._weight(one.weight) for one in keeper.held]).to(dtype)
+        return torch.cat([self._weight(one.weight) for one in keeper.quantized]).to(dtype)
 
-    def _weight(self, held: Any) -> Tensor:
-        if isinstance(held, Blocks):
-            return held.weight(torch.float32)
-        weight: Tensor = self.ops.unpack_linear(held)
+    def _weight(self, weights: Any) -> Tensor:
+        if isinstance(weights, Blocks):
+            return weights.weight(torch.float32)
+        weight: Tensor = self.ops.unpack_linear(weights)
         return weight
 
     def _parts(self, stored: Mapping[str, Tensor], spec: LinearSpec) -> Iterator[Blocks]:
-        """Neighbouring outputs of one type each."""
+        """Yield neighbouring outputs of one type each."""
         kinds = self._kinds(spec)
         if STORED in stored:
             yield Blocks(kinds[0], stored[STORED])
@@ -270,10 +287,12 @@ class GGUF(QuantizationMethod):
         for kind, parts in groupby(numbered, key=lambda part: part[0]):
             yield Blocks(kind, torch.cat([rows for _, rows in parts]))
 
-    # Types.
+    # Types of layers.
 
     def _kinds(self, spec: LinearSpec) -> tuple[Kind, ...]:
-        """The type of each part. A layer that the file lacks is looked for in plain numbers."""
+        """Return the type of each part. A layer that the file lacks is expected as plain
+        numbers.
+        """
         whole = self.config.types.get(spec.name)
         if whole is not None:
             return (self._kind(whole, spec),) * len(spec.parts)
@@ -281,19 +300,23 @@ class GGUF(QuantizationMethod):
         return tuple(self._of(name, spec) for name in names)
 
     def _of(self, name: str, spec: LinearSpec) -> Kind:
-        said = self.config.types.get(_EXPERT.sub("experts.", name))
-        if said is None and spec.kind == "lm_head":
+        name_of_type = self.config.types.get(_EXPERT.sub("experts.", name))
+        if name_of_type is None and spec.kind is LinearKind.LM_HEAD:
             return self._tables.get((spec.outputs, spec.inputs), NAMED["F32"])
-        return self._kind(said or "F32", spec)
+        return self._kind(name_of_type or "F32", spec)
 
-    def _kind(self, said: str, spec: LinearSpec) -> Kind:
-        if said not in NAMED:
-            raise CheckpointError(f"quantization_config.types: {spec.name}: {said!r} is no type")
-        return NAMED[said]
+    def _kind(self, name_of_type: str, spec: LinearSpec) -> Kind:
+        if name_of_type not in NAMED:
+            raise CheckpointError(
+                f"quantization_config.types: {spec.name}: {name_of_type!r} is not a GGUF type"
+            )
+        return NAMED[name_of_type]
 
 
 def _fit(blocks: Blocks, spec: LinearSpec, *, wide: bool = False) -> Fitted:
-    """Blocks as the kernels take them; wide: with scales in fp32, as all experts can."""
+    """Convert blocks to the kernels' format. wide: with fp32 scales, which experts always
+    support.
+    """
     decoded = decode(blocks.kind, blocks.stored)
     codes = decoded.codes(getattr(torch, spec.dtype))
     group = 0 if codes.scales.shape[1] == 1 else codes.group
@@ -309,7 +332,7 @@ def _fit(blocks: Blocks, spec: LinearSpec, *, wide: bool = False) -> Fitted:
 
 
 def _stored(kind: Kind, spec: LinearSpec, part: int | None = None) -> ParamSpec:
-    """Rows of blocks, or of numbers in the layer's dtype."""
+    """Return the parameter for rows of blocks, or of numbers in the layer's dtype."""
     if kind.decode is None:
         return ParamSpec((OUTPUTS, INPUTS), spec.dtype, stored=STORED, part=part)
     axes = (OUTPUTS, INPUTS.packed(kind.block, kind.bytes))

@@ -1,8 +1,8 @@
-"""How texts are cut before byte pairs are merged, by the name in `tokenizer.ggml.pre`.
+"""Pre-tokenizer patterns for byte pairs, by the name in `tokenizer.ggml.pre`.
 
-The patterns are those of the tokenizer.json files that the names stand for; which file that is says
-convert_hf_to_gguf.py of llama.cpp (get_vocab_base_pre). Patterns are applied one after the other,
-each to the pieces of the one before.
+The patterns are those of the tokenizer.json files that the names stand for, according to
+convert_hf_to_gguf.py of llama.cpp (get_vocab_base_pre). Patterns are applied in sequence, each to
+the pieces of the previous one.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ __all__ = ["SPLITS", "Split"]
 
 @frozen
 class Split:
-    """`patterns` whose matches become pieces, and what else such tokenizers do.
+    """`patterns` whose matches become pieces, and other properties of such tokenizers.
 
-    whole: a piece that is a token is not taken apart. composed: text is in the normal form NFC.
-    begins: a text begins with the token of beginning, where the file does not say.
+    whole: a piece that is a token is not merged further. composed: text is normalised to NFC.
+    begins: a text starts with the BOS token unless the file says otherwise.
     """
 
     patterns: tuple[str, ...]
@@ -34,7 +34,7 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 
 
 def _words(digits: str, letters: str = r"\p{L}+", before: str = r"[^\r\n\p{L}\p{N}]?") -> str:
-    """The pattern of GPT-4 and its kin."""
+    """Return the pattern of GPT-4 and similar tokenizers."""
     return rf"{_ENDINGS}|{before}{letters}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 
 
@@ -43,7 +43,7 @@ _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
 
 def _cases(digits: str, ending: str, marks: str = r"[\r\n/]*") -> str:
-    """The pattern of GPT-4o and its kin, which ends words where capitals begin."""
+    """Return the pattern of GPT-4o and similar tokenizers, which also splits words at capitals."""
     first = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{ending}"
     second = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{ending}"
     return rf"{first}|{second}|{digits}| ?[^\s\p{{L}}\p{{N}}]+{marks}|{_SPACES}"

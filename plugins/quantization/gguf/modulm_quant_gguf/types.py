@@ -1,4 +1,4 @@
-"""The types of tensors in GGUF files, by their numbers (ggml.h, enum ggml_type)."""
+"""Tensor types of GGUF files by number (ggml.h, enum ggml_type)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["NAMED", "NUMBERED", "Kind", "decode", "dequantize"]
 
 @frozen(eq=False)
 class Kind:
-    """`block` columns take `bytes` bytes. Types of plain numbers have a `dtype`, others `decode`.
+    """A tensor type: `block` columns take `bytes` bytes.
 
-    name, number: ggml's.
+    Plain number types have a `dtype`, block types a `decode` function. name, number: ggml's.
     """
 
     name: str
@@ -68,14 +68,14 @@ NAMED: Mapping[str, Kind] = {kind.name: kind for kind in _KINDS}
 
 
 def decode(kind: Kind, stored: Tensor) -> Decoded:
-    """Rows of blocks [N, bytes of a row] as numbers."""
+    """Decode rows of blocks [N, bytes of a row]."""
     if kind.decode is None:
-        raise CheckpointError(f"the type {kind.name} has no blocks")
+        raise CheckpointError(f"type {kind.name} has no blocks")
     return kind.decode(stored.reshape(-1, kind.bytes)).rows(len(stored))
 
 
 def dequantize(kind: Kind, stored: Tensor) -> Tensor:
-    """Rows as stored, of any type, in fp32."""
+    """Convert stored rows of any type to fp32."""
     if kind.decode is None:
         return stored.to(torch.float32)
     leading = stored.shape[:-1]

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file as tokenizer.json says it, and its chat template.
+"""Convert the tokenizer of a GGUF file to tokenizer.json, and read its chat template.
 
 `tokenizer.ggml.model` names the kind: "gpt2" (byte pairs), "llama" (SentencePiece's byte pairs),
 "t5" (Unigram), "bert" (WordPiece). Sources: docs/gguf.md of ggml; src/llama-vocab.cpp of llama.cpp.
@@ -24,20 +24,24 @@ Table = dict[str, Any]
 _NORMAL, _UNKNOWN, _CONTROL, _DEFINED, _UNUSED, _BYTE = range(1, 7)
 _BLANK = "\u2581"
 _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-#: As the metadata spells what is called otherwise here.
+#: Special tokens with other names in the metadata.
 _SPELLED = {"unk": "unknown", "sep": "seperator", "pad": "padding"}
 _TEMPLATE = "tokenizer.chat_template"
 
 
 def tokenizer_files(model: Model) -> TokenizerFiles | None:
-    """None where the file has no tokenizer. Raises CheckpointError for one that nobody knows."""
+    """Return the tokenizer's files; None if the file has no tokenizer. Raises CheckpointError for
+    unknown kinds.
+    """
     vocabulary = _Vocabulary(model)
-    kind = vocabulary.said("model", None)
+    kind = vocabulary.value("model", None)
     if kind is None:
         return None
     make = _KINDS.get(kind)
     if make is None:
-        raise vocabulary.wrong("model", f"{kind!r}: not yet; there are {', '.join(_KINDS)}")
+        raise vocabulary.error(
+            "model", f"{kind!r} is not supported yet; supported: {', '.join(_KINDS)}"
+        )
     table = {
         "version": "1.0",
         "truncation": None,
@@ -60,45 +64,47 @@ def tokenizer_files(model: Model) -> TokenizerFiles | None:
 
 
 def _template(metadata: Mapping[str, Any]) -> str | Mapping[str, str] | None:
-    """The one template, or those of several names."""
+    """Return the chat template, or several by name."""
     usual = metadata.get(_TEMPLATE)
-    named = {
+    by_name = {
         key.removeprefix(f"{_TEMPLATE}."): text
         for key, text in metadata.items()
         if key.startswith(f"{_TEMPLATE}.") and isinstance(text, str)
     }
-    if not named:
+    if not by_name:
         return usual if isinstance(usual, str) else None
-    return {"default": usual, **named} if isinstance(usual, str) else named
+    return {"default": usual, **by_name} if isinstance(usual, str) else by_name
 
 
 class _Vocabulary:
-    """Tokens, their types and scores, checked."""
+    """Tokens, their types and scores, validated."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
 
-    def wrong(self, key: str, what: str) -> CheckpointError:
-        """An error about a key."""
+    def error(self, key: str, what: str) -> CheckpointError:
+        """Return an error about a key."""
         return CheckpointError(f"{self.model.path}: tokenizer.ggml.{key}: {what}")
 
-    def said(self, key: str, default: Any) -> Any:
-        """A value as the file has it."""
+    def value(self, key: str, default: Any) -> Any:
+        """Return a value of the metadata."""
         return self.model.metadata.get(f"tokenizer.ggml.{key}", default)
 
     def texts(self, key: str) -> list[str]:
-        """A list of texts."""
-        found = self.said(key, None)
-        if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
-            raise self.wrong(key, "a list of texts is needed")
-        return found
+        """Return a list of strings."""
+        texts_of_key = self.value(key, None)
+        if not isinstance(texts_of_key, list) or not all(
+            isinstance(text, str) for text in texts_of_key
+        ):
+            raise self.error(key, "must be a list of strings")
+        return texts_of_key
 
     @cached_property
     def tokens(self) -> list[str]:
-        found = self.texts("tokens")
-        if not found:
-            raise self.wrong("tokens", "there are none")
-        return found
+        tokens_of_file = self.texts("tokens")
+        if not tokens_of_file:
+            raise self.error("tokens", "empty")
+        return tokens_of_file
 
     @cached_property
     def types(self) -> list[int]:
@@ -109,40 +115,40 @@ class _Vocabulary:
         return self._per_token("scores", None)
 
     def _per_token(self, key: str, default: Any) -> Any:
-        found = self.said(key, default)
-        if not isinstance(found, list) or len(found) != len(self.tokens):
-            raise self.wrong(key, f"a number for each of the {len(self.tokens)} tokens is needed")
-        if not all(type(number) in (int, float) for number in found):
-            raise self.wrong(key, "numbers are needed")
-        return found
+        values = self.value(key, default)
+        if not isinstance(values, list) or len(values) != len(self.tokens):
+            raise self.error(key, f"must have a number for each of the {len(self.tokens)} tokens")
+        if not all(type(number) in (int, float) for number in values):
+            raise self.error(key, "must be numbers")
+        return values
 
     @cached_property
     def ids(self) -> dict[str, int]:
-        """Token -> id; of doubled ones the first."""
-        found: dict[str, int] = {}
+        """Token -> id; of duplicates the first."""
+        first_ids: dict[str, int] = {}
         for index, token in enumerate(self.tokens):
-            found.setdefault(token, index)
-        return found
+            first_ids.setdefault(token, index)
+        return first_ids
 
     def id(self, name: str) -> int | None:
-        """The id of a special token, if the file names one."""
-        found = self.said(f"{_SPELLED.get(name, name)}_token_id", None)
-        if found is None:
+        """Return the id of a special token, if the file has one."""
+        index = self.value(f"{_SPELLED.get(name, name)}_token_id", None)
+        if index is None:
             return None
-        if type(found) is not int or not 0 <= found < len(self.tokens):
-            raise self.wrong(f"{name}_token_id", f"{found!r} is no token")
-        return found
+        if type(index) is not int or not 0 <= index < len(self.tokens):
+            raise self.error(f"{name}_token_id", f"{index!r} is not a token id")
+        return index
 
     def special(self, name: str) -> str | None:
-        """The text of a special token."""
+        """Return the text of a special token."""
         index = self.id(name)
         return None if index is None else self.tokens[index]
 
     def added(self) -> Iterator[Table]:
-        """Tokens that are found in a text before anything else."""
-        named = {self.id(name) for name in _SPECIAL}
+        """Yield tokens that are matched before tokenization."""
+        special_ids = {self.id(name) for name in _SPECIAL}
         for index, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True)):
-            special = kind in (_CONTROL, _UNKNOWN) or index in named
+            special = kind in (_CONTROL, _UNKNOWN) or index in special_ids
             if (special or kind == _DEFINED) and token and self.ids[token] == index:
                 yield {
                     "id": index,
@@ -155,16 +161,20 @@ class _Vocabulary:
                 }
 
     def around(self, begins: bool, ends: bool) -> Table | None:
-        """What is put around a text, by default or as the file says."""
-        wanted = (
-            ("bos", self.said("add_bos_token", begins)),
-            ("eos", self.said("add_eos_token", ends)),
+        """Return the template with the tokens that are added around a text, by default or as the
+        file says.
+        """
+        settings = (
+            ("bos", self.value("add_bos_token", begins)),
+            ("eos", self.value("add_eos_token", ends)),
         )
-        first, last = [self.special(name) if added is True else None for name, added in wanted]
+        first, last = [self.special(name) if added is True else None for name, added in settings]
         return None if first is None and last is None else self.template(first, last)
 
     def template(self, first: str | None, last: str | None, *, types: bool = False) -> Table:
-        """first A last, and for pairs first A last (first) B last; types: B is of type 1."""
+        """Return the template "first A last", and for pairs "first A last (first) B last". types: B
+        gets type id 1.
+        """
 
         def token(text: str | None, kind: int = 0) -> list[Table]:
             return [] if text is None else [{"SpecialToken": {"id": text, "type_id": kind}}]
@@ -188,18 +198,18 @@ class _Vocabulary:
 
 
 def _byte_pairs(v: _Vocabulary) -> Table:
-    """GPT-2's byte pairs: bytes are written as characters that can be seen."""
-    name = v.said("pre", "default")
+    """GPT-2's byte pairs, where bytes are written as visible characters."""
+    name = v.value("pre", "default")
     split = SPLITS.get(name)
     if split is None:
-        raise v.wrong("pre", f"{name!r}: not yet; there are {', '.join(SPLITS)}")
+        raise v.error("pre", f"{name!r} is not supported yet; supported: {', '.join(SPLITS)}")
     pairs = []
     for number, merge in enumerate(v.texts("merges")):
         cut = merge.find(" ", 1)
         if cut < 1 or merge[:cut] not in v.ids or merge[cut + 1 :] not in v.ids:
-            raise v.wrong("merges", f"number {number}, {merge!r}, is no pair of tokens")
+            raise v.error("merges", f"number {number}, {merge!r}, is not a pair of tokens")
         if merge[:cut] + merge[cut + 1 :] not in v.ids:
-            raise v.wrong("merges", f"number {number}, {merge!r}, makes no token")
+            raise v.error("merges", f"number {number}, {merge!r}, does not give a token")
         pairs.append([merge[:cut], merge[cut + 1 :]])
     known = {
         token: index
@@ -242,8 +252,8 @@ def _merging(vocabulary: Mapping[str, int], merges: Sequence[Any], **more: Any) 
 
 
 def _sentence_pairs(v: _Vocabulary) -> Table:
-    """SentencePiece's byte pairs: of pairs that are a token together that of the highest score."""
-    prefixed = v.said("add_space_prefix", True) is not False
+    """SentencePiece's byte pairs, where the pair with the highest score is merged first."""
+    prefixed = v.value("add_space_prefix", True) is not False
     blank = {"type": "Replace", "pattern": {"String": " "}, "content": _BLANK}
     before = [{"type": "Prepend", "prepend": _BLANK}] if prefixed else []
     after: list[Table] = [
@@ -269,31 +279,31 @@ def _sentence_pairs(v: _Vocabulary) -> Table:
 
 
 def _by_score(v: _Vocabulary) -> Iterator[list[str]]:
-    """Pairs of tokens that are one token together, best first."""
+    """Yield pairs of tokens that form a token, best first."""
     known = {token: i for token, i in v.ids.items() if v.types[i] in (_NORMAL, _DEFINED, _UNUSED)}
     scores = v.scores
-    found = [
+    pairs = [
         (-scores[index], known[token[:cut]], known[token[cut:]], token, cut)
         for token, index in known.items()
         for cut in range(1, len(token))
         if token[:cut] in known and token[cut:] in known
     ]
-    for _, _, _, token, cut in sorted(found):
+    for _, _, _, token, cut in sorted(pairs):
         yield [token[:cut], token[cut:]]
 
 
 def _unigram(v: _Vocabulary) -> Table:
-    """Unigram (Kudo, arXiv 1804.10959): the pieces of the highest sum of scores."""
-    charsmap = v.said("precompiled_charsmap", None)
+    """Unigram (Kudo, arXiv 1804.10959): pieces with the highest sum of scores."""
+    charsmap = v.value("precompiled_charsmap", None)
     steps: list[Table] = []
     if isinstance(charsmap, list) and charsmap:
         raw = base64.b64encode(bytes(int(byte) & 255 for byte in charsmap)).decode("ascii")
         steps.append({"type": "Precompiled", "precompiled_charsmap": raw})
-    prefix = "always" if v.said("add_space_prefix", True) is not False else "never"
+    prefix = "always" if v.value("add_space_prefix", True) is not False else "never"
     space: Table = {"type": "Metaspace", "replacement": _BLANK, "split": True}
     space["prepend_scheme"] = prefix
     cut = space
-    if v.said("remove_extra_whitespaces", False) is True:
+    if v.value("remove_extra_whitespaces", False) is True:
         cut = {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, space]}
     pieces = [[token, float(score)] for token, score in zip(v.tokens, v.scores, strict=True)]
     return {
@@ -311,7 +321,7 @@ def _unigram(v: _Vocabulary) -> Table:
 
 
 def _word_pieces(v: _Vocabulary) -> Table:
-    """WordPiece. The file marks beginnings of words; the vocabulary is of what marks the rest."""
+    """WordPiece. The file marks word starts; the vocabulary marks continuations."""
     vocabulary: dict[str, int] = {}
     for index, token in enumerate(v.tokens):
         vocabulary.setdefault(_word_piece(token, v.types[index]), index)

@@ -1,9 +1,10 @@
-"""GPTQ checkpoints (Frantar et al., arXiv 2210.17323), as AutoGPTQ, GPTQModel and AutoRound write.
+"""GPTQ checkpoints (Frantar et al., arXiv 2210.17323), as AutoGPTQ, GPTQModel and AutoRound write
+them.
 
-`qweight` [K * bits / 32, N] holds codes in words along inputs, `qzeros` [groups, N * bits / 32]
-zero points in words along outputs, less one in all but the format "gptq_v2"; `scales` are [groups,
-N] and `g_idx` says the group of each input (any, with `desc_act`). Codes lie in the words without
-gaps, from the lowest bits on. Sources: QuantLinear of AutoGPTQ 0.7, FORMAT of GPTQModel 5.
+`qweight` [K * bits / 32, N] holds codes in words along inputs. `qzeros` [groups, N * bits / 32]
+holds zero points in words along outputs, minus one in all formats but "gptq_v2". `scales` are
+[groups, N] and `g_idx` is the group of each input (arbitrary with `desc_act`). Codes are stored
+without gaps, from the lowest bits up. Sources: QuantLinear of AutoGPTQ 0.7, FORMAT of GPTQModel 5.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _METHODS = ("gptq", "auto-round", "auto_round", "intel/auto-round", "inc")
 
 @frozen
 class _Settings:
-    """Of one layer: bits of a code; inputs that share a scale, -1 for all."""
+    """Settings of one layer: bits per code, and inputs per scale (-1: all)."""
 
     bits: int
     group_size: int
@@ -55,9 +56,9 @@ class _Settings:
 class GPTQConfig:
     """`quantization_config` of config.json, or quantize_config.json.
 
-    `dynamic`: regular expressions of names -> settings that such layers have instead; behind "-:"
-    the layers are not quantized. `activations`: what kernels round them to, "bf16" (not at all) or
-    "int8". Other keys say how the weights were found.
+    `dynamic`: regular expressions of layer names -> settings that override the defaults; a "-:"
+    prefix excludes layers from quantization. `activations`: what kernels round activations to,
+    "bf16" (no rounding) or "int8". Other keys describe how the weights were computed.
     """
 
     OPEN_ENDED: ClassVar[bool] = True
@@ -79,14 +80,14 @@ class GPTQConfig:
         if self.form not in ("gptq", "gptq_v2"):
             key = "packing_format" if self.packing_format else "checkpoint_format"
             raise ValueError(
-                f"{key}: {self.form!r}; read are gptq and gptq_v2 (--quantization awq: awq)"
+                f"{key}: {self.form!r}; supported: gptq, gptq_v2 (for awq use --quantization awq)"
             )
 
     @property
     def form(self) -> str:
-        """How zero points are stored; AutoRound says it as "auto_round:auto_gptq"."""
-        said = self.packing_format.rpartition(":")[2].replace("auto_gptq", "gptq")
-        return said or self.checkpoint_format
+        """How zero points are stored; AutoRound writes it as "auto_round:auto_gptq"."""
+        packing = self.packing_format.rpartition(":")[2].replace("auto_gptq", "gptq")
+        return packing or self.checkpoint_format
 
 
 class GPTQ(CodedMethod):
@@ -114,17 +115,19 @@ class GPTQ(CodedMethod):
         return unlisted or self.skips_fused(name)
 
     def skips_fused(self, name: str) -> bool:
-        given = self.config
-        if name.rpartition(".")[2] == "lm_head" and not given.lm_head:
+        config = self.config
+        if name.rpartition(".")[2] == "lm_head" and not config.lm_head:
             return True
-        if matches(name, given.modules_to_not_convert or ()):
+        if matches(name, config.modules_to_not_convert or ()):
             return True
         rule = self._rule(name)
-        return rule is None or int(rule.get("bits", given.bits)) >= 16
+        return rule is None or int(rule.get("bits", config.bits)) >= 16
 
     def scheme(self, spec: LinearSpec) -> StoredAs:
-        own = self._settings(spec)
-        return StoredAs.integers(own.bits, own.group_size, zeros=True, ordered=self.config.desc_act)
+        settings = self._settings(spec)
+        return StoredAs.integers(
+            settings.bits, settings.group_size, zeros=True, ordered=self.config.desc_act
+        )
 
     def create(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:
         bits, group = self._settings(spec).bits, self._group(spec)
@@ -146,22 +149,26 @@ class GPTQ(CodedMethod):
         return sorted_by_group(whole, stored.get("g_idx"), spec)
 
     def _settings(self, spec: LinearSpec) -> _Settings:
-        """Those of a layer. Raises ConfigError where fused parts differ."""
-        found = {self._of(name) for name in spec.part_names or (spec.name,)}
-        if len(found) > 1:
+        """Return the settings of a layer. Raises ConfigError if fused parts differ."""
+        settings = {self._of(name) for name in spec.part_names or (spec.name,)}
+        if len(settings) > 1:
             names = ", ".join(spec.part_names)
-            raise ConfigError("quantization_config.dynamic", f"{names}: not alike, and fused")
-        return found.pop()
+            raise ConfigError(
+                "quantization_config.dynamic", f"{names}: fused layers have different settings"
+            )
+        return settings.pop()
 
     def _of(self, name: str) -> _Settings:
         rule = self._rule(name) or {}
         bits = int(rule.get("bits", self.config.bits))
         if bits not in _BITS:
-            raise ConfigError("quantization_config.dynamic", f"{name}: {bits} bits, not {_BITS}")
+            raise ConfigError(
+                "quantization_config.dynamic", f"{name}: bits must be one of {_BITS}, not {bits}"
+            )
         return _Settings(bits, int(rule.get("group_size", self.config.group_size)))
 
     def _rule(self, name: str) -> Mapping[str, Any] | None:
-        """What is said of the layer in particular, or None if it is not quantized."""
+        """Return the settings for this layer in particular, or None if it is not quantized."""
         for pattern, rule in (self.config.dynamic or {}).items():
             if pattern.startswith("-:"):
                 if re.match(pattern[2:], name):
@@ -171,19 +178,19 @@ class GPTQ(CodedMethod):
         return (self.config.extra_config or {}).get(name, {})
 
     def _group(self, spec: LinearSpec) -> int:
-        """Inputs that share a scale. Raises ConfigError where they do not come out even."""
-        whole, said = spec.input_shard.whole, self._settings(spec).group_size
-        size = said if said > 0 else whole
+        """Return the group size. Raises ConfigError if the inputs are not a multiple of it."""
+        whole, group_size = spec.input_shard.whole, self._settings(spec).group_size
+        size = group_size if group_size > 0 else whole
         if whole % size or spec.inputs % size:
             raise ConfigError(
                 "quantization_config.group_size",
-                f"{spec.name} has {spec.inputs} inputs, which are not whole groups of {size}",
+                f"{spec.name} has {spec.inputs} inputs, not a multiple of the group size {size}",
             )
         return size
 
 
 def _flat(names: tuple[Any, ...]) -> list[str]:
-    """Names in lists of lists, as one list."""
+    """Flatten nested lists of names."""
     return [
         name
         for entry in names
@@ -192,7 +199,7 @@ def _flat(names: tuple[Any, ...]) -> list[str]:
 
 
 class AutoGPTQ(GPTQ):
-    """A name that vLLM has for it."""
+    """vLLM's name for the same method."""
 
     name = "auto_gptq"
 
@@ -202,7 +209,7 @@ class AutoGPTQ(GPTQ):
 
 
 class GPTQMarlin(GPTQ):
-    """A name that vLLM has for it."""
+    """vLLM's name for the same method."""
 
     name = "gptq_marlin"
 
@@ -212,7 +219,7 @@ class GPTQMarlin(GPTQ):
 
 
 class INC(GPTQ):
-    """Intel's Neural Compressor and AutoRound, by vLLM's name."""
+    """vLLM's name for checkpoints of Intel Neural Compressor and AutoRound."""
 
     name = "inc"
 

@@ -1,10 +1,10 @@
 """HQQ checkpoints (half-quadratic quantization, Badri and Shaji 2023), as transformers saves them.
 
-A weight is laid out in groups: `axis` 1 makes each row of [N K / group, group] one, `axis` 0 each
-column of [group, N K / group]. `W_q` holds rows of that on top of one another: with four bits the
-upper half of the rows in the high halves of its bytes; ten rows of three bits in an int32. `scale`
-and `zero` have an entry for each group, and a weight is scale * (code - zero), zero points being
-any numbers. Source: Quantizer and BitPack of hqq 0.2.
+A weight is reshaped into groups: with `axis` 1, each row of [N K / group, group] is a group; with
+`axis` 0, each column of [group, N K / group]. `W_q` packs blocks of its rows on top of one another:
+with 4 bits, the first half of the rows in the high halves of the bytes; with 3 bits, ten rows per
+int32. `scale` and `zero` have an entry per group. A weight is scale * (code - zero) with real zero
+points. Source: Quantizer and BitPack of hqq 0.2.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from modulm_quantized import CodedMethod, Codes, StoredAs, below
 
 __all__ = ["HQQ", "HQQConfig", "Params"]
 
-#: Bits of a code -> (bits that it takes, how many lie in one number, dtype of that).
+#: Bits of a code -> (bits in storage, codes per stored number, dtype of that number).
 _PACKING = {
     8: (8, 1, torch.uint8),
     6: (8, 1, torch.uint8),
@@ -62,15 +62,18 @@ class Params:
     channel_wise: bool = field(default=True, validator=validators.in_((True,)))
 
     def rows(self, inputs: int, outputs: int) -> int:
-        """Rows of the layout in groups."""
+        """Return the number of rows of the grouped layout."""
         size = self.group_size or (inputs if self.axis else outputs)
         return outputs * inputs // size if self.axis else size
 
 
 @frozen
 class HQQConfig:
-    """`quantization_config` of config.json. `quant_config` is a table for all layers, or one for
-    each, by the layer's name without "model", "layers" and numbers."""
+    """`quantization_config` of config.json.
+
+    `quant_config` is a table for all layers, or a table per layer name, without "model", "layers"
+    and numbers.
+    """
 
     OPEN_ENDED: ClassVar[bool] = True
 
@@ -80,7 +83,7 @@ class HQQConfig:
 
 
 class HQQ(CodedMethod):
-    """Codes of 1 to 8 bits with zero points that are not whole numbers."""
+    """Codes of 1 to 8 bits with real zero points."""
 
     name = "hqq"
     Config: ClassVar[type] = HQQConfig
@@ -110,7 +113,7 @@ class HQQ(CodedMethod):
         if params.axis and size is not None and (whole % size or spec.inputs % size):
             raise ConfigError(
                 "quantization_config.quant_config",
-                f"{spec.name} has {spec.inputs} inputs, which are not whole groups of {size}",
+                f"{spec.name} has {spec.inputs} inputs, not a multiple of the group size {size}",
             )
         sizes = [shard.whole for shard in spec.shards]
         unpack = _unpacker(params, whole, {*sizes, sum(sizes)})
@@ -130,30 +133,33 @@ class HQQ(CodedMethod):
         return (Codes(stored["values"], stored["scale"], stored["zero"]),)
 
     def _params(self, spec: LinearSpec) -> Params:
-        """Those of a layer. Raises ConfigError where fused parts differ."""
+        """Return the settings of a layer. Raises ConfigError if fused parts differ."""
         names = spec.part_names or (spec.name,)
-        found = {self._of(name) for name in names}
-        params = found.pop()
-        if found or params is None:
+        settings = {self._of(name) for name in names}
+        params = settings.pop()
+        if settings or params is None:
             listed = ", ".join(names)
-            raise ConfigError("quantization_config.quant_config", f"{listed}: not alike, and fused")
+            raise ConfigError(
+                "quantization_config.quant_config",
+                f"{listed}: fused layers have different settings",
+            )
         return params
 
     def _of(self, name: str) -> Params | None:
-        """What is said of a layer; None if it is not quantized. Raises ConfigError."""
-        given = self.config.quant_config
+        """Return the settings of a layer name; None if it is not quantized. Raises ConfigError."""
+        config = self.config.quant_config
         tag = ".".join(
             part
             for part in name.split(".")
             if part not in ("model", "layers") and not part.isdigit()
         )
-        table = given if _WEIGHT in given or "nbits" in given or not given else given.get(tag)
+        table = config if _WEIGHT in config or "nbits" in config or not config else config.get(tag)
         if table is None:
             return None
         for key in ("scale_quant_params", "zero_quant_params"):
             if table.get(key):
                 raise ConfigError(
-                    f"quantization_config.quant_config.{key}", "scales in codes are not read"
+                    f"quantization_config.quant_config.{key}", "quantized scales are not supported"
                 )
         try:
             return structure_table(table.get(_WEIGHT, table), Params, open_ended=True)
@@ -163,7 +169,7 @@ class HQQ(CodedMethod):
 
 
 def _unpacker(params: Params, inputs: int, sizes: set[int]) -> Callable[[Tensor], Tensor]:
-    """Stored codes -> [N, K] uint8, N being one of `sizes`."""
+    """Return a function from stored codes to [N, K] uint8, where N is one of `sizes`."""
     bits, count, dtype = _PACKING[params.nbits]
 
     def unpack(stored: Tensor) -> Tensor:
@@ -171,17 +177,19 @@ def _unpacker(params: Params, inputs: int, sizes: set[int]) -> Callable[[Tensor]
         shifts = [bits * (count - 1 - i) for i in range(count)]
         rows = torch.cat([(words >> shift) & ((1 << bits) - 1) for shift in shifts]).to(torch.uint8)
         for outputs in sizes:
-            wanted = params.rows(inputs, outputs)
-            padding = len(rows) - wanted
-            if wanted * rows.shape[1] == outputs * inputs and 0 <= padding < count:
-                return rows[:wanted].reshape(-1, inputs)
-        raise ValueError(f"{list(stored.shape)} are not {sorted(sizes)} rows of {inputs} codes")
+            needed = params.rows(inputs, outputs)
+            padding = len(rows) - needed
+            if needed * rows.shape[1] == outputs * inputs and 0 <= padding < count:
+                return rows[:needed].reshape(-1, inputs)
+        raise ValueError(
+            f"shape {list(stored.shape)} does not hold {sorted(sizes)} rows of {inputs} codes"
+        )
 
     return unpack
 
 
 def _repeated(params: Params, inputs: int, sizes: list[int]) -> Callable[[Tensor], Tensor]:
-    """Scales of groups along outputs -> [N, K]."""
+    """Return a function that repeats scales of groups along outputs to [N, K]."""
 
     def spread(stored: Tensor) -> Tensor:
         flat = stored.reshape(1, -1)

@@ -1,5 +1,7 @@
-"""What transformers' `MetalConfig` writes for the same kernels: linear layers only, a group's bias
-by another name (transformers 5.23, integrations/metal_quantization.py).
+"""Checkpoints of transformers' `MetalConfig`, written for MLX's kernels.
+
+Only linear layers are quantized, and a group's bias has another name (transformers 5.23,
+integrations/metal_quantization.py).
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class MetalConfig(MLXConfig):
 
 
 class Metal(MLX):
-    """Codes with a scale and a bias for each group of inputs, in linear layers."""
+    """Codes with a scale and a bias per group of inputs, in linear layers."""
 
     name = "metal"
     HELD: ClassVar[tuple[str, ...]] = CodedMethod.HELD

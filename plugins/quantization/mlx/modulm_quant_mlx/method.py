@@ -1,9 +1,9 @@
 """MLX checkpoints, as mlx-lm writes them.
 
-A weight is scale * code + bias, both of a group of inputs. Codes of 2 to 8 bits follow one another
-in words of 32 bits, the first in the lowest bits (`mx.quantize`, mode "affine", MLX 0.32). Which
-layers are held so the files say: those that have scales; embeddings, routers and heads may be among
-them. config.json has bits and group size of all, and of layers that have others.
+A weight is scale * code + bias, with a scale and a bias per group of inputs. Codes of 2 to 8 bits
+are stored consecutively in 32-bit words, from the lowest bits up (`mx.quantize`, mode "affine", MLX
+0.32). Layers with scales in the files are quantized, including embeddings, routers and heads.
+config.json has the bits and group size of all layers, and of layers that differ.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from modulm.contracts.quantization import (
     INPUTS,
     OUTPUTS,
     CheckpointInfo,
+    LinearKind,
     LinearSpec,
     ParamSpec,
 )
@@ -33,16 +34,16 @@ if TYPE_CHECKING:
 __all__ = ["MLX", "Affine", "MLXConfig"]
 
 _WEIGHT, _WORDS = ".weight", "uint32"
-#: What models call the table of embeddings.
+#: Names of the embedding table in models.
 _TABLES = ("embed_tokens", "embeddings", "wte", "embed_in", "tok_embeddings")
-#: Mixtral's names of an expert's parts, by MLX's, and the other way.
+#: MLX's names of an expert's projections -> Mixtral's, and the reverse.
 _PARTS_HERE = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 _PARTS_THERE = {here: there for there, here in _PARTS_HERE.items()}
 
 
 @frozen
 class Affine:
-    """How one layer is held."""
+    """How one layer is stored."""
 
     OPEN_ENDED: ClassVar[bool] = True
 
@@ -53,25 +54,26 @@ class Affine:
 
 @frozen
 class MLXConfig(Affine):
-    """`quantization_config` (or `quantization`) of config.json. own: what single layers have of
-    their own, by name. plain: layers whose weights the files have as they are. tied: whether there
-    is no weight of the head.
+    """`quantization_config` (or `quantization`) of config.json.
+
+    overrides: settings of single layers, by name. plain: layers whose weights are not quantized.
+    tied: whether the files have no weight for the LM head.
     """
 
     OPEN_ENDED: ClassVar[bool] = True
 
     quant_method: str = "mlx"
-    own: dict[str, Any] = field(factory=dict)
+    overrides: dict[str, Any] = field(factory=dict)
     plain: tuple[str, ...] = ()
     tied: bool = True
 
 
 class MLX(CodedMethod):
-    """Codes with a scale and a bias for each group of inputs."""
+    """Codes with a scale and a bias per group of inputs."""
 
     name = "mlx"
     HELD: ClassVar[tuple[str, ...]] = (*CodedMethod.HELD, "embedding", "router")
-    #: What a group's bias is called.
+    #: Name of a group's bias.
     BIASES: ClassVar[str] = "biases"
     Config: ClassVar[type] = MLXConfig
     config: MLXConfig
@@ -81,21 +83,25 @@ class MLX(CodedMethod):
         table = _table(checkpoint)
         if "quant_method" in table or not {"bits", "group_size"} <= set(table):
             return super().claims(checkpoint)
-        return "config.json has bits and a group size, and names no method, as MLX does"
+        return "config.json has bits and a group size but no quant_method, as MLX writes it"
 
     @classmethod
     def settings(cls, checkpoint: CheckpointInfo) -> Mapping[str, object]:
         table = _table(checkpoint)
-        own = {name: given for name, given in table.items() if isinstance(given, Mapping)}
-        found = {**table, "own": own}
+        overrides = {
+            name: table_of_layer
+            for name, table_of_layer in table.items()
+            if isinstance(table_of_layer, Mapping)
+        }
+        settings = {**table, "overrides": overrides}
         if checkpoint.folder is not None:
             weights = _weights(checkpoint.folder)
             plain = [name for name, coded in weights.items() if not coded]
-            found["tied"] = tied = not any(name.endswith("lm_head") for name in weights)
+            settings["tied"] = tied = not any(name.endswith("lm_head") for name in weights)
             if tied and any(name.endswith(_TABLES) for name in plain):
                 plain.append("lm_head")
-            found["plain"] = plain
-        return found
+            settings["plain"] = plain
+        return settings
 
     def skips(self, name: str) -> bool:
         return _in_files(name) in self.config.plain
@@ -104,7 +110,7 @@ class MLX(CodedMethod):
         return False
 
     def rename(self, name: str) -> str | None:
-        # Experts are stacked; Mixtral's have the names of parts that other models have.
+        # Experts are stacked. Mixtral's projections have the names that other models use.
         head, switch, tail = name.partition(".switch_mlp.")
         if not switch:
             return name
@@ -116,18 +122,20 @@ class MLX(CodedMethod):
     def scheme(self, spec: LinearSpec) -> StoredAs:
         forms = self._forms(spec)
         form = max(forms, key=lambda one: one.bits)
-        found = StoredAs.integers(form.bits, form.group_size, zeros=True)
+        stored = StoredAs.integers(form.bits, form.group_size, zeros=True)
         texts = dict.fromkeys(
             StoredAs.integers(f.bits, f.group_size, zeros=True).text for f in forms
         )
-        return StoredAs(" + ".join(texts), found.kind, form.bits, form.group_size, zeros=True)
+        return StoredAs(" + ".join(texts), stored.kind, form.bits, form.group_size, zeros=True)
 
     def create(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:
         forms = self._forms(spec)
         if len(set(forms)) == 1:
             return self._stored(forms[0], spec)
         if spec.experts:
-            raise UnsupportedError(f"{spec.name}: parts of several widths in a stack: not yet")
+            raise UnsupportedError(
+                f"{spec.name}: experts with mixed bit widths are not supported yet"
+            )
         return {
             f"{key}_{part}": param
             for part, form in enumerate(forms)
@@ -141,12 +149,12 @@ class MLX(CodedMethod):
         if whole % size or spec.inputs % size:
             raise ConfigError(
                 "quantization_config.group_size",
-                f"{spec.name} has {spec.inputs} inputs, which are not whole groups of {size}",
+                f"{spec.name} has {spec.inputs} inputs, not a multiple of the group size {size}",
             )
         groups = (OUTPUTS, INPUTS.blocks(size))
-        words = (OUTPUTS, packed_axis(INPUTS, form.bits))
+        word_axis = (OUTPUTS, packed_axis(INPUTS, form.bits))
         return {
-            "codes": ParamSpec(words, "int32", "weight", part, lambda t: t.view(torch.int32)),
+            "codes": ParamSpec(word_axis, "int32", "weight", part, lambda t: t.view(torch.int32)),
             "scales": ParamSpec(groups, "float32", "scales", part),
             "shifts": ParamSpec(groups, "float32", self.BIASES, part),
         }
@@ -161,22 +169,22 @@ class MLX(CodedMethod):
         )
 
     def _forms(self, spec: LinearSpec) -> list[Affine]:
-        """Of each part of a layer."""
+        """Return the form of each part of a layer."""
         return [self._form(name, spec.name) for name in spec.part_names or (spec.name,)]
 
     def _form(self, name: str, fused: str) -> Affine:
-        own = self.config.own
-        given = {"bits": self.config.bits, "group_size": self.config.group_size}
-        given |= own.get(_in_files(name)) or own.get(fused) or {}
+        overrides = self.config.overrides
+        settings = {"bits": self.config.bits, "group_size": self.config.group_size}
+        settings |= overrides.get(_in_files(name)) or overrides.get(fused) or {}
         try:
-            return structure_table(given, Affine, open_ended=True)
+            return structure_table(settings, Affine, open_ended=True)
         except Problem as problem:
             raise ConfigError(f"quantization_config.{name}", str(problem)) from problem
 
-    # Tables of embeddings.
+    # Embedding tables.
 
     def finish(self, layer: torch.nn.Module, spec: LinearSpec) -> None:
-        if spec.kind != "embedding":
+        if spec.kind is not LinearKind.EMBEDDING:
             super().finish(layer, spec)
             return
         keeper: Any = layer
@@ -188,10 +196,10 @@ class MLX(CodedMethod):
             layer.register_parameter("weight", torch.nn.Parameter(table, requires_grad=False))
 
     def share(self, head: torch.nn.Module, table: torch.nn.Module) -> None:
-        keeper: Any = head
-        (held,) = keeper.held
-        if hasattr(self.ops, "embedding_packed") and not isinstance(held.weight, Codes):
-            table.packed = held.weight
+        module: Any = head
+        (part,) = module.quantized
+        if self.ops.supports("embedding_packed") and not isinstance(part.weight, Codes):
+            table.packed = part.weight
             self._drop(table)
 
     def embed(self, layer: torch.nn.Module, ids: Tensor) -> Tensor:
@@ -206,7 +214,7 @@ class MLX(CodedMethod):
         return rows
 
     def dequantize(self, layer: torch.nn.Module, spec: LinearSpec) -> Tensor:
-        if spec.kind != "embedding":
+        if spec.kind is not LinearKind.EMBEDDING:
             return super().dequantize(layer, spec)
         return self.embed(layer, torch.arange(spec.outputs, device=self.platform.device))
 
@@ -219,21 +227,21 @@ class MLX(CodedMethod):
             table.register_parameter(key, None)
 
 
-def _codes(words: Tensor, scales: Tensor, shifts: Tensor, form: Affine) -> Codes:
-    """scale * code + bias as scale * (code - zero)."""
-    return Codes(unpack_words(words, form.bits, 1), scales, -shifts / scales)
+def _codes(packed: Tensor, scales: Tensor, shifts: Tensor, form: Affine) -> Codes:
+    """Convert scale * code + bias to scale * (code - zero)."""
+    return Codes(unpack_words(packed, form.bits, 1), scales, -shifts / scales)
 
 
 def _table(checkpoint: CheckpointInfo) -> Mapping[str, Any]:
-    """What is said of codes; older files have it under a name of MLX's own only."""
+    """Return the quantization settings; older files have them only under MLX's own key."""
     if checkpoint.quantization:
         return checkpoint.quantization
-    own = checkpoint.config.get("quantization")
-    return own if isinstance(own, Mapping) else {}
+    mlx_settings = checkpoint.config.get("quantization")
+    return mlx_settings if isinstance(mlx_settings, Mapping) else {}
 
 
 def _in_files(name: str) -> str:
-    """What the files call a layer. Experts, which are numbered here, lie in stacks there."""
+    """Return a layer's name in the files. Experts, which are numbered here, are stacked there."""
     before, experts, one = name.partition(".experts.")
     if not experts:
         return name
@@ -242,8 +250,8 @@ def _in_files(name: str) -> str:
 
 
 def _weights(folder: Path) -> dict[str, bool]:
-    """The layers of a folder, and whether their weights are words of codes. Raises CheckpointError
-    for a file that cannot be read.
+    """Return the layers of a folder, and whether each is quantized. Raises CheckpointError for a
+    file that cannot be read.
     """
     return {
         tensor.name.removesuffix(_WEIGHT): tensor.dtype == _WORDS

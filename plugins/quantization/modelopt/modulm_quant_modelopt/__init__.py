@@ -1,1 +1,1 @@
-"""Checkpoints of NVIDIA's ModelOpt for modulm."""
+"""NVIDIA ModelOpt checkpoints for modulm."""

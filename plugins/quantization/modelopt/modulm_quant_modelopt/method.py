@@ -1,13 +1,13 @@
-"""Checkpoints of ModelOpt, which names its formats "algorithms".
+"""ModelOpt checkpoints, whose formats are called "algorithms".
 
-FP8: `weight` e4m3 and `weight_scale`, one for each fused part, or each output, or each block of
-128 x 128. MXFP8: scales are exponents of 2 plus 127, for 32 inputs. NVFP4: `weight` [N, K / 2]
-e2m1, two to a byte, the even k in the low half; `weight_scale` e4m3 for 16 inputs and
-`weight_scale_2` for each fused part. MXFP4: `weight` as there, scales as those of MXFP8. W8A16 and
-W8A8: int8 with a scale for each output. Settings lie in config.json or, by older versions, in
-hf_quant_config.json. Source: modelopt/torch/export of nvidia-modelopt 0.47.
+FP8: `weight` e4m3 and `weight_scale`, one per fused part, per output, or per block of 128 x 128.
+MXFP8: scales are exponents of 2 plus 127, per 32 inputs. NVFP4: `weight` [N, K / 2] e2m1, two per
+byte with the even k in the low half; `weight_scale` e4m3 per 16 inputs, and `weight_scale_2` per
+fused part. MXFP4: `weight` as in NVFP4, scales as in MXFP8. W8A16 and W8A8: int8 with a scale per
+output. Settings are in config.json or, in older versions, in hf_quant_config.json. Source:
+modelopt/torch/export of nvidia-modelopt 0.47.
 
-Activations are not rounded, so that stored scales of them are not needed.
+Activations are not rounded, so their stored scales are not used.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _NEEDLESS = re.compile(r"\.(input_scale|(q|k|v|k_bmm|v_bmm|prob)_scale|.*_quanti
 
 @frozen
 class _Form:
-    """What an algorithm stores: dtype of the codes, and what shares a scale.
+    """What an algorithm stores: the dtype of codes, and what shares a scale.
 
     scope: "tensor" (a fused part), "output", "block", or a number of inputs.
     """
@@ -82,9 +82,9 @@ _FORMS = {
 
 @frozen
 class ModelOptConfig:
-    """`quantization` of hf_quant_config.json, or what config.json has of it.
+    """`quantization` of hf_quant_config.json, or the same settings in config.json.
 
-    `quantized_layers` says the algorithm of each layer where they are mixed.
+    `quantized_layers` has the algorithm of each layer if they are mixed.
     """
 
     OPEN_ENDED: ClassVar[bool] = True
@@ -96,11 +96,11 @@ class ModelOptConfig:
     quantized_layers: dict[str, dict[str, Any]] = field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
-        said = {str(one.get("quant_algo")) for one in self.quantized_layers.values()}
-        said |= {self.quant_algo} - {_MIXED, ""}
-        unknown = sorted(algo for algo in said if algo.upper() not in _FORMS)
+        algorithms = {str(one.get("quant_algo")) for one in self.quantized_layers.values()}
+        algorithms |= {self.quant_algo} - {_MIXED, ""}
+        unknown = sorted(algo for algo in algorithms if algo.upper() not in _FORMS)
         if unknown:
-            raise ValueError(f"quant_algo: {unknown[0]!r}; read are {', '.join(_FORMS)}")
+            raise ValueError(f"quant_algo: {unknown[0]!r}; supported: {', '.join(_FORMS)}")
 
 
 class ModelOpt(CodedMethod):
@@ -119,7 +119,7 @@ class ModelOpt(CodedMethod):
         if str(table.get("quant_method", "")).startswith("modelopt"):
             return f"config.json says quant_method {table['quant_method']}"
         if not table and _FILE in checkpoint.files:
-            return f"there is {_FILE}"
+            return f"found {_FILE}"
         return None
 
     @classmethod
@@ -129,14 +129,14 @@ class ModelOpt(CodedMethod):
             return table
         file = checkpoint.folder / _FILE
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))["quantization"]
+            settings = json.loads(file.read_text(encoding="utf-8"))["quantization"]
         except FileNotFoundError:
             return table
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{file}: a table `quantization` is needed: {error}") from error
-        if not isinstance(found, dict):
-            raise CheckpointError(f"{file}: quantization: a table is needed")
-        return {**table, **found}
+            raise CheckpointError(f"{file}: must have a table `quantization`: {error}") from error
+        if not isinstance(settings, dict):
+            raise CheckpointError(f"{file}: quantization: must be a table")
+        return {**table, **settings}
 
     def skips(self, name: str) -> bool:
         unlisted = bool(self.config.quantized_layers) and self._algorithm(name) is None
@@ -169,13 +169,13 @@ class ModelOpt(CodedMethod):
         form = self._of(spec)[1]
         axis = INPUTS.packed(2) if form.codes == "uint8" else INPUTS
         scale = "uint8" if form.exponents else "float32"
-        found = {
+        params = {
             "weight": ParamSpec((OUTPUTS, axis), form.codes),
             "scale": ParamSpec(self._axes(spec, form), scale, "weight_scale"),
         }
         if form.codes == "uint8" and not form.exponents:
-            found["every"] = ParamSpec((PARTS,), "float32", "weight_scale_2")
-        return found
+            params["every"] = ParamSpec((PARTS,), "float32", "weight_scale_2")
+        return params
 
     def codes(self, stored: Mapping[str, Tensor], spec: LinearSpec) -> tuple[Codes, ...]:
         form, scale = self._of(spec)[1], stored["scale"]
@@ -192,7 +192,9 @@ class ModelOpt(CodedMethod):
         return (Codes(stored["weight"], scale),)
 
     def _axes(self, spec: LinearSpec, form: _Form) -> tuple[Axis, ...]:
-        """Raises ConfigError where groups do not come out even."""
+        """Return the axes of scales. Raises ConfigError if the inputs are not a multiple of the
+        group size.
+        """
         scope, whole = form.scope, spec.input_shard.whole
         if scope == "tensor":
             return (PARTS,)
@@ -204,21 +206,22 @@ class ModelOpt(CodedMethod):
         if whole % size or spec.inputs % size:
             raise ConfigError(
                 "quantization_config.quant_algo",
-                f"{spec.name} has {spec.inputs} inputs, which are not whole groups of {size}",
+                f"{spec.name} has {spec.inputs} inputs, not a multiple of the group size {size}",
             )
         return (OUTPUTS, INPUTS.blocks(size))
 
     def _of(self, spec: LinearSpec) -> tuple[str, _Form]:
-        """The algorithm of a layer. Raises ConfigError where fused parts differ."""
+        """Return the algorithm of a layer. Raises ConfigError if fused parts differ."""
         names = spec.part_names or (spec.name,)
-        found = {self._algorithm(name) for name in names}
-        algorithm = found.pop()
-        if not found and not algorithm:
-            raise ConfigError("quantization_config.quant_algo", "is needed")
-        if found or not algorithm:
+        algorithms = {self._algorithm(name) for name in names}
+        algorithm = algorithms.pop()
+        if not algorithms and not algorithm:
+            raise ConfigError("quantization_config.quant_algo", "missing")
+        if algorithms or not algorithm:
             listed = ", ".join(names)
             raise ConfigError(
-                "quantization_config.quantized_layers", f"{listed}: not alike, and fused"
+                "quantization_config.quantized_layers",
+                f"{listed}: fused layers have different settings",
             )
         return algorithm, _FORMS[algorithm]
 
@@ -226,31 +229,31 @@ class ModelOpt(CodedMethod):
         layers = self.config.quantized_layers
         if not layers:
             return self.config.quant_algo.upper() or None
-        found = layers.get(name)
-        if found is None:
-            # The experts of a layer may be named as one.
-            found = next((one for path, one in layers.items() if _covers(path, name)), None)
-        return None if found is None else str(found["quant_algo"]).upper()
+        settings = layers.get(name)
+        if settings is None:
+            # The experts of a layer may share one entry.
+            settings = next((one for path, one in layers.items() if _covers(path, name)), None)
+        return None if settings is None else str(settings["quant_algo"]).upper()
 
 
 class ModelOptFP4(ModelOpt):
-    """Called so where the command line says what the checkpoint is."""
+    """vLLM's name for NVFP4 checkpoints on the command line."""
 
     name = "modelopt_fp4"
 
 
 class ModelOptMXFP8(ModelOpt):
-    """Called so where the command line says what the checkpoint is."""
+    """vLLM's name for MXFP8 checkpoints on the command line."""
 
     name = "modelopt_mxfp8"
 
 
 class ModelOptMixed(ModelOpt):
-    """Called so where the command line says what the checkpoint is."""
+    """vLLM's name for checkpoints with mixed algorithms on the command line."""
 
     name = "modelopt_mixed"
 
 
 def _covers(pattern: str, name: str) -> bool:
-    """Whether a path, perhaps with stars, is the layer's or lies above it."""
+    """Whether a path, which may have wildcards, is the layer's or that of a parent module."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")

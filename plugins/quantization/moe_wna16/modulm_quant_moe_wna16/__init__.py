@@ -1,1 +1,1 @@
-"""GPTQ and AWQ mixtures under the name moe_wna16, for modulm."""
+"""GPTQ and AWQ mixtures of experts as the method moe_wna16, for modulm."""

@@ -1,8 +1,8 @@
-"""GPTQ and AWQ checkpoints of mixtures, where the command line calls their method "moe_wna16".
+"""GPTQ and AWQ checkpoints of mixtures of experts, with `--quantization moe_wna16`.
 
-GPTQ: `qweight` [K * bits / 32, N] and `qzeros` [groups, N * bits / 32], zero points less one. AWQ:
+GPTQ: `qweight` [K * bits / 32, N] and `qzeros` [groups, N * bits / 32], zero points minus one. AWQ:
 `qweight` [K, N / 8] and `qzeros` [groups, N / 8], words with columns 0, 2, 4, 6, 1, 3, 5, 7 from
-the lowest bits on. `scales` [groups, N] in both. Sources: QuantLinear of AutoGPTQ 0.7 and
+the lowest bits up. Both: `scales` [groups, N]. Sources: QuantLinear of AutoGPTQ 0.7 and
 WQLinear_GEMM of AutoAWQ 0.2.
 """
 
@@ -57,11 +57,11 @@ class MoeWNA16Config:
 
     def __attrs_post_init__(self) -> None:
         if self.quant_method == "awq" and self.bits != 4:
-            raise ValueError(f"bits: awq has 4, not {self.bits}")
+            raise ValueError(f"bits: must be 4 for awq, not {self.bits}")
 
 
 class MoeWNA16(CodedMethod):
-    """Four or eight bits with a zero point per group; chosen by name only."""
+    """4-bit or 8-bit codes with a zero point per group; selected only by name."""
 
     name = "moe_wna16"
     Config: ClassVar[type] = MoeWNA16Config
@@ -77,8 +77,10 @@ class MoeWNA16(CodedMethod):
         return below(name, self.config.modules_to_not_convert or ())
 
     def scheme(self, spec: LinearSpec) -> StoredAs:
-        given = self.config
-        return StoredAs.integers(given.bits, given.group_size, zeros=True, ordered=given.desc_act)
+        config = self.config
+        return StoredAs.integers(
+            config.bits, config.group_size, zeros=True, ordered=config.desc_act
+        )
 
     def create(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:
         bits, whole = self.config.bits, spec.input_shard.whole
@@ -86,16 +88,16 @@ class MoeWNA16(CodedMethod):
         if whole % size or spec.inputs % size:
             raise ConfigError(
                 "quantization_config.group_size",
-                f"{spec.name} has {spec.inputs} inputs, which are not whole groups of {size}",
+                f"{spec.name} has {spec.inputs} inputs, not a multiple of the group size {size}",
             )
         groups = fixed(1) if size == whole else INPUTS.blocks(size)
-        words = packed_axis(OUTPUTS, bits)
+        word_axis = packed_axis(OUTPUTS, bits)
         rest = {
-            "qzeros": ParamSpec((groups, words), "int32"),
+            "qzeros": ParamSpec((groups, word_axis), "int32"),
             "scales": ParamSpec((groups, OUTPUTS), "float16"),
         }
         if self.config.quant_method == "awq":
-            return {"qweight": ParamSpec((INPUTS, words), "int32"), **rest}
+            return {"qweight": ParamSpec((INPUTS, word_axis), "int32"), **rest}
         index = ParamSpec((PARTS, INPUTS), "int32", optional=True)
         packed = ParamSpec((packed_axis(INPUTS, bits), OUTPUTS), "int32")
         return {"qweight": packed, **rest, "g_idx": index}

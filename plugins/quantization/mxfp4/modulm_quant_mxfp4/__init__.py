@@ -1,1 +1,1 @@
-"""Expert weights in MXFP4, kept in four bits, for modulm."""
+"""MXFP4 expert weights for modulm, kept in 4 bits."""

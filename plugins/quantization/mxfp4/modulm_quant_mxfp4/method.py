@@ -1,10 +1,10 @@
 """Stacks of experts in MXFP4 (OCP Microscaling Formats (MX) Specification, version 1.0).
 
-A checkpoint holds for each stack [experts, N, K] its `blocks` [experts, N, K / 32, 16], two e2m1
-numbers to a byte and the even k in the low nibble, and its `scales` [experts, N, K / 32], an
-exponent of 2 plus 127 for 32 successive k. They stay in four bits: packed where the kernels of
-this platform know `pack_quantized_experts`, else as they came, to be multiplied with the weight
-they stand for. On a plain checkpoint `--quantization mxfp4` rounds linear layers and experts.
+For each stack [experts, N, K], a checkpoint holds `blocks` [experts, N, K / 32, 16], two e2m1
+numbers per byte with the even k in the low half, and `scales` [experts, N, K / 32], exponents of 2
+plus 127. They stay in 4 bits: packed if the platform's kernels have `pack_quantized_experts`,
+otherwise as stored and dequantized for each product. On a plain checkpoint, `--quantization mxfp4`
+quantizes linear layers and experts.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from modulm.contracts.quantization import (
     INPUTS,
     OUTPUTS,
     CheckpointInfo,
+    LinearKind,
     LinearSpec,
     ParamSpec,
     fixed,
@@ -38,11 +39,11 @@ _VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 
 @frozen
 class Mxfp4Config(ReadOrRoundConfig):
-    """`quantization_config` of config.json; for a plain checkpoint, what is rounded.
+    """`quantization_config` of config.json; for a plain checkpoint, the layers to quantize.
 
-    `modules_to_not_convert` are paths of modules, with what lies below them, that the checkpoint
-    holds unquantized; `*` stands for a part of a path. `dequantize` unpacks the weights to the
-    model's dtype while loading, in four times the memory.
+    `modules_to_not_convert`: paths of modules that the checkpoint holds unquantized, including
+    their submodules; `*` matches a part of a path. `dequantize`: convert weights to the model's
+    dtype while loading, using four times the memory.
     """
 
     modules_to_not_convert: tuple[str, ...] | None = None
@@ -66,9 +67,9 @@ class Blocks:
 
 
 class Mxfp4(ReadOrRound):
-    """Reads checkpoints written in MXFP4; all but experts stays as the checkpoint has it.
+    """Reads MXFP4 checkpoints, in which only experts are quantized.
 
-    Where the model computes in fp32 the kernels, which multiply bf16, are left aside.
+    The kernels multiply bf16, so they are not used for models in fp32.
     """
 
     name = "mxfp4"
@@ -85,11 +86,15 @@ class Mxfp4(ReadOrRound):
 
     @classmethod
     def rejects(cls, spec: LinearSpec, platform: Platform) -> str | None:
-        if spec.kind != "expert":
-            return f"{cls.name} holds experts, not {spec.kind}"
+        if spec.kind is not LinearKind.EXPERT:
+            return f"{cls.name} supports experts, not {spec.kind}"
         if spec.inputs % _BLOCK:
-            return f"{cls.name} holds inputs in blocks of {_BLOCK}, {spec.inputs} are none"
-        return None if spec.dtype in platform.dtypes else f"{platform.name} has no {spec.dtype}"
+            return f"{cls.name} needs inputs in blocks of {_BLOCK}, not {spec.inputs}"
+        return (
+            None
+            if spec.dtype in platform.dtypes
+            else f"{platform.name} does not support {spec.dtype}"
+        )
 
     def skips(self, name: str) -> bool:
         paths = self.config.modules_to_not_convert or ()
@@ -103,7 +108,7 @@ class Mxfp4(ReadOrRound):
     def finish(self, layer: torch.nn.Module, spec: LinearSpec) -> None:
         blocks, scales = layer.get_parameter("blocks"), layer.get_parameter("scales")
         stack = Blocks(blocks.detach(), scales.detach(), getattr(torch, spec.dtype))
-        pack = getattr(self.ops, "pack_quantized_experts", None)
+        pack = self.ops.find("pack_quantized_experts")
         layer.packed = stack
         if self.config.dequantize:
             layer.packed = self.ops.pack_experts(_whole(stack, spec), len(spec.parts))
@@ -113,7 +118,7 @@ class Mxfp4(ReadOrRound):
         layer.register_parameter("scales", None)
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-        raise UnsupportedError(f"{self.name} holds experts only")
+        raise UnsupportedError(f"{self.name} supports experts only")
 
     def experts(self, layer: torch.nn.Module) -> object:
         return layer.packed
@@ -123,25 +128,26 @@ class Mxfp4(ReadOrRound):
 
 
 def _coded(stack: Blocks) -> Iterator[tuple[Tensor, Tensor, None]]:
-    """Codes and scales of each expert, as kernels take them: for twice the numbers, half of their
-    scales. Those below 2^-125 count as 2^-125."""
+    """Yield codes and scales of each expert as the kernels take them: doubled values with halved
+    scales. Scales below 2^-125 become 2^-125.
+    """
     for blocks, scales in zip(stack.blocks, stack.scales, strict=True):
         yield nibbles(blocks.flatten(1)), scales.clamp(min=2) - 1, None
 
 
 def _whole(stack: Any, spec: LinearSpec) -> Tensor:
-    """[experts, N, K]"""
+    """Dequantize a stack to [experts, N, K]."""
     return torch.stack([stack[expert] for expert in range(spec.experts)])
 
 
 def _below(path: str) -> re.Pattern[str]:
-    """Matches the name of a module at `path` or below it."""
+    """Return a pattern for the names of the module at `path` and of its submodules."""
     parts = (re.escape(part) for part in path.split("*"))
     return re.compile(r"[^.]*".join(parts) + r"(\.|$)")
 
 
 class GptOssMxfp4(Mxfp4):
-    """A name that vLLM has for it."""
+    """vLLM's name for the same method."""
 
     name = "gpt_oss_mxfp4"
 

@@ -1,1 +1,1 @@
-"""Checkpoints in MXFP8 for modulm."""
+"""MXFP8 checkpoints for modulm."""

@@ -1,8 +1,7 @@
-"""Checkpoints in MXFP8 (OCP Microscaling Formats (MX) Specification, version 1.0).
+"""MXFP8 checkpoints (OCP Microscaling Formats (MX) Specification, version 1.0).
 
 `weight` [N, K] holds e4m3 numbers, `weight_scale` (or `weight_scale_inv`) [N, K / 32] exponents of
-2 plus 127 for 32 inputs. Activations are not rounded. A plain
-checkpoint is rounded at load.
+2 plus 127. Activations are not rounded. A plain checkpoint is quantized at load.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _NEEDLESS = re.compile(r"\.(input_scale|[kv]_scale)$")
 
 @frozen
 class MXFP8Config(ReadOrRoundConfig):
-    """`quantization_config` of config.json; for a plain checkpoint, what is rounded."""
+    """`quantization_config` of config.json; for a plain checkpoint, the layers to quantize."""
 
     fmt: str = field(default="e4m3", validator=validators.in_(("e4m3",)))
     scale_fmt: str = field(default="ue8m0", validator=validators.in_(("ue8m0", "e8m0")))
@@ -40,7 +39,7 @@ class MXFP8Config(ReadOrRoundConfig):
 
 
 class MXFP8(ReadOrRound, CodedMethod):
-    """e4m3 with a power of two for each 32 inputs."""
+    """e4m3 with a power-of-two scale per 32 inputs."""
 
     name = "mxfp8"
     Config: ClassVar[type] = MXFP8Config
@@ -52,7 +51,7 @@ class MXFP8(ReadOrRound, CodedMethod):
     @classmethod
     def rejects(cls, spec: LinearSpec, platform: Platform) -> str | None:
         if spec.input_shard.whole % _BLOCK or spec.inputs % _BLOCK:
-            return f"{cls.name}: {spec.inputs} inputs are not whole blocks of {_BLOCK}"
+            return f"{cls.name}: {spec.inputs} inputs are not a multiple of {_BLOCK}"
         return super().rejects(spec, platform)
 
     def skips(self, name: str) -> bool:

@@ -1,1 +1,1 @@
-"""Weights as they are, for modulm."""
+"""Unquantized weights for modulm."""

@@ -1,4 +1,4 @@
-"""No quantization: weights in the model's dtype, packed where a kernel wants them packed."""
+"""No quantization: weights in the model's dtype, packed if a kernel needs them packed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from modulm.contracts.quantization import (
     INPUTS,
     OUTPUTS,
     CheckpointInfo,
+    LinearKind,
     LinearSpec,
     ParamSpec,
     QuantizationMethod,
@@ -22,13 +23,16 @@ __all__ = ["Plain", "PlainConfig"]
 
 @frozen
 class PlainConfig:
-    """There is nothing to set."""
+    """This method has no settings."""
 
 
 class Plain(QuantizationMethod):
-    """Holds the weight as it is stored. Linear layers and stacks of experts keep only its packed
-    form (ops `pack_linear`, `pack_experts`), which also serves a table that is the head's weight;
-    other tables keep the plain tensor."""
+    """Keeps weights unquantized.
+
+    Linear layers and stacks of experts keep only the packed form (ops `pack_linear`,
+    `pack_experts`), which also serves an embedding table that is tied to the head. Other tables
+    keep the plain tensor.
+    """
 
     name = "none"
     api = 2
@@ -40,15 +44,19 @@ class Plain(QuantizationMethod):
 
     @classmethod
     def rejects(cls, spec: LinearSpec, platform: Platform) -> str | None:
-        return None if spec.dtype in platform.dtypes else f"{platform.name} has no {spec.dtype}"
+        return (
+            None
+            if spec.dtype in platform.dtypes
+            else f"{platform.name} does not support {spec.dtype}"
+        )
 
     def create(self, spec: LinearSpec) -> Mapping[str, ParamSpec]:
         return {"weight": ParamSpec((OUTPUTS, INPUTS), spec.dtype)}
 
     def finish(self, layer: torch.nn.Module, spec: LinearSpec) -> None:
-        if spec.kind == "embedding":
+        if spec.kind is LinearKind.EMBEDDING:
             return
-        if spec.kind == "expert":
+        if spec.kind is LinearKind.EXPERT:
             layer.packed = self.ops.pack_experts(layer.weight, len(spec.parts))
         else:
             layer.packed = self.ops.pack_linear(layer.weight)
@@ -56,7 +64,7 @@ class Plain(QuantizationMethod):
             layer.register_parameter("weight", None)
 
     def share(self, head: torch.nn.Module, table: torch.nn.Module) -> None:
-        if hasattr(self.ops, "embedding_packed") and head.packed is not table.weight:
+        if self.ops.supports("embedding_packed") and head.packed is not table.weight:
             table.packed = head.packed
             table.register_parameter("weight", None)
 
@@ -77,9 +85,9 @@ class Plain(QuantizationMethod):
 
     def dequantize(self, layer: torch.nn.Module, spec: LinearSpec) -> torch.Tensor:
         weight: torch.Tensor
-        if spec.kind == "expert":
+        if spec.kind is LinearKind.EXPERT:
             weight = torch.stack([layer.packed[expert] for expert in range(spec.experts)])
-        elif spec.kind == "embedding" and layer.weight is not None:
+        elif spec.kind is LinearKind.EMBEDDING and layer.weight is not None:
             weight = layer.weight
         else:
             weight = self.ops.unpack_linear(layer.packed)

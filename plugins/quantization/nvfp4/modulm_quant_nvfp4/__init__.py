@@ -1,1 +1,1 @@
-"""Checkpoints in NVFP4 for modulm."""
+"""NVFP4 checkpoints for modulm."""

@@ -1,9 +1,9 @@
-"""Checkpoints in NVFP4: floats of four bits with an e4m3 scale for 16 inputs.
+"""NVFP4 checkpoints: 4-bit floats with an e4m3 scale per 16 inputs.
 
-`weight` (or `weight_packed`) [N, K / 2] holds e2m1 numbers, two to a byte and the even k in the low
-half, `weight_scale` [N, K / 16] scales. `weight_scale_2` is a number for each fused part that the
-scales are multiplied with, `weight_global_scale` one that they are divided by. Activations are not
-rounded, and their scales not needed.
+`weight` (or `weight_packed`) [N, K / 2] holds e2m1 numbers, two per byte with the even k in the low
+half; `weight_scale` [N, K / 16] holds scales. Each fused part has a number that multiplies the
+scales (`weight_scale_2`) or divides them (`weight_global_scale`). Activations are not rounded, and
+their stored scales are not used.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _NEEDLESS = re.compile(r"\.(input_scale|input_global_scale|[kv]_scale)$")
 
 @frozen
 class NVFP4Config(ReadOrRoundConfig):
-    """`quantization_config` of config.json; for a plain checkpoint, what is rounded."""
+    """`quantization_config` of config.json; for a plain checkpoint, the layers to quantize."""
 
     group_size: int = field(default=16, validator=validators.in_((16,)))
     modules_to_not_convert: tuple[str, ...] | None = None
 
 
 class NVFP4(ReadOrRound, CodedMethod):
-    """e2m1 with scales of scales."""
+    """e2m1 with two levels of scales."""
 
     name = "nvfp4"
     Config: ClassVar[type] = NVFP4Config
@@ -64,7 +64,7 @@ class NVFP4(ReadOrRound, CodedMethod):
     @classmethod
     def rejects(cls, spec: LinearSpec, platform: Platform) -> str | None:
         if spec.input_shard.whole % _BLOCK or spec.inputs % _BLOCK:
-            return f"{cls.name}: {spec.inputs} inputs are not whole blocks of {_BLOCK}"
+            return f"{cls.name}: {spec.inputs} inputs are not a multiple of {_BLOCK}"
         return super().rejects(spec, platform)
 
     def skips(self, name: str) -> bool:
@@ -91,14 +91,12 @@ class NVFP4(ReadOrRound, CodedMethod):
         elif "over" in stored:
             scale = scale / per_row(stored["over"], spec)
         else:
-            raise CheckpointError(
-                f"{spec.name}: weight_scale_2 or weight_global_scale is needed, neither is there"
-            )
+            raise CheckpointError(f"{spec.name}: weight_scale_2 or weight_global_scale is missing")
         return (Codes(nibbles(stored["weight"]), scale, levels=E2M1),)
 
 
 class NVFP4PerToken(NVFP4):
-    """vLLM's name at load; activations stay in 16 bits."""
+    """vLLM's name for quantization at load; activations stay in 16 bits."""
 
     name = "nvfp4_per_token"
 

@@ -1,1 +1,1 @@
-"""Checkpoints of AMD's Quark for modulm."""
+"""AMD Quark checkpoints for modulm."""

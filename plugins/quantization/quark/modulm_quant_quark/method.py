@@ -1,14 +1,14 @@
-"""Checkpoints of Quark, in its own format (`quant_method` "quark").
+"""Quark checkpoints in its own format (`quant_method` "quark").
 
-fp8 and int8: `weight` [N, K] and `weight_scale` for each fused part or each output. Groups of
-integers lie the other way: `weight` [K, N] of int8, or [K, N / 8] with eight codes of four bits to
-a word (columns 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits on where `pack_method` is "reorder"),
-`weight_scale` [K / group, N] and perhaps `weight_zero_point` in the form of the weights. fp4:
-`weight` [N, K / 2], e2m1, the even k in the low half, with exponents of 2 plus 127 for 32 inputs
-(MXFP4), or e4m3 scales that `weight_scale_2` scales in turn (NVFP4). Source: quark/torch/export
-and quark/torch/utils/pack.py of amd-quark 0.13.
+fp8 and int8: `weight` [N, K] and `weight_scale` per fused part or per output. Groups of integers
+are transposed: `weight` [K, N] int8, or [K, N / 8] with eight 4-bit codes per word (columns 0, 2,
+4, 6, 1, 3, 5, 7 from the lowest bits up if `pack_method` is "reorder"), `weight_scale` [K / group,
+N] and optionally `weight_zero_point` in the form of the weights. fp4: `weight` [N, K / 2] e2m1 with
+the even k in the low half, with exponents of 2 plus 127 per 32 inputs (MXFP4), or e4m3 scales with
+a second scale `weight_scale_2` (NVFP4). Source: quark/torch/export and quark/torch/utils/pack.py of
+amd-quark 0.13.
 
-int8 activations are multiplied as integers, with a scale per token and 256 inputs; others are not
+int8 activations are multiplied as integers, with a scale per token and 256 inputs. Others are not
 rounded.
 """
 
@@ -57,7 +57,7 @@ _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @frozen
 class Weights:
-    """`weight` of a layer's table."""
+    """The `weight` entry of a layer's settings."""
 
     OPEN_ENDED: ClassVar[bool] = True
 
@@ -72,13 +72,13 @@ class Weights:
 
     def __attrs_post_init__(self) -> None:
         if self.qscheme == "per_group" and (self.group_size or 0) < 1:
-            raise ValueError(f"group_size: {self.group_size}; groups need a size")
+            raise ValueError(f"group_size: must be positive for per_group, not {self.group_size}")
         if self.dtype == "fp4" and self.qscheme != "per_group":
-            raise ValueError("qscheme: fp4 lies in groups")
+            raise ValueError("qscheme: must be per_group for fp4")
         if self.dtype == "fp8_e4m3" and self.qscheme == "per_group":
-            raise ValueError("qscheme: fp8 in groups is not read")
+            raise ValueError("qscheme: per_group is not supported for fp8")
         if self.dtype in _PACKED and self.qscheme != "per_group":
-            raise ValueError(f"qscheme: {self.dtype} lies in groups")
+            raise ValueError(f"qscheme: must be per_group for {self.dtype}")
 
     @property
     def exponents(self) -> bool:
@@ -93,7 +93,9 @@ class Weights:
 
 @frozen
 class QuarkConfig:
-    """`quantization_config` of config.json: for all layers, for layers by pattern, for none."""
+    """`quantization_config` of config.json: settings for all layers, per name pattern, and
+    exclusions.
+    """
 
     OPEN_ENDED: ClassVar[bool] = True
 
@@ -105,9 +107,9 @@ class QuarkConfig:
     export: dict[str, Any] = field(factory=dict)
 
     def of(self, name: str) -> Mapping[str, Any]:
-        """The table of a layer."""
+        """Return the settings of a layer."""
         for pattern, table in self.layer_quant_config.items():
-            if _means(pattern, name):
+            if _matches(pattern, name):
                 return table
         return self.layer_type_quant_config.get("Linear", self.global_quant_config)
 
@@ -126,14 +128,14 @@ class Quark(CodedMethod):
         return self.skips_fused(name) or not self.config.of(name).get("weight")
 
     def skips_fused(self, name: str) -> bool:
-        return any(_means(pattern, name) for pattern in self.config.exclude or ())
+        return any(_matches(pattern, name) for pattern in self.config.exclude or ())
 
     def rename(self, name: str) -> str | None:
         return None if _NEEDLESS.search(name) else name
 
     def activations(self, spec: LinearSpec) -> str:
-        given = self.config.of((spec.part_names or (spec.name,))[0]).get("input_tensors") or {}
-        tables = given if isinstance(given, list) else [given]
+        inputs = self.config.of((spec.part_names or (spec.name,))[0]).get("input_tensors") or {}
+        tables = inputs if isinstance(inputs, list) else [inputs]
         return "int8" if tables[0].get("dtype") == "int8" else "bf16"
 
     def scheme(self, spec: LinearSpec) -> StoredAs:
@@ -152,38 +154,40 @@ class Quark(CodedMethod):
             return self._grouped(spec, weights)
         axes = (PARTS,) if weights.qscheme == "per_tensor" else (OUTPUTS, fixed(1))
         scale = ParamSpec(axes, "float32", "weight_scale")
-        found = {"weight": ParamSpec((OUTPUTS, INPUTS), _KEPT[weights.dtype]), "scale": scale}
+        params = {"weight": ParamSpec((OUTPUTS, INPUTS), _KEPT[weights.dtype]), "scale": scale}
         if weights.dtype == "int8":
             zeros = ParamSpec(
                 axes, "float32", "weight_zero_point", optional=weights.symmetric is True
             )
-            found["zeros"] = zeros
-        return found
+            params["zeros"] = zeros
+        return params
 
     def _grouped(self, spec: LinearSpec, weights: Weights) -> Mapping[str, ParamSpec]:
-        """Raises ConfigError where groups do not come out even."""
+        """Return the parameters of grouped codes. Raises ConfigError if the inputs are not a
+        multiple of the group size.
+        """
         size, whole = weights.group_size or 0, spec.input_shard.whole
         if whole % size or spec.inputs % size:
             raise ConfigError(
                 "quantization_config.group_size",
-                f"{spec.name} has {spec.inputs} inputs, which are not whole groups of {size}",
+                f"{spec.name} has {spec.inputs} inputs, not a multiple of the group size {size}",
             )
         groups = INPUTS.blocks(size)
         if weights.dtype == "fp4":
-            found = {
+            params = {
                 "weight": ParamSpec((OUTPUTS, INPUTS.packed(2)), "uint8"),
                 "scale": ParamSpec(
                     (OUTPUTS, groups), "uint8" if weights.exponents else "float32", "weight_scale"
                 ),
             }
             if self._nested(spec):
-                found["every"] = ParamSpec((PARTS,), "float32", "weight_scale_2")
-            return found
+                params["every"] = ParamSpec((PARTS,), "float32", "weight_scale_2")
+            return params
         packed = weights.dtype in _PACKED
-        outputs, kept = (packed_axis(OUTPUTS, 4), "int32") if packed else (OUTPUTS, "int8")
-        zeros = ParamSpec((groups, outputs), kept, "weight_zero_point", optional=not weights.zeros)
+        outputs, dtype = (packed_axis(OUTPUTS, 4), "int32") if packed else (OUTPUTS, "int8")
+        zeros = ParamSpec((groups, outputs), dtype, "weight_zero_point", optional=not weights.zeros)
         return {
-            "weight": ParamSpec((INPUTS, outputs), kept),
+            "weight": ParamSpec((INPUTS, outputs), dtype),
             "scale": ParamSpec((groups, OUTPUTS), "float32", "weight_scale"),
             "zeros": zeros,
         }
@@ -206,7 +210,7 @@ class Quark(CodedMethod):
         return (Codes(stored["weight"], scale, zeros),)
 
     def _columns(self, stored: Mapping[str, Tensor], weights: Weights) -> Codes:
-        """Groups of integers, which lie input by input."""
+        """Return the codes of grouped integers, which are stored input by input."""
         scale, zeros = stored["scale"].T.contiguous(), stored.get("zeros")
         if weights.dtype == "int8":
             plain = None if zeros is None else zeros.T.contiguous()
@@ -220,27 +224,30 @@ class Quark(CodedMethod):
         return Codes(values, scale, points)
 
     def _nested(self, spec: LinearSpec) -> bool:
-        """Whether scales are scaled themselves."""
-        given = self.config.of((spec.part_names or (spec.name,))[0]).get("weight")
-        return isinstance(given, list) and len(given) == 2
+        """Whether scales have a second scale."""
+        weight = self.config.of((spec.part_names or (spec.name,))[0]).get("weight")
+        return isinstance(weight, list) and len(weight) == 2
 
     def _weights(self, spec: LinearSpec) -> Weights:
-        """How a layer's weights are stored. Raises ConfigError where fused parts differ."""
+        """Return how a layer's weights are stored. Raises ConfigError if fused parts differ."""
         names = spec.part_names or (spec.name,)
-        found = {self._of(name) for name in names}
-        weights = found.pop()
-        if found:
+        forms = {self._of(name) for name in names}
+        weights = forms.pop()
+        if forms:
             listed = ", ".join(names)
-            raise ConfigError("quantization_config", f"{listed}: not alike, and fused")
+            raise ConfigError(
+                "quantization_config", f"{listed}: fused layers have different settings"
+            )
         return weights
 
     def _of(self, name: str) -> Weights:
-        given = self.config.of(name).get("weight") or {}
-        tables: list[dict[str, Any]] = given if isinstance(given, list) else [given]
+        weight = self.config.of(name).get("weight") or {}
+        tables: list[dict[str, Any]] = weight if isinstance(weight, list) else [weight]
         nested = [bool(table.get("is_scale_quant")) for table in tables[1:]]
         if len(tables) > 2 or not all(nested):
             raise ConfigError(
-                "quantization_config.weight", f"{name}: codes of codes are not read: {given}"
+                "quantization_config.weight",
+                f"{name}: nested quantization is not supported: {weight}",
             )
         try:
             return structure_table(tables[0], Weights, open_ended=True)
@@ -248,8 +255,10 @@ class Quark(CodedMethod):
             raise ConfigError("quantization_config.weight", f"{name}: {problem}") from problem
 
 
-def _means(pattern: str, name: str) -> bool:
-    """Whether a pattern names the layer: a regular expression behind "re:", else with stars."""
+def _matches(pattern: str, name: str) -> bool:
+    """Whether a pattern matches the layer: a regular expression after "re:", else with
+    wildcards.
+    """
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
     return fnmatchcase(name, pattern)

@@ -1,1 +1,1 @@
-"""Quantizing plain weights while loading, by rounding to nearest, for modulm."""
+"""Quantize plain weights while loading, by rounding to nearest, for modulm."""

@@ -1,4 +1,4 @@
-"""The hook: beside each method that can round stacks of experts, one that rounds nothing else."""
+"""Hook: for each method that can quantize experts, add one that quantizes only experts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _METHODS = {"int8": "ExpertsInt8", "int4": "ExpertsInt4"}
 
 @hookimpl
 def modulm_quantization() -> list[Declaration]:
-    """`experts_int8` and `experts_int4`."""
+    """Declare `experts_int8` and `experts_int4`."""
     return [
         Declaration(f"experts_{form}", f"modulm_quant_rtn.methods:{method}")
         for form, method in _METHODS.items()

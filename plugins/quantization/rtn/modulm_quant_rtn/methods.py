@@ -1,7 +1,7 @@
-"""`--quantization NAME` on a plain checkpoint: weights are rounded as they load.
+"""`--quantization NAME` on a plain checkpoint: weights are rounded to nearest while loading.
 
-No calibration data is needed. Names are vLLM's and shorter ones of our own; each says what linear
-layers, the head and stacks of experts become where `--quantization-config` says nothing else.
+No calibration data is needed. Names are vLLM's, and short ones of modulm. Each sets what linear
+layers, the head and experts become unless `--quantization-config` says otherwise.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from attrs import field, frozen, validators
 
-from modulm.contracts.quantization import LinearSpec
+from modulm.contracts.quantization import LinearKind, LinearSpec
 from modulm_quantized import AtLoad, AtLoadConfig, Scheme
 from modulm_quantized.rounding import SCHEMES
 
@@ -31,14 +31,13 @@ __all__ = [
 
 @frozen
 class Int4Config(AtLoadConfig):
-    """As for the others, and `group_size`: weights along an input row that share a scale and a
-    zero point."""
+    """The common settings, and `group_size`: inputs that share a scale and a zero point."""
 
     group_size: int = field(default=64, validator=validators.in_((32, 64, 128, 256)))
 
 
 class Int8(AtLoad):
-    """A byte per weight; indistinguishable from bf16 in practice."""
+    """One byte per weight. Outputs are indistinguishable from bf16 in practice."""
 
     name = "int8"
     LINEAR = HEAD = EXPERT = "int8"
@@ -46,8 +45,11 @@ class Int8(AtLoad):
 
 
 class Int4(AtLoad):
-    """Half a byte per weight, with a zero point per group; the head, which every token's choice
-    hangs on, keeps a byte per weight, and so do inputs that are not whole groups."""
+    """Half a byte per weight, with a zero point per group.
+
+    The head keeps int8, because it decides each token; so do layers whose inputs are not a multiple
+    of the group size.
+    """
 
     name = "int4"
     Config: ClassVar[type] = Int4Config
@@ -56,43 +58,43 @@ class Int4(AtLoad):
     ROUNDED = "int8"
 
     def rounded_to(self, spec: LinearSpec) -> Scheme | None:
-        found = super().rounded_to(spec)
-        asked = self._asked(spec)
-        if found is None and asked is not None and asked.values == "int4":
+        scheme = super().rounded_to(spec)
+        requested = self._requested_scheme(spec)
+        if scheme is None and requested is not None and requested.values == "int4":
             return SCHEMES["int8"]
-        return found
+        return scheme
 
     def note(self, spec: LinearSpec) -> str | None:
-        note, asked = super().note(spec), self._asked(spec)
-        if spec.kind == "lm_head" and asked == SCHEMES["int8"]:
-            return f"{note}: the head keeps int8, every token's choice hangs on it"
-        unfit = asked.unfit(spec.inputs) if asked else None
+        note, requested = super().note(spec), self._requested_scheme(spec)
+        if spec.kind is LinearKind.LM_HEAD and requested == SCHEMES["int8"]:
+            return f"{note}: the head keeps int8, because it decides each token"
+        unfit = requested.unfit(spec.inputs) if requested else None
         return f"{note}: {unfit}" if unfit else note
 
 
 class ExpertsInt8(Int8):
-    """Stacks of experts in int8; what every token passes through stays as it is."""
+    """Quantizes experts to int8 and nothing else."""
 
     name = "experts_int8"
     LINEAR = HEAD = ""
 
 
 class ExpertsInt4(Int4):
-    """Stacks of experts in int4; what every token passes through stays as it is."""
+    """Quantizes experts to int4 and nothing else."""
 
     name = "experts_int4"
     LINEAR = HEAD = ""
 
 
 class Int8WeightOnly(AtLoad):
-    """vLLM's name for experts in int8 under activations that are not rounded."""
+    """vLLM's name for experts in int8 with unrounded activations."""
 
     name = "int8_per_channel_weight_only"
     EXPERT = "int8_per_channel_weight_only"
 
 
 class FP8PerTensor(AtLoad):
-    """e4m3, one scale for each layer, and for each part of a fused one."""
+    """e4m3, one scale per layer, or per part of a fused layer."""
 
     name = "fp8_per_tensor"
     LINEAR = EXPERT = "fp8_per_tensor"
@@ -106,14 +108,14 @@ class FP8PerChannel(AtLoad):
 
 
 class FP8PerBlock(AtLoad):
-    """e4m3, a scale for each 128 outputs and 128 inputs."""
+    """e4m3, a scale per block of 128 outputs and 128 inputs."""
 
     name = "fp8_per_block"
     LINEAR = EXPERT = "fp8_per_block"
 
 
 class Online(AtLoad):
-    """Nothing by itself: `--quantization-config` names the schemes."""
+    """No default scheme: `--quantization-config` sets the schemes."""
 
     name = "online"
     EXAMPLE: ClassVar[Mapping[str, object]] = {"global_scheme": "int8"}

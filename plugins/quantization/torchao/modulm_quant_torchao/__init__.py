@@ -1,1 +1,1 @@
-"""Checkpoints of torchao for modulm."""
+"""torchao checkpoints for modulm."""

@@ -1,15 +1,15 @@
-"""Checkpoints of torchao, as the library flattens its tensors into safetensors files.
+"""torchao checkpoints, as the library flattens its tensors into safetensors files.
 
-The parts of a quantized `weight` are called `_weight_qdata`, `_weight_scale` and so on. int8: [N,
-K] with scales [N, K / group], perhaps zero points, also for codes of fewer bits. float8: e4m3 with
-scales for the tensor, for outputs or for blocks. int4 "plain": qdata [N, K / 2], signed, the even
-k in the low half, scales and zero points [K / group, N]; "tile_packed_to_4d": qdata [N / 8, K /
-128, 32, 4] words in the order of tensor cores, padded to whole tiles, and `_weight_scale_and_zero`
-[K / group, N, 2]. Zero points of int4 are numbers that are added. Source:
+The components of a quantized `weight` are called `_weight_qdata`, `_weight_scale` and so on. int8:
+[N, K] with scales [N, K / group] and optional zero points, also for codes of fewer bits. float8:
+e4m3 with scales per tensor, per output or per block. int4 "plain": qdata [N, K / 2], signed, with
+the even k in the low half, scales and zero points [K / group, N]. int4 "tile_packed_to_4d": qdata
+[N / 8, K / 128, 32, 4], words in the order of tensor cores, padded to whole tiles, and
+`_weight_scale_and_zero` [K / group, N, 2]. Zero points of int4 are added after scaling. Source:
 flatten_tensor_state_dict and quantize_/workflows of torchao 0.18; tiles: Bint4 layout of PyTorch's
 int4mm.cu.
 
-int8 activations are multiplied as integers, with a scale per token and 256 inputs; others are not
+int8 activations are multiplied as integers, with a scale per token and 256 inputs. Others are not
 rounded.
 """
 
@@ -60,8 +60,11 @@ _NEEDLESS = re.compile(r"\._weight_act_quant_(scale|zero_point)$")
 
 @frozen
 class _Form:
-    """kind: "int8", "intx", "float8", "int4" or "tiles". group: inputs that share a scale, 0 for
-    all; block: outputs and inputs that do; whole: the tensor does."""
+    """How a layer is stored.
+
+    kind: "int8", "intx", "float8", "int4" or "tiles". group: inputs per scale, 0 for all. block:
+    outputs and inputs per scale. whole: one scale for the tensor.
+    """
 
     kind: str
     group: int = 0
@@ -84,24 +87,24 @@ class TorchAOConfig:
     def __attrs_post_init__(self) -> None:
         if isinstance(self.quant_type, str):
             raise ValueError(
-                f"quant_type: {self.quant_type!r}: tables of torchao 0.10 and later are read"
+                f"quant_type: {self.quant_type!r}: must be a table (torchao 0.10 or later)"
             )
 
     def of(self, name: str) -> Mapping[str, Any] | None:
-        """The configuration of a layer. Raises ConfigError."""
+        """Return the configuration of a layer. Raises ConfigError."""
         table = self.quant_type.get("default", {})
         if table.get("_type") not in _BY_NAME:
             return table or None
         data = table.get("_data", {})
-        given = data.get("fqn_to_config") or data.get("module_fqn_to_config") or {}
+        by_name = data.get("fqn_to_config") or data.get("module_fqn_to_config") or {}
         for key in (f"{name}.weight", name):
-            if key in given:
-                return given[key]  # type: ignore[no-any-return]
-        for pattern, one in given.items():
-            called = pattern[3:] if pattern.startswith("re:") else None
-            if called and any(re.fullmatch(called, n) for n in (f"{name}.weight", name)):
+            if key in by_name:
+                return by_name[key]  # type: ignore[no-any-return]
+        for pattern, one in by_name.items():
+            expression = pattern[3:] if pattern.startswith("re:") else None
+            if expression and any(re.fullmatch(expression, n) for n in (f"{name}.weight", name)):
                 return one  # type: ignore[no-any-return]
-        return given.get("_default")
+        return by_name.get("_default")
 
 
 class TorchAO(CodedMethod):
@@ -163,18 +166,18 @@ class TorchAO(CodedMethod):
                 "scale": ParamSpec((groups, OUTPUTS), "float32", "_weight_scale"),
                 "added": ParamSpec((groups, OUTPUTS), "float32", "_weight_zero_point"),
             }
-        kept = "float8_e4m3fn" if form.kind == "float8" else "int8"
+        dtype = "float8_e4m3fn" if form.kind == "float8" else "int8"
         axes = (PARTS,) if form.whole else (OUTPUTS, groups)
         if form.block:
             axes = (OUTPUTS.blocks(form.block[0]), INPUTS.blocks(form.block[1]))
-        found = {
-            "codes": ParamSpec((OUTPUTS, INPUTS), kept, "_weight_qdata"),
+        params = {
+            "codes": ParamSpec((OUTPUTS, INPUTS), dtype, "_weight_qdata"),
             "scale": ParamSpec(axes, "float32", "_weight_scale"),
         }
-        if kept == "int8":
+        if dtype == "int8":
             needed = form.kind == "intx"
-            found["zeros"] = ParamSpec(axes, "float32", "_weight_zero_point", optional=not needed)
-        return found
+            params["zeros"] = ParamSpec(axes, "float32", "_weight_zero_point", optional=not needed)
+        return params
 
     def codes(self, stored: Mapping[str, Tensor], spec: LinearSpec) -> tuple[Codes, ...]:
         form, values = self._form(spec), stored["codes"]
@@ -195,30 +198,34 @@ class TorchAO(CodedMethod):
         return (Codes(values, scale, zeros),)
 
     def _groups(self, spec: LinearSpec, form: _Form) -> Any:
-        """The axis of groups of inputs. Raises ConfigError where they do not come out even."""
+        """Return the axis of groups of inputs. Raises ConfigError if the inputs are not a multiple
+        of the group size.
+        """
         size, whole = form.group, spec.input_shard.whole
         if not size:
             return fixed(1)
         if whole % size or spec.inputs % size:
             raise ConfigError(
                 "quantization_config.quant_type",
-                f"{spec.name} has {spec.inputs} inputs, which are not whole groups of {size}",
+                f"{spec.name} has {spec.inputs} inputs, not a multiple of the group size {size}",
             )
         return INPUTS.blocks(size)
 
     def _form(self, spec: LinearSpec) -> _Form:
-        """How a layer is stored. Raises ConfigError where fused parts differ."""
+        """Return how a layer is stored. Raises ConfigError if fused parts differ."""
         names = spec.part_names or (spec.name,)
-        found = {_form_of(self.config.of(name) or {}) for name in names}
-        form = found.pop()
-        if found:
+        forms = {_form_of(self.config.of(name) or {}) for name in names}
+        form = forms.pop()
+        if forms:
             listed = ", ".join(names)
-            raise ConfigError("quantization_config.quant_type", f"{listed}: not alike, and fused")
+            raise ConfigError(
+                "quantization_config.quant_type", f"{listed}: fused layers have different settings"
+            )
         return form
 
 
 def _form_of(table: Mapping[str, Any]) -> _Form:
-    """What a configuration stores. Raises ConfigError for one that is not read."""
+    """Return what a configuration stores. Raises ConfigError if it is not supported."""
     kind, data = str(table.get("_type")), table.get("_data") or {}
     if kind in _INT4:
         packing = data.get("int4_packing_format") or "plain"
@@ -227,14 +234,14 @@ def _form_of(table: Mapping[str, Any]) -> _Form:
         if packing.lower() not in forms:
             raise ConfigError(
                 "quantization_config.quant_type",
-                f"int4_packing_format: {packing!r}; read are {', '.join(forms)}",
+                f"int4_packing_format: {packing!r}; supported: {', '.join(forms)}",
             )
         return _Form(forms[packing.lower()], int(data.get("group_size") or 128))
     forms = {**dict.fromkeys(_INT8, "int8"), **dict.fromkeys(_INTX, "intx")}
     forms |= dict.fromkeys(_FLOAT8, "float8")
     if kind not in forms:
         known = ", ".join((*_INT4, *forms))
-        raise ConfigError("quantization_config.quant_type", f"{kind!r}; read are {known}")
+        raise ConfigError("quantization_config.quant_type", f"{kind!r}; supported: {known}")
     size, block, whole = _scope(data)
     packing = data.get("intx_packing_format") or "unpacked_to_int8"
     packing = str(packing.get("_data", packing) if isinstance(packing, dict) else packing)
@@ -244,20 +251,20 @@ def _form_of(table: Mapping[str, Any]) -> _Form:
 
 
 def _scope(data: Mapping[str, Any]) -> tuple[int, tuple[int, int] | None, bool]:
-    """The group, the block, and whether all of a tensor has one scale."""
-    given = data.get("weight_granularity") or data.get("granularity")
-    if isinstance(given, list):
-        given = given[-1]
-    if not isinstance(given, Mapping):
+    """Return the group size, the block, and whether a tensor has one scale."""
+    granularity = data.get("weight_granularity") or data.get("granularity")
+    if isinstance(granularity, list):
+        granularity = granularity[-1]
+    if not isinstance(granularity, Mapping):
         return int(data.get("group_size") or 0), None, False
-    kind, said = given.get("_type"), given.get("_data") or {}
+    kind, settings = granularity.get("_type"), granularity.get("_data") or {}
     if kind == "PerGroup":
-        return int(said["group_size"]), None, False
+        return int(settings["group_size"]), None, False
     if kind == "PerBlock":
-        rows, columns = said["block_size"]
+        rows, columns = settings["block_size"]
         return (int(columns), None, False) if rows == 1 else (0, (int(rows), int(columns)), False)
     if kind in ("PerRow", "PerAxis"):
         return 0, None, False
     if kind == "PerTensor":
         return 0, None, True
-    raise ConfigError("quantization_config.quant_type", f"granularity: {kind!r} is not read")
+    raise ConfigError("quantization_config.quant_type", f"granularity: {kind!r} is not supported")

@@ -1,4 +1,4 @@
-"""Codes of four bits in the order in which tensor cores take them."""
+"""Decode 4-bit codes stored in the order of tensor cores."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from modulm.contracts.quantization import INPUTS, OUTPUTS, Axis, LinearSpec
 
 __all__ = ["from_tiles", "tiled_axes"]
 
-#: Rows of a tile, columns of one, tiles along columns that lie together.
+#: Rows of a tile, columns of a tile, and adjacent tiles along columns.
 _ROWS, _COLUMNS, _INNER = 8, 16, 8
-#: Columns of a lane's word from its first one on, by nibble; two tiles are in a word.
+#: Columns of a lane's word relative to its first, by nibble; a word covers two tiles.
 _WORD = (0, 8, 16, 24, 1, 9, 17, 25)
 
 
 def tiled_axes(spec: LinearSpec) -> tuple[Axis, Axis]:
-    """Axes of what `from_tiles` makes."""
+    """Return the axes of the output of `from_tiles`."""
     return (OUTPUTS, INPUTS)
 
 
 def from_tiles(spec: LinearSpec) -> Callable[[Tensor], Tensor]:
-    """[N / 8, K / 128, 32, 4] int32 -> [N, K] uint8; rows and columns of padding are dropped."""
+    """Return a function [N / 8, K / 128, 32, 4] int32 -> [N, K] uint8 that drops padding."""
     inputs = spec.input_shard.whole
     sizes = {shard.whole for shard in spec.shards}
     sizes.add(sum(shard.whole for shard in spec.shards))
 
     def unpack(stored: Tensor) -> Tensor:
         if stored.dim() != 4 or stored.shape[2:] != (32, _INNER // 2):
-            raise ValueError(f"{list(stored.shape)} are no tiles")
+            raise ValueError(f"shape {list(stored.shape)} is not tiled")
         tall, wide = stored.shape[:2]
         at = torch.arange(8, device=stored.device) * 4
         codes = ((stored[..., None] >> at) & 15).to(torch.uint8)
-        # [row tile, column tile, row in it, lane of the row, pair of tiles, nibble]
+        # [row tile, column tile, row within tile, lane of the row, pair of tiles, nibble]
         codes = codes.view(tall, wide, _ROWS, 4, _INNER // 2, 8)
         first = torch.tensor(_WORD, device=stored.device)
         lanes = torch.arange(4, device=stored.device) * 2

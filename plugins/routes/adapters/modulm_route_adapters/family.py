@@ -18,8 +18,8 @@ from modulm.plugins import manager
 from modulm_adapters.places import inside, read_modules
 from modulm_route_adapters.flags import ServedAdaptersConfig
 from modulm_server.engine.adapters import Adapter
-from modulm_server.json_body import bad_field, read, takes
-from modulm_server.openapi import gives
+from modulm_server.json_body import bad_field, read, request_docs
+from modulm_server.openapi import response_docs
 from modulm_server.route import RouteFamily
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Adapters(RouteFamily):
         made = (driver.of(self.context.config) for driver in drivers)
         self._resolvers = [resolver for resolver in made if resolver is not None]
         if self._resolvers:
-            self.context.generation.finders.append(self.find)
+            self.context.generation.adapter_finders.append(self.find)
         router = APIRouter(tags=["Adapters"])
         if self._flags.allow_runtime_lora_updating:
             for path, answer, body in (
@@ -91,8 +91,8 @@ class Adapters(RouteFamily):
                     path,
                     answer,
                     methods=["POST"],
-                    openapi_extra=takes(body),
-                    responses=gives(content="text/plain"),
+                    openapi_extra=request_docs(body),
+                    responses=response_docs(content="text/plain"),
                 )
         return router
 

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from modulm_frontend.flags import ProfilerConfig
 from modulm_server.flags import ServerConfig
 from modulm_server.json_body import json_response
-from modulm_server.openapi import gives
+from modulm_server.openapi import response_docs
 from modulm_server.route import RouteFamily
 
 __all__ = ["Admin"]
@@ -58,10 +58,10 @@ class Admin(RouteFamily):
             "/reset_prefix_cache",
             self.reset_prefix_cache,
             methods=["POST"],
-            responses=gives(Success),
+            responses=response_docs(Success),
         )
         router.add_api_route(
-            "/is_sleeping", self.is_sleeping, methods=["GET"], responses=gives(Sleeping)
+            "/is_sleeping", self.is_sleeping, methods=["GET"], responses=response_docs(Sleeping)
         )
         for path, silent in (("/sleep", self.sleep), ("/wake_up", self.wake_up)):
             router.add_api_route(path, silent, methods=["POST"], response_class=Response)

@@ -25,9 +25,9 @@ from modulm_route_anthropic.schema import (
 from modulm_server.chat_turn import ChatTurn, Parsers
 from modulm_server.errors import ClientGone, error_body, report
 from modulm_server.flags import ServerConfig
-from modulm_server.held_calls import HeldCalls, hold_calls
-from modulm_server.json_body import json_response, read, takes
-from modulm_server.openapi import gives
+from modulm_server.forced_calls import ForcedCalls, force_calls
+from modulm_server.json_body import json_response, read, request_docs
+from modulm_server.openapi import response_docs
 from modulm_server.prompts import ChatOptions
 from modulm_server.route import RouteFamily
 from modulm_server.sse import EventStream, event
@@ -65,15 +65,15 @@ class Anthropic(RouteFamily):
             "",
             self.create,
             methods=["POST"],
-            openapi_extra=takes(MessagesRequest),
-            responses=gives(Message, events=StreamEvent, failure=Failure),
+            openapi_extra=request_docs(MessagesRequest),
+            responses=response_docs(Message, events=StreamEvent, failure=Failure),
         )
         router.add_api_route(
             "/count_tokens",
             self.count,
             methods=["POST"],
-            openapi_extra=takes(CountRequest),
-            responses=gives(TokenCount, failure=Failure),
+            openapi_extra=request_docs(CountRequest),
+            responses=response_docs(TokenCount, failure=Failure),
         )
         return router
 
@@ -98,7 +98,7 @@ class Anthropic(RouteFamily):
             body = await read(request, CountRequest)
             await self.context.generation.find_model(body.model)
             tools, choice, several = tools_of(body)
-            constraint_of(body, self._held(tools, choice, several))
+            constraint_of(body, self._forced_calls(tools, choice, several))
             variables = variables_of(body, self._parsers.reasoning)
             options = ChatOptions(tools=tools, variables=variables)
             prompt = await self.context.generation.from_messages(messages_of(body), options)
@@ -117,8 +117,8 @@ class Anthropic(RouteFamily):
         generation.check_open()
         tools, choice, several = tools_of(body)
         variables = variables_of(body, self._parsers.reasoning)
-        held = self._held(tools, choice, several)
-        found = constraint_of(body, held)
+        forced_calls = self._forced_calls(tools, choice, several)
+        constraint = constraint_of(body, forced_calls)
         turn = ChatTurn(
             generation=generation,
             prompt=await generation.from_messages(
@@ -127,20 +127,20 @@ class Anthropic(RouteFamily):
             params=params_of(
                 body,
                 self.context.engine.info.defaults,
-                None if found is None else found[1],
+                None if constraint is None else constraint[1],
                 self._budget(body),
             ),
             parsers=self._parsers,
             tools=tools,
             tool_choice=choice,
-            held=held.own,
+            calls_by_grammar=forced_calls.in_model_format,
             reasoning=shows_thinking(body),
             template_kwargs=variables,
             fields={
                 "thinking_token_budget": "thinking",
                 "stop": "stop_sequences",
                 "prompt": "messages",
-                "structured_outputs": found[0] if found else "",
+                "structured_outputs": constraint[0] if constraint else "",
             },
             adapter=model.adapter,
         )
@@ -153,9 +153,11 @@ class Anthropic(RouteFamily):
         """What thoughts may have; where nothing reads thoughts, nothing counts them either."""
         return budget_of(body) if self._parsers.reasoning else None
 
-    def _held(self, tools: Sequence[Mapping[str, Any]], choice: Any, several: bool) -> HeldCalls:
+    def _forced_calls(
+        self, tools: Sequence[Mapping[str, Any]], choice: Any, several: bool
+    ) -> ForcedCalls:
         tokenizer = self.context.generation.tokenizer
-        return hold_calls(choice, tools, self._parsers, tokenizer, several=several)
+        return force_calls(choice, tools, self._parsers, tokenizer, parallel=several)
 
     async def _whole(self, job: _Job, started: RunningTurn) -> Message:
         output, messages = await started.messages()

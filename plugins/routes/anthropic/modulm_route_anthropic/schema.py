@@ -15,7 +15,7 @@ from modulm_server.constraints import (
     check_tools,
     from_response_format,
 )
-from modulm_server.held_calls import HeldCalls
+from modulm_server.forced_calls import ForcedCalls
 from modulm_server.json_body import bad_field
 from modulm_server.sampling import LIMITS
 
@@ -276,15 +276,19 @@ _CONFIG = "effort and format"
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 
-def constraint_of(body: _Conversation, held: HeldCalls) -> tuple[str, StructuredOutputs] | None:
+def constraint_of(
+    body: _Conversation, forced_calls: ForcedCalls
+) -> tuple[str, StructuredOutputs] | None:
     """What the answer is held to, with the field that it comes from. Raises ApiError(400).
 
     `output_format` is how clients wrote `output_config.format` at first.
     """
     formats = {"output_format": body.output_format}
     formats["output_config"] = (body.output_config or {}).get("format")
-    found = {name: _schema_of(given, name) for name, given in formats.items() if given is not None}
-    return held.beside(**found)
+    constraints = {
+        name: _schema_of(form, name) for name, form in formats.items() if form is not None
+    }
+    return forced_calls.combine(**constraints)
 
 
 def _schema_of(given: Any, where: str) -> StructuredOutputs | None:

@@ -18,7 +18,7 @@ from modulm_route_audio.speech import Asked, Speech
 from modulm_server.errors import ApiError
 from modulm_server.flags import ServerConfig
 from modulm_server.json_body import bad_field
-from modulm_server.openapi import ErrorAnswer, gives
+from modulm_server.openapi import ErrorAnswer, response_docs
 from modulm_server.route import RouteContext, RouteFamily
 from modulm_server.sse import EventStream
 from modulm_speech.transcriber import Task
@@ -42,7 +42,7 @@ class Audio(RouteFamily):
 
     def router(self) -> APIRouter:
         router = APIRouter(prefix="/v1", tags=["Audio"])
-        told = gives(Transcript | VerboseTranscript, events=TranscriptEvent | ErrorAnswer)
+        told = response_docs(Transcript | VerboseTranscript, events=TranscriptEvent | ErrorAnswer)
         content = told[200].setdefault("content", {})
         content.update({"text/plain": {"schema": str}, "text/vtt": {"schema": str}})
         for path, endpoint in (
@@ -53,7 +53,7 @@ class Audio(RouteFamily):
                 path, endpoint, methods=["POST"], responses=told, openapi_extra=FORM
             )
         router.add_api_route(
-            "/audio/speech", self.not_yet, methods=["POST"], include_in_schema=False
+            "/audio/speech", self.synthesize, methods=["POST"], include_in_schema=False
         )
         if self.speech.served:
             router.add_api_websocket_route("/realtime", self.realtime)
@@ -67,9 +67,9 @@ class Audio(RouteFamily):
             self._warming.cancel()
         await self._sessions.stop()
 
-    async def not_yet(self) -> Response:
-        """Speaking is not there yet."""
-        raise ApiError(400, "speech: not yet supported by modulm", code="unsupported")
+    async def synthesize(self) -> Response:
+        """Reject speech synthesis, which is not supported yet."""
+        raise ApiError(400, "Not supported yet: speech synthesis", code="unsupported")
 
     async def transcribe(self, request: Request) -> Response:
         """What is said in a file of sound."""

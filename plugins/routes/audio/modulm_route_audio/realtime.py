@@ -271,7 +271,7 @@ class _Session:
 
     async def _transcribe(self, job: _Job) -> None:
         speech, text = self._speech, []
-        rate = await self._generation.media.rate()
+        rate = await self._generation.media.audio_rate()
         sound = await asyncio.to_thread(_sound, job.samples, job.rate, rate)
         parts = await asyncio.to_thread(speech.cut, sound)
         asked = await speech.with_language(job.asked, parts)

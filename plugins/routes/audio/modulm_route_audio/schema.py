@@ -10,7 +10,7 @@ from starlette.datastructures import FormData, UploadFile
 
 from modulm.contracts.sampling import OutputKind, SamplingParams
 from modulm_server.json_body import bad_field, to_struct
-from modulm_server.sampling import LIMITS, not_yet
+from modulm_server.sampling import LIMITS, reject_unsupported
 from modulm_speech.transcriber import Task
 
 __all__ = ["FORM", "Form", "read_form"]
@@ -52,7 +52,7 @@ class Form(Struct, kw_only=True):
 
     def check(self, task: Task) -> None:
         """Raise ApiError(400) for what does not go together, and for what is not there yet."""
-        not_yet(self, "use_beam_search", "hotwords", "vllm_xargs")
+        reject_unsupported(self, "use_beam_search", "hotwords", "vllm_xargs")
         if self.n != 1:
             raise bad_field("n", "n: a sound has one transcript")
         if self.chunking_strategy not in (None, "auto"):

@@ -141,7 +141,7 @@ class Speech:
         if self.served:
             with suppress(Exception):
                 await asyncio.to_thread(lambda: self.transcriber.languages)
-                await self._generation.media.rate()
+                await self._generation.media.audio_rate()
 
     @property
     def served(self) -> bool:
@@ -197,7 +197,7 @@ class Speech:
     async def decode(self, data: bytes) -> Sound:
         """The sound of a file, at the rate of the model. Raises ApiError(400)."""
         most = self.flags.max_transcription_seconds
-        rate = await self._generation.media.rate()
+        rate = await self._generation.media.audio_rate()
         try:
             media = self._generation.media
             found = await media.decode("audio", data, {"rate": rate}, Limits(seconds=most))
@@ -342,7 +342,7 @@ class Speech:
         return await self._generation.generate(prompt, sampling, adapter=adapter, fields=_FIELDS)
 
     async def _prompt(self, tokens: Sequence[int], sound: Sound) -> Prompt:
-        filled = await self._generation.media.place(tokens, (Media("audio", sound),))
+        filled = await self._generation.media.fill_decoded(tokens, (Media("audio", sound),))
         return Prompt(array("q", filled.tokens.tobytes()), media=filled)
 
 

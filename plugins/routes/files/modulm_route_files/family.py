@@ -20,8 +20,8 @@ from modulm_route_files.objects import BatchCard, Deleted, FileCard
 from modulm_route_files.store import FileStore, expires_after, no_room
 from modulm_server.auth import owner_of
 from modulm_server.errors import ApiError
-from modulm_server.json_body import bad_field, json_response, read, takes
-from modulm_server.openapi import gives
+from modulm_server.json_body import bad_field, json_response, read, request_docs
+from modulm_server.openapi import response_docs
 from modulm_server.paging import Page, page
 from modulm_server.route import RouteFamily
 from modulm_server.sampling import LIMITS
@@ -89,11 +89,15 @@ class Files(RouteFamily):
         for method, path, endpoint, answer, extra in (
             ("POST", "/files", self.upload, FileCard, _UPLOAD),
             ("GET", "/files", self.list_files, Page[FileCard], None),
-            ("POST", "/batches", self.create, BatchCard, takes(BatchRequest)),
+            ("POST", "/batches", self.create, BatchCard, request_docs(BatchRequest)),
             ("GET", "/batches", self.list_batches, Page[BatchCard], None),
         ):
             router.add_api_route(
-                path, endpoint, methods=[method], responses=gives(answer), openapi_extra=extra
+                path,
+                endpoint,
+                methods=[method],
+                responses=response_docs(answer),
+                openapi_extra=extra,
             )
         for method, path, one, card in (
             ("GET", file, self.file, FileCard),
@@ -101,13 +105,13 @@ class Files(RouteFamily):
             ("GET", batch, self.batch, BatchCard),
             ("POST", f"{batch}/cancel", self.cancel, BatchCard),
         ):
-            router.add_api_route(path, one, methods=[method], responses=gives(card))
+            router.add_api_route(path, one, methods=[method], responses=response_docs(card))
         router.add_api_route(
             f"{file}/content",
             self.content,
             methods=["GET"],
             response_class=FileResponse,
-            responses=gives(content="application/octet-stream"),
+            responses=response_docs(content="application/octet-stream"),
         )
         return router
 
@@ -157,7 +161,7 @@ class Files(RouteFamily):
             for file in self._files.of(owner_of(request))
             if query.get("purpose") in (None, file.purpose)
         ]
-        return json_response(page(found, query, usual=_FILES, most=_FILES))
+        return json_response(page(found, query, default_limit=_FILES, max_limit=_FILES))
 
     async def file(self, request: Request, file_id: str) -> Response:
         """What is known of a file."""
@@ -208,7 +212,7 @@ class Files(RouteFamily):
         """One's own batches, the newest first."""
         owner = owner_of(request)
         found = [batch.card() for batch in self._batches.all() if batch.owner == owner]
-        return json_response(page(found, request.query_params, most=_LISTED))
+        return json_response(page(found, request.query_params, max_limit=_LISTED))
 
     async def batch(self, request: Request, batch_id: str) -> Response:
         """How far a batch is."""

@@ -45,8 +45,8 @@ from modulm_server.constraints import check_tools
 from modulm_server.errors import ApiError, ClientGone, error_body, report
 from modulm_server.flags import ServerConfig
 from modulm_server.generation import Running, merged
-from modulm_server.json_body import bad_field, json_response, read, takes
-from modulm_server.openapi import gives
+from modulm_server.json_body import bad_field, json_response, read, request_docs
+from modulm_server.openapi import response_docs
 from modulm_server.prompts import ChatOptions, Prompt
 from modulm_server.request_cost import check_cost
 from modulm_server.route import RouteFamily
@@ -108,8 +108,8 @@ class LlamaCpp(RouteFamily):
                 path,
                 self._told(function),
                 methods=["POST"],
-                openapi_extra=takes(schema),
-                responses=gives(answer, events=events, failure=Failure),
+                openapi_extra=request_docs(schema),
+                responses=response_docs(answer, events=events, failure=Failure),
                 description=function.__doc__,
                 name=f"llama.cpp {path}",
             )
@@ -122,7 +122,7 @@ class LlamaCpp(RouteFamily):
                 path,
                 self._told(shown),
                 methods=["GET"],
-                responses=gives(shape, failure=Failure),
+                responses=response_docs(shape, failure=Failure),
                 description=shown.__doc__,
                 name=f"llama.cpp {path}",
             )

@@ -45,9 +45,9 @@ from modulm_server.chat_turn import ChatTurn, Parsers
 from modulm_server.constraints import check_tools
 from modulm_server.errors import ApiError, ClientGone, error_body, report
 from modulm_server.flags import ServerConfig
-from modulm_server.held_calls import hold_calls
-from modulm_server.json_body import bad_field, json_response, read, takes
-from modulm_server.openapi import gives
+from modulm_server.forced_calls import force_calls
+from modulm_server.json_body import bad_field, json_response, read, request_docs
+from modulm_server.openapi import response_docs
 from modulm_server.prompts import ChatOptions, Prompt
 from modulm_server.route import RouteFamily
 from modulm_server.sse import EventStream
@@ -107,8 +107,8 @@ class Ollama(RouteFamily):
                 path,
                 self._told(function),
                 methods=["POST"],
-                openapi_extra=takes(schema),
-                responses=gives(answer, lines=streamed, failure=Failure),
+                openapi_extra=request_docs(schema),
+                responses=response_docs(answer, lines=streamed, failure=Failure),
                 description=function.__doc__,
                 name=f"ollama {path}",
             )
@@ -116,7 +116,7 @@ class Ollama(RouteFamily):
                  ("/version", self.version, Version))  # fmt: skip
         for path, answer_of, shape in asked:
             router.add_api_route(
-                path, answer_of, methods=["GET"], responses=gives(shape, failure=Failure)
+                path, answer_of, methods=["GET"], responses=response_docs(shape, failure=Failure)
             )
         return router
 
@@ -193,8 +193,8 @@ class Ollama(RouteFamily):
         generation.check_open()
         tools = check_tools(body.tools)
         choice = "auto" if tools else "none"
-        held = hold_calls(choice, tools, self._parsers, generation.tokenizer)
-        found = held.beside(format=constraint_of(body.format))
+        forced_calls = force_calls(choice, tools, self._parsers, generation.tokenizer)
+        constraint = forced_calls.combine(format=constraint_of(body.format))
         variables = variables_of(body.think, self._parsers.reasoning)
         prompt = await generation.from_messages(
             messages_of(body.messages), ChatOptions(tools=tools, variables=variables)
@@ -202,11 +202,11 @@ class Ollama(RouteFamily):
         turn = self._turn(
             body,
             prompt,
-            None if found is None else found[1],
+            None if constraint is None else constraint[1],
             parsers=self._parsers,
             tools=tools,
             tool_choice=choice,
-            held=held.own,
+            calls_by_grammar=forced_calls.in_model_format,
             template_kwargs=variables,
         )
         return await self._answered(_Job(model=name, chat=True, stream=body.stream, turn=turn))

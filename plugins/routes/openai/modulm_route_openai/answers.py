@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import modulm
 from modulm_server.flags import ServerConfig
 from modulm_server.json_body import bad_field
-from modulm_server.logprobs import LEAST, token_logprobs, token_name
+from modulm_server.logprobs import MIN_LOGPROB, token_logprobs, token_name
 from modulm_server.request_guard import safe_id
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def completion_logprobs(
         name = entry_name if entry is None else token_name(token, entry, as_ids)
         shown["text_offset"].append(offset)
         shown["tokens"].append(name)
-        shown["token_logprobs"].append(None if entry is None else max(entry.logprob, LEAST))
+        shown["token_logprobs"].append(None if entry is None else max(entry.logprob, MIN_LOGPROB))
         shown["top_logprobs"].append(_best(position, token, top, as_ids))
         offset += len(name)
     return shown
@@ -187,7 +187,7 @@ def _best(
     if position is None:
         return None
     wanted = {t: e for t, e in position.items() if t == token or (e.rank or 0) <= top}
-    return {token_name(t, e, as_ids): max(e.logprob, LEAST) for t, e in wanted.items()}
+    return {token_name(t, e, as_ids): max(e.logprob, MIN_LOGPROB) for t, e in wanted.items()}
 
 
 def prompt_logprobs(
@@ -201,7 +201,7 @@ def prompt_logprobs(
         if position is None
         else {
             str(token): {
-                "logprob": max(entry.logprob, LEAST),
+                "logprob": max(entry.logprob, MIN_LOGPROB),
                 "rank": entry.rank,
                 "decoded_token": entry.decoded_token,
             }

@@ -26,15 +26,15 @@ from modulm_route_openai.rendering import rendered
 from modulm_server.chat_turn import ChatTurn, Delta, Message, Parsers, RunningTurn
 from modulm_server.constraints import (
     allowed_tools,
-    asked,
     check_tools,
-    names_of,
+    requested_constraints,
+    tool_names,
 )
 from modulm_server.flags import ServerConfig
-from modulm_server.held_calls import HeldCalls, hold_calls
+from modulm_server.forced_calls import ForcedCalls, force_calls
 from modulm_server.json_body import bad_field, json_response
 from modulm_server.prompts import ChatOptions
-from modulm_server.sampling import not_yet, sampling_params
+from modulm_server.sampling import reject_unsupported, sampling_params
 from modulm_server.sse import DONE, EventStream, frame
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Chat:
         job = await self._job(request, body)
         turn, tokenizer = job.turn, self._generation.tokenizer
         return json_response(
-            rendered(job.id, job.model, body, turn.prompt, turn.tuned(), tokenizer)
+            rendered(job.id, job.model, body, turn.prompt, turn.engine_params(), tokenizer)
         )
 
     # Reading the request.
@@ -118,15 +118,15 @@ class Chat:
         tools = check_tools(body.tools)
         choice, allowed = allowed_tools(body.tool_choice or ("auto" if tools else "none"), tools)
         fewer = len(allowed) < len(tools)
-        held = hold_calls(
+        forced_calls = force_calls(
             choice,
             allowed,
             self._parsers,
             self._generation.tokenizer,
-            several=body.parallel_tool_calls is not False,
-            fewer=fewer,
+            parallel=body.parallel_tool_calls is not False,
+            restricted=fewer,
         )
-        origin, params = self._params(body, held)
+        origin, params = self._params(body, forced_calls)
         variables = self._variables(body)
         turn = ChatTurn(
             generation=self._generation,
@@ -137,8 +137,8 @@ class Chat:
             parsers=self._parsers,
             tools=tools,
             tool_choice=choice,
-            allowed=names_of(allowed) if fewer else None,
-            held=held.own,
+            allowed=tool_names(allowed) if fewer else None,
+            calls_by_grammar=forced_calls.in_model_format,
             reasoning=body.include_reasoning is not False,
             tokens=bool(body.logprobs or body.return_token_ids),
             template_kwargs=variables,
@@ -162,8 +162,8 @@ class Chat:
 
     def _refuse(self, body: ChatRequest) -> None:
         """What is understood but not there."""
-        not_yet(body, "audio", "prediction", "web_search_options")
-        not_yet(body, "functions", "function_call")
+        reject_unsupported(body, "audio", "prediction", "web_search_options")
+        reject_unsupported(body, "functions", "function_call")
         if body.modalities not in (None, ["text"]):
             raise bad_field("modalities", 'modalities: this model gives ["text"]')
         if body.service_tier not in (None, "auto", "default"):
@@ -179,9 +179,9 @@ class Chat:
             )
 
     def _params(
-        self, body: ChatRequest, held: HeldCalls
+        self, body: ChatRequest, forced_calls: ForcedCalls
     ) -> tuple[str | None, SamplingParams | BeamSearchParams]:
-        found = held.beside(**asked(body))
+        constraint = forced_calls.combine(**requested_constraints(body))
         both = (body.max_tokens, body.max_completion_tokens)
         if None not in both and both[0] != both[1]:
             raise bad_field("max_tokens", "max_tokens and max_completion_tokens differ: send one")
@@ -192,13 +192,13 @@ class Chat:
             defaults=defaults,
             max_tokens=defaults.get("max_tokens") if limit is None else limit,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            constraint=None if found is None else found[1],
+            constraint=None if constraint is None else constraint[1],
         )
-        return (None if found is None else found[0]), params
+        return (None if constraint is None else constraint[0]), params
 
     def _variables(self, body: ChatRequest) -> dict[str, Any]:
-        asked = thinking_variables(self._parsers.reasoning, body.reasoning_effort)
-        return {**asked, **(body.chat_template_kwargs or {})}
+        variables = thinking_variables(self._parsers.reasoning, body.reasoning_effort)
+        return {**variables, **(body.chat_template_kwargs or {})}
 
     def _options(
         self, body: ChatRequest, tools: Any, choice: Any, variables: Mapping[str, Any]

@@ -22,7 +22,7 @@ from modulm_route_openai.answers import (
     usage,
 )
 from modulm_route_openai.rendering import rendered
-from modulm_server.constraints import asked, only_one
+from modulm_server.constraints import requested_constraints, single_constraint
 from modulm_server.flags import ServerConfig
 from modulm_server.generation import Running, merged
 from modulm_server.json_body import bad_field, json_response
@@ -119,8 +119,8 @@ class Completions:
         nothing = body.max_tokens == 0
         if nothing and not body.echo:
             raise bad_field("max_tokens", "max_tokens: at least 1, or 0 with echo: true")
-        found = only_one(**asked(body))
-        params = self._params(body, nothing, None if found is None else found[1])
+        constraint = single_constraint(**requested_constraints(body))
+        params = self._params(body, nothing, None if constraint is None else constraint[1])
         if body.prompt_embeds is not None:
             prompts = await self._embeds(body.prompt_embeds)
         else:
@@ -136,7 +136,7 @@ class Completions:
             prompts=prompts,
             params=params,
             nothing=nothing,
-            fields={} if found is None else {"structured_outputs": found[0]},
+            fields={} if constraint is None else {"structured_outputs": constraint[0]},
         )
 
     def _params(

@@ -22,8 +22,8 @@ from modulm_route_openai.objects import (
     Rendered,
 )
 from modulm_route_openai.schema import ChatRequest, CompletionRequest
-from modulm_server.json_body import json_response, read, takes
-from modulm_server.openapi import ErrorAnswer, gives
+from modulm_server.json_body import json_response, read, request_docs
+from modulm_server.openapi import ErrorAnswer, response_docs
 from modulm_server.route import RouteFamily
 
 __all__ = ["OpenAI"]
@@ -50,7 +50,7 @@ class OpenAI(RouteFamily):
             "/models",
             models.listed,
             methods=["GET"],
-            responses=gives(ModelList | ModelPage, failure=_Refusal),
+            responses=response_docs(ModelList | ModelPage, failure=_Refusal),
         )
 
         @router.head("/models", response_class=Response)
@@ -62,13 +62,13 @@ class OpenAI(RouteFamily):
             "/models/{model:path}",
             models.one,
             methods=["GET"],
-            responses=gives(ModelCard | ModelInfo, failure=_Refusal),
+            responses=response_docs(ModelCard | ModelInfo, failure=_Refusal),
         )
 
         @router.post(
             "/completions",
-            openapi_extra=takes(CompletionRequest),
-            responses=gives(Completion, events=CompletionChunk | ErrorAnswer),
+            openapi_extra=request_docs(CompletionRequest),
+            responses=response_docs(Completion, events=CompletionChunk | ErrorAnswer),
         )
         async def complete(request: Request) -> Response:
             """Go on with a prompt."""
@@ -76,8 +76,8 @@ class OpenAI(RouteFamily):
 
         @router.post(
             "/chat/completions",
-            openapi_extra=takes(ChatRequest),
-            responses=gives(ChatCompletion, events=ChatChunk | ErrorAnswer),
+            openapi_extra=request_docs(ChatRequest),
+            responses=response_docs(ChatCompletion, events=ChatChunk | ErrorAnswer),
         )
         async def converse(request: Request) -> Response:
             """Answer a conversation."""
@@ -85,8 +85,8 @@ class OpenAI(RouteFamily):
 
         @router.post(
             "/completions/render",
-            openapi_extra=takes(CompletionRequest),
-            responses=gives(list[Rendered]),
+            openapi_extra=request_docs(CompletionRequest),
+            responses=response_docs(list[Rendered]),
         )
         async def render_completion(request: Request) -> Response:
             """The prompts and parameters that a completion request becomes."""
@@ -94,8 +94,8 @@ class OpenAI(RouteFamily):
 
         @router.post(
             "/chat/completions/render",
-            openapi_extra=takes(ChatRequest),
-            responses=gives(Rendered),
+            openapi_extra=request_docs(ChatRequest),
+            responses=response_docs(Rendered),
         )
         async def render_chat(request: Request) -> Response:
             """The prompt and parameters that a chat request becomes."""

@@ -12,7 +12,7 @@ from modulm_server.engine.metrics import Metrics
 from modulm_server.errors import ApiError
 from modulm_server.json_body import json_response
 from modulm_server.metrics import exposition, merged
-from modulm_server.openapi import gives
+from modulm_server.openapi import response_docs
 from modulm_server.route import RouteFamily
 
 __all__ = ["Ops"]
@@ -70,7 +70,7 @@ class Ops(RouteFamily):
             ("/ready", self.ready, None),
         ):
             router.add_api_route(
-                path, sign, methods=["GET"], response_class=Response, responses=gives(shown)
+                path, sign, methods=["GET"], response_class=Response, responses=response_docs(shown)
             )
             router.add_api_route(path, sign, methods=["HEAD"], include_in_schema=False)
         router.add_api_route("/ping", self.health, methods=["POST"], include_in_schema=False)
@@ -79,13 +79,13 @@ class Ops(RouteFamily):
             ("/version", self.version, Version),
             ("/server_info", self.server_info, ServerInfo),
         ):
-            router.add_api_route(path, endpoint, methods=["GET"], responses=gives(answer))
+            router.add_api_route(path, endpoint, methods=["GET"], responses=response_docs(answer))
         router.add_api_route(
             "/metrics",
             self.metrics,
             methods=["GET"],
             response_class=Response,
-            responses=gives(content="text/plain"),
+            responses=response_docs(content="text/plain"),
         )
         return router
 

@@ -55,9 +55,9 @@ from modulm_route_pooling.schema import (
 )
 from modulm_route_pooling.vectors import bytes_response, is_binary, shown
 from modulm_server.generation import ServedModel
-from modulm_server.json_body import bad_field, json_response, read, takes
-from modulm_server.media import TakenMedia
-from modulm_server.openapi import gives
+from modulm_server.json_body import bad_field, json_response, read, request_docs
+from modulm_server.media_service import RequestMedia
+from modulm_server.openapi import response_docs
 from modulm_server.prompts import Prompt
 from modulm_server.route import RouteFamily
 
@@ -80,12 +80,27 @@ class Pooling(RouteFamily):
     def router(self) -> APIRouter:
         router = APIRouter(tags=["Pooling"])
         routes = (
-            (self.embed, EmbedRequest, gives(EmbeddingList, content=_BYTES), ("/v1/embeddings",)),
-            (self.cohere_embed, CohereEmbedRequest, gives(CohereEmbeddings), ("/v2/embed",)),
-            (self.pool, PoolRequest, gives(PoolingList, content=_BYTES), ("/pooling",)),
-            (self.classify, ClassifyRequest, gives(ClassList), ("/classify",)),
-            (self.score, ScoreRequest, gives(ScoreList), ("/score", "/v1/score")),
-            (self.rerank, RerankRequest, gives(RankList), ("/rerank", "/v1/rerank", "/v2/rerank")),
+            (
+                self.embed,
+                EmbedRequest,
+                response_docs(EmbeddingList, content=_BYTES),
+                ("/v1/embeddings",),
+            ),
+            (
+                self.cohere_embed,
+                CohereEmbedRequest,
+                response_docs(CohereEmbeddings),
+                ("/v2/embed",),
+            ),
+            (self.pool, PoolRequest, response_docs(PoolingList, content=_BYTES), ("/pooling",)),
+            (self.classify, ClassifyRequest, response_docs(ClassList), ("/classify",)),
+            (self.score, ScoreRequest, response_docs(ScoreList), ("/score", "/v1/score")),
+            (
+                self.rerank,
+                RerankRequest,
+                response_docs(RankList),
+                ("/rerank", "/v1/rerank", "/v2/rerank"),
+            ),
         )
         for function, schema, answers, paths in routes:
             for path in paths:
@@ -93,7 +108,7 @@ class Pooling(RouteFamily):
                     path,
                     function,
                     methods=["POST"],
-                    openapi_extra=takes(schema),
+                    openapi_extra=request_docs(schema),
                     responses=answers,
                 )
         return router
@@ -242,7 +257,7 @@ class Pooling(RouteFamily):
         self,
         left: Sequence[Side],
         right: Sequence[Side],
-        taken: TakenMedia,
+        taken: RequestMedia,
         body: ScoreRequest | RerankRequest,
         model: ServedModel,
     ) -> tuple[list[float], Usage]:

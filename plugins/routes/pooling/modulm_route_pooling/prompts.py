@@ -14,7 +14,7 @@ from modulm_route_pooling.objects import Document
 from modulm_route_pooling.schema import ClassifyRequest, EmbedRequest, RerankRequest, ScoreRequest
 from modulm_server.generation import GenerationService
 from modulm_server.json_body import bad_field
-from modulm_server.media import TakenMedia
+from modulm_server.media_service import RequestMedia
 from modulm_server.prompts import ChatOptions, Prompt
 from modulm_server.sampling import LIMITS
 
@@ -77,7 +77,7 @@ async def prompts_of(
 
 async def pairs_of(
     generation: GenerationService, texts: PoolingInputs, body: ScoreRequest | RerankRequest
-) -> tuple[Sequence[Side], Sequence[Side], TakenMedia]:
+) -> tuple[Sequence[Side], Sequence[Side], RequestMedia]:
     """Both sides, one pair for each score, and their media. Raises ApiError(400), RequestError."""
     if isinstance(body, RerankRequest):
         names, first, second = ("query", "documents"), body.query, body.documents
@@ -87,7 +87,7 @@ async def pairs_of(
         if isinstance(value, list) and not 0 < len(value) <= LIMITS.prompts:
             raise bad_field(name, f"{name}: 1 to {LIMITS.prompts} texts")
     ways = body.media_io_kwargs, body.mm_processor_kwargs
-    sides, taken = await generation.media.contents(
+    sides, taken = await generation.media.read_pairs(
         dict(zip(names, (first, second), strict=True)), *ways
     )
     left, right = sides
@@ -107,7 +107,7 @@ async def pairs_of(
     except RequestError as error:
         raise bad_field(names[1], error.message) from error
     total = sum(size(one) + size(other) for one, other in zip(*pairs, strict=True))
-    if total > _PAIRED * generation.work.most:
+    if total > _PAIRED * generation.work.max_characters:
         raise bad_field(names[1], f"{names[1]}: the pairs have {total} characters together")
     return (*pairs, taken)
 

@@ -21,8 +21,8 @@ from modulm_route_responses.schema import Metadata, items_of, messages_of
 from modulm_route_responses.store import surplus
 from modulm_server.auth import owner_of
 from modulm_server.errors import ApiError
-from modulm_server.json_body import bad_field, json_response, read, takes
-from modulm_server.openapi import gives
+from modulm_server.json_body import bad_field, json_response, read, request_docs
+from modulm_server.openapi import response_docs
 from modulm_server.paging import Page, page
 
 if TYPE_CHECKING:
@@ -103,8 +103,8 @@ class Conversations:
                 path,
                 endpoint,
                 methods=["POST"],
-                openapi_extra=takes(schema),
-                responses=gives(answer),
+                openapi_extra=request_docs(schema),
+                responses=response_docs(answer),
             )
         for method, path, plain, card in (
             ("GET", one, self.retrieve, Card),
@@ -113,7 +113,7 @@ class Conversations:
             ("GET", item, self.item, dict[str, Any]),
             ("DELETE", item, self.delete_item, Card),
         ):
-            router.add_api_route(path, plain, methods=[method], responses=gives(card))
+            router.add_api_route(path, plain, methods=[method], responses=response_docs(card))
 
     def named(self, given: Any, owner: str) -> Conversation | None:
         """The conversation that a request is part of: its id, or an object with it.

@@ -36,12 +36,12 @@ from modulm_route_responses.schema import (
 from modulm_route_responses.store import Store, Stored
 from modulm_server.auth import owner_of
 from modulm_server.chat_turn import ChatTurn, Parsers
-from modulm_server.constraints import names_of
+from modulm_server.constraints import tool_names
 from modulm_server.errors import ApiError, describe, escape
 from modulm_server.flags import ServerConfig
-from modulm_server.held_calls import hold_calls
-from modulm_server.json_body import bad_field, json_response, read, takes
-from modulm_server.openapi import gives
+from modulm_server.forced_calls import force_calls
+from modulm_server.json_body import bad_field, json_response, read, request_docs
+from modulm_server.openapi import response_docs
 from modulm_server.paging import Page, page
 from modulm_server.prompts import ChatOptions, Prompt
 from modulm_server.route import RouteFamily
@@ -104,24 +104,24 @@ class Responses(RouteFamily):
         self._conversations = Conversations()
         self._prompts = StoredPrompts.of(self.context.config.group(ResponsesConfig))
         router = APIRouter(prefix="/v1", tags=["Responses"])
-        told = gives(ResponseObject, events=Event)
+        told = response_docs(ResponseObject, events=Event)
         for path, endpoint, answers in (
             ("/responses", self.create, told),
-            ("/responses/input_tokens", self.count, gives(InputTokens)),
+            ("/responses/input_tokens", self.count, response_docs(InputTokens)),
         ):
             router.add_api_route(
                 path,
                 endpoint,
                 methods=["POST"],
-                openapi_extra=takes(ResponsesRequest),
+                openapi_extra=request_docs(ResponsesRequest),
                 responses=answers,
             )
         one = "/responses/{response_id}"
         for method, path, plain, answers in (
             ("GET", one, self.retrieve, told),
-            ("DELETE", one, self.delete, gives(Deleted)),
-            ("POST", f"{one}/cancel", self.cancel, gives(ResponseObject)),
-            ("GET", f"{one}/input_items", self.input_items, gives(Page[dict[str, Any]])),
+            ("DELETE", one, self.delete, response_docs(Deleted)),
+            ("POST", f"{one}/cancel", self.cancel, response_docs(ResponseObject)),
+            ("GET", f"{one}/input_items", self.input_items, response_docs(Page[dict[str, Any]])),
         ):
             router.add_api_route(path, plain, methods=[method], responses=answers)
         self._conversations.add_routes(router)
@@ -243,21 +243,21 @@ class Responses(RouteFamily):
         tools = tools_of(body)
         choice, allowed = choice_of(body, tools)
         fewer = len(allowed) < len(tools)
-        held = hold_calls(
+        forced_calls = force_calls(
             choice,
             allowed,
             self._parsers,
             self.context.generation.tokenizer,
-            several=body.parallel_tool_calls is not False,
-            fewer=fewer,
+            parallel=body.parallel_tool_calls is not False,
+            restricted=fewer,
         )
-        found = constraint_of(body, held)
+        constraint = constraint_of(body, forced_calls)
         variables = {
             **thinking_variables(self._parsers.reasoning, effort_of(body), field="reasoning"),
             **(body.chat_template_kwargs or {}),
         }
-        constraint = None if found is None else found[1]
-        params = params_of(body, self.context.engine.info.defaults, constraint)
+        grammar = None if constraint is None else constraint[1]
+        params = params_of(body, self.context.engine.info.defaults, grammar)
         turn = ChatTurn(
             generation=self.context.generation,
             prompt=await self._prompt(
@@ -274,8 +274,8 @@ class Responses(RouteFamily):
             parsers=self._parsers,
             tools=tools,
             tool_choice=choice,
-            allowed=names_of(allowed) if fewer else None,
-            held=held.own,
+            allowed=tool_names(allowed) if fewer else None,
+            calls_by_grammar=forced_calls.in_model_format,
             reasoning=body.include_reasoning is not False,
             tokens=wants_logprobs(body),
             template_kwargs=variables,
@@ -283,7 +283,7 @@ class Responses(RouteFamily):
                 "prompt": "input",
                 "messages": "input",
                 "max_tokens": "max_output_tokens",
-                "structured_outputs": found[0] if found else "",
+                "structured_outputs": constraint[0] if constraint else "",
             },
             adapter=model.adapter,
         )

@@ -14,7 +14,7 @@ from modulm_server.constraints import (
     check_tools,
     from_response_format,
 )
-from modulm_server.held_calls import HeldCalls
+from modulm_server.forced_calls import ForcedCalls
 from modulm_server.json_body import bad_field
 from modulm_server.sampling import LIMITS, Budget
 
@@ -269,14 +269,16 @@ def choice_of(
     return choice, allowed
 
 
-def constraint_of(body: ResponsesRequest, held: HeldCalls) -> tuple[str, StructuredOutputs] | None:
+def constraint_of(
+    body: ResponsesRequest, forced_calls: ForcedCalls
+) -> tuple[str, StructuredOutputs] | None:
     """The one constraint, with the field it comes from."""
     format_ = (body.text or {}).get("format") or {"type": "text"}
     if not isinstance(format_, dict):
         raise bad_field("text", "text.format: an object is expected")
     if format_.get("type") == "json_schema":
         format_ = {"type": "json_schema", "json_schema": format_}
-    return held.beside(text=from_response_format(format_, "text"))
+    return forced_calls.combine(text=from_response_format(format_, "text"))
 
 
 _SAMPLING = (

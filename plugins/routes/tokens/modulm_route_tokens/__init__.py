@@ -13,8 +13,8 @@ from starlette.responses import Response
 from modulm.text.detokenizer import piece_bytes
 from modulm_server.constraints import check_tools
 from modulm_server.flags import ServerConfig
-from modulm_server.json_body import bad_field, json_response, read, takes
-from modulm_server.openapi import gives
+from modulm_server.json_body import bad_field, json_response, read, request_docs
+from modulm_server.openapi import response_docs
 from modulm_server.prompts import ChatOptions
 from modulm_server.route import RouteFamily
 from modulm_server.sampling import LIMITS
@@ -116,19 +116,22 @@ class Tokens(RouteFamily):
             "/tokenize",
             self.tokenize,
             methods=["POST"],
-            openapi_extra=takes(TokenizeRequest),
-            responses=gives(Tokenized | Pieces),
+            openapi_extra=request_docs(TokenizeRequest),
+            responses=response_docs(Tokenized | Pieces),
         )
         router.add_api_route(
             "/detokenize",
             self.detokenize,
             methods=["POST"],
-            openapi_extra=takes(DetokenizeRequest),
-            responses=gives(Detokenized),
+            openapi_extra=request_docs(DetokenizeRequest),
+            responses=response_docs(Detokenized),
         )
         if self.context.config.group(ServerConfig).enable_tokenizer_info_endpoint:
             router.add_api_route(
-                "/tokenizer_info", self.info, methods=["GET"], responses=gives(TokenizerInfo)
+                "/tokenizer_info",
+                self.info,
+                methods=["GET"],
+                responses=response_docs(TokenizerInfo),
             )
         return router
 

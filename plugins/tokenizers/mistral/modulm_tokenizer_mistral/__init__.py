@@ -1,4 +1,5 @@
 """Mistral's tokenizers, tekken.json and tokenizer.model.vN, through mistral-common.
+
 mistral-common is the specification of Mistral's prompts: it validates conversations and encodes
 them token by token, so that text never becomes a control token. It is imported when such a
 tokenizer is opened.

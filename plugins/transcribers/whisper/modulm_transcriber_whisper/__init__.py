@@ -1,4 +1,5 @@
 """Whisper: language, task and timestamps are tokens of its decoder.
+
 Source: Radford et al., Robust Speech Recognition via Large-Scale Weak Supervision, section 2.3.
 """
 

@@ -1,4 +1,5 @@
 """Word timestamps: align tokens with audio frames, and group tokens into words.
+
 Source: Radford et al., arXiv 2212.04356, and the code published with it; dynamic time warping is
 due to Sakoe and Chiba (1978).
 """
@@ -22,6 +23,7 @@ _CLOSING = "\"'.。,，!！?？:：”)]}、"
 
 def end_frames(weights: np.ndarray) -> np.ndarray:
     """Return [tokens] int: the frame at which each token ends.
+
     weights: [tokens, frames], large where a token is likely. The path runs monotonically from the
     first token and frame to the last ones and has the largest sum.
     """

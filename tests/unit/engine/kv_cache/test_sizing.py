@@ -7,16 +7,32 @@ from attrs import evolve
 
 from modulm.config import EngineConfig
 from modulm.contracts.attention import AttentionSpec
-from modulm.contracts.model import StateSpec
+from modulm.contracts.model import CacheKind, StateSpec
 from modulm.contracts.platform import Memory
 from modulm.engine.kv_cache.sizing import cache_budget, share_out
 from modulm.errors import ConfigError
 from modulm.loading import CacheGroup
 
 SPEC = AttentionSpec(4, 2, 16, 0.25, "float32", "float32")
-FULL = CacheGroup("attention", (0,), SPEC, None, 16, None, 1000)
-WINDOW = CacheGroup("attention", (1,), evolve(SPEC, window=64), None, 16, 64, 3000)
-STATE = CacheGroup("state", (2,), StateSpec((("s", (4,), "float32"),)), None, 1024, None, 50)
+FULL = CacheGroup(
+    kind=CacheKind.ATTENTION,
+    layers=(0,),
+    spec=SPEC,
+    backend=None,
+    block_size=16,
+    window=None,
+    block_bytes=1000,
+)
+WINDOW = evolve(FULL, layers=(1,), spec=evolve(SPEC, window=64), window=64, block_bytes=3000)
+STATE = CacheGroup(
+    kind=CacheKind.STATE,
+    layers=(2,),
+    spec=StateSpec((("s", (4,), "float32"),)),
+    backend=None,
+    block_size=1024,
+    window=None,
+    block_bytes=50,
+)
 ASKS = {"max_model_len": 1024, "chunk": 32, "rows": 8}
 
 

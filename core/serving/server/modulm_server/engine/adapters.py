@@ -1,9 +1,9 @@
-"""Adapters of an engine by the names that requests use, where the engine runs.
+"""The adapters of an engine, by the names that requests use. Runs in the engine's process.
 
-What is read of an adapter's files is a version of it, with a name of its own in executor, scheduler
-and prefix cache. So an adapter that is loaded anew, or unloaded, while requests use it is kept for
-them until the last one ends, and no block of the one is found for the other. Files are read on
-threads of their own, beside the steps.
+Each reading of an adapter's files makes a version with its own name in the executor, scheduler and
+prefix cache. Requests keep the version they began with, also if the adapter is reloaded or unloaded
+meanwhile, and never share cache blocks with another version. Files are read on separate threads,
+while the engine steps.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ __all__ = ["Adapter", "AdapterRegistry"]
 
 log = logging.getLogger("modulm.engine")
 
-#: Adapters that are read at once.
+#: Adapters read at the same time.
 _READERS = 4
 
 
 @frozen
 class Adapter:
-    """An adapter as it is asked for. name: what requests say; path: the folder of its files.
+    """An adapter that requests may name. path: the folder of its files.
 
-    What clients are told: parent, the model that it belongs to, None for the one that is served;
-    root, where it is from, None for the folder's name.
+    Shown to clients: parent, the model it belongs to, None for the served one; root, its origin,
+    None for the folder's name.
     """
 
     name: str
@@ -57,22 +57,24 @@ class Adapter:
 
 @define(eq=False)
 class _Version:
-    """What was read of an adapter once. key: its name in the engine; invocation: token ids from
-    which on it is used, none: from the first; users: ids of requests; held: the executor has it.
+    """One reading of an adapter's files.
+
+    key: its name in the engine. invocation: token ids after which it applies; empty: from the first
+    token. users: ids of its requests. loaded: whether the executor holds it.
     """
 
     adapter: Adapter
     key: str
     invocation: tuple[int, ...]
     users: set[str] = field(factory=set)
-    held: bool = True
+    loaded: bool = True
 
 
 class AdapterRegistry:
-    """Which adapters there are, and which requests use them. May be used from any thread.
+    """Tracks the loaded adapters and the requests that use them. Thread-safe.
 
-    tell: gets the ends of requests that never came to the engine. changed: is told of all adapters
-    when one comes or goes.
+    tell: receives the ends of requests that never reached the engine. changed: receives all
+    adapters whenever one is loaded or unloaded.
     """
 
     def __init__(
@@ -82,9 +84,9 @@ class AdapterRegistry:
         changed: Callable[[tuple[Adapter, ...]], None] = lambda adapters: None,
     ) -> None:
         self._core = core
-        self._tell = tell
+        self._deliver = tell
         self._changed = changed
-        self._lock, self._telling = threading.Lock(), threading.Lock()
+        self._lock, self._announcing = threading.Lock(), threading.Lock()
         self._current: dict[str, _Version] = {}
         self._versions: dict[str, _Version] = {}
         self._using: dict[str, _Version] = {}
@@ -93,16 +95,17 @@ class AdapterRegistry:
 
     @property
     def adapters(self) -> tuple[Adapter, ...]:
-        """All that requests may name, in the order in which they came."""
+        """All loaded adapters, in loading order."""
         with self._lock:
             return tuple(version.adapter for version in self._current.values())
 
     # Adapters come and go.
 
     def load(self, adapter: Adapter, replace: bool = False) -> Future[None]:
-        """Read an adapter; requests that come from then on may name it. replace: also one that is
-        there. The answer raises RequestError for a name that is taken and for files that do not
-        fit, and nothing has changed then.
+        """Load an adapter for new requests. replace: reload it if the name is loaded.
+
+        The future raises RequestError for a name in use or files that do not fit; the loaded
+        adapters are unchanged then.
         """
         with self._lock:
             pending = self._loading.get(adapter.name)
@@ -144,8 +147,8 @@ class AdapterRegistry:
             key = f"{adapter.name}@{_stamp(path)}"
             invocation = invocation_tokens(path)
             with self._lock:
-                found = self._versions.get(key)
-                version = found or _Version(adapter, key, invocation)
+                known = self._versions.get(key)
+                version = known or _Version(adapter, key, invocation)
                 self._versions[key] = version
             self._core.executor.add_adapter(key, path)
         except (CheckpointError, OSError) as error:
@@ -155,29 +158,29 @@ class AdapterRegistry:
             self._drop(key)
             raise
         with self._lock:
-            version.adapter, version.held = adapter, True
+            version.adapter, version.loaded = adapter, True
             before = self._current.get(adapter.name)
             self._current[adapter.name] = version
             if before is not version:
                 self._retire(before)
-        self._say(adapter.name, "loaded")
+        self._announce(adapter.name, "loaded")
 
-    def _say(self, name: str, what: str) -> None:
+    def _announce(self, name: str, what: str) -> None:
         log.info("adapter %s is %s", name, what)
-        with self._telling:
+        with self._announcing:
             self._changed(self.adapters)
 
     def _drop(self, key: str) -> None:
-        """Files that could not be read gave no version, unless there was one before."""
+        """Remove the version of files that could not be read, unless it is in use."""
         with self._lock:
             version = self._versions.get(key)
             if version is not None and not self._needed(version):
                 del self._versions[key]
 
     def unload(self, name: str) -> Future[None]:
-        """Forget an adapter once the requests that use it have ended.
+        """Unload an adapter; its files are released once the last request that uses it ends.
 
-        The answer raises NotFound.
+        The future raises NotFound.
         """
         answer: Future[None] = Future()
         with self._lock:
@@ -186,7 +189,7 @@ class AdapterRegistry:
         if version is None:
             answer.set_exception(NotFound(f"there is no adapter {name!r} here", "lora_name"))
             return answer
-        self._say(name, "unloaded")
+        self._announce(name, "unloaded")
         answer.set_result(None)
         return answer
 
@@ -194,7 +197,7 @@ class AdapterRegistry:
         return bool(version.users) or self._current.get(version.adapter.name) is version
 
     def _retire(self, version: _Version | None) -> None:
-        """With the lock: the executor is to forget a version that nobody needs."""
+        """Remove a version from the executor if nothing needs it. Holds the lock."""
         if version is None or self._needed(version):
             return
         self._versions.pop(version.key, None)
@@ -209,10 +212,10 @@ class AdapterRegistry:
     # Requests.
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Hand in requests, those that name an adapter once it is in memory.
+        """Submit requests to the engine, once the adapters they name are in memory.
 
-        Raises what `EngineCore.submit` does, and NotFound. What goes wrong with an adapter's files
-        ends its requests.
+        Raises NotFound, and what `EngineCore.submit` raises. If an adapter's files cannot be read,
+        its requests end with that error.
         """
         if all(request.adapter is None for request in requests):
             self._core.submit(*requests)
@@ -221,11 +224,11 @@ class AdapterRegistry:
             for request in requests:
                 if request.adapter is not None and request.adapter not in self._current:
                     raise NotFound(f"there is no adapter {request.adapter!r} here", "model")
-            pinned = [self._pinned(request) for request in requests]
+            pinned = [self._pin(request) for request in requests]
         self._readers.submit(self._hand_in, pinned)
 
-    def _pinned(self, request: Request) -> Request:
-        """The request in the engine's words; its version stays until it ends."""
+    def _pin(self, request: Request) -> Request:
+        """The request with the current version of its adapter, which is kept until it ends."""
         if request.adapter is None:
             return request
         version = self._current[request.adapter]
@@ -250,29 +253,29 @@ class AdapterRegistry:
                 log.exception("an adapter's requests could not be handed in")
             ends = [Finish(request.id, "error", None, error) for request in requests]
             self.finished(ends)
-            self._tell(StepEvents(finished=ends))
+            self._deliver(StepEvents(finished=ends))
 
     def _hold(self, version: _Version) -> None:
-        """Have a version in host memory. Raises RequestError if its files cannot be read again."""
+        """Load a version into host memory. Raises RequestError if its files have become bad."""
         executor = self._core.executor
         try:
-            if version.held:
+            if version.loaded:
                 with suppress(UnsupportedError):  # then the step reads what it needs
                     executor.prepare_adapter(version.key)
             else:
                 executor.add_adapter(version.key, Path(version.adapter.path))
-                version.held = True
+                version.loaded = True
         except CheckpointError as error:
             raise _unusable(version.adapter, error, "model") from error
 
     def finished(self, ends: Sequence[Finish]) -> None:
-        """Requests have ended."""
+        """Release the adapters of requests that have ended."""
         if self._using:
             for end in ends:
                 self.forget(end.request)
 
     def forget(self, request: str) -> None:
-        """A request has ended, or will not come."""
+        """Release the adapter of a request that has ended or was not submitted."""
         with self._lock:
             version = self._using.pop(request, None)
             if version is not None:
@@ -280,28 +283,28 @@ class AdapterRegistry:
                 self._retire(version)
 
     def sleep(self, level: int) -> None:
-        """`EngineCore.sleep`; with the weights the executor's adapters are gone."""
+        """See `EngineCore.sleep`. Level 2 drops the executor's adapters with the weights."""
         self._core.sleep(level)
         if level > 1:
             with self._lock:
                 for version in self._versions.values():
-                    version.held = False
+                    version.loaded = False
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading files."""
         self._readers.shutdown(wait=False, cancel_futures=True)
 
 
 def _unusable(adapter: Adapter, error: Exception, param: str) -> RequestError:
-    """Names the adapter and what is wrong, and files without the folders that they are in."""
-    told = str(error).replace(f"{adapter.path}/", "").replace(adapter.path, adapter.name)
+    """An error that names the adapter and the cause, without the paths of folders."""
+    message = str(error).replace(f"{adapter.path}/", "").replace(adapter.path, adapter.name)
     if isinstance(error, OSError) and error.strerror:
-        told = f"its folder: {error.strerror}"
-    return RequestError(f"adapter {adapter.name!r} cannot be loaded: {told}", param)
+        message = f"its folder: {error.strerror}"
+    return RequestError(f"adapter {adapter.name!r} cannot be loaded: {message}", param)
 
 
 def _stamp(path: Path) -> str:
-    """What changes when a file of the folder does, other for each of several in one. Raises
+    """A fingerprint of the files of an adapter, which changes when one of them does. Raises
     OSError.
     """
     folder = files_of(path)

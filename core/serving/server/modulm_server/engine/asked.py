@@ -1,4 +1,4 @@
-"""One question to several, whose answers are one."""
+"""Calls to several engines, joined into one future."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ def ask_all(
     ask: Callable[[C], Future[T]],
     undo: Callable[[C], object] | None = None,
 ) -> Future[list[T]] | None:
-    """What all say, or what went wrong first, once all have answered; None if nobody can be asked.
+    """Call all clients: their results, or the first error once all have answered. None if no client
+    can be reached.
 
-    undo: what is done with those that answered where another one could not.
+    undo: called for each client that succeeded if another one failed.
     """
-    asked: list[tuple[C, Future[T]]] = []
+    calls: list[tuple[C, Future[T]]] = []
     for client in clients:
         with suppress(EngineDead):
-            asked.append((client, ask(client)))
-    if not asked:
+            calls.append((client, ask(client)))
+    if not calls:
         return None
     together = Future[list[T]]()
     together.set_running_or_notify_cancel()
-    missing = len(asked)
+    missing = len(calls)
     lock = threading.Lock()
 
     def answered(_: Future[T]) -> None:
@@ -43,24 +44,24 @@ def ask_all(
             missing -= 1
             left = missing
         if not left:
-            _conclude(together, asked, undo)
+            _conclude(together, calls, undo)
 
-    for _, answer in asked:
+    for _, answer in calls:
         answer.add_done_callback(answered)
     return together
 
 
 def _conclude(
     together: Future[list[T]],
-    asked: Sequence[tuple[C, Future[T]]],
+    calls: Sequence[tuple[C, Future[T]]],
     undo: Callable[[C], object] | None,
 ) -> None:
-    """All have answered."""
-    failed = next((error for _, answer in asked if (error := answer.exception())), None)
+    """Resolve the joined future; all calls have been answered."""
+    failed = next((error for _, answer in calls if (error := answer.exception())), None)
     if failed is None:
-        together.set_result([answer.result() for _, answer in asked])
+        together.set_result([answer.result() for _, answer in calls])
         return
-    for client, answer in asked:
+    for client, answer in calls:
         if undo is not None and answer.exception() is None:
             with suppress(EngineDead):
                 undo(client)
@@ -68,7 +69,7 @@ def _conclude(
 
 
 def then(answers: Future[list[T]], join: Callable[[list[T]], R]) -> Future[R]:
-    """What all answers mean together."""
+    """The results of all, joined by a function."""
     joined = Future[R]()
     joined.set_running_or_notify_cancel()
 
@@ -84,5 +85,5 @@ def then(answers: Future[list[T]], join: Callable[[list[T]], R]) -> Future[R]:
 
 
 def nothing(answers: Future[list[Any]]) -> Future[None]:
-    """That all have done it."""
+    """The same future without a result."""
     return then(answers, lambda _: None)

@@ -88,9 +88,9 @@ class AsyncLLM(EngineClient):
 
         `meanwhile` is called while the process loads the model.
         """
-        made = cls.__new__(cls)
-        made._open(config, process, meanwhile)
-        return made
+        engine = cls.__new__(cls)
+        engine._open(config, process, meanwhile)
+        return engine
 
     @classmethod
     def connect(cls, address: str) -> AsyncLLM:
@@ -100,13 +100,13 @@ class AsyncLLM(EngineClient):
         from modulm_server.engine.process_client import ProcessCoreClient
         from modulm_server.engine.replicas import ReplicaSet
 
-        made = cls.__new__(cls)
-        made._begin()
+        engine = cls.__new__(cls)
+        engine._begin()
         if address.startswith("["):
-            made._attach(ReplicaSet.join(address, made._post, made._post_death))
+            engine._attach(ReplicaSet.join(address, engine._post, engine._post_death))
         else:
-            made._attach(ProcessCoreClient(address, made._post, made._post_death))
-        return made
+            engine._attach(ProcessCoreClient(address, engine._post, engine._post_death))
+        return engine
 
     def _open(
         self,
@@ -156,7 +156,7 @@ class AsyncLLM(EngineClient):
         self._inbox: deque[_Item] = deque()
         self._rank = 0
         #: Of requests to replicas: what was submitted, and how often a replica has begun it.
-        self._submitted: dict[str, tuple[Sequence[Request], int]] = {}
+        self._restartable: dict[str, tuple[Sequence[Request], int]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._requests: dict[str, tuple[RequestState, asyncio.Event]] = {}
         self._beam_searches: dict[str, BeamSearchRequest] = {}
@@ -239,12 +239,12 @@ class AsyncLLM(EngineClient):
         adapter: str | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         job = await _away(prompt, self._input_processor.pooling_job, prompt, params)
-        found: list[PoolingRequestOutput] = []
-        for place, (ids, own) in enumerate(job.parts):
-            name = f"{request_id}.{place}" if place else request_id
-            prepare = partial(self._prepare, ids, own, name, priority, None, adapter)
-            found += [output async for output in self._stream(prepare)]
-        for output in job.join(found):
+        outputs: list[PoolingRequestOutput] = []
+        for index, (ids, part_params) in enumerate(job.parts):
+            name = f"{request_id}.{index}" if index else request_id
+            prepare = partial(self._prepare, ids, part_params, name, priority, None, adapter)
+            outputs += [output async for output in self._stream(prepare)]
+        for output in job.join(outputs):
             yield output
 
     @property
@@ -270,9 +270,9 @@ class AsyncLLM(EngineClient):
         return self._core.unload_adapter(name)
 
     async def abort(self, request_id: str) -> None:
-        found = self._requests.get(request_id)
-        if found is not None:
-            self._abort(*found)
+        running = self._requests.get(request_id)
+        if running is not None:
+            self._abort(*running)
         search = self._beam_searches.get(request_id)
         if search is not None:
             self._abort_search(search)
@@ -328,17 +328,17 @@ class AsyncLLM(EngineClient):
 
     def _adapters_in_use(self) -> tuple[list[str], list[str]]:
         """Of requests that wait, and of those that run; a search is what its beams are."""
-        found: tuple[list[str], list[str]] = ([], [])
+        adapters: tuple[list[str], list[str]] = ([], [])
         for state, _ in list(self._requests.values()):
             if state.adapter is not None:
-                found[state.metrics.first_scheduled_time is not None].append(state.adapter)
-        return found
+                adapters[state.metrics.first_scheduled_time is not None].append(state.adapter)
+        return adapters
 
     @property
     def active(self) -> int:
         """A beam search counts once, whatever it asks of the engine."""
-        own = sum(state.parent is None for state, _ in self._requests.values())
-        return own + len(self._beam_searches)
+        requests = sum(state.parent is None for state, _ in self._requests.values())
+        return requests + len(self._beam_searches)
 
     def shutdown(self) -> None:
         self._watchdog.stop()
@@ -392,17 +392,17 @@ class AsyncLLM(EngineClient):
         finally:
             self._abort(state, changed)
             del self._requests[state.id]
-            self._submitted.pop(state.id, None)
+            self._restartable.pop(state.id, None)
             self._wake_drain()
 
     def _submit(self, state: RequestState, requests: Sequence[Request]) -> None:
         if len(self._each) > 1:
-            self._submitted[state.id] = requests, 0
+            self._restartable[state.id] = requests, 0
         self._core.submit(requests)
 
     async def _next_beams(self, search: BeamSearchRequest) -> RequestOutput:
         """The next token of every beam. A full queue refuses a search only at its beginning."""
-        begun = search.state.cached is not None
+        has_started = search.state.cached is not None
 
         async def prepare() -> PendingRequest:
             return search.next_step(f"{search.state.id}+{next(self._numbers)}")
@@ -410,10 +410,10 @@ class AsyncLLM(EngineClient):
         while True:
             try:
                 async with aclosing(self._stream(prepare)) as outputs:
-                    found: list[RequestOutput] = [output async for output in outputs]
-                    return found[-1]
+                    collected: list[RequestOutput] = [output async for output in outputs]
+                    return collected[-1]
             except QueueFull:
-                if not begun:
+                if not has_started:
                     raise
                 await asyncio.sleep(_AGAIN)
 
@@ -471,7 +471,7 @@ class AsyncLLM(EngineClient):
                 self._end_waiting(item)
                 continue
             if isinstance(item, ReplicaLost):
-                self._lost(item)
+                self._restart_lost(item)
                 continue
             if isinstance(item, ReplicaEvents):
                 self._count_for(item.place)
@@ -482,11 +482,11 @@ class AsyncLLM(EngineClient):
             for state in states:
                 self._requests[state.id][1].set()
 
-    def _count_for(self, place: int) -> None:
+    def _count_for(self, index: int) -> None:
         """What ends or comes from now on is counted as the replica's at this place."""
-        self._output_processor.statistics = self._each[place]
+        self._output_processor.statistics = self._each[index]
 
-    def _lost(self, lost: ReplicaLost) -> None:
+    def _restart_lost(self, lost: ReplicaLost) -> None:
         """A replica is gone: requests of which nobody has seen anything begin again elsewhere,
         unless they were running when two replicas died: one of them may be what kills.
         """
@@ -494,10 +494,10 @@ class AsyncLLM(EngineClient):
         if isinstance(lost.error, EngineDead):
             self._each[lost.place].forget_now()
         for state in self._output_processor.requests_of(lost.sequences):
-            requests, begun = self._submitted.get(state.id, ((), 0))
-            begun += state.cached is not None
-            if requests and not state.streamed and begun < _BEGINNINGS:
-                self._submitted[state.id] = requests, begun
+            requests, starts = self._restartable.get(state.id, ((), 0))
+            starts += state.cached is not None
+            if requests and not state.streamed and starts < _BEGINNINGS:
+                self._restartable[state.id] = requests, starts
                 self._output_processor.restart(state)
                 try:
                     self._core.submit(requests)
@@ -531,9 +531,9 @@ async def _away(prompt: PromptLike, function: Callable[..., Any], *arguments: An
 def _processors(config: EngineConfig) -> tuple[type[LogitsProcessor], ...]:
     """The processors' classes, which may check parameters; mostly there are none, and no torch."""
     plugins = manager.current()
-    given = config.model.logits_processors
-    if not given and not plugins.names("logits_processors"):
+    references = config.model.logits_processors
+    if not references and not plugins.names("logits_processors"):
         return ()
     from modulm.engine.sampling.logits_processors import processor_classes
 
-    return processor_classes(given, plugins)
+    return processor_classes(references, plugins)

@@ -104,9 +104,9 @@ def pack_info(info: EngineInfo) -> dict[str, Any]:
 
 def unpack_info(table: Mapping[str, Any]) -> EngineInfo:
     lists = {name: tuple(table[name]) for name in ("models", "eos", "tasks", "notes")}
-    made = {
+    nested = {
         "config": unpack_config(table["config"]),
         "description": unpack_description(table["description"]),
         "texts": TextRules(**table["texts"]),
     }
-    return EngineInfo(**{**table, **lists, **made})
+    return EngineInfo(**{**table, **lists, **nested})

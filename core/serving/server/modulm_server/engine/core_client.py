@@ -1,4 +1,4 @@
-"""How a front end reaches an engine core, and the client of one in a thread.
+"""How a front end reaches an engine core; the client of an engine in a thread.
 
 `process_client.py` has the client of an engine core in a process of its own.
 """
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineCoreClient", "ReplicaEvents", "ReplicaLost", "ThreadCoreClient"]
 
-#: Seconds between two looks at a thread that should end.
+#: Seconds between two checks whether the thread has ended.
 _GRACE = 0.5
 
 
 @frozen
 class ReplicaEvents:
-    """What a step of the replica at this place means."""
+    """A step's events of the replica at this index."""
 
     place: int
     events: StepEvents
@@ -48,7 +48,7 @@ class ReplicaEvents:
 
 @frozen
 class ReplicaLost:
-    """Sequences that the replica at this place does not go on with."""
+    """Sequences that the replica at this index no longer runs."""
 
     place: int
     sequences: tuple[str, ...]
@@ -56,14 +56,14 @@ class ReplicaLost:
 
 
 class EngineCoreClient(ABC):
-    """Reaches one engine core. Its step events and its end are reported on any thread."""
+    """A connection to one engine core. Its step events and its end are reported on any thread."""
 
     info: EngineInfo
     #: The adapters that requests may name, by name.
     adapters: Mapping[str, Adapter] = MappingProxyType({})
     #: Where further front ends of the same engine connect; None if they cannot.
     address: str | None = None
-    #: The replicas' numbers by their places, where there are several.
+    #: The ranks of the replicas by index, if there are several.
     ranks: Sequence[int] = ()
     #: Which of the engine's front ends this is.
     number: int = 0
@@ -72,35 +72,35 @@ class EngineCoreClient(ABC):
 
     @property
     def replicas(self) -> Sequence[ReplicaHealth]:
-        """The engines behind this one, where there are several."""
+        """The state of each replica, if there are several."""
         return ()
 
     @property
     def down(self) -> EngineError | None:
-        """Why nothing can be run just now, None if it can."""
+        """Why no request can be run now; None if requests can be run."""
         return None
 
     def place(self, sequences: Sequence[str]) -> int:
-        """The place of the replica that has one of these sequences; 0 if none has."""
+        """The index of the replica that runs one of these sequences; 0 if none does."""
         return 0
 
     @abstractmethod
     def submit(self, requests: Sequence[Request]) -> None:
-        """Hand in requests, all or none. Raises QueueFull or EngineDead."""
+        """Submit requests, all or none. Raises QueueFull or EngineDead."""
 
     @abstractmethod
     def abort(self, request: str) -> None:
         """End a request; unknown ones are ignored."""
 
     def refresh_adapters(self) -> Future[None]:
-        """`adapters` has what was loaded before the call when the answer is there."""
+        """Bring `adapters` up to date. Done when it holds all that was loaded before the call."""
         answer: Future[None] = Future()
         answer.set_result(None)
         return answer
 
     @abstractmethod
     def load_adapter(self, adapter: Adapter, replace: bool) -> Future[None]:
-        """See `AdapterRegistry.load`; `adapters` has it when the answer is there."""
+        """See `AdapterRegistry.load`; `adapters` holds it once the future is done."""
 
     @abstractmethod
     def unload_adapter(self, name: str) -> Future[None]:
@@ -142,29 +142,29 @@ class EngineCoreClient(ABC):
 
     @abstractmethod
     def trouble(self) -> str | None:
-        """Why the engine is taken not to work, or None."""
+        """Why the engine counts as stalled, or None."""
 
     @abstractmethod
     def dump_stacks(self) -> None:
-        """Have written what the engine's threads do."""
+        """Write the stacks of the engine's threads to its log."""
 
     def forget_silence(self) -> None:
-        """This process has stood still itself: silence is counted from now on."""
+        """Count the engine's silence from now on, because this process was suspended itself."""
 
     def give_up(self, error: EngineError) -> None:
-        """End what waits for an answer of the engine."""
+        """Fail all calls that wait for an answer."""
 
     def kill(self) -> bool:
-        """End the engine by force; False where that is somebody else's."""
+        """Kill the engine; False if another process owns it."""
         return False
 
     @abstractmethod
     def close(self) -> None:
-        """Stop the engine, or leave it if others use it; may be called twice."""
+        """Stop the engine, or disconnect if another process owns it. May be called twice."""
 
 
 class ThreadCoreClient(EngineCoreClient):
-    """An engine in a thread of this process: it loads the model there and runs there."""
+    """An engine in a thread of this process."""
 
     def __init__(
         self,

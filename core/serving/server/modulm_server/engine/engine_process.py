@@ -47,13 +47,13 @@ __all__ = ["main", "split"]
 
 log = logging.getLogger("modulm.engine")
 
-#: Bytes that may wait for a front end that does not read, before it is let go.
+#: Bytes queued for a front end that does not read, before it is disconnected.
 _BACKLOG = 256 << 20
-#: Bytes that are read at once.
+#: Bytes read at once.
 _PIECE = 1 << 16
-#: Seconds that front ends get to send their reports; one that does not counts as it last did.
-_TELLING = 2.0
-#: Seconds that front ends get to read what was sent last.
+#: Seconds that front ends have to send their reports; otherwise their last report counts.
+_REPORT_TIMEOUT = 2.0
+#: Seconds that front ends have to read the last frames.
 _GRACE = 5.0
 #: Seconds that a front end of another machine has to authenticate itself.
 _HANDSHAKE = 10.0
@@ -98,7 +98,7 @@ class _FrontEnd(asyncio.BufferedProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
-        self._server.lost(self)
+        self._server.disconnected(self)
 
     def send(self, data: bytes) -> None:
         if self._transport is None:
@@ -115,35 +115,35 @@ class _FrontEnd(asyncio.BufferedProtocol):
 
 
 class _Reports:
-    """What front ends tell of themselves when one of them asks for all.
+    """Gathers the reports (metrics) of all front ends when one of them asks.
 
-    The last words of those that are gone are kept, so that what they counted is not forgotten.
+    The last reports of disconnected front ends are kept, so that their counts are not lost.
     """
 
     def __init__(self) -> None:
-        self._said: dict[int, str] = {}
+        self._latest: dict[int, str] = {}
         self._open: dict[int, tuple[_FrontEnd, int, set[int]]] = {}
         self._numbers = count()
 
     def gather(self, asker: _FrontEnd, number: int, peers: Iterable[_FrontEnd]) -> None:
-        """Ask all others; the answer to the asker's call `number` follows when they have told."""
+        """Ask all other front ends; answers the asker's call `number` once they have reported."""
         others = [peer for peer in peers if peer is not asker]
         question = next(self._numbers)
         self._open[question] = (asker, number, {peer.number for peer in others})
         for peer in others:
             peer.send(frames.pack("tell", question))
         self._close(question)
-        asyncio.get_running_loop().call_later(_TELLING, self._give_up, question)
+        asyncio.get_running_loop().call_later(_REPORT_TIMEOUT, self._give_up, question)
 
-    def told(self, peer: _FrontEnd, question: int, text: str) -> None:
-        """A front end has told."""
-        self._said[peer.number] = text
+    def receive_report(self, peer: _FrontEnd, question: int, text: str) -> None:
+        """Store a front end's report."""
+        self._latest[peer.number] = text
         if question in self._open:
             self._open[question][2].discard(peer.number)
             self._close(question)
 
-    def lost(self, peer: _FrontEnd) -> None:
-        """A front end is gone; nobody waits for it."""
+    def disconnected(self, peer: _FrontEnd) -> None:
+        """Wait no longer for a front end that has disconnected."""
         for question in list(self._open):
             self._open[question][2].discard(peer.number)
             self._close(question)
@@ -157,8 +157,8 @@ class _Reports:
         asker, number, missing = self._open[question]
         if not missing:
             del self._open[question]
-            said = [text for peer, text in self._said.items() if peer != asker.number]
-            asker.send(frames.pack("answer", number, said, None))
+            reports = [text for peer, text in self._latest.items() if peer != asker.number]
+            asker.send(frames.pack("answer", number, reports, None))
 
 
 class _SocketServer:
@@ -176,7 +176,7 @@ class _SocketServer:
         #: The piece that was read last, of any front end.
         self.buffer = bytearray(_PIECE)
         self.started: Future[list[Any]] = Future()
-        self.gone = threading.Event()
+        self.owner_gone = threading.Event()
         self._listener, self._tls = listener, tls
         self.address: str | tuple[Any, ...] = listener.getsockname()
         self._loop = asyncio.new_event_loop()
@@ -212,7 +212,7 @@ class _SocketServer:
             )
 
     def end(self) -> None:
-        """Stop serving; front ends are let go."""
+        """Stop serving and disconnect all front ends."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         for peer in self._peers.values():
@@ -222,14 +222,14 @@ class _SocketServer:
     # From the engine's thread.
 
     def ready(self, core: EngineCore) -> None:
-        """The engine takes requests from now on."""
+        """Accept requests for the engine from now on."""
         self._registry = AdapterRegistry(
             core, partial(self._later, self._deliver), partial(self._later, self._adapters_changed)
         )
         self._loop.call_soon_threadsafe(self._open, core)
 
     def refuse(self, error: BaseException) -> None:
-        """The engine did not start: everybody who asks is told why."""
+        """Send front ends the error with which the engine failed to start."""
         self._later(self._greet_all, frames.pack("error", frames.pack_error(error)))
 
     def events(self, events: StepEvents) -> None:
@@ -239,11 +239,11 @@ class _SocketServer:
         self._later(self._deliver, events)
 
     def died(self, error: EngineDead) -> None:
-        """The engine cannot go on."""
+        """Tell front ends that the engine has died."""
         self._later(self._broadcast, frames.pack("dead", str(error)))
 
     def flush(self) -> None:
-        """Wait until what was sent has left the process, for a moment."""
+        """Wait a moment until frames have left the process."""
         done = asyncio.run_coroutine_threadsafe(self._flushed(), self._loop)
         with suppress(TimeoutError):
             done.result(_GRACE)
@@ -291,7 +291,7 @@ class _SocketServer:
         elif kind == "gather":
             self._reports.gather(peer, arguments[0], self._peers.values())
         elif kind == "told":
-            self._reports.told(peer, *arguments)
+            self._reports.receive_report(peer, *arguments)
         else:
             self._operate(core, peer, kind, *arguments)
 
@@ -300,7 +300,7 @@ class _SocketServer:
         core.loop.abort(request)
 
     def _submit(self, peer: _FrontEnd, tables: list[dict[str, Any]]) -> None:
-        """Hand requests in; what is wrong with one ends these, not their front end."""
+        """Submit requests. An error ends these requests, not their front end."""
         try:
             requests = [codec.unpack_request(table) for table in tables]
             for request in requests:
@@ -318,7 +318,7 @@ class _SocketServer:
     def _operate(
         self, core: EngineCore, peer: _FrontEnd, kind: str, number: int, *arguments: Any
     ) -> None:
-        """Run an operation, between two steps if it is about them, and send what it gives."""
+        """Run an operation, between two steps if needed, and send its result."""
 
         def answered(future: Future[Any]) -> None:
             error = future.exception()
@@ -345,22 +345,22 @@ class _SocketServer:
             peer.send(frames.pack("answer", number, None, frames.pack_error(error)))
 
     def _profiled(self, core: EngineCore) -> StepProfile:
-        """The engine's profile, of which there is one."""
+        """The engine's profiler, which is made on first use."""
         if self._profile is None:
             self._profile = StepProfile(core)
         return self._profile
 
-    def lost(self, peer: _FrontEnd) -> None:
-        """A front end is gone: its requests end, and with the owner everything."""
+    def disconnected(self, peer: _FrontEnd) -> None:
+        """Cancel a front end's requests; if it was the owner, end the engine."""
         self._peers.pop(peer.number, None)
-        self._reports.lost(peer)
+        self._reports.disconnected(peer)
         for identity in peer.open:
             self._requests.pop(identity, None)
             if self._core is not None:
                 self._abort(self._core, identity)
         peer.open.clear()
         if peer is self._owner:
-            self.gone.set()
+            self.owner_gone.set()
             if self._core is not None:
                 self._core.loop.stop()
                 self._loop.call_later(_GRACE, self.leave)
@@ -370,13 +370,13 @@ class _SocketServer:
                 self.started.set_exception(EngineDead("the process that started it has ended"))
 
     def leave(self) -> None:
-        """End the process at once: there is nobody to work for, and a step may never end."""
-        self.tidy()
+        """End the process at once, even during a step: its owner is gone."""
+        self.remove_folder()
         os._exit(1)
 
-    def tidy(self) -> None:
-        """Remove the folder of the socket, where the owner is gone and cannot."""
-        if self.gone.is_set() and isinstance(self.address, str):
+    def remove_folder(self) -> None:
+        """Remove the folder of the socket if the owner is gone and cannot."""
+        if self.owner_gone.is_set() and isinstance(self.address, str):
             shutil.rmtree(Path(self.address).parent, ignore_errors=True)
 
     def _open(self, core: EngineCore) -> None:
@@ -384,19 +384,19 @@ class _SocketServer:
         for peer in self._peers.values():
             self._greet(peer)
         self._beat(StepWatch.of(core))
-        if self.gone.is_set():
+        if self.owner_gone.is_set():
             core.loop.stop()
 
     def _beat(self, watch: StepWatch) -> None:
-        """Tell front ends that this process runs, and whether its steps do."""
+        """Send front ends a heartbeat, with the reason if a step has stalled."""
         self._broadcast(frames.pack("beat", watch.look()))
         if watch.timeout:
             self._loop.call_later(watch.interval, self._beat, watch)
 
     def _greet(self, peer: _FrontEnd) -> None:
         if self._core is not None:
-            told = list(map(attrs.astuple, self.adapters.adapters))
-            peer.send(frames.pack("info", peer.number, codec.pack_info(self._core.info), told))
+            adapters = list(map(attrs.astuple, self.adapters.adapters))
+            peer.send(frames.pack("info", peer.number, codec.pack_info(self._core.info), adapters))
 
     def _adapters_changed(self, adapters: tuple[Adapter, ...]) -> None:
         self._broadcast(frames.pack("adapters", list(map(attrs.astuple, adapters))))
@@ -410,13 +410,13 @@ class _SocketServer:
             peer.send(data)
 
     def _deliver(self, events: StepEvents) -> None:
-        """Each front end gets its own requests' events; all get the numbers of the step."""
+        """Send each front end the events of its requests, and all the statistics of the step."""
         if len(self._peers) == 1:
             for peer in self._peers.values():
                 peer.send(frames.pack("events", codec.pack_events(events)))
         else:
-            for peer, own in split(events, self._requests, self._peers.values()):
-                peer.send(frames.pack("events", codec.pack_events(own)))
+            for peer, part in split(events, self._requests, self._peers.values()):
+                peer.send(frames.pack("events", codec.pack_events(part)))
         for finish in events.finished:
             self._forget(finish.request)
 
@@ -469,7 +469,7 @@ def main(owner: int, listener: int, secret_file: str | None = None) -> int:
     try:
         return _run(server)
     finally:
-        server.tidy()
+        server.remove_folder()
 
 
 def _run(server: _SocketServer) -> int:
@@ -489,11 +489,11 @@ def _run(server: _SocketServer) -> int:
             core.loop.run()
             core.stop()
     except (Exception, SystemExit) as error:
-        told = error
+        reported = error
         if not isinstance(error, ModulmError):
-            told = blame(error, PluginManager().everything()) or error
-            log.error("the engine did not start: %s", told)
-        server.refuse(told)
+            reported = blame(error, PluginManager().everything()) or error
+            log.error("the engine did not start: %s", reported)
+        server.refuse(reported)
         server.flush()
         return 1
     server.flush()

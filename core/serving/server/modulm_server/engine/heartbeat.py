@@ -1,8 +1,8 @@
-"""Whether an engine works, as its own process can tell.
+"""Whether an engine makes progress, as seen from its own process.
 
-A process that runs proves little: its steps may hang on a lock or a device. And a step that lasts
-is no proof of the contrary: a long prompt on a slow machine takes minutes. `StepWatch` tells one
-from the other beside the engine; `watchdog` adds silence, and acts.
+A running process is not enough: its steps may hang on a lock or a device. A long step is no failure
+either: a long prompt on a slow machine takes minutes. `StepWatch` distinguishes the two from
+another thread; `watchdog` also detects a silent process, and acts.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ __all__ = ["StepWatch", "interval_of", "stacks_file"]
 
 #: Seconds that a token of a step that computes may take: 70 billion parameters on two cores.
 _PER_TOKEN = 0.25
-#: Share of a core that a process uses at least which computes.
+#: Least share of a core that a computing process uses.
 _COMPUTING = 0.2
 #: Seconds that the first steps may take longer on a device with a queue, for compiled kernels.
 _COLD, _COLD_STEPS = 120.0, 3
 
 
-def _spent() -> float:
-    """Seconds of all cores that this process and children that have ended have used."""
+def _processor_seconds() -> float:
+    """Processor seconds used by this process and its ended children."""
     return sum(os.times()[:4])
 
 
 @define(eq=False)
 class StepWatch:
-    """Looks at a loop from another thread, every `interval` seconds. timeout: 0 for never."""
+    """Watches an engine loop from another thread, every `interval` seconds. timeout 0: never."""
 
     loop: EngineLoop
     timeout: float
     cold: float = 0.0
     interval: float = 1.0
     clock: Callable[[], float] = time.monotonic
-    spent: Callable[[], float] = _spent
+    spent: Callable[[], float] = _processor_seconds
     _worked: float = field(init=False)
     _seen: tuple[float, float] = field(init=False)
 
@@ -60,22 +60,22 @@ class StepWatch:
 
     @classmethod
     def of(cls, core: EngineCore) -> Self:
-        """For an engine, as it is configured."""
+        """The watch of an engine, as configured."""
         config = core.config
         timeout = config.group(ServerConfig).engine_heartbeat_timeout
         cold = _COLD if config.scheduler.async_scheduling else 0.0
         return cls(core.loop, timeout, cold, interval_of(config))
 
     def look(self) -> str | None:
-        """Why the engine is taken not to work, or None."""
-        now, spent = self.clock(), self.spent()
+        """Why the engine counts as stalled, or None."""
+        now, now_used = self.clock(), self.spent()
         before, spent_before = self._seen
-        self._seen = (now, spent)
+        self._seen = (now, now_used)
         since, plan = self.loop.busy_since, self.loop.plan
         if since is None or not self.timeout:
             self._worked = now
             return None
-        if spent - spent_before >= _COMPUTING * (now - before):
+        if now_used - spent_before >= _COMPUTING * (now - before):
             self._worked = now
         idle = now - max(self._worked, since)
         if idle > self.timeout:
@@ -94,14 +94,14 @@ class StepWatch:
 
 
 def interval_of(config: EngineConfig) -> float:
-    """Seconds between two signs of life."""
-    given = config.group(WatchdogConfig).check_interval
+    """Seconds between two heartbeats."""
+    configured = config.group(WatchdogConfig).check_interval
     usual = min(1.0, config.group(ServerConfig).engine_heartbeat_timeout / 5)
-    return usual if given is None else given
+    return usual if configured is None else configured
 
 
 def stacks_file(config: EngineConfig) -> IO[str]:
-    """Where this process' stacks are written. It stays open, as a signal handler may have it."""
+    """The file that this process writes its stacks to. It stays open for the signal handler."""
     folder = config.group(WatchdogConfig).dump_dir
     if not folder:  # vLLM's default is an empty one
         return sys.stderr

@@ -103,8 +103,8 @@ class Histogram:
 
     def add(self, values: Sequence[float]) -> None:
         """Count all values at once."""
-        places = np.searchsorted(self.bounds, values)
-        self.counts += np.bincount(places, minlength=len(self.counts))
+        buckets = np.searchsorted(self.bounds, values)
+        self.counts += np.bincount(buckets, minlength=len(self.counts))
         self.total += sum(values)
 
     def buckets(self) -> list[tuple[str, float]]:
@@ -203,16 +203,16 @@ class Metrics(Collector):
         self._counters["prompt_tokens"] += request.prompt
         self._add("request_prompt_tokens", request.prompt)
         self._between("e2e_request_latency_seconds", times.arrival_time, times.finished_time)
-        begun, first, last = (
+        scheduled, first, last = (
             times.first_scheduled_time,
             times.first_token_time,
             times.last_token_time,
         )
-        self._between("request_queue_time_seconds", times.arrival_time, begun)
+        self._between("request_queue_time_seconds", times.arrival_time, scheduled)
         self._between("time_to_first_token_seconds", times.arrival_time, first)
-        self._between("request_prefill_time_seconds", begun, first)
+        self._between("request_prefill_time_seconds", scheduled, first)
         self._between("request_decode_time_seconds", first, last)
-        self._between("request_inference_time_seconds", begun, last)
+        self._between("request_inference_time_seconds", scheduled, last)
         for reason in request.reasons:
             self._success[reason] += 1
         if request.adapter is not None:
@@ -269,9 +269,9 @@ class Metrics(Collector):
             routed.add_metric((*self._labels, str(expert)), chosen)
         yield routed
         for name, (text, _) in _HISTOGRAMS.items():
-            found = self._histograms[name]
+            values = self._histograms[name]
             histogram = HistogramMetricFamily(_PREFIX + name, text, labels=names)
-            histogram.add_metric(self._labels, found.buckets(), found.total)
+            histogram.add_metric(self._labels, values.buckets(), values.total)
             yield histogram
         success = CounterMetricFamily(
             _PREFIX + "request_success", "Sequences that ended, by reason.",
@@ -289,8 +289,8 @@ class Metrics(Collector):
             _PREFIX + "lora_requests_info", "Adapters of requests now; the value is the time.",
             labels=labels,
         )  # fmt: skip
-        named = (",".join(sorted(set(names))) for names in (waiting, running))
-        info.add_metric((str(self._slots), *named), time.time())
+        joined = (",".join(sorted(set(names))) for names in (waiting, running))
+        info.add_metric((str(self._slots), *joined), time.time())
         yield info
         for name, text in _ADAPTER_COUNTERS.items():
             counter = CounterMetricFamily(
@@ -303,8 +303,8 @@ class Metrics(Collector):
 
 def _add_each(known: list[int], now: Sequence[int]) -> None:
     known += [0] * (len(now) - len(known))
-    for place, count in enumerate(now):
-        known[place] += count
+    for index, count in enumerate(now):
+        known[index] += count
 
 
 class ReplicaMetrics(Collector):
@@ -316,13 +316,13 @@ class ReplicaMetrics(Collector):
     @property
     def last(self) -> StepStats | None:
         """The last step of each, together; of its numbers those that add up, and the fullest."""
-        found = [metrics.last for metrics in self._each if metrics.last is not None]
-        if not found:
+        steps = [metrics.last for metrics in self._each if metrics.last is not None]
+        if not steps:
             return None
-        return found[-1]._replace(
-            running=sum(stats.running for stats in found),
-            waiting=sum(stats.waiting for stats in found),
-            usage=max(stats.usage for stats in found),
+        return steps[-1]._replace(
+            running=sum(stats.running for stats in steps),
+            waiting=sum(stats.waiting for stats in steps),
+            usage=max(stats.usage for stats in steps),
         )
 
     def totals(self) -> tuple[float, float, float, float]:

@@ -160,7 +160,7 @@ class ProcessCoreClient(EngineCoreClient):
             self._owned.close()
 
     def _call(self, operation: str, *arguments: Any) -> Future[Any]:
-        """Ask for an operation; its answer comes with the number of the call."""
+        """Call an operation; its answer carries the number of the call."""
         number, answer = next(self._numbers), Future[Any]()
         answer.set_running_or_notify_cancel()  # whoever waits may leave; the answer comes anyway
         self._calls[number] = answer
@@ -170,7 +170,7 @@ class ProcessCoreClient(EngineCoreClient):
         return answer
 
     def _send(self, data: bytes) -> None:
-        """Send without waiting: what an engine that stands still does not take, a thread sends."""
+        """Send without blocking. If the engine does not read, a thread sends the rest."""
         with self._lock:
             data = self._connection.seal(data)
             sent = 0
@@ -207,24 +207,24 @@ class ProcessCoreClient(EngineCoreClient):
         return frames.unpack(body) if size and len(body) == size else None
 
     def _listen(self) -> None:
-        """Hand on what comes until the connection ends; the body of the receiving thread."""
+        """Handle frames until the connection ends; the body of the receiving thread."""
         death: EngineDead | None = None
         try:
             while death is None and (frame := self._receive()) is not None:
                 self._heard = time.monotonic()
                 death = self._handle(frame)
         except Exception as error:
-            log.exception("the engine's process sent what cannot be read")
+            log.exception("a frame from the engine's process cannot be read")
             death = EngineDead(f"the engine's process sent what cannot be read: {error}")
         if death is None:
-            gone = self._owned.ending() if self._owned and not self._closing else ""
-            death = EngineDead(gone or "the connection to the engine was closed")
+            ending = self._owned.ending() if self._owned and not self._closing else ""
+            death = EngineDead(ending or "the connection to the engine was closed")
         self._death = death
         self.give_up(death)
         self._died(death)
 
     def _handle(self, frame: list[Any]) -> EngineDead | None:
-        """Why nothing will follow; None mostly."""
+        """Handle a frame. Returns an error if no more will follow."""
         if frame[0] == "beat":
             self._stuck = frame[1]
         elif frame[0] == "events":

@@ -1,4 +1,4 @@
-"""Where replicas are, and the processes of those of this machine."""
+"""The addresses of replicas, and the processes of this machine's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Address", "Replica", "check_alike", "listening", "replica_config", "start_again"]
 
-#: What replicas must have alike.
+#: Fields of `EngineInfo` that all replicas must share.
 _ALIKE = ("models", "architecture", "vocabulary", "max_model_len", "dtype", "tasks", "adapters")
 
 
@@ -40,12 +40,13 @@ class Address:
 
 @define(eq=False)
 class Replica:
-    """A replica as this front end knows it.
+    """The state of a replica, as one front end knows it.
 
-    start: makes its process, where this front end does. ended: set when the connection of `client`
-    has ended. stalled: since when it does not answer; mute: what it tells of sequences is not
-    heard, as they have begun again elsewhere. due: when to try again; deaths, failed: how often it
-    has died, and has not started, of late. adapters: what it had when it died.
+    start: starts its process, if this front end does so. ended: set when the connection of `client`
+    has ended. stalled: time (monotonic seconds) since which it does not answer. mute: its events
+    are ignored, since its sequences were restarted elsewhere. due: time of the next attempt to
+    start or reach it. deaths, failed: recent deaths and failed starts in a row. adapters: those it
+    had when it died.
     """
 
     address: Address
@@ -73,17 +74,17 @@ class Replica:
         return ReplicaHealth(self.address.rank, status, reason, self.restarts)
 
 
-def replica_config(config: EngineConfig, place: int, count: int) -> EngineConfig:
+def replica_config(config: EngineConfig, index: int, count: int) -> EngineConfig:
     """The configuration of one of the `count` replicas of this machine."""
-    parts = {"data_parallel_rank_local": place, "data_parallel_size_local": count}
+    parts = {"data_parallel_rank_local": index, "data_parallel_size_local": count}
     return config.with_parts(parts)
 
 
 def listening(placed: Placement, host: str) -> list[socket.socket]:
-    """A socket for each replica of this machine, where a front end of another one looks for it.
-    Raises ConfigError.
+    """Listening sockets for the replicas of this machine, at the ports that front ends of other
+    machines connect to. Raises ConfigError.
     """
-    found: list[socket.socket] = []
+    listeners: list[socket.socket] = []
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for rank in placed.here:
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -97,8 +98,8 @@ def listening(placed: Placement, host: str) -> list[socket.socket]:
                 f"{host}:{port} cannot be listened on: {error.strerror}",
             ) from error
         listener.listen(64)
-        found.append(listener)
-    return found
+        listeners.append(listener)
+    return listeners
 
 
 def start_again(
@@ -108,7 +109,7 @@ def start_again(
     plugins: PluginManager,
     **parts: str,
 ) -> EngineProcess:
-    """A process in the place of one that has died; parts: what changes of its configuration."""
+    """Start a process that replaces a dead one. parts: changes to its configuration."""
     process = EngineProcess(address.where, listener, address.secret_file)
     try:
         process.start(config.with_parts(parts), plugins)
@@ -120,7 +121,7 @@ def start_again(
 
 
 def check_alike(one: EngineInfo, other: EngineInfo, rank: int) -> None:
-    """Raise ConfigError for a replica that would answer otherwise than the others."""
+    """Raise ConfigError for a replica that would answer differently from the others."""
     for name in _ALIKE:
         ours, theirs = (attrs.asdict(info, recurse=False)[name] for info in (one, other))
         if ours != theirs:

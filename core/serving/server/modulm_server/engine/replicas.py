@@ -1,8 +1,8 @@
-"""Several engines as if they were one: requests are spread over them, and the dead started again.
+"""Several engines behind one client: requests are spread over them, dead ones are restarted.
 
-Each is a process of its own here, or one of another machine that is connected to. What one front
-end knows of them, and where it sends a request, is in `modulm_fleet.router`. The front end that
-started an engine's process starts it again when it has died; the others wait until it listens.
+Each replica is a process of this machine or of another one. `modulm_fleet.router` decides where a
+request is sent. The front end that started a replica's process restarts it when it dies; other
+front ends reconnect.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ log = logging.getLogger("modulm.engine")
 
 T = TypeVar("T")
 
-#: Seconds between two looks at replicas.
+#: Seconds between two checks of the replicas.
 _LOOK = 0.25
-#: Seconds until a replica that has died is started again; twice as long each time, up to the last,
-#: until it has lived for as long as that.
+#: Seconds before a dead replica is restarted: doubled each time, up to the second number, and reset
+#: once it has lived that long.
 _BACKOFF, _MOST = 0.5, 60.0
-#: Starts in a row that may fail while no replica lives.
+#: Failed starts in a row before the service ends, if no replica lives.
 _STARTS = 5
-#: Seconds between two tries to reach one that somebody else starts.
+#: Seconds between two attempts to reach a replica that another process starts.
 _AGAIN = 0.5
-#: The same while the front end itself starts.
+#: The same while the front end starts.
 _PATIENCE = 2.0
 
 
 class ReplicaSet(EngineCoreClient):
-    """Replicas, behind one front end. Their events are reported as `ReplicaEvents`, and sequences
-    that must begin again or end as `ReplicaLost`.
+    """The replicas of one front end. Their events are reported as `ReplicaEvents`; sequences that
+    must restart or fail, as `ReplicaLost`.
 
     Made by `open`, by the front end that starts processes, or by `join`. Waits until all replicas
     are ready, or, joining, the first; raises what went wrong.
@@ -84,10 +84,10 @@ class ReplicaSet(EngineCoreClient):
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._router: Router | None = None
-        #: The process that starts replicas, for one that has joined.
+        #: The process that starts the replicas, if this one has joined them.
         self._parent: int | None = None
         self._announced: Announcements | None = None
-        #: Where replicas share experts, and whether they do: none lives without the others.
+        #: For replicas that share experts, which end together.
         self._group: SharedExperts | None = None
         self._shared = False
         self._watcher = threading.Thread(target=self._watch, name="modulm-replicas", daemon=True)
@@ -112,36 +112,36 @@ class ReplicaSet(EngineCoreClient):
         here = placed.here
         group = SharedExperts() if config.parallel.shared_experts else None
         if group is not None:
-            config = config.with_parts(group.begun())
+            config = config.with_parts(group.create_folder())
         processes: list[EngineProcess] = []
         replicas: list[Replica] = []
         announced = Announcements(config, placed, plugins) if placed.elsewhere else None
         try:
-            for place, rank in enumerate(here):
-                listener = listeners[place] if listeners else None
-                if first is not None and not place:
+            for index, rank in enumerate(here):
+                listener = listeners[index] if listeners else None
+                if first is not None and not index:
                     process = first
                 else:
                     process = EngineProcess(None, listener, secret_file)
                 processes.append(process)
-                own = replica_config(config, place, len(here))
-                process.start(own, plugins)
+                replica_flags = replica_config(config, index, len(here))
+                process.start(replica_flags, plugins)
                 address = Address(rank, process.address, secret_file)
-                again = partial(start_again, address, listener, own, plugins)
+                again = partial(start_again, address, listener, replica_flags, plugins)
                 replicas.append(Replica(address, again))
             meanwhile()
             if announced is not None:
                 file = announced.secret_file
-                found = [Address(rank, where, file) for rank, where in announced.wait()]
-                replicas += [Replica(address, None) for address in found]
-            made = cls(replicas, tell, died)
-            made._announced, made._group = announced, group
+                addresses = [Address(rank, where, file) for rank, where in announced.wait()]
+                replicas += [Replica(address, None) for address in addresses]
+            replica_set = cls(replicas, tell, died)
+            replica_set._announced, replica_set._group = announced, group
             if group is not None:
-                for place, reached in enumerate(reach_all(made._reach, processes)):
-                    made._attach(place, *reached)
-            for place in range(len(replicas) if group is None else 0):
-                owned = processes[place] if place < len(processes) else None
-                made._attach(place, *made._awaited(place, owned))
+                for index, reached in enumerate(reach_all(replica_set._reach, processes)):
+                    replica_set._attach(index, *reached)
+            for index in range(len(replicas) if group is None else 0):
+                owned = processes[index] if index < len(processes) else None
+                replica_set._attach(index, *replica_set._await_ready(index, owned))
         except BaseException:
             for process in processes:
                 process.kill()
@@ -151,20 +151,20 @@ class ReplicaSet(EngineCoreClient):
             if announced is not None:
                 announced.close()
             raise
-        made._begin()
-        return made
+        replica_set._start_watching()
+        return replica_set
 
-    def _awaited(
-        self, place: int, owned: EngineProcess | None
+    def _await_ready(
+        self, index: int, owned: EngineProcess | None
     ) -> tuple[ProcessCoreClient, threading.Event]:
-        """`_reach` when all begins: a replica of another machine may not listen yet."""
+        """Reach a replica at the start, waiting for one of another machine to listen."""
         while True:
             try:
-                return self._reach(place, owned)
+                return self._reach(index, owned)
             except EngineDead as error:
                 if owned is not None:
                     raise
-                rank = self._replicas[place].address.rank
+                rank = self._replicas[index].address.rank
                 log.warning("waiting for replica %d: %s", rank, error)
                 time.sleep(_PATIENCE)
 
@@ -176,18 +176,18 @@ class ReplicaSet(EngineCoreClient):
         died: Callable[[EngineDead], None],
     ) -> ReplicaSet:
         """A further front end of the replicas of another one (`ReplicaSet.address`)."""
-        found = [Address(*fields) for fields in json.loads(address)]
-        made = cls([Replica(one, None, due=0.0) for one in found], tell, died)
-        made._parent = os.getppid()
-        for place in range(len(found)):
+        addresses = [Address(*fields) for fields in json.loads(address)]
+        replica_set = cls([Replica(one, None, due=0.0) for one in addresses], tell, died)
+        replica_set._parent = os.getppid()
+        for index in range(len(addresses)):
             with suppress(EngineDead):
-                made._attach(place, *made._reach(place, None))
-        if not any(replica.up for replica in made._replicas):
+                replica_set._attach(index, *replica_set._reach(index, None))
+        if not any(replica.up for replica in replica_set._replicas):
             raise EngineDead("no replica of the engine is there")
-        made._begin()
-        return made
+        replica_set._start_watching()
+        return replica_set
 
-    def _begin(self) -> None:
+    def _start_watching(self) -> None:
         first = next(r.client for r in self._replicas if r.client is not None)
         self.number = first.number
         self.ranks = tuple(replica.address.rank for replica in self._replicas)
@@ -197,17 +197,18 @@ class ReplicaSet(EngineCoreClient):
         self.address = json.dumps(addresses)
         self._watcher.start()
 
-    def _opened_router(self, info: EngineInfo) -> Router:
+    def _make_router(self, info: EngineInfo) -> Router:
         cache, servers = info.config.cache, info.config.group(ServerConfig).api_server_count
-        kept = cache.enable_prefix_caching is not False
+        caches_prefixes = cache.enable_prefix_caching is not False
         return Router(
-            len(self._replicas), cache.block_size or 16, info.cache_tokens if kept else 0,
+            len(self._replicas), cache.block_size or 16,
+            info.cache_tokens if caches_prefixes else 0,
             cache.prefix_caching_hash_algo, shared=(servers or 1) > 1,
         )  # fmt: skip
 
     @property
     def router(self) -> Router:
-        """Which replica has what. Raises EngineDead before there is one."""
+        """The router. Raises EngineDead before a replica has started."""
         if self._router is None:
             raise EngineDead("no replica has started yet")
         return self._router
@@ -215,30 +216,30 @@ class ReplicaSet(EngineCoreClient):
     # Replicas come and go.
 
     def _reach(
-        self, place: int, owned: EngineProcess | None
+        self, index: int, owned: EngineProcess | None
     ) -> tuple[ProcessCoreClient, threading.Event]:
-        """A replica that is ready, and what is set when it is gone. Raises what went wrong."""
-        replica, ended = self._replicas[place], threading.Event()
+        """Connect to a replica: its client, and an event that is set when it ends."""
+        replica, ended = self._replicas[index], threading.Event()
         client = ProcessCoreClient(
-            replica.address.where, partial(self._heard, place),
-            partial(self._lost, place, ended), owned, replica.address.secret_file,
+            replica.address.where, partial(self._handle_events, index),
+            partial(self._handle_death, index, ended), owned, replica.address.secret_file,
         )  # fmt: skip
-        client.report = self._reported
+        client.report = self._make_report
         try:
             if self._router is not None:
                 check_alike(self.info, client.info, replica.address.rank)
-                self._catch_up(place, client)
+                self._catch_up(index, client)
         except BaseException:
             client.close()
             raise
         return client, ended
 
-    def _reported(self) -> str:
+    def _make_report(self) -> str:
         return self.report()
 
-    def _catch_up(self, place: int, client: ProcessCoreClient) -> None:
-        """Give a replica that is new the adapters that the others have, or wait for them."""
-        replica = self._replicas[place]
+    def _catch_up(self, index: int, client: ProcessCoreClient) -> None:
+        """Load the adapters of the other replicas into a new one, or wait until it has them."""
+        replica = self._replicas[index]
         for adapter in self.adapters.values() or replica.adapters:
             if replica.start is not None:
                 client.load_adapter(adapter, True).result()
@@ -249,40 +250,42 @@ class ReplicaSet(EngineCoreClient):
             client.sleep(1).result()
 
     def _asleep(self) -> bool:
-        return any(client.is_sleeping().result() for _, client in self._live())
+        return any(client.is_sleeping().result() for _, client in self._available())
 
-    def _attach(self, place: int, client: ProcessCoreClient, ended: threading.Event) -> None:
-        """A replica takes requests from now on."""
-        replica = self._replicas[place]
+    def _attach(self, index: int, client: ProcessCoreClient, ended: threading.Event) -> None:
+        """Send requests to a replica from now on."""
+        replica = self._replicas[index]
         with self._lock:
             if self._router is None:
                 self.info = client.info
                 self._shared = client.info.config.parallel.shared_experts
-                self._router = self._opened_router(client.info)
+                self._router = self._make_router(client.info)
             replica.client, replica.ended, replica.reason = client, ended, None
             replica.starting, replica.stalled, replica.mute = False, None, False
             replica.since, replica.due, replica.failed = time.monotonic(), None, 0
             replica.up = True
-            self._router.up(place)
+            self._router.up(index)
         if ended.is_set():
-            self._lost(place, ended, EngineDead("the engine's process is gone"))
+            self._handle_death(index, ended, EngineDead("the engine's process is gone"))
 
-    def _lost(self, place: int, ended: threading.Event, error: EngineDead) -> None:
-        """A replica is dead: what it had goes on elsewhere or ends. On its client's thread."""
+    def _handle_death(self, index: int, ended: threading.Event, error: EngineDead) -> None:
+        """Restart or fail the sequences of a dead replica. Runs on its client's thread."""
         ended.set()
-        replica = self._replicas[place]
+        replica = self._replicas[index]
         with self._lock:
             if self._ended.is_set() or replica.client is None or replica.ended is not ended:
                 return
-            gone = [place]
+            indices = [index]
             if self._shared:
-                words = f"replica {replica.address.rank}: {error}; the others, which share experts "
-                error = EngineDead(f"{words}with it, ended too")
-                gone = [at for at, other in enumerate(self._replicas) if other.ended is not None]
-            lost = [ReplicaLost(at, self._buried(at, error), error) for at in gone]
-        for at in gone:
+                reason = (
+                    f"replica {replica.address.rank}: {error}; the others, which share experts "
+                )
+                error = EngineDead(f"{reason}with it, ended too")
+                indices = [at for at, other in enumerate(self._replicas) if other.ended is not None]
+            lost = [ReplicaLost(at, self._mark_dead(at, error), error) for at in indices]
+        for at in indices:
             other = self._replicas[at].client
-            if at != place and other is not None:
+            if at != index and other is not None:
                 other.kill()
         if replica.start is not None:
             wait = max((replica.due or 0.0) - time.monotonic(), 0.0)
@@ -291,9 +294,9 @@ class ReplicaSet(EngineCoreClient):
         for one in lost:
             self._tell(one)
 
-    def _buried(self, place: int, error: EngineDead) -> tuple[str, ...]:
-        """A replica is dead from now on: the sequences that it had."""
-        replica = self._replicas[place]
+    def _mark_dead(self, index: int, error: EngineDead) -> tuple[str, ...]:
+        """Mark a replica as dead; returns the sequences that it had."""
+        replica = self._replicas[index]
         replica.ended = None
         lived = time.monotonic() - replica.since
         replica.up, replica.reason, replica.stalled = False, str(error), None
@@ -301,7 +304,7 @@ class ReplicaSet(EngineCoreClient):
         replica.deaths = replica.deaths + 1 if lived < _MOST else 1
         wait = min(_MOST, _BACKOFF * 2 ** (replica.deaths - 1)) if replica.start else _AGAIN
         replica.due = time.monotonic() + wait
-        return tuple(self.router.lost(place))
+        return tuple(self.router.lost(index))
 
     def _watch(self) -> None:
         """Look after replicas until the end; the body of a thread."""
@@ -311,14 +314,14 @@ class ReplicaSet(EngineCoreClient):
             if self._parent is not None and os.getppid() != self._parent:
                 self._died(EngineDead("the process that starts replicas is gone"))
                 return
-            for place, replica in enumerate(self._replicas):
+            for index, replica in enumerate(self._replicas):
                 if replica.up or replica.stalled is not None:
                     if now - before > 2.0 and replica.client is not None:
                         replica.client.forget_silence()  # this process has stood still itself
                     else:
-                        self._look(place, replica, now)
+                        self._check(index, replica, now)
                 elif replica.due is not None and now >= replica.due and not replica.starting:
-                    revive: Callable[[], None] = partial(self._revive, place, replica)
+                    revive: Callable[[], None] = partial(self._revive, index, replica)
                     replica.starting = True
                     if self._group is not None:
                         revive = partial(self._revive_all, self._group)
@@ -327,7 +330,7 @@ class ReplicaSet(EngineCoreClient):
                     threading.Thread(target=revive, name="modulm-revive", daemon=True).start()
             before = now
 
-    def _revive(self, place: int, replica: Replica) -> None:
+    def _revive(self, index: int, replica: Replica) -> None:
         """Start or reach a replica again; the body of a thread."""
         process = None
         try:
@@ -337,19 +340,19 @@ class ReplicaSet(EngineCoreClient):
                 replica.client = None
             if replica.start is not None:
                 process = replica.start()
-            client, ended = self._reach(place, process)
+            client, ended = self._reach(index, process)
         except Exception as error:
             if process is not None:
                 process.kill()
                 process.close()
-            self._not_started(replica, error)
+            self._handle_failed_start(replica, error)
             return
         if self._ended.is_set():
             client.close()
             return
         replica.restarts += 1
         log.warning("replica %d is there again", replica.address.rank)
-        self._attach(place, client, ended)
+        self._attach(index, client, ended)
 
     def _revive_all(self, group: SharedExperts) -> None:
         """Start all replicas again, which share experts; the body of a thread."""
@@ -360,7 +363,7 @@ class ReplicaSet(EngineCoreClient):
                     replica.client.kill()
                     replica.client.close()
                     replica.client = None
-            parts = group.begun()
+            parts = group.create_folder()
             processes += [replica.start(**parts) for replica in self._replicas if replica.start]
             reached = reach_all(self._reach, processes)
         except Exception as error:
@@ -368,20 +371,20 @@ class ReplicaSet(EngineCoreClient):
                 process.kill()
                 process.close()
             for replica in self._replicas:
-                self._not_started(replica, error)
+                self._handle_failed_start(replica, error)
             return
-        for place, (client, ended) in enumerate(reached):
+        for index, (client, ended) in enumerate(reached):
             if self._ended.is_set():
                 client.close()
                 continue
-            self._replicas[place].restarts += 1
-            self._attach(place, client, ended)
+            self._replicas[index].restarts += 1
+            self._attach(index, client, ended)
         if self._ended.is_set():
             group.close()
         else:
             log.warning("all replicas are there again")
 
-    def _not_started(self, replica: Replica, error: Exception) -> None:
+    def _handle_failed_start(self, replica: Replica, error: Exception) -> None:
         with self._lock:
             replica.failed += 1
             wait = _AGAIN
@@ -398,8 +401,8 @@ class ReplicaSet(EngineCoreClient):
         if hopeless and not self._ended.is_set():
             self._died(EngineDead(f"no replica starts: {error}"))
 
-    def _look(self, place: int, replica: Replica, now: float) -> None:
-        """Whether a replica works: one that does not gets no requests until it does again."""
+    def _check(self, index: int, replica: Replica, now: float) -> None:
+        """Send no requests to a replica while it is stalled."""
         client = replica.client
         if client is None:
             return
@@ -410,19 +413,19 @@ class ReplicaSet(EngineCoreClient):
             log.error("%s", error)
             with self._lock:
                 replica.up, replica.stalled, replica.reason = False, now, trouble
-                self.router.down(place)
+                self.router.down(index)
                 replica.mute = watchdog.action != "report"
-                sequences = self.router.lost(place) if replica.mute else []
+                sequences = self.router.lost(index) if replica.mute else []
             for sequence in sequences:
                 client.abort(sequence)
             if watchdog.dump_stacks:
                 client.dump_stacks()
-            self._tell(ReplicaLost(place, tuple(sequences), error))
+            self._tell(ReplicaLost(index, tuple(sequences), error))
         elif trouble is None and replica.stalled is not None:
             log.warning("replica %d answers again", replica.address.rank)
             replica.stalled = None
             with suppress(EngineDead):
-                client.is_sleeping().add_done_callback(partial(self._recovered, place))
+                client.is_sleeping().add_done_callback(partial(self._handle_recovery, index))
         elif (
             replica.stalled is not None
             and watchdog.action == "exit"
@@ -430,27 +433,27 @@ class ReplicaSet(EngineCoreClient):
         ):
             client.kill()
 
-    def _recovered(self, place: int, answer: Future[bool]) -> None:
-        """A replica has done what it was told before: nothing of lost sequences will come."""
+    def _handle_recovery(self, index: int, answer: Future[bool]) -> None:
+        """Use a replica again: it has answered, so no more events of lost sequences follow."""
         with self._lock:
-            replica = self._replicas[place]
+            replica = self._replicas[index]
             if answer.exception() is None and replica.client is not None:
                 replica.up, replica.mute, replica.reason = True, False, None
-                self.router.up(place)
+                self.router.up(index)
 
-    def _heard(self, place: int, events: StepEvents) -> None:
-        """A replica's step, on its client's thread."""
-        if self._replicas[place].mute:
+    def _handle_events(self, index: int, events: StepEvents) -> None:
+        """Report a replica's step. Runs on its client's thread."""
+        if self._replicas[index].mute:
             events = StepEvents(events.time, stats=events.stats)
         with self._lock:
             router = self._router
             if router is not None:
-                router.gave(place, events.requests)
+                router.gave(index, events.requests)
                 for finish in events.finished:
                     router.ended(finish.request)
                 if events.stats is not None:
-                    router.heard(place, events.stats.running + events.stats.waiting)
-        self._tell(ReplicaEvents(place, events))
+                    router.heard(index, events.stats.running + events.stats.waiting)
+        self._tell(ReplicaEvents(index, events))
 
     # What front ends ask.
 
@@ -462,26 +465,26 @@ class ReplicaSet(EngineCoreClient):
     def down(self) -> EngineError | None:
         if any(replica.up for replica in self._replicas):
             return None
-        words = "; ".join(f"replica {h.rank}: {h.reason or h.status}" for h in self.replicas)
-        return EngineStalled(f"no replica takes requests ({words})")
+        reasons = "; ".join(f"replica {h.rank}: {h.reason or h.status}" for h in self.replicas)
+        return EngineStalled(f"no replica takes requests ({reasons})")
 
-    def place(self, sequences: Sequence[str]) -> int:
+    def index(self, sequences: Sequence[str]) -> int:
         with self._lock:
-            places = map(self.router.replica, sequences)
-            return next((place for place in places if place is not None), 0)
+            indices = map(self.router.replica, sequences)
+            return next((index for index in indices if index is not None), 0)
 
     @property
     def adapters(self) -> dict[str, Adapter]:  # type: ignore[override]
-        """Of a replica that is up, as all have the same."""
-        for _, client in self._live():
+        """The adapters of any replica that is up; all have the same."""
+        for _, client in self._available():
             return dict(client.adapters)
         return {}
 
     def submit(self, requests: Sequence[Request]) -> None:
         while True:
             with self._lock:
-                place = self.router.send(requests)
-                client = self._replicas[place].client
+                index = self.router.send(requests)
+                client = self._replicas[index].client
             try:
                 if client is None:
                     raise EngineDead("the engine's process is gone")
@@ -489,32 +492,32 @@ class ReplicaSet(EngineCoreClient):
                 return
             except EngineDead:
                 with self._lock:
-                    if self.router.replica(requests[0].id) != place:
+                    if self.router.replica(requests[0].id) != index:
                         return  # it was seen to be dead: `ReplicaLost` tells of them
-                    self.router.down(place)
+                    self.router.down(index)
                     for request in requests:
                         self.router.ended(request.id)
 
     def abort(self, request: str) -> None:
         with self._lock:
-            place = self.router.replica(request)
+            index = self.router.replica(request)
             self.router.ended(request)
-            client = None if place is None else self._replicas[place].client
+            client = None if index is None else self._replicas[index].client
         if client is not None:
             client.abort(request)
 
-    def _live(self) -> list[tuple[int, ProcessCoreClient]]:
-        """The replicas that answer."""
-        found = enumerate(self._replicas)
-        return [(place, r.client) for place, r in found if r.up and r.client is not None]
+    def _available(self) -> list[tuple[int, ProcessCoreClient]]:
+        """The replicas that take requests."""
+        replicas = enumerate(self._replicas)
+        return [(index, r.client) for index, r in replicas if r.up and r.client is not None]
 
     def _all(
         self,
         ask: Callable[[ProcessCoreClient], Future[T]],
         undo: Callable[[ProcessCoreClient], object] | None = None,
     ) -> Future[list[T]]:
-        """Ask all replicas that answer. undo: what is asked of the others where one fails."""
-        answers = ask_all([client for _, client in self._live()], ask, undo)
+        """Call all replicas that take requests. undo: called for the others if one fails."""
+        answers = ask_all([client for _, client in self._available()], ask, undo)
         if answers is None:
             answers = Future()
             answers.set_exception(self.down or EngineStalled("no replica takes requests"))
@@ -554,7 +557,7 @@ class ReplicaSet(EngineCoreClient):
         return nothing(self._all(lambda client: client.stop_profile()))
 
     def reports(self) -> Future[list[str]]:
-        for _, client in self._live():  # each knows all front ends
+        for _, client in self._available():  # each knows all front ends
             return client.reports()
         return super().reports()
 
@@ -565,7 +568,7 @@ class ReplicaSet(EngineCoreClient):
         return reasons[0] if reasons else None
 
     def forget_silence(self) -> None:
-        for _, client in self._live():
+        for _, client in self._available():
             client.forget_silence()
 
     def give_up(self, error: EngineError) -> None:
@@ -574,7 +577,7 @@ class ReplicaSet(EngineCoreClient):
                 replica.client.give_up(error)
 
     def dump_stacks(self) -> None:
-        """Nothing: it was done for each replica."""
+        """Does nothing: stacks were dumped for each replica."""
 
     def kill(self) -> bool:
         clients = [replica.client for replica in self._replicas if replica.client is not None]

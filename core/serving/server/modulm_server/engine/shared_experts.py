@@ -1,4 +1,4 @@
-"""Replicas that share experts: they begin together, and none lives without the others."""
+"""Replicas that share experts start together and end together."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ T = TypeVar("T")
 
 
 class SharedExperts:
-    """Where the ranks of all replicas find one another: another folder each time they begin, as
-    what is left of ended ones may still remove theirs.
+    """The folder in which the ranks of all replicas meet. Each start uses a new one, because
+    processes of the last start may still remove theirs.
     """
 
     def __init__(self) -> None:
         self._folder: str | None = None
 
-    def begun(self) -> dict[str, str]:
-        """A new folder, as what replicas are told of it."""
+    def create_folder(self) -> dict[str, str]:
+        """Create a new folder; returns the flags that name it."""
         self.close()
         self._folder = tempfile.mkdtemp(prefix="modulm-replicas-")
         return {"data_parallel_group": self._folder}
@@ -43,18 +43,18 @@ def reach_all(
     reach: Callable[[int, EngineProcess], tuple[ProcessCoreClient, Event]],
     processes: Sequence[EngineProcess],
 ) -> list[tuple[ProcessCoreClient, Event]]:
-    """Wait for all replicas at once, as each waits for the others. Where one does not start the
-    others are ended, and what was wrong with it is raised.
+    """Wait until all replicas are ready. If one does not start, kill the others and raise its
+    error.
     """
     with ThreadPoolExecutor(len(processes)) as pool:
-        asked = [pool.submit(reach, place, process) for place, process in enumerate(processes)]
-        first = next((one for one in as_completed(asked) if one.exception() is not None), None)
+        calls = [pool.submit(reach, index, process) for index, process in enumerate(processes)]
+        first = next((one for one in as_completed(calls) if one.exception() is not None), None)
         if first is not None:
             for process in processes:
                 process.kill()
     if first is None:
-        return [one.result() for one in asked]
-    for one in asked:
+        return [one.result() for one in calls]
+    for one in calls:
         if one.exception() is None:
             one.result()[0].close()
     error = first.exception()

@@ -1,7 +1,7 @@
-"""Starting the engine's process, which takes longest to get ready and so is started first.
+"""Start the engine's process (`engine_process.main`).
 
-Imports nothing heavy: `modulm serve` calls it before it imports what serves HTTP. What the process
-then runs is `engine_process.main`.
+It takes longest to get ready, so `modulm serve` starts it before it imports what serves HTTP. This
+module therefore imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineProcess", "address_of", "connect"]
 
-#: Seconds that a process gets to end after it was asked to.
+#: Seconds that a process has to end after it was told to.
 _GRACE = 5.0
 #: Seconds to wait for its last output.
 _LAST_OUTPUT = 1.0
@@ -105,7 +105,7 @@ class EngineProcess:
         return self._process.pid
 
     def ending(self) -> str:
-        """How the process ended, for people."""
+        """How the process ended, for error messages."""
         with suppress(subprocess.TimeoutExpired):
             code = self._process.wait(1.0)
             if code < 0:
@@ -114,12 +114,12 @@ class EngineProcess:
         return "the engine's process closed its connection"
 
     def dump_stacks(self) -> None:
-        """Have the process write what its threads do, also if no Python runs there any more."""
+        """Make the process write the stacks of its threads, even if its interpreter is stuck."""
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGUSR1)
 
     def kill(self) -> None:
-        """End the process by force, also one that is stopped."""
+        """Kill the process, even if it is suspended."""
         self._process.kill()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a front end does about an engine that does not answer."""
+"""What a front end does about an engine that stalls."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ log = logging.getLogger("modulm.engine")
 
 
 class Watchdog:
-    """Watches an engine for its front end, on a thread of its own, and does what is configured.
+    """Watches an engine on a thread and acts as `--watchdog-config` says.
 
-    changed: is told that the engine does not answer, and with None that it does again. died: that
-    it was given up.
+    changed: called with an error when the engine stalls, with None when it recovers. died: called
+    when the engine is given up.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Watchdog:
             self._thread.start()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         self._ended.set()
 
     def _run(self) -> None:
