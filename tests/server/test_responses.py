@@ -203,7 +203,7 @@ def test_events_are_kept_for_some(http: httpx.Client) -> None:
 
 
 def test_the_oldest_events_are_forgotten() -> None:
-    store = Store(most_frames=3)
+    store = Store(max_frames=3)
     logs = [Log() for _ in range(3)]
     stored = [
         Stored("", {"id": str(place), "status": "completed"}, log=log)

@@ -25,7 +25,7 @@ def blocks_of(parsed: ParsedMessage, single: bool, omitted: bool = False) -> lis
     """The blocks of a whole message, in the order in which they were written."""
     blocks: list[Any] = []
     events = Events(single, omitted)
-    for sent in [*events.of(parsed.deltas), *events.close()]:
+    for sent in [*events.convert(parsed.deltas), *events.close()]:
         if sent["type"] == "content_block_start":
             blocks.append(sent["content_block"])
         elif sent["type"] == "content_block_delta":
@@ -101,7 +101,7 @@ class Events:
         self._index = -1
         self.called = False
 
-    def of(self, events: Sequence[Event]) -> list[objects.Event]:
+    def convert(self, events: Sequence[Event]) -> list[objects.Event]:
         """What to send for these."""
         sent: list[objects.Event] = []
         for event in events:
@@ -116,14 +116,14 @@ class Events:
                     self._signature.update(text.encode("utf-8", "surrogatepass"))
                     if not self._omitted:
                         sent.append(self._delta({"type": "thinking_delta", "thinking": text}))
-                case ToolStart(index, name, call_id) if self._wanted(index):
+                case ToolStart(index, name, call_id) if self._includes(index):
                     self.called = True
                     called = call_id or new_call_id()
                     sent += self._within(
                         f"tool {index}",
                         {"type": "tool_use", "id": called, "name": name, "input": {}},
                     )
-                case ToolArguments(index, text) if self._wanted(index):
+                case ToolArguments(index, text) if self._includes(index):
                     sent.append(self._delta({"type": "input_json_delta", "partial_json": text}))
         return sent
 
@@ -138,7 +138,7 @@ class Events:
         signature, self._signature = self._signature.hexdigest(), sha256()
         return [self._delta({"type": "signature_delta", "signature": signature}), stop]
 
-    def _wanted(self, index: int) -> bool:
+    def _includes(self, index: int) -> bool:
         return index == 0 or not self._single
 
     def _within(self, kind: str, block: objects.Block) -> list[objects.Event]:

@@ -80,19 +80,21 @@ def messages_of(body: _Conversation) -> list[dict[str, Any]]:
         elif isinstance(content, list):
             if role != "user" and any(map(_is_image, content)):
                 raise bad_field("messages", f"messages[{index}].content: only users send images")
-            blocks = [_block(index, place, block) for place, block in enumerate(content)]
+            blocks = [
+                _block(index, block_index, block) for block_index, block in enumerate(content)
+            ]
             messages += _assistant(blocks) if role == "assistant" else _user(role, blocks)
         else:
             raise bad_field("messages", f"messages[{index}].content: a string or a list of blocks")
     return messages
 
 
-def _block(index: int, place: int, block: Any) -> dict[str, Any]:
-    where = f"messages[{index}].content[{place}]"
+def _block(index: int, block_index: int, block: Any) -> dict[str, Any]:
+    where = f"messages[{index}].content[{block_index}]"
     if not isinstance(block, dict):
         raise bad_field("messages", f"{where}: an object with a type is expected")
     kind = block.get("type")
-    wanted: dict[str, dict[str, type]] = {
+    required: dict[str, dict[str, type]] = {
         "text": {"text": str},
         "image": {"source": dict},
         "thinking": {"thinking": str},
@@ -100,9 +102,9 @@ def _block(index: int, place: int, block: Any) -> dict[str, Any]:
         "tool_use": {"id": str, "name": str, "input": dict},
         "tool_result": {"tool_use_id": str},
     }
-    if not isinstance(kind, str) or kind not in wanted:
+    if not isinstance(kind, str) or kind not in required:
         raise bad_field("messages", f"{where}: this model takes no {str(kind)[:64]!r} blocks")
-    for name, form in wanted[kind].items():
+    for name, form in required[kind].items():
         if not isinstance(block.get(name), form):
             raise bad_field("messages", f"{where}.{name}: is missing or of the wrong type")
     if kind == "image":
@@ -120,8 +122,8 @@ def _image(where: str, block: Mapping[str, Any]) -> MediaSource:
     value = source.get(name) if isinstance(source, dict) else None
     if not isinstance(value, str):
         raise bad_field("messages", f"{where}.source: base64 with data, or url with url")
-    made = MediaSource(kind="image", field=f"{where}.source.{name}")
-    return evolve(made, data=value) if name == "data" else evolve(made, url=value)
+    media_source = MediaSource(kind="image", field=f"{where}.source.{name}")
+    return evolve(media_source, data=value) if name == "data" else evolve(media_source, url=value)
 
 
 def _result(where: str, content: Any) -> Any:
@@ -156,15 +158,15 @@ def _texts(value: Any, where: str) -> str:
 
 def _assistant(blocks: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """One message, or several where thoughts stand between what was said or called."""
-    begun: list[Mapping[str, Any]] = []
+    turn: list[Mapping[str, Any]] = []
     for block in blocks:
-        if block["type"] == "thinking" and any(b["type"] != "thinking" for b in begun):
-            yield _one_turn(begun)
-            begun = []
+        if block["type"] == "thinking" and any(b["type"] != "thinking" for b in turn):
+            yield _one_turn(turn)
+            turn = []
         if block["type"] != "redacted_thinking":
-            begun.append(block)
-    if begun or not blocks:
-        yield _one_turn(begun)
+            turn.append(block)
+    if turn or not blocks:
+        yield _one_turn(turn)
 
 
 def _one_turn(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -200,17 +202,17 @@ def _user(role: str, blocks: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, 
                 "tool_call_id": block["tool_use_id"],
                 "content": block["content"],
             }
-    said = [block for block in blocks if block["type"] in ("text", "image")]
-    if any(block["type"] == "image" for block in said):
-        parts = [block["source"] if block["type"] == "image" else block for block in said]
+    contents = [block for block in blocks if block["type"] in ("text", "image")]
+    if any(block["type"] == "image" for block in contents):
+        parts = [block["source"] if block["type"] == "image" else block for block in contents]
         yield {"role": role, "content": parts}
-    elif said:
-        yield {"role": role, "content": "\n".join(block["text"] for block in said)}
+    elif contents:
+        yield {"role": role, "content": "\n".join(block["text"] for block in contents)}
 
 
 def tools_of(body: _Conversation) -> tuple[tuple[dict[str, Any], ...], Any, bool]:
     """(tools, tool choice, whether several calls may come) in OpenAI's terms."""
-    made = []
+    chat_tools = []
     for index, tool in enumerate(body.tools or ()):
         if tool.get("type", "custom") != "custom":
             raise bad_field("tools", f"tools[{index}]: tools of the server are not there")
@@ -218,17 +220,17 @@ def tools_of(body: _Conversation) -> tuple[tuple[dict[str, Any], ...], Any, bool
         if tool.get("strict") is True:
             function["strict"] = True
         schema = tool.get("input_schema", {"type": "object"})
-        made.append({"type": "function", "function": {**function, "parameters": schema}})
-    tools = check_tools(made)
+        chat_tools.append({"type": "function", "function": {**function, "parameters": schema}})
+    tools = check_tools(chat_tools)
     choice = body.tool_choice or {"type": "auto" if tools else "none"}
-    several = not choice.get("disable_parallel_tool_use", False)
+    parallel = not choice.get("disable_parallel_tool_use", False)
     kind = choice.get("type")
     if kind == "tool":
-        return tools, {"type": "function", "function": {"name": choice.get("name")}}, several
-    named = {"auto": "auto", "any": "required", "none": "none"}
-    if not isinstance(kind, str) or kind not in named:
+        return tools, {"type": "function", "function": {"name": choice.get("name")}}, parallel
+    choices = {"auto": "auto", "any": "required", "none": "none"}
+    if not isinstance(kind, str) or kind not in choices:
         raise bad_field("tool_choice", "tool_choice.type: auto, any, tool or none")
-    return tools, named[kind], several
+    return tools, choices[kind], parallel
 
 
 def variables_of(body: _Conversation, reasoning_parser: str | None) -> dict[str, Any]:
@@ -255,11 +257,11 @@ def variables_of(body: _Conversation, reasoning_parser: str | None) -> dict[str,
 
 def budget_of(body: _Conversation) -> int | None:
     """`thinking.budget_tokens`. Raises ApiError(400)."""
-    given = body.thinking or {}
-    budget = given.get("budget_tokens")
+    thinking = body.thinking or {}
+    budget = thinking.get("budget_tokens")
     if budget is None:
         return None
-    if given.get("type") != "enabled":
+    if thinking.get("type") != "enabled":
         raise bad_field("thinking", "thinking.budget_tokens: only with type enabled")
     if isinstance(budget, bool) or not isinstance(budget, int) or not 0 < budget < 2**31:
         raise bad_field("thinking", "thinking.budget_tokens: a positive integer is expected")
@@ -291,10 +293,10 @@ def constraint_of(
     return forced_calls.combine(**constraints)
 
 
-def _schema_of(given: Any, where: str) -> StructuredOutputs | None:
-    if not isinstance(given, dict) or given.get("type") != "json_schema":
+def _schema_of(output_format: Any, where: str) -> StructuredOutputs | None:
+    if not isinstance(output_format, dict) or output_format.get("type") != "json_schema":
         raise bad_field(where, f"{where}: a format of type json_schema is expected")
-    return from_response_format({"type": "json_schema", "json_schema": given}, where)
+    return from_response_format({"type": "json_schema", "json_schema": output_format}, where)
 
 
 def params_of(
@@ -304,8 +306,8 @@ def params_of(
     budget: int | None,
 ) -> SamplingParams:
     """Sampling parameters; `defaults` are those of the model, `budget` is that of thoughts."""
-    given = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
-    chosen = {name: value for name, value in given.items() if value is not None}
+    values = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
+    chosen = {name: value for name, value in values.items() if value is not None}
     return SamplingParams(
         **{
             **defaults,

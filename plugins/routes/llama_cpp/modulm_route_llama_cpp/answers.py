@@ -25,12 +25,12 @@ _TYPES = {
 }
 
 
-def failure(told: ApiError, message: str) -> dict[str, Any]:
+def failure(error: ApiError, message: str) -> dict[str, Any]:
     """An error in llama.cpp's form."""
-    kind = _TYPES.get(told.status, "server_error" if told.status >= 500 else told.kind)
-    if told.code == "context_length_exceeded":
+    kind = _TYPES.get(error.status, "server_error" if error.status >= 500 else error.kind)
+    if error.code == "context_length_exceeded":
         kind = "exceed_context_size_error"
-    return {"error": {"code": told.status, "message": message, "type": kind, "param": told.param}}
+    return {"error": {"code": error.status, "message": message, "type": kind, "param": error.param}}
 
 
 @define(eq=False)
@@ -43,7 +43,7 @@ class Answer:
     nothing: bool = False
     best: int = 0
     keep_tokens: bool = False
-    begun: float = field(factory=time.monotonic)
+    started: float = field(factory=time.monotonic)
     first: float | None = None
     text: str = ""
     generated: int = 0
@@ -56,7 +56,7 @@ class Answer:
         ids = [] if self.nothing else list(choice.token_ids)
         self.text += text
         self.generated += len(ids)
-        made: Piece = {
+        part: Piece = {
             "index": self.index,
             "content": text,
             "tokens": ids if self.keep_tokens else [],
@@ -66,8 +66,8 @@ class Answer:
             "tokens_evaluated": len(output.prompt_token_ids),
         }
         if self.best and not self.nothing:
-            made["completion_probabilities"] = probabilities(choice.logprobs or (), self.best)
-        return made
+            part["completion_probabilities"] = probabilities(choice.logprobs or (), self.best)
+        return part
 
     def end(self, piece: Piece, output: Any, choice: CompletionOutput, prompt: str) -> Completion:
         """The last of it: why it ended, and the figures."""
@@ -93,7 +93,7 @@ class Answer:
         first = now if self.first is None else self.first
         cached = output.num_cached_tokens or 0
         read = len(output.prompt_token_ids) - cached
-        prompt, predicted = 1e3 * (first - self.begun), 1e3 * (now - first)
+        prompt, predicted = 1e3 * (first - self.started), 1e3 * (now - first)
         return {
             "cache_n": cached,
             "prompt_n": read,
@@ -109,14 +109,14 @@ class Answer:
 
 def probabilities(positions: Sequence[Position], best: int) -> list[TokenProbability]:
     """An entry per token, with the `best` tokens that it was chosen from."""
-    found: list[TokenProbability] = []
+    result: list[TokenProbability] = []
     for position in positions:
         entries = list(position.items())
         ranked = sorted(entries, key=lambda entry: entry[1].rank or 0)
         chosen = _entry(*entries[0])
         chosen["top_logprobs"] = [_entry(*entry) for entry in ranked[:best]]
-        found.append(chosen)
-    return found
+        result.append(chosen)
+    return result
 
 
 def _entry(token: int, one: Any) -> TokenProbability:
@@ -128,14 +128,14 @@ def chosen_fields(answer: Mapping[str, Any], fields: Sequence[str] | None) -> Ma
     """`response_fields`: what is named, from within objects too; what is not there is left out."""
     if not fields:
         return answer
-    found = {}
+    selected = {}
     for name in fields:
         value: Any = answer
         for part in name.split("/"):
             value = value.get(part, _MISSING) if isinstance(value, Mapping) else _MISSING
         if value is not _MISSING:
-            found[name.rpartition("/")[2]] = value
-    return found
+            selected[name.rpartition("/")[2]] = value
+    return selected
 
 
 _MISSING = object()

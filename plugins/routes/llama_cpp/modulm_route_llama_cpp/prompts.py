@@ -60,42 +60,42 @@ class Gap:
         return cls(prefix, suffix, middle, find(_REPOSITORY), find(_FILE))
 
 
-async def prompts_of(given: Any, generation: GenerationService) -> tuple[Prompt, ...]:
+async def prompts_of(prompt: Any, generation: GenerationService) -> tuple[Prompt, ...]:
     """Texts, lists of token ids, lists of both mixed, or several of these. Raises ApiError(400)."""
-    several = isinstance(given, list) and _holds_prompts(given)
-    many = given if several else [given]
+    is_list = isinstance(prompt, list) and _holds_prompts(prompt)
+    many = prompt if is_list else [prompt]
     if not 0 < len(many) <= LIMITS.prompts:
         raise bad_field("prompt", f"prompt: 1 to {LIMITS.prompts} prompts")
     return tuple([await _prompt(one, generation) for one in many])
 
 
-def _holds_prompts(given: Sequence[Any]) -> bool:
+def _holds_prompts(items: Sequence[Any]) -> bool:
     """Whether a list is of prompts, not of the tokens and texts of one."""
-    nested = any(isinstance(item, list | dict) for item in given)
-    return nested or (len(given) != 1 and all(isinstance(item, str) for item in given))
+    nested = any(isinstance(item, list | dict) for item in items)
+    return nested or (len(items) != 1 and all(isinstance(item, str) for item in items))
 
 
-async def _prompt(given: Any, generation: GenerationService) -> Prompt:
-    if isinstance(given, Mapping):
-        if given.get("multimodal_data"):
+async def _prompt(source: Any, generation: GenerationService) -> Prompt:
+    if isinstance(source, Mapping):
+        if source.get("multimodal_data"):
             raise bad_field("prompt", "prompt.multimodal_data: this route takes texts only")
-        given = given.get("prompt_string")
-    if isinstance(given, str):
-        (prompt,) = await generation.tokenize(given, whole=True)
+        source = source.get("prompt_string")
+    if isinstance(source, str):
+        (prompt,) = await generation.tokenize(source, whole=True)
         return prompt
-    if not isinstance(given, list) or not given:
+    if not isinstance(source, list) or not source:
         raise bad_field("prompt", "prompt: a text, a list of token ids and texts, or several")
-    if all(_is_id(item) for item in given):
-        return Prompt(given)
+    if all(_is_id(item) for item in source):
+        return Prompt(source)
     ids: list[int] = []
-    for place, item in enumerate(given):
+    for index, item in enumerate(source):
         if _is_id(item):
             ids.append(item)
         elif isinstance(item, str):
-            (part,) = await generation.tokenize(item, add_special_tokens=not place, whole=True)
+            (part,) = await generation.tokenize(item, add_special_tokens=not index, whole=True)
             ids += part.ids
         else:
-            raise bad_field("prompt", f"prompt[{place}]: a token id or a text is expected")
+            raise bad_field("prompt", f"prompt[{index}]: a token id or a text is expected")
     return Prompt(ids)
 
 
@@ -136,15 +136,15 @@ async def infill_prompt(body: InfillRequest, generation: GenerationService) -> P
 
 
 def _extra(body: InfillRequest) -> list[tuple[str, str]]:
-    found = []
-    for place, part in enumerate(body.input_extra or ()):
+    files = []
+    for index, part in enumerate(body.input_extra or ()):
         text, name = part.get("text"), part.get("filename", "tmp")
         if not isinstance(text, str) or not isinstance(name, str):
             raise bad_field(
-                "input_extra", f"input_extra[{place}]: an object of filename and text is expected"
+                "input_extra", f"input_extra[{index}]: an object of filename and text is expected"
             )
-        found.append((name, text))
-    return found
+        files.append((name, text))
+    return files
 
 
 def _begin(tokenizer: Tokenizer) -> list[int]:
@@ -152,23 +152,23 @@ def _begin(tokenizer: Tokenizer) -> list[int]:
     return list(tokenizer.encode("", add_special_tokens=True))[:1]
 
 
-def biases(given: Any, tokenizer: Tokenizer) -> dict[int, float] | None:
+def biases(logit_bias: Any, tokenizer: Tokenizer) -> dict[int, float] | None:
     """`logit_bias`: pairs of a token (id or text) and a number or false, or an object of them.
 
     false: never. A text stands for each of its tokens. Raises ApiError(400).
     """
-    if not given:
+    if not logit_bias:
         return None
-    pairs = list(given.items()) if isinstance(given, Mapping) else given
+    pairs = list(logit_bias.items()) if isinstance(logit_bias, Mapping) else logit_bias
     if not isinstance(pairs, list) or not all(_is_pair(pair) for pair in pairs):
         raise bad_field(
             "logit_bias", "logit_bias: pairs of a token and a number or false are expected"
         )
-    found: dict[int, float] = {}
+    result: dict[int, float] = {}
     for token, value in pairs:
-        for index in _tokens(token, tokenizer, isinstance(given, Mapping)):
-            found[index] = -100.0 if value is False else float(value)
-    return found
+        for index in _tokens(token, tokenizer, isinstance(logit_bias, Mapping)):
+            result[index] = -100.0 if value is False else float(value)
+    return result
 
 
 def _is_pair(pair: Any) -> bool:

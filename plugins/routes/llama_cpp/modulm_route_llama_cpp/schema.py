@@ -154,33 +154,38 @@ class Settings:
 
         Raises ApiError(400) for a sampler that is not there.
         """
-        for name, (neutral, words) in _NEUTRAL.items():
+        for name, (neutral, reason) in _NEUTRAL.items():
             if getattr(body, name) not in (None, *neutral):
-                raise bad_field(name, f"{name}: {words}; leave it out", "unsupported")
-        given = defaults.get
-        found = {name: defaults[name] for name in _RECOMMENDED if given(name) is not None}
-        if given("repetition_penalty"):
-            found["repeat_penalty"] = defaults["repetition_penalty"]
-        said = {name: getattr(body, name) for name in (*_RECOMMENDED, *_PENALTIES)}
-        found |= {name: value for name, value in said.items() if value is not None}
-        return cls(**found, samplers=_samplers(body.samplers))
+                raise bad_field(name, f"{name}: {reason}; leave it out", "unsupported")
+        recommended = defaults.get
+        settings = {name: defaults[name] for name in _RECOMMENDED if recommended(name) is not None}
+        if recommended("repetition_penalty"):
+            settings["repeat_penalty"] = defaults["repetition_penalty"]
+        requested = {name: getattr(body, name) for name in (*_RECOMMENDED, *_PENALTIES)}
+        settings |= {name: value for name, value in requested.items() if value is not None}
+        return cls(**settings, samplers=_samplers(body.samplers))
 
-    def shown(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """The settings as answers tell them."""
         neutral = {name: values[0] for name, (values, _) in _NEUTRAL.items()}
         del neutral["grammar_lazy"], neutral["t_max_prompt_ms"]
-        own = {name: getattr(self, name) for name in (*_RECOMMENDED, *_PENALTIES)}
-        return {**neutral, "post_sampling_probs": False, **own, "samplers": list(self.samplers)}
+        settings = {name: getattr(self, name) for name in (*_RECOMMENDED, *_PENALTIES)}
+        return {
+            **neutral,
+            "post_sampling_probs": False,
+            **settings,
+            "samplers": list(self.samplers),
+        }
 
 
-def _samplers(given: Sequence[str] | None) -> Sequence[str]:
+def _samplers(names: Sequence[str] | None) -> Sequence[str]:
     """Those that are on. What is not named is off; the order is this engine's."""
-    if given is None:
+    if names is None:
         return SAMPLERS
-    for name in given:
+    for name in names:
         if name not in SAMPLERS + _NEUTRAL_SAMPLERS:
             raise bad_field("samplers", f"samplers: {name[:40]!r} is none of {', '.join(SAMPLERS)}")
-    return tuple(name for name in SAMPLERS if name in given)
+    return tuple(name for name in SAMPLERS if name in names)
 
 
 def params_of(
@@ -213,15 +218,15 @@ def params_of(
 
 def _penalties(settings: Settings) -> dict[str, Any] | None:
     """Penalties for what is among the last tokens, of the processor `recent_penalties`."""
-    asked = {
+    penalties = {
         "repeat": settings.repeat_penalty,
         "presence": settings.presence_penalty,
         "frequency": settings.frequency_penalty,
     }
     neutral = {"repeat": 1.0, "presence": 0.0, "frequency": 0.0}
-    if asked == neutral or not settings.repeat_last_n or "penalties" not in settings.samplers:
+    if penalties == neutral or not settings.repeat_last_n or "penalties" not in settings.samplers:
         return None
-    return {"recent_penalties": {"last_n": settings.repeat_last_n, **asked}}
+    return {"recent_penalties": {"last_n": settings.repeat_last_n, **penalties}}
 
 
 def constraint_of(body: CompletionRequest) -> tuple[StructuredOutputs, str] | None:
@@ -229,8 +234,8 @@ def constraint_of(body: CompletionRequest) -> tuple[StructuredOutputs, str] | No
     if body.grammar and body.json_schema is not None:
         raise bad_field("grammar", "grammar: not together with json_schema")
     if body.grammar:
-        held = from_structured(StructuredFields(grammar=body.grammar), "grammar")
-        return None if held is None else (held, "grammar")
+        constraint = from_structured(StructuredFields(grammar=body.grammar), "grammar")
+        return None if constraint is None else (constraint, "grammar")
     if body.json_schema is None:
         return None
     check_schema(body.json_schema, "json_schema")

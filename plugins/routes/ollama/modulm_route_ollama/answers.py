@@ -29,7 +29,7 @@ def now() -> str:
 class Clock:
     """When a request came, and when its first token did; monotonic seconds."""
 
-    begun: float = field(factory=time.monotonic)
+    started: float = field(factory=time.monotonic)
     first: float | None = None
 
     def token(self) -> None:
@@ -42,10 +42,10 @@ class Clock:
         end = time.monotonic()
         first = end if self.first is None else self.first
         return {
-            "total_duration": round((end - self.begun) * 1e9),
+            "total_duration": round((end - self.started) * 1e9),
             "load_duration": 0,
             "prompt_eval_count": prompt,
-            "prompt_eval_duration": round((first - self.begun) * 1e9),
+            "prompt_eval_duration": round((first - self.started) * 1e9),
             "eval_count": generated,
             "eval_duration": round((end - first) * 1e9),
         }
@@ -58,7 +58,7 @@ class Pieces:
     _names: dict[int, str] = field(factory=dict)
     _arguments: dict[int, list[str]] = field(factory=dict)
 
-    def of(self, events: Sequence[Event]) -> Iterator[dict[str, Any]]:
+    def convert(self, events: Sequence[Event]) -> Iterator[dict[str, Any]]:
         """Text and thoughts that belong together, and calls, in their order."""
         for event in events:
             match event:
@@ -91,11 +91,11 @@ def reason_of(reason: str | None) -> str:
 
 def logprobs_of(positions: Sequence[Position] | None) -> list[Logprob]:
     """One entry per token, with the others that were looked at."""
-    found: list[Logprob] = []
+    entries: list[Logprob] = []
     for position in positions or ():
         chosen, *others = [_entry(one) for one in position.values()]
-        found.append({**chosen, "top_logprobs": others})
-    return found
+        entries.append({**chosen, "top_logprobs": others})
+    return entries
 
 
 def _entry(one: Any) -> TokenLogprob:

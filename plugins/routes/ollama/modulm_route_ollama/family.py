@@ -74,13 +74,13 @@ class _Job:
     turn: ChatTurn
     clock: Clock = field(factory=Clock)
 
-    def piece(self, told: Mapping[str, Any]) -> dict[str, Any]:
+    def piece(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A part of the answer in the form of its route."""
         head = {"model": self.model, "created_at": now(), "done": False}
         if self.chat:
-            return {**head, "message": {"role": "assistant", **told}}
-        thought = {"thinking": told["thinking"]} if "thinking" in told else {}
-        return {**head, "response": told["content"], **thought}
+            return {**head, "message": {"role": "assistant", **message}}
+        thought = {"thinking": message["thinking"]} if "thinking" in message else {}
+        return {**head, "response": message["content"], **thought}
 
 
 class Ollama(RouteFamily):
@@ -93,7 +93,7 @@ class Ollama(RouteFamily):
         router = APIRouter(prefix="/api", tags=["Ollama"])
         self._parsers = Parsers.of(self.context.config)
         self._catalogue = Catalogue(self.context)
-        posted = (
+        post_routes = (
             ("/chat", self.chat, ChatRequest, ChatAnswer),
             ("/generate", self.generate, GenerateRequest, GenerateAnswer),
             ("/embed", self.embed, EmbedRequest, Embeddings),
@@ -101,26 +101,26 @@ class Ollama(RouteFamily):
             ("/show", self.show, NamedRequest, ModelShown),
             ("/pull", self.pull, NamedRequest, Status),
         )
-        for path, function, schema, answer in posted:
+        for path, function, schema, answer in post_routes:
             streamed = answer | Failure if path in _STREAMED else None
             router.add_api_route(
                 path,
-                self._told(function),
+                self._with_errors(function),
                 methods=["POST"],
                 openapi_extra=request_docs(schema),
                 responses=response_docs(answer, lines=streamed, failure=Failure),
                 description=function.__doc__,
                 name=f"ollama {path}",
             )
-        asked = (("/tags", self.tags, Models), ("/ps", self.ps, RunningModels),
+        get_routes = (("/tags", self.tags, Models), ("/ps", self.ps, RunningModels),
                  ("/version", self.version, Version))  # fmt: skip
-        for path, answer_of, shape in asked:
+        for path, answer_of, shape in get_routes:
             router.add_api_route(
                 path, answer_of, methods=["GET"], responses=response_docs(shape, failure=Failure)
             )
         return router
 
-    def _told(
+    def _with_errors(
         self, function: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
         """The route with errors as Ollama's clients read them."""
@@ -132,8 +132,8 @@ class Ollama(RouteFamily):
                 raise
             except Exception as error:
                 stacks = self.context.config.group(ServerConfig).log_error_stack
-                told = report(error, request.scope, stacks)
-                return json_response(_failure(told), told.status, told.headers)
+                api_error = report(error, request.scope, stacks)
+                return json_response(_failure(api_error), api_error.status, api_error.headers)
 
         return answered
 
@@ -141,8 +141,8 @@ class Ollama(RouteFamily):
 
     async def tags(self) -> Response:
         """The models that are there."""
-        shown: Models = {"models": self._catalogue.listed()}
-        return json_response(shown)
+        models: Models = {"models": self._catalogue.list_models()}
+        return json_response(models)
 
     async def ps(self) -> Response:
         """The models that run: the same ones."""
@@ -156,7 +156,7 @@ class Ollama(RouteFamily):
         """Everything known of a model."""
         body = await read(request, NamedRequest)
         self._model(body.model or body.name or "")
-        return json_response(self._catalogue.shown())
+        return json_response(self._catalogue.model_details())
 
     async def pull(self, request: Request) -> Response:
         """A model that is served is there; another one needs another server."""
@@ -188,7 +188,7 @@ class Ollama(RouteFamily):
         body = await read(request, ChatRequest)
         name = self._model(body.model)
         if not body.messages:
-            return self._loaded(body, {"message": {"role": "assistant", "content": ""}})
+            return self._empty_answer(body, {"message": {"role": "assistant", "content": ""}})
         generation = self.context.generation
         generation.check_open()
         tools = check_tools(body.tools)
@@ -209,16 +209,16 @@ class Ollama(RouteFamily):
             calls_by_grammar=forced_calls.in_model_format,
             template_kwargs=variables,
         )
-        return await self._answered(_Job(model=name, chat=True, stream=body.stream, turn=turn))
+        return await self._respond(_Job(model=name, chat=True, stream=body.stream, turn=turn))
 
     async def generate(self, request: Request) -> Response:
         """Answer a prompt, by default in the model's chat template."""
         body = await read(request, GenerateRequest)
         name = self._model(body.model)
         if not body.prompt and not body.context:
-            return self._loaded(body, {"response": ""})
+            return self._empty_answer(body, {"response": ""})
         self.context.generation.check_open()
-        _refuse(body)
+        _check_supported(body)
         variables = variables_of(body.think, self._parsers.reasoning)
         templated = not body.raw and self._has_template
         turn = self._turn(
@@ -228,13 +228,13 @@ class Ollama(RouteFamily):
             parsers=Parsers(None, self._parsers.reasoning) if templated else Parsers(),
             template_kwargs=variables,
         )
-        return await self._answered(_Job(model=name, chat=False, stream=body.stream, turn=turn))
+        return await self._respond(_Job(model=name, chat=False, stream=body.stream, turn=turn))
 
     @property
     def _has_template(self) -> bool:
         tokenizer = self.context.generation.tokenizer
-        held = self.context.generation.template or tokenizer.chat_template
-        return bool(held or tokenizer.chat)
+        template = self.context.generation.template or tokenizer.chat_template
+        return bool(template or tokenizer.chat)
 
     async def _prompt(
         self, body: GenerateRequest, templated: bool, variables: Mapping[str, Any]
@@ -267,19 +267,19 @@ class Ollama(RouteFamily):
         turn.check()
         return turn
 
-    def _loaded(self, body: AnyRequest, nothing: Mapping[str, Any]) -> Response:
+    def _empty_answer(self, body: AnyRequest, nothing: Mapping[str, Any]) -> Response:
         """Nothing was asked: the model is there, and stays whatever `keep_alive` says."""
         unload = body.keep_alive in (0, "0")
-        told = {
+        answer = {
             "model": body.model,
             "created_at": now(),
             **nothing,
             "done": True,
             "done_reason": "unload" if unload else "load",
         }
-        return Response(line(told), 200, media_type=_LINES if body.stream else "application/json")
+        return Response(line(answer), 200, media_type=_LINES if body.stream else "application/json")
 
-    async def _answered(self, job: _Job) -> Response:
+    async def _respond(self, job: _Job) -> Response:
         started = await job.turn.start()
         if job.stream:
             return EventStream(self._lines(job, started), media=_LINES, failed=_failed)
@@ -289,13 +289,13 @@ class Ollama(RouteFamily):
         output, (message,) = await started.messages()
         job.clock.token()
         parsed: ParsedMessage = message.parsed
-        told: dict[str, Any] = {"content": parsed.content or ""}
+        message_fields: dict[str, Any] = {"content": parsed.content or ""}
         if parsed.reasoning is not None:
-            told["thinking"] = parsed.reasoning
+            message_fields["thinking"] = parsed.reasoning
         if parsed.tool_calls and job.chat:
-            told["tool_calls"] = [call_of(c.name, c.arguments) for c in parsed.tool_calls]
+            message_fields["tool_calls"] = [call_of(c.name, c.arguments) for c in parsed.tool_calls]
         return {
-            **job.piece(told),
+            **job.piece(message_fields),
             **_logprobs(message.logprobs),
             **_end(job, output, message.finish_reason, message.generated, message.token_ids),
         }
@@ -308,8 +308,8 @@ class Ollama(RouteFamily):
                 for new in started.deltas(output):
                     ids += new.token_ids
                     extra = _logprobs(new.logprobs)
-                    for told in pieces.of(new.events):
-                        yield line({**job.piece(told), **extra})
+                    for piece in pieces.convert(new.events):
+                        yield line({**job.piece(piece), **extra})
                         extra = {}
                     if new.finish_reason is not None:
                         last = _end(job, output, new.finish_reason, new.generated, ids)
@@ -347,21 +347,21 @@ class Ollama(RouteFamily):
         """The vectors, and how many tokens were read. By the server's own route for embeddings."""
         if not texts:
             return [], 0
-        wanted: dict[str, Any] = {"input": texts}
+        request: dict[str, Any] = {"input": texts}
         if truncate:
-            wanted["truncate_prompt_tokens"] = -1
+            request["truncate_prompt_tokens"] = -1
         if dimensions is not None:
-            wanted["dimensions"] = dimensions
-        body = msgspec.json.encode(wanted)
+            request["dimensions"] = dimensions
+        body = msgspec.json.encode(request)
         status, answer = await self.context.loopback.post("/v1/embeddings", body, current_owner())
-        told = json.loads(answer)
+        response = json.loads(answer)
         if status >= 300:
-            error = told.get("error", {})
+            error = response.get("error", {})
             raise ApiError(status, str(error.get("message", "error")), param=error.get("param"))
-        return [one["embedding"] for one in told["data"]], told["usage"]["prompt_tokens"]
+        return [one["embedding"] for one in response["data"]], response["usage"]["prompt_tokens"]
 
 
-def _refuse(body: GenerateRequest) -> None:
+def _check_supported(body: GenerateRequest) -> None:
     """What is understood but not there. Raises ApiError(400)."""
     if body.images and (body.raw or body.context):
         raise bad_field("images", "images: not together with raw or context")
@@ -385,9 +385,9 @@ def _logprobs(positions: Any) -> dict[str, Any]:
     return {} if positions is None else {"logprobs": logprobs_of(positions)}
 
 
-def _failure(told: ApiError) -> Failure:
-    return {"error": error_body(told)["error"]["message"]}
+def _failure(error: ApiError) -> Failure:
+    return {"error": error_body(error)["error"]["message"]}
 
 
-def _failed(told: ApiError) -> bytes:
-    return line(_failure(told))
+def _failed(error: ApiError) -> bytes:
+    return line(_failure(error))

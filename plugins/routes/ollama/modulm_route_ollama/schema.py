@@ -140,54 +140,58 @@ _NEUTRAL: Mapping[str, tuple[float, ...]] = {"typical_p": (1,), "tfs_z": (1,), "
 def params_of(
     body: AnyRequest,
     defaults: Mapping[str, Any],
-    most: int,
+    context_length: int,
     constraint: StructuredOutputs | None,
 ) -> SamplingParams:
     """Sampling parameters. defaults: the model's own; most: its context in tokens.
 
     Raises ApiError(400) naming the option.
     """
-    given = body.options or Options()
+    options = body.options or Options()
     for name, neutral in _NEUTRAL.items():
-        if getattr(given, name) not in (None, *neutral):
+        if getattr(options, name) not in (None, *neutral):
             raise bad_field("options", f"options.{name}: there is no such sampler; leave it out")
-    if (given.num_ctx or 0) > most:
+    if (options.num_ctx or 0) > context_length:
         raise bad_field(
-            "options", f"options.num_ctx: this server holds {most} tokens (--max-model-len)"
+            "options",
+            f"options.num_ctx: this server holds {context_length} tokens (--max-model-len)",
         )
-    named: dict[str, Any] = {
-        "temperature": given.temperature,
-        "top_k": given.top_k,
-        "top_p": given.top_p,
-        "min_p": given.min_p,
-        "seed": given.seed,
-        "repetition_penalty": given.repeat_penalty,
-        "presence_penalty": given.presence_penalty,
-        "frequency_penalty": given.frequency_penalty,
+    values: dict[str, Any] = {
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "min_p": options.min_p,
+        "seed": options.seed,
+        "repetition_penalty": options.repeat_penalty,
+        "presence_penalty": options.presence_penalty,
+        "frequency_penalty": options.frequency_penalty,
     }
-    chosen = {name: value for name, value in named.items() if value is not None}
-    limit = given.num_predict
+    chosen = {name: value for name, value in values.items() if value is not None}
+    limit = options.num_predict
     if limit is not None:
         chosen["max_tokens"] = limit if limit >= 0 else None
     return SamplingParams(
         **{"max_tokens": None, **defaults, **chosen},
-        stop=given.stop,
+        stop=options.stop,
         structured_outputs=constraint,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         output_kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
     )
 
 
-def constraint_of(given: str | Mapping[str, Any] | None) -> StructuredOutputs | None:
+def constraint_of(response_format: str | Mapping[str, Any] | None) -> StructuredOutputs | None:
     """`format`: "json", or a JSON schema. Raises ApiError(400)."""
-    if given is None or given == "":
+    if response_format is None or response_format == "":
         return None
-    if given == "json":
+    if response_format == "json":
         return StructuredOutputs(json_object=True)
-    if isinstance(given, str):
+    if isinstance(response_format, str):
         raise bad_field("format", 'format: "json" or a JSON schema')
-    wanted = {"type": "json_schema", "json_schema": {"name": "format", "schema": given}}
-    return from_response_format(wanted, "format")
+    json_schema_format = {
+        "type": "json_schema",
+        "json_schema": {"name": "format", "schema": response_format},
+    }
+    return from_response_format(json_schema_format, "format")
 
 
 def variables_of(think: Think | None, parser: str | None) -> dict[str, Any]:
@@ -196,31 +200,31 @@ def variables_of(think: Think | None, parser: str | None) -> dict[str, Any]:
     return thinking_variables(parser, effort, None if think is None else think is not False)
 
 
-def messages_of(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def messages_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages in OpenAI's form: calls get ids, and results are of the calls before them.
 
     Raises ApiError(400).
     """
-    made: list[dict[str, Any]] = []
+    converted: list[dict[str, Any]] = []
     waiting: list[tuple[str, str]] = []
-    for index, message in enumerate(given):
+    for index, message in enumerate(messages):
         role = message.get("role")
         if role not in ("system", "user", "assistant", "tool", "developer"):
             raise bad_field("messages", f"messages[{index}].role: system, user, assistant or tool")
         content = message.get("content") or ""
         if not isinstance(content, str):
             raise bad_field("messages", f"messages[{index}].content: a text is expected")
-        shown = with_images(content, message.get("images"), f"messages[{index}].images")
-        turn: dict[str, Any] = {"role": role, "content": shown}
+        content_parts = with_images(content, message.get("images"), f"messages[{index}].images")
+        turn: dict[str, Any] = {"role": role, "content": content_parts}
         if message.get("thinking"):
             turn["reasoning"] = message["thinking"]
         if calls := message.get("tool_calls"):
             turn["tool_calls"] = _calls(calls, index)
             waiting = [(c["function"]["name"], c["id"]) for c in turn["tool_calls"]]
         if role == "tool":
-            turn["tool_call_id"] = _answered(waiting, message.get("tool_name"), index)
-        made.append(turn)
-    return made
+            turn["tool_call_id"] = _matching_call_id(waiting, message.get("tool_name"), index)
+        converted.append(turn)
+    return converted
 
 
 def with_images(text: str, images: Any, where: str) -> Any:
@@ -230,8 +234,8 @@ def with_images(text: str, images: Any, where: str) -> Any:
     if not isinstance(images, list) or not all(isinstance(one, str) for one in images):
         raise bad_field(where.partition("[")[0], f"{where}: a list of files in base64 is expected")
     sources = [
-        MediaSource(kind="image", field=f"{where}[{place}]", data=data)
-        for place, data in enumerate(images)
+        MediaSource(kind="image", field=f"{where}[{index}]", data=data)
+        for index, data in enumerate(images)
     ]
     return [*sources, {"type": "text", "text": text}] if text else sources
 
@@ -239,28 +243,28 @@ def with_images(text: str, images: Any, where: str) -> Any:
 def _calls(calls: Any, index: int) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
         raise bad_field("messages", f"messages[{index}].tool_calls: a list is expected")
-    made = []
-    for place, call in enumerate(calls):
+    converted = []
+    for position, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         table = function if isinstance(function, dict) else {}
-        named, arguments = table.get("name"), table.get("arguments", {})
-        if not isinstance(named, str) or not isinstance(arguments, dict):
-            where = f"messages[{index}].tool_calls[{place}].function"
+        name, arguments = table.get("name"), table.get("arguments", {})
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            where = f"messages[{index}].tool_calls[{position}].function"
             raise bad_field("messages", f"{where}: a name and an object of arguments are expected")
-        made.append(
+        converted.append(
             {
-                "id": f"call_{index}_{place}",
+                "id": f"call_{index}_{position}",
                 "type": "function",
-                "function": {"name": named, "arguments": arguments},
+                "function": {"name": name, "arguments": arguments},
             }
         )
-    return made
+    return converted
 
 
-def _answered(waiting: list[tuple[str, str]], name: Any, index: int) -> str:
+def _matching_call_id(waiting: list[tuple[str, str]], name: Any, index: int) -> str:
     """The id of the call that a result belongs to: the next one of that name, or the next."""
-    found = next((one for one in waiting if one[0] == name), waiting[0] if waiting else None)
-    if found is None:
+    match = next((one for one in waiting if one[0] == name), waiting[0] if waiting else None)
+    if match is None:
         return f"call_{index}"
-    waiting.remove(found)
-    return found[1]
+    waiting.remove(match)
+    return match[1]

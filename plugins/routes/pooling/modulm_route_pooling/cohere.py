@@ -50,23 +50,23 @@ def prompt_of(body: CohereEmbedRequest, prompts: Collection[str]) -> str | None:
     kind = body.input_type
     if kind is None or kind in prompts:
         return kind
-    found = next((name for name in _TASKS.get(kind, ()) if name in prompts), None)
-    if found is None and (prompts or kind not in _TASKS):
+    prompt_name = next((name for name in _TASKS.get(kind, ()) if name in prompts), None)
+    if prompt_name is None and (prompts or kind not in _TASKS):
         known = ", ".join(prompts or _TASKS)
         raise bad_field("input_type", f"input_type: {kind!r:.60} is not one of {known}")
-    return found
+    return prompt_name
 
 
-def question(body: CohereEmbedRequest, longest: int, prompts: Collection[str]) -> EmbedRequest:
+def question(body: CohereEmbedRequest, max_tokens: int, prompts: Collection[str]) -> EmbedRequest:
     """What is asked in OpenAI's shape; longest: of a text, in tokens; prompts: the names of the
     checkpoint's. Raises ApiError(400).
     """
     if (body.texts is None) == (body.inputs is None):
         raise bad_field("texts", "texts: exactly one of texts and inputs is needed")
-    given = body.texts if body.texts is not None else body.inputs
-    limit = None if body.truncate == "NONE" else min(body.max_tokens or longest, longest)
+    texts = body.texts if body.texts is not None else body.inputs
+    limit = None if body.truncate == "NONE" else min(body.max_tokens or max_tokens, max_tokens)
     return EmbedRequest(
-        input=[text_of("inputs", one) for one in given or []],
+        input=[text_of("inputs", one) for one in texts or []],
         dimensions=body.output_dimension,
         truncate_prompt_tokens=limit,
         truncation_side="left" if body.truncate == "START" else "right",

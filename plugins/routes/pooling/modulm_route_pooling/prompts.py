@@ -52,8 +52,8 @@ async def prompts_of(
             mm_processor_kwargs=body.mm_processor_kwargs,
         )
         return [(await generation.from_messages(body.messages, options), params)]
-    given = body.input
-    many = given if isinstance(given, list) and not _is_ids(given) else [given]
+    value = body.input
+    many = value if isinstance(value, list) and not _is_ids(value) else [value]
     if not 0 < len(many) <= LIMITS.prompts:
         raise bad_field("input", f"input: 1 to {LIMITS.prompts} texts")
     if not all(isinstance(one, str) or _is_ids(one) for one in many):
@@ -87,7 +87,7 @@ async def pairs_of(
         if isinstance(value, list) and not 0 < len(value) <= LIMITS.prompts:
             raise bad_field(name, f"{name}: 1 to {LIMITS.prompts} texts")
     ways = body.media_io_kwargs, body.mm_processor_kwargs
-    sides, taken = await generation.media.read_pairs(
+    sides, media = await generation.media.read_pairs(
         dict(zip(names, (first, second), strict=True)), *ways
     )
     left, right = sides
@@ -109,7 +109,7 @@ async def pairs_of(
     total = sum(size(one) + size(other) for one, other in zip(*pairs, strict=True))
     if total > _PAIRED * generation.work.max_characters:
         raise bad_field(names[1], f"{names[1]}: the pairs have {total} characters together")
-    return (*pairs, taken)
+    return (*pairs, media)
 
 
 def _sides(body: ScoreRequest) -> tuple[tuple[str, str], Any, Any]:
@@ -117,22 +117,22 @@ def _sides(body: ScoreRequest) -> tuple[tuple[str, str], Any, Any]:
         one, other = getattr(body, first), getattr(body, second)
         if one is not None and other is not None:
             return (first, second), one, other
-    given = [name for names in _SIDES for name in names if getattr(body, name) is not None]
+    sent = [name for names in _SIDES for name in names if getattr(body, name) is not None]
     missing = {other: one for one, other in _SIDES} | dict(_SIDES)
-    name = missing[given[0]] if given else "text_1"
+    name = missing[sent[0]] if sent else "text_1"
     raise bad_field(name, f"{name}: a text or a list of texts is needed")
 
 
-def text_of(name: str, given: Any) -> str:
+def text_of(name: str, value: Any) -> str:
     """A text that came as such, as {"text": ...}, or as {"content": [{"type": "text", ...}]}."""
-    if isinstance(given, Mapping):
-        parts = given.get("content", given.get("text"))
+    if isinstance(value, Mapping):
+        parts = value.get("content", value.get("text"))
         if isinstance(parts, list):
             parts = "\n".join(text_of(name, part) for part in parts)
-        given = parts
-    if not isinstance(given, str):
+        value = parts
+    if not isinstance(value, str):
         raise bad_field(name, f"{name}: a text, or an object with one in text or content")
-    return given
+    return value
 
 
 def size(side: Side) -> int:
@@ -153,11 +153,11 @@ def _short(
     return text if len(ids) <= most else texts.tokenizer.decode(ids[:most])
 
 
-def shown_document(given: Any, whole: bool) -> Document:
+def shown_document(document: Any, whole: bool) -> Document:
     """A document as an answer has it: its text, and if it is wanted `whole` its media beside."""
-    content = given.get("content") if isinstance(given, Mapping) else None
+    content = document.get("content") if isinstance(document, Mapping) else None
     if not isinstance(content, list) or not any(map(part_kind, content)):
-        return {"text": text_of("documents", given)}
+        return {"text": text_of("documents", document)}
     texts = [text_of("documents", part) for part in content if part_kind(part) is None]
     text = "\n".join(texts)
     return {"text": text, "multi_modal": content} if whole else {"text": text}

@@ -15,7 +15,7 @@ from modulm_route_pooling.schema import EmbedRequest
 from modulm_server.errors import ApiError
 from modulm_server.json_body import bad_field
 
-__all__ = ["bits", "bytes_response", "is_binary", "shown"]
+__all__ = ["bits", "bytes_response", "is_binary", "encode_vector"]
 
 #: embed_dtype -> the name that torch has for it; the others are numpy's.
 _BY_TORCH = {"bfloat16": "bfloat16", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -26,7 +26,7 @@ def is_binary(body: EmbedRequest) -> bool:
     return body.encoding_format in ("bytes", "bytes_only")
 
 
-def shown(vector: np.ndarray, body: EmbedRequest) -> Any:
+def encode_vector(vector: np.ndarray, body: EmbedRequest) -> Any:
     """A vector in JSON: as numbers, or as the base64 of its bytes."""
     if body.encoding_format == "base64":
         return base64.b64encode(_packed(vector, body)).decode()
@@ -84,7 +84,7 @@ def _converted(values: np.ndarray, dtype: str) -> np.ndarray:
         import torch
     except ImportError as error:
         raise ApiError(400, f"embed_dtype: {dtype} needs torch", param="embed_dtype") from error
-    found = torch.from_numpy(values).to(getattr(torch, dtype))
-    bits = torch.int16 if found.element_size() == 2 else torch.uint8
-    converted: np.ndarray = found.view(bits).numpy()
+    tensor = torch.from_numpy(values).to(getattr(torch, dtype))
+    bits = torch.int16 if tensor.element_size() == 2 else torch.uint8
+    converted: np.ndarray = tensor.view(bits).numpy()
     return converted

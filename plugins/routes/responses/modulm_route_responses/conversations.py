@@ -86,9 +86,9 @@ class Conversation:
 class Conversations:
     """The newest conversations, and their routes."""
 
-    def __init__(self, most: int = _MOST) -> None:
-        self._most = most
-        self._held: OrderedDict[str, Conversation] = OrderedDict()
+    def __init__(self, max_conversations: int = _MOST) -> None:
+        self._max_conversations = max_conversations
+        self._conversations: OrderedDict[str, Conversation] = OrderedDict()
 
     def add_routes(self, router: APIRouter) -> None:
         """Put the routes on a router whose prefix is /v1."""
@@ -115,14 +115,14 @@ class Conversations:
         ):
             router.add_api_route(path, plain, methods=[method], responses=response_docs(card))
 
-    def named(self, given: Any, owner: str) -> Conversation | None:
+    def find(self, reference: Any, owner: str) -> Conversation | None:
         """The conversation that a request is part of: its id, or an object with it.
 
         Raises ApiError: 400 for anything else, 404 for one that is not there or somebody else's.
         """
-        if given is None:
+        if reference is None:
             return None
-        name = given.get("id") if isinstance(given, dict) else given
+        name = reference.get("id") if isinstance(reference, dict) else reference
         if not isinstance(name, str):
             raise bad_field("conversation", "conversation: an id, or an object with one")
         return self._get(name, owner, "conversation")
@@ -130,11 +130,15 @@ class Conversations:
     async def create(self, request: Request) -> Response:
         """Begin a conversation."""
         body = await read(request, ConversationRequest)
-        made = Conversation(owner_of(request), body.metadata or {}, _checked(body.items or []))
-        self._held[made.id] = made
-        while len(self._held) > self._most:
-            del self._held[surplus({name: held.owner for name, held in self._held.items()})]
-        return json_response(made.card())
+        conversation = Conversation(
+            owner_of(request), body.metadata or {}, _checked(body.items or [])
+        )
+        self._conversations[conversation.id] = conversation
+        while len(self._conversations) > self._max_conversations:
+            del self._conversations[
+                surplus({name: stored.owner for name, stored in self._conversations.items()})
+            ]
+        return json_response(conversation.card())
 
     async def retrieve(self, request: Request, conversation_id: str) -> Response:
         """A conversation."""
@@ -142,29 +146,33 @@ class Conversations:
 
     async def update(self, request: Request, conversation_id: str) -> Response:
         """Give a conversation other metadata."""
-        found = self._get(conversation_id, owner_of(request))
-        found.metadata = (await read(request, UpdateRequest)).metadata
-        return json_response(found.card())
+        conversation = self._get(conversation_id, owner_of(request))
+        conversation.metadata = (await read(request, UpdateRequest)).metadata
+        return json_response(conversation.card())
 
     async def delete(self, request: Request, conversation_id: str) -> Response:
         """Forget a conversation; responses that were part of it stay."""
-        del self._held[self._get(conversation_id, owner_of(request)).id]
-        gone: Deleted = {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
-        return json_response(gone)
+        del self._conversations[self._get(conversation_id, owner_of(request)).id]
+        deleted: Deleted = {
+            "id": conversation_id,
+            "object": "conversation.deleted",
+            "deleted": True,
+        }
+        return json_response(deleted)
 
     async def add_items(self, request: Request, conversation_id: str) -> Response:
         """Say more in a conversation."""
-        found = self._get(conversation_id, owner_of(request))
+        conversation = self._get(conversation_id, owner_of(request))
         items = _checked((await read(request, ItemsRequest)).items)
         if not items:
             raise bad_field("items", f"items: 1 to {_AT_ONCE} items")
-        found.add(items)
+        conversation.add(items)
         return json_response(page(items, {"order": "asc"}))
 
     async def list_items(self, request: Request, conversation_id: str) -> Response:
         """What was said in a conversation, the newest first."""
-        found = self._get(conversation_id, owner_of(request))
-        return json_response(page(found.items, request.query_params))
+        conversation = self._get(conversation_id, owner_of(request))
+        return json_response(page(conversation.items, request.query_params))
 
     async def item(self, request: Request, conversation_id: str, item_id: str) -> Response:
         """One item of a conversation."""
@@ -172,17 +180,17 @@ class Conversations:
 
     async def delete_item(self, request: Request, conversation_id: str, item_id: str) -> Response:
         """Take an item out of a conversation."""
-        found = self._get(conversation_id, owner_of(request))
-        found.items.remove(_item(found, item_id))
-        return json_response(found.card())
+        conversation = self._get(conversation_id, owner_of(request))
+        conversation.items.remove(_item(conversation, item_id))
+        return json_response(conversation.card())
 
     def _get(self, name: str, owner: str, param: str | None = None) -> Conversation:
-        found = self._held.get(name)
-        if found is None or found.owner != owner:
+        conversation = self._conversations.get(name)
+        if conversation is None or conversation.owner != owner:
             raise ApiError(
                 404, f"there is no conversation {name[:64]!r}", param=param, code="not_found"
             )
-        return found
+        return conversation
 
 
 def _item(conversation: Conversation, name: str) -> dict[str, Any]:

@@ -32,12 +32,12 @@ class Log:
         self.closed = True
         self._wake()
 
-    async def read(self, place: int = 0) -> AsyncGenerator[bytes, None]:
+    async def read(self, index: int = 0) -> AsyncGenerator[bytes, None]:
         """The frames from `place` on."""
         while True:
-            while place < len(self.frames):
-                yield self.frames[place]
-                place += 1
+            while index < len(self.frames):
+                yield self.frames[index]
+                index += 1
             if self.closed:
                 return
             await self._news.wait()

@@ -71,7 +71,7 @@ class _Job:
     keep: bool = True
     pieces: bool = False
     conversation: Conversation | None = None
-    asked: Sequence[dict[str, Any]] = ()
+    request_items: Sequence[dict[str, Any]] = ()
     numbers: Iterator[int] = field(factory=count)
 
     @property
@@ -86,9 +86,9 @@ class _Job:
         """The event that shows the whole response as it is now."""
         return self.frame({"type": f"response.{name}", "response": self.body})
 
-    def failed(self, told: ApiError) -> bytes:
+    def failed(self, api_error: ApiError) -> bytes:
         """The last event of a stream that cannot go on."""
-        error = {"code": told.code, "message": told.message, "param": told.param}
+        error = {"code": api_error.code, "message": api_error.message, "param": api_error.param}
         return self.frame({"type": "error", **error})
 
 
@@ -104,9 +104,9 @@ class Responses(RouteFamily):
         self._conversations = Conversations()
         self._prompts = StoredPrompts.of(self.context.config.group(ResponsesConfig))
         router = APIRouter(prefix="/v1", tags=["Responses"])
-        told = response_docs(ResponseObject, events=Event)
+        stream_docs = response_docs(ResponseObject, events=Event)
         for path, endpoint, answers in (
-            ("/responses", self.create, told),
+            ("/responses", self.create, stream_docs),
             ("/responses/input_tokens", self.count, response_docs(InputTokens)),
         ):
             router.add_api_route(
@@ -118,7 +118,7 @@ class Responses(RouteFamily):
             )
         one = "/responses/{response_id}"
         for method, path, plain, answers in (
-            ("GET", one, self.retrieve, told),
+            ("GET", one, self.retrieve, stream_docs),
             ("DELETE", one, self.delete, response_docs(Deleted)),
             ("POST", f"{one}/cancel", self.cancel, response_docs(ResponseObject)),
             ("GET", f"{one}/input_items", self.input_items, response_docs(Page[dict[str, Any]])),
@@ -134,7 +134,7 @@ class Responses(RouteFamily):
         """Answer."""
         job, body = await self._job(request, await read(request, ResponsesRequest))
         if body.background:
-            return self._later(job, stream=bool(body.stream))
+            return self._start_background(job, stream=bool(body.stream))
         started = await job.turn.start()
         if body.stream:
             quiet = self.context.config.group(ServerConfig).sse_keep_alive_interval
@@ -152,9 +152,9 @@ class Responses(RouteFamily):
     async def retrieve(self, request: Request, response_id: str) -> Response:
         """A response that was stored, or its events from `starting_after` on."""
         stored = self._store.get(response_id, owner_of(request))
-        place = _place(request.query_params.get("starting_after"))
+        start = _start_index(request.query_params.get("starting_after"))
         if request.query_params.get("stream") != "true":
-            if place:
+            if start:
                 raise bad_field("starting_after", "starting_after: only with stream=true")
             return json_response(stored.body)
         if stored.log is None:
@@ -163,7 +163,7 @@ class Responses(RouteFamily):
                 "stream: the events of this response are not kept; they are for a while if it is "
                 "created with background: true and stream: true",
             )
-        return self._stream(stored.log, place)
+        return self._stream(stored.log, start)
 
     async def input_items(self, request: Request, response_id: str) -> Response:
         """What a response answers, the conversation before it included."""
@@ -175,8 +175,8 @@ class Responses(RouteFamily):
         stored = self._store.get(response_id, owner_of(request))
         await _end(stored)
         self._store.remove(response_id)
-        gone: Deleted = {"id": response_id, "object": "response", "deleted": True}
-        return json_response(gone)
+        deleted: Deleted = {"id": response_id, "object": "response", "deleted": True}
+        return json_response(deleted)
 
     async def cancel(self, request: Request, response_id: str) -> Response:
         """End a response that is made in the background."""
@@ -194,9 +194,9 @@ class Responses(RouteFamily):
         model = await generation.find_model(body.model)
         generation.check_open()
         refuse(body)
-        body, said = self._prompts.apply(body)
+        body, prompt_messages = self._prompts.apply(body)
         owner = owner_of(request)
-        conversation = self._conversations.named(body.conversation, owner)
+        conversation = self._conversations.find(body.conversation, owner)
         before: Stored | None = None
         if body.previous_response_id is not None:
             before = self._store.get(body.previous_response_id, owner, "previous_response_id")
@@ -205,12 +205,16 @@ class Responses(RouteFamily):
                     "previous_response_id", "previous_response_id: this response is not done yet"
                 )
         earlier = conversation.items if conversation is not None else []
-        spoken = messages_of([*earlier, *said], needed=False)
-        said_before = before.messages if before else []
-        messages = [*said_before, *spoken, *messages_of(body.input, needed=not spoken)]
-        asked = [*items_of(said), *items_of(body.input)]
-        there: list[Any] = [*before.items, *before.body["output"]] if before else []
-        items = [*there, *earlier, *asked]
+        new_messages = messages_of([*earlier, *prompt_messages], needed=False)
+        earlier_messages = before.messages if before else []
+        messages = [
+            *earlier_messages,
+            *new_messages,
+            *messages_of(body.input, needed=not new_messages),
+        ]
+        input_items = [*items_of(prompt_messages), *items_of(body.input)]
+        earlier_items: list[Any] = [*before.items, *before.body["output"]] if before else []
+        items = [*earlier_items, *earlier, *input_items]
         turn, params = await self._turn(body, messages, model)
         stored = Stored(owner, response(body, model.name, params), messages, items)
         if conversation is not None:
@@ -228,7 +232,7 @@ class Responses(RouteFamily):
             keep=body.store is not False,
             pieces=in_pieces(body),
             conversation=conversation,
-            asked=asked,
+            request_items=input_items,
         )
         return job, body
 
@@ -304,8 +308,8 @@ class Responses(RouteFamily):
         few, most = 0, len(starts)
         while few < most:
             middle = (few + most) // 2
-            kept = [*system, *messages[starts[middle] :]]
-            shorter = await generation.from_messages(kept, options)
+            shortened = [*system, *messages[starts[middle] :]]
+            shorter = await generation.from_messages(shortened, options)
             if len(shorter.ids) <= room:
                 prompt, most = shorter, middle
             else:
@@ -314,19 +318,19 @@ class Responses(RouteFamily):
 
     # Running it.
 
-    def _later(self, job: _Job, *, stream: bool) -> Response:
+    def _start_background(self, job: _Job, *, stream: bool) -> Response:
         """Answer in the background; what is told meanwhile is kept if it is to be streamed."""
         stored = job.stored
         self._store.put(stored)
         stored.log = Log() if stream else None
-        stored.task = asyncio.get_running_loop().create_task(self._behind(job))
+        stored.task = asyncio.get_running_loop().create_task(self._run_in_background(job))
         return self._stream(stored.log) if stored.log else json_response(stored.body)
 
-    def _stream(self, events: Log, place: int = 0) -> Response:
+    def _stream(self, events: Log, start: int = 0) -> Response:
         quiet = self.context.config.group(ServerConfig).sse_keep_alive_interval
-        return EventStream(events.read(place), quiet=quiet)
+        return EventStream(events.read(start), quiet=quiet)
 
-    async def _behind(self, job: _Job) -> None:
+    async def _run_in_background(self, job: _Job) -> None:
         """A response in the background: its end is kept, whatever it is."""
         stored, body = job.stored, job.body
         events = stored.log
@@ -344,9 +348,9 @@ class Responses(RouteFamily):
             _stopped(job, "cancelled")
             raise
         except Exception as error:
-            told = describe(error, body["id"])
+            api_error = describe(error, body["id"])
             log.error("response %s failed: %s", body["id"], escape(str(error)))
-            body["error"] = {"code": told.code or "server_error", "message": told.message}
+            body["error"] = {"code": api_error.code or "server_error", "message": api_error.message}
             _stopped(job, "failed")
         finally:
             stored.task = None
@@ -385,7 +389,7 @@ class Responses(RouteFamily):
         if job.keep:
             self._store.put(job.stored)
         if job.conversation is not None:
-            job.conversation.add([*job.asked, *job.output.items])
+            job.conversation.add([*job.request_items, *job.output.items])
         return last
 
     async def _frames(self, job: _Job, started: RunningTurn) -> AsyncGenerator[bytes, None]:
@@ -412,10 +416,10 @@ def _system(text: str) -> dict[str, Any]:
 
 def _starts(messages: list[dict[str, Any]]) -> list[int]:
     """Places where a conversation may begin: not with the result of a call that is cut off."""
-    return [place for place, message in enumerate(messages) if message["role"] != "tool"][1:]
+    return [index for index, message in enumerate(messages) if message["role"] != "tool"][1:]
 
 
-def _place(after: str | None) -> int:
+def _start_index(after: str | None) -> int:
     """The place of the first event that is wanted. Raises ApiError(400)."""
     if after is None:
         return 0

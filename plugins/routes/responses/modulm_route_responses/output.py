@@ -31,12 +31,12 @@ class LogprobsOf:
     def __init__(self, special: frozenset[int], top: int) -> None:
         self._special = special
         self._top = top
-        self._held: list[tuple[int, Position]] = []
+        self._pending: list[tuple[int, Position]] = []
 
-    def of(self, events: Sequence[Event], delta: Delta) -> list[TokenLogprob]:
+    def match(self, events: Sequence[Event], delta: Delta) -> list[TokenLogprob]:
         """What the text among the events gets."""
-        whole = not self._held and all(isinstance(event, Content) for event in events)
-        self._held += [
+        whole = not self._pending and all(isinstance(event, Content) for event in events)
+        self._pending += [
             pair
             for pair in zip(delta.token_ids, delta.logprobs or (), strict=False)
             if pair[0] not in self._special
@@ -44,15 +44,15 @@ class LogprobsOf:
         text = "".join(event.text for event in events if isinstance(event, Content))
         if not events:
             return []
-        held, self._held = self._held, []
+        pending, self._pending = self._pending, []
         if not text:
             return []
         if not whole:
-            held = held[
-                _last_spelling([pos[token].decoded_token or "" for token, pos in held], text) :
+            pending = pending[
+                _last_spelling([pos[token].decoded_token or "" for token, pos in pending], text) :
             ]
-        positions = [position for _, position in held]
-        return token_logprobs(positions, [token for token, _ in held], self._top, False)
+        positions = [position for _, position in pending]
+        return token_logprobs(positions, [token for token, _ in pending], self._top, False)
 
 
 def _last_spelling(tokens: Sequence[str], text: str) -> int:
@@ -81,24 +81,26 @@ class Output:
 
     def feed(self, events: Sequence[Event], delta: Delta | None = None) -> Iterator[dict[str, Any]]:
         """Take events, and the delta that they came with; the generator must be used up."""
-        found = [] if self._logprobs is None or delta is None else self._logprobs.of(events, delta)
+        logprobs = (
+            [] if self._logprobs is None or delta is None else self._logprobs.match(events, delta)
+        )
         for event in events:
             match event:
                 case Content(text):
                     yield from self._message()
-                    if found:
-                        self.items[-1]["content"][0]["logprobs"] += found
-                    yield self._grow(0, text, "response.output_text.delta", logprobs=found)
-                    found = []
+                    if logprobs:
+                        self.items[-1]["content"][0]["logprobs"] += logprobs
+                    yield self._grow(0, text, "response.output_text.delta", logprobs=logprobs)
+                    logprobs = []
                 case Reasoning(text):
                     yield from self._reasoning()
                     yield self._grow(0, text, "response.reasoning_text.delta")
-                case ToolStart(index, name, call_id) if self._wanted(index):
+                case ToolStart(index, name, call_id) if self._includes(index):
                     yield from self._call(index, name, call_id or new_call_id())
-                case ToolArguments(index, text) if self._wanted(index):
+                case ToolArguments(index, text) if self._includes(index):
                     self.items[-1]["arguments"] += text
                     yield self._about("response.function_call_arguments.delta", delta=text)
-                case ToolEnd(index) if self._wanted(index):
+                case ToolEnd(index) if self._includes(index):
                     yield from self.close()
 
     def close(self, status: str = "completed") -> Iterator[dict[str, Any]]:
@@ -119,9 +121,9 @@ class Output:
         else:
             done = {"name": item["name"], "arguments": item["arguments"]}
             yield self._about("response.function_call_arguments.done", **done)
-        yield {**self._place("response.output_item.done"), "item": _copy(item)}
+        yield {**self._item_position("response.output_item.done"), "item": _copy(item)}
 
-    def _wanted(self, index: int) -> bool:
+    def _includes(self, index: int) -> bool:
         return index == 0 or not self._single
 
     def _message(self) -> Iterator[dict[str, Any]]:
@@ -159,16 +161,16 @@ class Output:
         yield from self.close()
         self._open = kind
         self.items.append({**item, "status": "in_progress"})
-        yield {**self._place("response.output_item.added"), "item": _copy(self.items[-1])}
+        yield {**self._item_position("response.output_item.added"), "item": _copy(self.items[-1])}
 
     def _grow(self, part: int, text: str, kind: str, **fields: Any) -> dict[str, Any]:
         self.items[-1]["content"][part]["text"] += text
         return self._about(kind, content_index=part, delta=text, **fields)
 
     def _about(self, kind: str, **fields: Any) -> dict[str, Any]:
-        return {**self._place(kind), "item_id": self.items[-1]["id"], **fields}
+        return {**self._item_position(kind), "item_id": self.items[-1]["id"], **fields}
 
-    def _place(self, kind: str) -> dict[str, Any]:
+    def _item_position(self, kind: str) -> dict[str, Any]:
         return {"type": kind, "output_index": len(self.items) - 1}
 
 

@@ -59,31 +59,33 @@ class StoredPrompts:
 
         Raises ApiError: 404 for a prompt that is not there, 400 for variables that do not fit it.
         """
-        asked = body.prompt
-        if asked is None:
+        reference = body.prompt
+        if reference is None:
             return body, []
         if self.prompts is None:
             raise bad_field(
                 "prompt", "prompt: this server stores none; it would need --stored-prompts FOLDER"
             )
-        if unknown := asked.keys() - {"id", "variables", "version"}:
+        if unknown := reference.keys() - {"id", "variables", "version"}:
             raise bad_field(
                 "prompt", f"prompt: no {min(unknown)[:64]!r}, only id, variables, version"
             )
-        name, version = asked.get("id"), asked.get("version")
+        name, version = reference.get("id"), reference.get("version")
         if not isinstance(name, str) or not isinstance(version, str | None):
             raise bad_field("prompt", "prompt: id, and version if it is given, are strings")
-        found = self.prompts.get(name if version is None else f"{name}@{version}")
-        if found is None:
-            shown = name if version is None else f"{name}, version {version}"
+        prompt = self.prompts.get(name if version is None else f"{name}@{version}")
+        if prompt is None:
+            label = name if version is None else f"{name}, version {version}"
             raise ApiError(
-                404, f"there is no prompt {shown[:130]!r}", param="prompt", code="not_found"
+                404, f"there is no prompt {label[:130]!r}", param="prompt", code="not_found"
             )
-        filled = _fill(found, _values(asked.get("variables"), _variables(found)))
-        said = filled.pop("input", [])
-        said = [{"role": "user", "content": said}] if isinstance(said, str) else said
-        given = {name: value for name in _FIELDS if (value := getattr(body, name)) is not None}
-        return msgspec.structs.replace(body, **{**filled, **given}), said
+        filled = _fill(prompt, _values(reference.get("variables"), _variables(prompt)))
+        messages = filled.pop("input", [])
+        messages = (
+            [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        )
+        overrides = {name: value for name in _FIELDS if (value := getattr(body, name)) is not None}
+        return msgspec.structs.replace(body, **{**filled, **overrides}), messages
 
 
 def _read(file: Path) -> Mapping[str, Any]:
@@ -99,13 +101,13 @@ def _read(file: Path) -> Mapping[str, Any]:
             raise ConfigError("stored_prompts", f"{file} holds no JSON object")
         if unknown := value.keys() - _FIELDS:
             raise ConfigError("stored_prompts", f"{file}: a prompt has no field {min(unknown)!r}")
-        made = decode(msgspec.json.encode(value), ResponsesRequest)
-        messages_of(made.input, needed=False)
+        request = decode(msgspec.json.encode(value), ResponsesRequest)
+        messages_of(request.input, needed=False)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError("stored_prompts", f"{file} cannot be read: {error}") from error
     except ApiError as error:
         raise ConfigError("stored_prompts", f"{file}: {error.message}") from error
-    return {name: getattr(made, name) for name in value}
+    return {name: getattr(request, name) for name in value}
 
 
 def _variables(value: Any) -> set[str]:
@@ -116,15 +118,15 @@ def _variables(value: Any) -> set[str]:
     return set().union(*map(_variables, inner)) if isinstance(value, Mapping | list) else set()
 
 
-def _values(given: Any, wanted: set[str]) -> dict[str, str]:
+def _values(variables: Any, expected: set[str]) -> dict[str, str]:
     """What the variables stand for. Raises ApiError(400)."""
-    given = {} if given is None else given
-    if not isinstance(given, Mapping):
+    variables = {} if variables is None else variables
+    if not isinstance(variables, Mapping):
         raise bad_field("prompt", "prompt.variables: an object is expected")
-    if given.keys() != wanted:
-        names = ", ".join(sorted(wanted)) or "none"
+    if variables.keys() != expected:
+        names = ", ".join(sorted(expected)) or "none"
         raise bad_field("prompt", f"prompt.variables: this prompt has these: {names}")
-    return {name: _text(name, value) for name, value in given.items()}
+    return {name: _text(name, value) for name, value in variables.items()}
 
 
 def _text(name: str, value: Any) -> str:
@@ -137,7 +139,7 @@ def _text(name: str, value: Any) -> str:
 
 def _fill(value: Any, values: Mapping[str, str]) -> Any:
     if isinstance(value, str):
-        return _VARIABLE.sub(lambda found: values[found[1]], value)
+        return _VARIABLE.sub(lambda match: values[match[1]], value)
     if isinstance(value, Mapping):
         return {name: _fill(inner, values) for name, inner in value.items()}
     return [_fill(inner, values) for inner in value] if isinstance(value, list) else value

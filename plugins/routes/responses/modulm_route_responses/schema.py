@@ -92,25 +92,25 @@ class ResponsesRequest(Struct, kw_only=True):
 
 def effort_of(body: ResponsesRequest) -> str | None:
     """`reasoning.effort`. Raises ApiError(400)."""
-    given = body.reasoning or {}
-    effort = given.get("effort")
+    reasoning = body.reasoning or {}
+    effort = reasoning.get("effort")
     if not isinstance(effort, str | None):
         raise bad_field("reasoning", "reasoning.effort: a string is expected")
-    if given.get("summary") not in (None, "auto", "concise", "detailed"):
+    if reasoning.get("summary") not in (None, "auto", "concise", "detailed"):
         raise bad_field("reasoning", "reasoning.summary: auto, concise or detailed")
     return effort
 
 
-def messages_of(given: Any, *, needed: bool = True) -> list[dict[str, Any]]:
+def messages_of(request_input: Any, *, needed: bool = True) -> list[dict[str, Any]]:
     """`input` as chat messages; `needed`: whether there must be some. Raises ApiError(400)."""
-    if not needed and not given and given != "":
+    if not needed and not request_input and request_input != "":
         return []
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    if not isinstance(given, list) or not 0 < len(given) <= LIMITS.messages:
+    if isinstance(request_input, str):
+        return [{"role": "user", "content": request_input}]
+    if not isinstance(request_input, list) or not 0 < len(request_input) <= LIMITS.messages:
         raise bad_field("input", f"input: a string, or a list of 1 to {LIMITS.messages} items")
     messages: list[dict[str, Any]] = []
-    for index, item in enumerate(given):
+    for index, item in enumerate(request_input):
         _add(messages, index, item)
     return messages
 
@@ -126,13 +126,13 @@ def _add(messages: list[dict[str, Any]], index: int, item: Any) -> None:
         else:
             messages.append(message)
     elif kind == "function_call":
-        call = _named(index, item, "call_id", "name", "arguments")
+        call = _check_strings(index, item, "call_id", "name", "arguments")
         function = {"name": call["name"], "arguments": call["arguments"]}
         _assistant(messages).setdefault("tool_calls", []).append(
             {"id": call["call_id"], "type": "function", "function": function}
         )
     elif kind == "function_call_output":
-        call_id = _named(index, item, "call_id")["call_id"]
+        call_id = _check_strings(index, item, "call_id")["call_id"]
         content = _content(index, item.get("output"))
         messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
     elif kind == "reasoning":
@@ -143,21 +143,25 @@ def _add(messages: list[dict[str, Any]], index: int, item: Any) -> None:
         raise bad_field("input", f"input[{index}]: items of type {str(kind)[:64]!r} are not there")
 
 
-def items_of(given: Any) -> list[dict[str, Any]]:
+def items_of(request_input: Any) -> list[dict[str, Any]]:
     """`input` as items with ids, for `GET /v1/responses/{id}/input_items`."""
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    items = (
+        [{"role": "user", "content": request_input}]
+        if isinstance(request_input, str)
+        else request_input
+    )
     return [_item(item) for item in items or ()]
 
 
 def _item(item: Mapping[str, Any]) -> dict[str, Any]:
     kind = item.get("type", "message")
-    made = {**item, "type": kind, "id": item.get("id") or f"{_PREFIXES[kind]}_{uuid4().hex}"}
+    item_object = {**item, "type": kind, "id": item.get("id") or f"{_PREFIXES[kind]}_{uuid4().hex}"}
     if kind == "message":
-        made.setdefault("status", "completed")
-        if isinstance(made["content"], str):
-            part = "output_text" if made["role"] == "assistant" else "input_text"
-            made["content"] = [{"type": part, "text": made["content"]}]
-    return made
+        item_object.setdefault("status", "completed")
+        if isinstance(item_object["content"], str):
+            part = "output_text" if item_object["role"] == "assistant" else "input_text"
+            item_object["content"] = [{"type": part, "text": item_object["content"]}]
+    return item_object
 
 
 _PREFIXES = {
@@ -228,7 +232,7 @@ def _source(index: int, at: int, part: Mapping[str, Any]) -> MediaSource:
     raise bad_field("input", f"{where}: an image is expected in file_data or file_url")
 
 
-def _named(index: int, item: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+def _check_strings(index: int, item: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
     for name in names:
         if not isinstance(item.get(name), str):
             raise bad_field("input", f"input[{index}].{name}: a string is needed")
@@ -249,14 +253,14 @@ def _text(index: int, content: Any) -> str:
 
 def tools_of(body: ResponsesRequest) -> tuple[dict[str, Any], ...]:
     """Tools in the form of the chat API."""
-    made = []
+    chat_tools = []
     for index, tool in enumerate(body.tools or ()):
         if tool.get("type") != "function":
             raise bad_field("tools", f"tools[{index}]: only tools of type function are there")
         known = ("name", "description", "parameters", "strict")
         function = {key: tool[key] for key in known if tool.get(key) is not None}
-        made.append({"type": "function", "function": function})
-    return check_tools(made)
+        chat_tools.append({"type": "function", "function": function})
+    return check_tools(chat_tools)
 
 
 def choice_of(
@@ -298,8 +302,8 @@ def params_of(
     body: ResponsesRequest, defaults: Mapping[str, Any], constraint: StructuredOutputs | None
 ) -> SamplingParams:
     """Sampling parameters; `defaults` are those of the model."""
-    given = {name: getattr(body, name) for name in _SAMPLING}
-    chosen = {name: value for name, value in given.items() if value is not None}
+    values = {name: getattr(body, name) for name in _SAMPLING}
+    chosen = {name: value for name, value in values.items() if value is not None}
     return SamplingParams(
         **{
             "max_tokens": None,

@@ -56,37 +56,39 @@ def surplus(owners: Mapping[str, str]) -> str:
 class Store:
     """The newest responses; when there are too many, the oldest one goes of who has most."""
 
-    def __init__(self, most: int = _MOST, most_frames: int = _MOST_FRAMES) -> None:
-        self._most = most
-        self._most_frames = most_frames
-        self._held: OrderedDict[str, Stored] = OrderedDict()
+    def __init__(self, max_responses: int = _MOST, max_frames: int = _MOST_FRAMES) -> None:
+        self._max_responses = max_responses
+        self._max_frames = max_frames
+        self._responses: OrderedDict[str, Stored] = OrderedDict()
 
     def put(self, stored: Stored) -> None:
         """Keep a response."""
-        self._held[stored.body["id"]] = stored
-        if len(self._held) <= self._most:
+        self._responses[stored.body["id"]] = stored
+        if len(self._responses) <= self._max_responses:
             return
-        owners = {name: held.owner for name, held in self._held.items() if held.task is None}
+        owners = {
+            name: other.owner for name, other in self._responses.items() if other.task is None
+        }
         if owners:
-            del self._held[surplus(owners)]
+            del self._responses[surplus(owners)]
 
     def get(self, name: str, owner: str, param: str | None = None) -> Stored:
         """A response by its whole id. Raises ApiError(404), also for somebody else's."""
-        found = self._held.get(name)
-        if found is None or found.owner != owner:
+        stored = self._responses.get(name)
+        if stored is None or stored.owner != owner:
             raise ApiError(
                 404, f"there is no response {name[:64]!r}", param=param, code="not_found"
             )
-        return found
+        return stored
 
     def remove(self, name: str) -> None:
         """Forget a response."""
-        self._held.pop(name, None)
+        self._responses.pop(name, None)
 
     def trim(self) -> None:
         """Forget the events of the oldest finished responses, first of who has most of them."""
-        logs = [stored for stored in self._held.values() if stored.log is not None]
-        excess = sum(len(stored.log.frames) for stored in logs if stored.log) - self._most_frames
+        logs = [stored for stored in self._responses.values() if stored.log is not None]
+        excess = sum(len(stored.log.frames) for stored in logs if stored.log) - self._max_frames
         if excess <= 0:
             return
         frames: Counter[str] = Counter()
@@ -101,11 +103,11 @@ class Store:
                 stored.log = None
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._responses)
 
     async def stop(self) -> None:
         """End what still runs in the background."""
-        tasks = [stored.task for stored in self._held.values() if stored.task is not None]
+        tasks = [stored.task for stored in self._responses.values() if stored.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
