@@ -38,4 +38,6 @@ class WhisperFamily(MediaFamily):
         nothing = np.zeros(0, dtype=np.int64)
         # The second convolution halves the time.
         given = mel.shape[-1] // 2
-        return Processed("audio", nothing, nothing.astype(bool), {"mel": mel[0]}, encoder_outputs=given)
+        return Processed(
+            "audio", nothing, nothing.astype(bool), {"mel": mel[0]}, encoder_outputs=given
+        )
