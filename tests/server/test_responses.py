@@ -605,5 +605,5 @@ def test_folders_of_prompts_that_cannot_be_used(tmp_path: Path, name: str, text:
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
         StoredPrompts.of(ResponsesConfig(stored_prompts=str(tmp_path)))
-    with pytest.raises(ConfigError, match="no folder"):
+    with pytest.raises(ConfigError, match="not a folder"):
         StoredPrompts.of(ResponsesConfig(stored_prompts=str(tmp_path / "no")))

@@ -1,4 +1,4 @@
-"""What the model said as Anthropic's content blocks, whole and in pieces."""
+"""Converts parser events to Anthropic's content blocks, whole or streamed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STOPS = {"stop": "end_turn", "length": "max_tokens"}
 
 
 def blocks_of(parsed: ParsedMessage, single: bool, omitted: bool = False) -> list[Any]:
-    """The blocks of a whole message, in the order in which they were written."""
+    """The content blocks of a complete message, in order."""
     blocks: list[Any] = []
     events = Events(single, omitted)
     for sent in [*events.convert(parsed.deltas), *events.close()]:
@@ -50,7 +50,7 @@ def _grow(block: Any, delta: Mapping[str, Any]) -> None:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Arguments as an object; those of a call that was cut are no JSON, and so none."""
+    """Parse call arguments; {} for incomplete ones."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -68,7 +68,7 @@ def stop_of(reason: str | None, stop: Any, called: bool) -> objects.Stop:
 
 
 def usage_of(output: Any, generated: int, thought: int | None = None) -> objects.Usage:
-    """Tokens read, found in the cache, and written; `thought` of these are thoughts."""
+    """Token usage. thought: thinking tokens among the generated ones."""
     cached = output.num_cached_tokens or 0
     return {
         "input_tokens": len(output.prompt_token_ids) - cached,
@@ -79,7 +79,7 @@ def usage_of(output: Any, generated: int, thought: int | None = None) -> objects
 
 
 def written(generated: int, thought: int | None) -> objects.Written:
-    """The part of usage that is about the answer."""
+    """The output part of the usage."""
     if thought is None:
         return {"output_tokens": generated}
     details: objects.Thoughts = {"thinking_tokens": thought}
@@ -87,10 +87,10 @@ def written(generated: int, thought: int | None) -> objects.Written:
 
 
 class Events:
-    """Parser events as the events of content blocks: one block is open at a time.
+    """Converts parser events to events of content blocks, of which one is open at a time.
 
-    single: only the first call counts. omitted: the blocks of thoughts have no text. Their
-    signature names the thought; clients drop thoughts without one, and nothing here checks it.
+    single: keep only the first call. omitted: leave out the text of thoughts. A thought's signature
+    is a digest of its text: clients drop thoughts without one; the server never checks it.
     """
 
     def __init__(self, single: bool, omitted: bool = False) -> None:
@@ -102,7 +102,7 @@ class Events:
         self.called = False
 
     def convert(self, events: Sequence[Event]) -> list[objects.Event]:
-        """What to send for these."""
+        """Convert parser events."""
         sent: list[objects.Event] = []
         for event in events:
             match event:
@@ -128,7 +128,7 @@ class Events:
         return sent
 
     def close(self) -> list[objects.Event]:
-        """The end of the block that is open."""
+        """Close the open block."""
         kind, self._open = self._open, None
         if kind is None:
             return []

@@ -1,4 +1,4 @@
-"""The route family: requests in, messages or events out."""
+"""The route family of Anthropic's messages API."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ __all__ = ["Anthropic"]
 
 @frozen
 class _Job:
-    """One request, ready to run."""
+    """A validated request."""
 
     id: str
     model: str
@@ -78,7 +78,7 @@ class Anthropic(RouteFamily):
         return router
 
     async def create(self, request: Request) -> Response:
-        """Answer a conversation."""
+        """Generate the next message of a conversation."""
         try:
             body = await read(request, MessagesRequest)
             job = await self._job(request, body)
@@ -93,7 +93,7 @@ class Anthropic(RouteFamily):
             return self._error_response(request, error)
 
     async def count(self, request: Request) -> Response:
-        """How many tokens a conversation has."""
+        """Count the tokens of a conversation."""
         try:
             body = await read(request, CountRequest)
             await self.context.generation.find_model(body.model)
@@ -152,7 +152,7 @@ class Anthropic(RouteFamily):
         return _Job(name, model.name, turn, single=not parallel, omitted=omitted)
 
     def _budget(self, body: MessagesRequest) -> int | None:
-        """What thoughts may have; where nothing reads thoughts, nothing counts them either."""
+        """The thinking budget; None without a reasoning parser, which counts the tokens."""
         return budget_of(body) if self._parsers.reasoning else None
 
     def _forced_calls(
@@ -212,7 +212,7 @@ def _frame(value: StreamEvent) -> bytes:
 
 
 def _error(error: ApiError) -> Failure:
-    """Anthropic's error, with OpenAI's `param` and `code` beside its own fields."""
+    """Anthropic's error, with OpenAI's `param` and `code` in addition."""
     return {"type": "error", **error_body(error)}
 
 

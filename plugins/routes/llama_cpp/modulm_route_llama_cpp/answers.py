@@ -1,4 +1,4 @@
-"""Answers in llama.cpp's form, whole and in parts."""
+"""Responses in llama.cpp's form, whole or streamed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TYPES = {
 
 
 def failure(error: ApiError, message: str) -> dict[str, Any]:
-    """An error in llama.cpp's form."""
+    """Build an error in llama.cpp's form."""
     kind = _TYPES.get(error.status, "server_error" if error.status >= 500 else error.kind)
     if error.code == "context_length_exceeded":
         kind = "exceed_context_size_error"
@@ -35,7 +35,7 @@ def failure(error: ApiError, message: str) -> dict[str, Any]:
 
 @define(eq=False)
 class Answer:
-    """One answer while it comes. nothing: no token is wanted. best: how many log probabilities."""
+    """A response in progress. nothing: generate no token. best: log probabilities per token."""
 
     index: int
     model: str
@@ -49,7 +49,7 @@ class Answer:
     generated: int = 0
 
     def piece(self, output: Any, choice: CompletionOutput) -> Piece:
-        """What a step added."""
+        """Add a step's output; returns its part of the response."""
         if self.first is None:
             self.first = time.monotonic()
         text = "" if self.nothing else choice.text
@@ -70,7 +70,7 @@ class Answer:
         return part
 
     def end(self, piece: Piece, output: Any, choice: CompletionOutput, prompt: str) -> Completion:
-        """The last of it: why it ended, and the figures."""
+        """The final part: the stop reason and the statistics."""
         word = choice.stop_reason if isinstance(choice.stop_reason, str) else ""
         ended = "word" if word else "limit" if choice.finish_reason == "length" else "eos"
         return {
@@ -88,7 +88,7 @@ class Answer:
         }
 
     def timings(self, output: Any) -> Timings:
-        """Times until now: of the prompt until the first token, then of the answer."""
+        """Timings so far: prompt processing up to the first token, then generation."""
         now = time.monotonic()
         first = now if self.first is None else self.first
         cached = output.num_cached_tokens or 0
@@ -108,7 +108,7 @@ class Answer:
 
 
 def probabilities(positions: Sequence[Position], best: int) -> list[TokenProbability]:
-    """An entry per token, with the `best` tokens that it was chosen from."""
+    """Build one entry per token, with its `best` top candidates."""
     result: list[TokenProbability] = []
     for position in positions:
         entries = list(position.items())
@@ -125,7 +125,7 @@ def _entry(token: int, one: Any) -> TokenProbability:
 
 
 def chosen_fields(answer: Mapping[str, Any], fields: Sequence[str] | None) -> Mapping[str, Any]:
-    """`response_fields`: what is named, from within objects too; what is not there is left out."""
+    """Select the `response_fields` of a response, with / for nested ones. Ignores missing ones."""
     if not fields:
         return answer
     selected = {}

@@ -1,6 +1,6 @@
-"""The route family: `/completion`, `/infill`, `/props`, `/slots` and what goes with them.
+"""The route family of llama.cpp's server: `/completion`, `/infill`, `/props`, `/slots` ...
 
-An answer of which `response_fields` names parts has no type of its own, only these.
+With `response_fields`, a response has only the named fields, and no static type.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ __all__ = ["LlamaCpp"]
 
 @frozen(kw_only=True)
 class _Job:
-    """One request, ready to run. fields: what it calls a field of the engine's."""
+    """A validated request. fields: the API's names of engine fields."""
 
     body: CompletionRequest
     prompts: Sequence[Prompt]
@@ -73,7 +73,7 @@ class _Job:
     fields: Mapping[str, str]
 
     def answers(self) -> list[Answer]:
-        """An answer per prompt and completion."""
+        """Create an `Answer` per prompt and completion."""
         return [
             Answer(
                 index,
@@ -138,7 +138,7 @@ class LlamaCpp(RouteFamily):
     def _with_errors(
         self, function: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        """The route with errors in llama.cpp's form."""
+        """Wrap an endpoint to return errors in llama.cpp's form."""
 
         async def answered(request: Request) -> Response:
             try:
@@ -152,10 +152,10 @@ class LlamaCpp(RouteFamily):
 
         return answered
 
-    # What tells of the server.
+    # Server information.
 
     async def props(self, request: Request) -> Response:
-        """What the server is, and the settings that a request has if it says nothing."""
+        """Describe the server and the default settings of requests."""
         info, config = self.context.engine.info, self.context.config
         tokenizer = self.context.engine.tokenizer
         settings = Settings.of(CompletionRequest(), info.defaults).as_dict()
@@ -186,7 +186,7 @@ class LlamaCpp(RouteFamily):
         return json_response(properties)
 
     async def slots(self, request: Request) -> Response:
-        """The sequences that may run at once. fail_on_no_slot=1: 503 if all of them do."""
+        """List the slots for concurrent sequences. fail_on_no_slot=1: 503 if all are in use."""
         info, stats = self.context.engine.info, self.context.engine.stats
         count = self.context.config.scheduler.max_num_seqs or 1
         running = 0 if stats is None else int(stats.running)
@@ -205,7 +205,7 @@ class LlamaCpp(RouteFamily):
         return json_response(slot_objects)
 
     async def adapters(self, request: Request) -> Response:
-        """The adapters that `lora` of a request may name by their number."""
+        """List the adapters that requests may select by number in `lora`."""
         adapter_objects: list[Adapter] = [
             {"id": index, "path": adapter.root or adapter.name, "scale": 0.0}
             for index, adapter in enumerate(self.context.engine.adapters.values())
@@ -213,19 +213,17 @@ class LlamaCpp(RouteFamily):
         return json_response(adapter_objects)
 
     async def _not_changeable(self, request: Request) -> Response:
-        """What can be changed in llama.cpp's server while it runs, and not here."""
+        """Reject requests that change llama.cpp's server at run time."""
         reasons = {
-            "/props": "the server's settings are its flags (modulm serve --help)",
-            "/lora-adapters": "a request names its adapter with `lora`, or as its `model`",
+            "/props": "set the server's flags instead (modulm serve --help)",
+            "/lora-adapters": "select an adapter in each request, with `lora` or `model`",
         }
         path = request.url.path
-        reason = reasons.get(
-            path, "the cache of prompts is shared; it is not saved, nor is it a slot's"
-        )
+        reason = reasons.get(path, "the prompt cache is shared by all slots and cannot be saved")
         raise ApiError(501, f"this server does not support POST {path[:40]}: {reason}")
 
     async def apply_template(self, request: Request) -> Response:
-        """A conversation in the model's chat template, as text."""
+        """Render a conversation with the model's chat template."""
         body = await read(request, TemplateRequest)
         prompt = await self.context.generation.from_messages(
             body.messages,
@@ -239,10 +237,10 @@ class LlamaCpp(RouteFamily):
         return json_response(rendered)
 
     async def embedding(self, request: Request) -> Response:
-        """One vector per text, by the server's own route for embeddings."""
+        """Compute one embedding per text."""
         body = await read(request, EmbeddingRequest)
         if body.embd_normalize not in (None, 2, -1):
-            raise bad_field("embd_normalize", "embd_normalize: 2 (Euclidean) or -1 (none)")
+            raise bad_field("embd_normalize", "embd_normalize must be 2 (Euclidean) or -1 (none)")
         request_fields: dict[str, Any] = {"input": body.content}
         if body.embd_normalize == -1:
             request_fields["normalize"] = False
@@ -259,13 +257,13 @@ class LlamaCpp(RouteFamily):
         ]
         return json_response(embeddings)
 
-    # Answers.
+    # Generation.
 
     async def completion(self, request: Request) -> Response:
         """Continue a prompt, or each of several."""
         body = await read(request, CompletionRequest)
         if body.prompt is None:
-            raise bad_field("prompt", "prompt: is needed")
+            raise bad_field("prompt", "prompt is missing")
         self.context.generation.check_open()
         return await self._answer(body, await prompts_of(body.prompt, self.context.generation))
 
@@ -290,7 +288,7 @@ class LlamaCpp(RouteFamily):
         info = self.context.engine.info
         slots = self.context.config.scheduler.max_num_seqs or 1
         if not -1 <= body.id_slot < slots:
-            raise bad_field("id_slot", f"id_slot: -1, or one of {slots} slots from 0")
+            raise bad_field("id_slot", f"id_slot must be -1 or a slot from 0 to {slots - 1}")
         settings = Settings.of(body, info.defaults)
         constraint = constraint_of(body)
         bias = biases(body.logit_bias, self.context.generation.tokenizer)
@@ -329,7 +327,7 @@ class LlamaCpp(RouteFamily):
         )
 
     async def _adapter(self, body: CompletionRequest) -> str | None:
-        """The adapter of a request: the one of `lora`, or that which `model` names."""
+        """The adapter of a request, from `lora` or `model`."""
         if body.lora is None:
             model_name = body.model
             known = model_name is None or model_name in self.context.models
@@ -337,17 +335,17 @@ class LlamaCpp(RouteFamily):
             return model_name if not known and model_name in adapters else None
         requested = [one for one in body.lora if one.get("scale", 0) != 0]
         if len(requested) > 1 or any(one.get("scale") != 1 for one in requested):
-            raise bad_field("lora", "lora: one adapter, with scale 1; others are off")
+            raise bad_field("lora", "lora: only one adapter with scale 1 is supported")
         if not requested:
             return None
         names = list(self.context.engine.adapters)
         index = requested[0].get("id")
         if not isinstance(index, int) or not 0 <= index < len(names):
-            raise bad_field("lora", f"lora: {index!r:.20} is no adapter of GET /lora-adapters")
+            raise bad_field("lora", f"lora: {index!r:.20} is not an adapter of GET /lora-adapters")
         return names[index]
 
     async def _start(self, job: _Job) -> list[Running]:
-        """All prompts handed to the engine, or none."""
+        """Submit all prompts to the engine, or none."""
         salt = None if job.body.cache_prompt else uuid4().hex
         tasks = [
             asyncio.ensure_future(
@@ -404,7 +402,7 @@ class LlamaCpp(RouteFamily):
     def _pieces(
         self, job: _Job, answer: Answer, output: Any, choice: Any
     ) -> list[Mapping[str, Any]]:
-        """What a step said of an answer: what came, and then that it has ended."""
+        """The stream parts of an output: its text, and the end if it is finished."""
         first = answer.first is None
         piece = cast("Chunk", answer.piece(output, choice))
         if job.body.timings_per_token:
@@ -426,7 +424,7 @@ class LlamaCpp(RouteFamily):
 
 
 def _plain(piece: Chunk) -> Piece:
-    """What an end has of a part."""
+    """The fields of a part that the final part repeats."""
     return {
         "index": piece["index"],
         "content": piece["content"],

@@ -136,7 +136,7 @@ _NEUTRAL_SAMPLERS = ("dry", "typ_p", "typical_p", "xtc", "top_n_sigma", "infill"
 
 @frozen(kw_only=True)
 class Settings:
-    """How a request's tokens are chosen, in llama.cpp's words."""
+    """Sampling settings in llama.cpp's form."""
 
     temperature: float = 0.8
     top_k: int = 40
@@ -150,9 +150,9 @@ class Settings:
 
     @classmethod
     def of(cls, body: CompletionRequest, defaults: Mapping[str, Any]) -> Settings:
-        """What a request says, else what the checkpoint recommends, else llama.cpp's defaults.
+        """The settings of a request, with defaults of the checkpoint, then of llama.cpp.
 
-        Raises ApiError(400) for a sampler that is not there.
+        Raises ApiError(400) for an unsupported sampler.
         """
         for name, (neutral, reason) in _NEUTRAL.items():
             if getattr(body, name) not in (None, *neutral):
@@ -166,7 +166,7 @@ class Settings:
         return cls(**settings, samplers=_samplers(body.samplers))
 
     def as_dict(self) -> dict[str, Any]:
-        """The settings as answers tell them."""
+        """The settings as responses show them."""
         neutral = {name: values[0] for name, (values, _) in _NEUTRAL.items()}
         del neutral["grammar_lazy"], neutral["t_max_prompt_ms"]
         settings = {name: getattr(self, name) for name in (*_RECOMMENDED, *_PENALTIES)}
@@ -179,12 +179,14 @@ class Settings:
 
 
 def _samplers(names: Sequence[str] | None) -> Sequence[str]:
-    """Those that are on. What is not named is off; the order is this engine's."""
+    """The enabled samplers, in the engine's order. Samplers not listed are off."""
     if names is None:
         return SAMPLERS
     for name in names:
         if name not in SAMPLERS + _NEUTRAL_SAMPLERS:
-            raise bad_field("samplers", f"samplers: {name[:40]!r} is none of {', '.join(SAMPLERS)}")
+            raise bad_field(
+                "samplers", f"samplers: {name[:40]!r} is not one of {', '.join(SAMPLERS)}"
+            )
     return tuple(name for name in SAMPLERS if name in names)
 
 
@@ -194,7 +196,7 @@ def params_of(
     constraint: StructuredOutputs | None,
     bias: Mapping[int, float] | None,
 ) -> SamplingParams:
-    """The engine's parameters; what depends on the model is checked by the engine."""
+    """Build the engine's parameters. The engine checks what depends on the model."""
     limit = body.n_predict if body.n_predict is not None else body.max_tokens
     on = settings.samplers
     seed = None if body.seed is None or body.seed in (-1, 2**32 - 1) else body.seed
@@ -217,7 +219,7 @@ def params_of(
 
 
 def _penalties(settings: Settings) -> dict[str, Any] | None:
-    """Penalties for what is among the last tokens, of the processor `recent_penalties`."""
+    """Options of the logits processor `recent_penalties`."""
     penalties = {
         "repeat": settings.repeat_penalty,
         "presence": settings.presence_penalty,
@@ -230,9 +232,9 @@ def _penalties(settings: Settings) -> dict[str, Any] | None:
 
 
 def constraint_of(body: CompletionRequest) -> tuple[StructuredOutputs, str] | None:
-    """What the text is held to, and by which field. Raises ApiError(400)."""
+    """The request's constraint with its field, or None. Raises ApiError(400)."""
     if body.grammar and body.json_schema is not None:
-        raise bad_field("grammar", "grammar: not together with json_schema")
+        raise bad_field("grammar", "grammar cannot be combined with json_schema")
     if body.grammar:
         constraint = from_structured(StructuredFields(grammar=body.grammar), "grammar")
         return None if constraint is None else (constraint, "grammar")

@@ -1,4 +1,4 @@
-"""The route family: requests in, answers or lines out."""
+"""The route family of Ollama's API."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ if TYPE_CHECKING:
 __all__ = ["Ollama"]
 
 _LINES = "application/x-ndjson"
-#: What is answered line by line, unless the request says otherwise.
+#: Routes that stream by default.
 _STREAMED = ("/chat", "/generate", "/pull")
 
 
 @frozen(kw_only=True)
 class _Job:
-    """One request, ready to run. chat: it is answered with a message, else with a text."""
+    """A validated request. chat: respond with a message, else with a text."""
 
     model: str
     chat: bool
@@ -75,7 +75,7 @@ class _Job:
     clock: Clock = field(factory=Clock)
 
     def piece(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A part of the answer in the form of its route."""
+        """A part of the response, in the form of its route."""
         head = {"model": self.model, "created_at": now(), "done": False}
         if self.chat:
             return {**head, "message": {"role": "assistant", **message}}
@@ -123,7 +123,7 @@ class Ollama(RouteFamily):
     def _with_errors(
         self, function: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        """The route with errors as Ollama's clients read them."""
+        """Wrap an endpoint to return errors in Ollama's form."""
 
         async def answered(request: Request) -> Response:
             try:
@@ -137,15 +137,15 @@ class Ollama(RouteFamily):
 
         return answered
 
-    # What tells of models.
+    # Models.
 
     async def tags(self) -> Response:
-        """The models that are there."""
+        """List the models."""
         models: Models = {"models": self._catalogue.list_models()}
         return json_response(models)
 
     async def ps(self) -> Response:
-        """The models that run: the same ones."""
+        """List the running models, which are the same."""
         return json_response(self._catalogue.running())
 
     async def version(self) -> Response:
@@ -153,13 +153,13 @@ class Ollama(RouteFamily):
         return json_response(self._catalogue.version())
 
     async def show(self, request: Request) -> Response:
-        """Everything known of a model."""
+        """Describe a model."""
         body = await read(request, NamedRequest)
         self._model(body.model or body.name or "")
         return json_response(self._catalogue.model_details())
 
     async def pull(self, request: Request) -> Response:
-        """A model that is served is there; another one needs another server."""
+        """Succeed for the served model. Other models cannot be pulled."""
         body = await read(request, NamedRequest)
         self._model(body.model or body.name or "")
         done: Status = {"status": "success"}
@@ -168,23 +168,23 @@ class Ollama(RouteFamily):
         return json_response(done)
 
     def _model(self, name: str) -> str:
-        """The served model; a tag ":latest" is no part of its name. Raises ApiError(404)."""
+        """Check a model's name, ignoring the tag ":latest". Raises ApiError(404)."""
         models = self.context.generation.models
         plain = name.removesuffix(":latest")
         if name not in models and plain not in models:
             raise ApiError(
                 404,
-                f"model {name[:256]!r} is not served here, only {', '.join(models)}: a server has "
-                "the model that it was started with (modulm serve MODEL)",
+                f"model {name[:256]!r} is not served here, only {', '.join(models)}; a server "
+                "serves only the model that it was started with (modulm serve MODEL)",
                 param="model",
                 code="model_not_found",
             )
         return name
 
-    # Answers.
+    # Generation.
 
     async def chat(self, request: Request) -> Response:
-        """Answer a conversation."""
+        """Generate the next message of a conversation."""
         body = await read(request, ChatRequest)
         name = self._model(body.model)
         if not body.messages:
@@ -212,7 +212,7 @@ class Ollama(RouteFamily):
         return await self._respond(_Job(model=name, chat=True, stream=body.stream, turn=turn))
 
     async def generate(self, request: Request) -> Response:
-        """Answer a prompt, by default in the model's chat template."""
+        """Complete a prompt, by default in the model's chat template."""
         body = await read(request, GenerateRequest)
         name = self._model(body.model)
         if not body.prompt and not body.context:
@@ -239,7 +239,7 @@ class Ollama(RouteFamily):
     async def _prompt(
         self, body: GenerateRequest, templated: bool, variables: Mapping[str, Any]
     ) -> Prompt:
-        """What the model goes on with; `context` is what an earlier answer ended with."""
+        """Build the prompt. `context`: the token ids of an earlier response."""
         generation = self.context.generation
         text = body.prompt or ""
         if templated:
@@ -268,7 +268,7 @@ class Ollama(RouteFamily):
         return turn
 
     def _empty_answer(self, body: AnyRequest, nothing: Mapping[str, Any]) -> Response:
-        """Nothing was asked: the model is there, and stays whatever `keep_alive` says."""
+        """Respond to an empty request, which only loads or unloads a model in Ollama."""
         unload = body.keep_alive in (0, "0")
         answer = {
             "model": body.model,
@@ -318,7 +318,7 @@ class Ollama(RouteFamily):
     # Vectors.
 
     async def embed(self, request: Request) -> Response:
-        """One vector per text."""
+        """Compute one embedding per text."""
         body = await read(request, EmbedRequest)
         self._model(body.model)
         clock = Clock()
@@ -334,7 +334,7 @@ class Ollama(RouteFamily):
         return json_response(answer)
 
     async def embeddings(self, request: Request) -> Response:
-        """One vector of one text, as older clients ask for it."""
+        """Compute the embedding of one text, for older clients."""
         body = await read(request, EmbeddingsRequest)
         self._model(body.model)
         vectors, _ = await self._vectors(body.prompt, True, None)
@@ -344,7 +344,7 @@ class Ollama(RouteFamily):
     async def _vectors(
         self, texts: str | Sequence[str], truncate: bool, dimensions: int | None
     ) -> tuple[list[list[float]], int]:
-        """The vectors, and how many tokens were read. By the server's own route for embeddings."""
+        """Get embeddings from the server's own route; returns (vectors, prompt tokens)."""
         if not texts:
             return [], 0
         request: dict[str, Any] = {"input": texts}
@@ -362,19 +362,21 @@ class Ollama(RouteFamily):
 
 
 def _check_supported(body: GenerateRequest) -> None:
-    """What is understood but not there. Raises ApiError(400)."""
+    """Raise ApiError(400) for unsupported fields."""
     if body.images and (body.raw or body.context):
-        raise bad_field("images", "images: not together with raw or context")
+        raise bad_field("images", "images cannot be combined with raw or context")
     if body.suffix:
-        raise bad_field("suffix", "suffix: this model cannot fill in the middle")
+        raise bad_field("suffix", "suffix is not supported by this model")
     if body.template:
-        raise bad_field("template", "template: this server renders only its model's own")
+        raise bad_field(
+            "template", "template is not supported; the server uses the model's template"
+        )
 
 
 def _end(
     job: _Job, output: Any, reason: str | None, generated: int, ids: Sequence[int]
 ) -> dict[str, Any]:
-    """What the last line has: why it ended, and the figures."""
+    """The fields of the last line: the finish reason and the statistics."""
     prompt = list(output.prompt_token_ids)
     context = {} if job.chat else {"context": [*prompt, *ids]}
     figures = job.clock.figures(len(prompt), generated)

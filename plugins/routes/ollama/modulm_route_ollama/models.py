@@ -1,4 +1,4 @@
-"""What Ollama's clients are told of the model that is served."""
+"""Describes the served model in Ollama's form."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Catalogue"]
 
-#: The model never goes while the server runs.
+#: The model is never unloaded.
 _NEVER = "9999-12-31T23:59:59Z"
 
 
@@ -38,7 +38,7 @@ class Catalogue:
         return {"version": modulm.__version__}
 
     def list_models(self) -> list[Model]:
-        """Each name as a model."""
+        """List each served name as a model."""
         return [self._model(name) for name in self._context.models]
 
     def running(self) -> RunningModels:
@@ -54,7 +54,7 @@ class Catalogue:
         return {"models": models}
 
     def model_details(self) -> ModelShown:
-        """`/api/show`. There is no Modelfile: a checkpoint says by itself what it is."""
+        """The response of `/api/show`. The Modelfile is only a comment."""
         info, tokenizer = self._info, self._context.engine.tokenizer
         template = self._context.generation.template
         if template is None and tokenizer is not None and isinstance(tokenizer.chat_template, str):

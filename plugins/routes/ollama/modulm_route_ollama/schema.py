@@ -1,4 +1,4 @@
-"""What requests carry, and what it means here."""
+"""Request bodies, and their conversion to the server's types."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ Think = bool | Literal["low", "medium", "high", "max"]
 
 
 class Options(Struct, kw_only=True):
-    """`options`. num_predict: -1 and -2 for as many as fit. What is about the process that runs the
-    model (num_gpu, num_thread, use_mmap ...) belongs to flags of the server and is read no further.
+    """`options`. num_predict: -1 and -2 for as many as fit. Options of the process that runs the
+    model (num_gpu, num_thread, use_mmap ...) are ignored; the server has flags for these.
     """
 
     num_predict: Annotated[int, Meta(ge=-2, le=2**31 - 1)] | None = None
@@ -72,7 +72,7 @@ class Options(Struct, kw_only=True):
 
 
 class NamedRequest(Struct, kw_only=True):
-    """A request that names a model; older clients call it `name`."""
+    """A request about a model, in `model` or, from older clients, `name`."""
 
     model: str | None = None
     name: str | None = None
@@ -82,7 +82,7 @@ class NamedRequest(Struct, kw_only=True):
 
 
 class AnyRequest(Struct, kw_only=True):
-    """What requests that generate have in common. keep_alive: the model stays whatever it says."""
+    """Common fields of generation requests. keep_alive is ignored."""
 
     model: str
     stream: bool = True
@@ -125,7 +125,7 @@ class EmbedRequest(Struct, kw_only=True):
 
 
 class EmbeddingsRequest(Struct, kw_only=True):
-    """`/api/embeddings`, the older form of it: one text."""
+    """`/api/embeddings`, the older form for one text."""
 
     model: str
     prompt: str
@@ -133,7 +133,7 @@ class EmbeddingsRequest(Struct, kw_only=True):
     keep_alive: float | str | None = None
 
 
-#: Options that choose tokens in a way that is not here, and the values that change nothing.
+#: Options of unsupported samplers, and the values with which they have no effect.
 _NEUTRAL: Mapping[str, tuple[float, ...]] = {"typical_p": (1,), "tfs_z": (1,), "mirostat": (0,)}
 
 
@@ -143,18 +143,18 @@ def params_of(
     context_length: int,
     constraint: StructuredOutputs | None,
 ) -> SamplingParams:
-    """Sampling parameters. defaults: the model's own; most: its context in tokens.
+    """Build sampling parameters. defaults: the model's; context_length: in tokens.
 
     Raises ApiError(400) naming the option.
     """
     options = body.options or Options()
     for name, neutral in _NEUTRAL.items():
         if getattr(options, name) not in (None, *neutral):
-            raise bad_field("options", f"options.{name}: there is no such sampler; leave it out")
+            raise bad_field("options", f"options.{name} is not supported; leave it out")
     if (options.num_ctx or 0) > context_length:
         raise bad_field(
             "options",
-            f"options.num_ctx: this server holds {context_length} tokens (--max-model-len)",
+            f"options.num_ctx: the context has {context_length} tokens (--max-model-len)",
         )
     values: dict[str, Any] = {
         "temperature": options.temperature,
@@ -186,7 +186,7 @@ def constraint_of(response_format: str | Mapping[str, Any] | None) -> Structured
     if response_format == "json":
         return StructuredOutputs(json_object=True)
     if isinstance(response_format, str):
-        raise bad_field("format", 'format: "json" or a JSON schema')
+        raise bad_field("format", 'format must be "json" or a JSON schema')
     json_schema_format = {
         "type": "json_schema",
         "json_schema": {"name": "format", "schema": response_format},
@@ -195,13 +195,13 @@ def constraint_of(response_format: str | Mapping[str, Any] | None) -> Structured
 
 
 def variables_of(think: Think | None, parser: str | None) -> dict[str, Any]:
-    """What `think` means to a chat template."""
+    """The template variables for `think`."""
     effort = think if isinstance(think, str) else None
     return thinking_variables(parser, effort, None if think is None else think is not False)
 
 
 def messages_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages in OpenAI's form: calls get ids, and results are of the calls before them.
+    """Convert messages to OpenAI's form: calls get ids, and results refer to earlier calls.
 
     Raises ApiError(400).
     """
@@ -210,10 +210,12 @@ def messages_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for index, message in enumerate(messages):
         role = message.get("role")
         if role not in ("system", "user", "assistant", "tool", "developer"):
-            raise bad_field("messages", f"messages[{index}].role: system, user, assistant or tool")
+            raise bad_field(
+                "messages", f"messages[{index}].role must be system, user, assistant or tool"
+            )
         content = message.get("content") or ""
         if not isinstance(content, str):
-            raise bad_field("messages", f"messages[{index}].content: a text is expected")
+            raise bad_field("messages", f"messages[{index}].content must be text")
         content_parts = with_images(content, message.get("images"), f"messages[{index}].images")
         turn: dict[str, Any] = {"role": role, "content": content_parts}
         if message.get("thinking"):
@@ -228,11 +230,11 @@ def messages_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def with_images(text: str, images: Any, where: str) -> Any:
-    """A message's content: its images, as base64 of their files, come before its text."""
+    """Build a message's content: base64 images first, then the text."""
     if not images:
         return text
     if not isinstance(images, list) or not all(isinstance(one, str) for one in images):
-        raise bad_field(where.partition("[")[0], f"{where}: a list of files in base64 is expected")
+        raise bad_field(where.partition("[")[0], f"{where} must be a list of base64 files")
     sources = [
         MediaSource(kind="image", field=f"{where}[{index}]", data=data)
         for index, data in enumerate(images)
@@ -242,7 +244,7 @@ def with_images(text: str, images: Any, where: str) -> Any:
 
 def _calls(calls: Any, index: int) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
-        raise bad_field("messages", f"messages[{index}].tool_calls: a list is expected")
+        raise bad_field("messages", f"messages[{index}].tool_calls must be a list")
     converted = []
     for position, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
@@ -250,7 +252,7 @@ def _calls(calls: Any, index: int) -> list[dict[str, Any]]:
         name, arguments = table.get("name"), table.get("arguments", {})
         if not isinstance(name, str) or not isinstance(arguments, dict):
             where = f"messages[{index}].tool_calls[{position}].function"
-            raise bad_field("messages", f"{where}: a name and an object of arguments are expected")
+            raise bad_field("messages", f"{where} must have a name and an object of arguments")
         converted.append(
             {
                 "id": f"call_{index}_{position}",
@@ -262,7 +264,7 @@ def _calls(calls: Any, index: int) -> list[dict[str, Any]]:
 
 
 def _matching_call_id(waiting: list[tuple[str, str]], name: Any, index: int) -> str:
-    """The id of the call that a result belongs to: the next one of that name, or the next."""
+    """The id of the call that a result belongs to: the next one of its name, or any next one."""
     match = next((one for one in waiting if one[0] == name), waiting[0] if waiting else None)
     if match is None:
         return f"call_{index}"

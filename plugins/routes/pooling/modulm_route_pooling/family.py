@@ -1,4 +1,4 @@
-"""The route family."""
+"""The route family of pooling models."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 __all__ = ["Pooling"]
 
 _BYTES = "application/octet-stream"
-#: Tasks whose vectors are embeddings, or of which scores can be made.
+#: Tasks from which scores can be computed.
 _PAIRS = ("score", "embed", "token_embed")
 
 
@@ -114,14 +114,14 @@ class Pooling(RouteFamily):
         return router
 
     async def embed(self, request: Request) -> Response:
-        """One vector per text."""
+        """Compute one embedding per text."""
         body = await read(request, EmbedRequest)
         model = await self._model(body.model, ("embed",))
         outputs = await self._embed_all(body, "embed", model)
         return _vectors("embd", "embedding", "embedding", model.name, outputs, body)
 
     async def cohere_embed(self, request: Request) -> Response:
-        """The same in Cohere's shape."""
+        """Compute embeddings, in Cohere's form."""
         body = await read(request, CohereEmbedRequest)
         refuse_images(body)
         model = await self._model(body.model, ("embed",))
@@ -133,7 +133,7 @@ class Pooling(RouteFamily):
         return json_response(cohere.answer(body, texts, vectors, _usage(outputs)["prompt_tokens"]))
 
     async def pool(self, request: Request) -> Response:
-        """The model's vectors as they are."""
+        """Return the model's raw vectors."""
         body = await read(request, PoolRequest)
         tasks = [task for task in self.context.engine.info.tasks if task != "generate"]
         model = await self._model(
@@ -143,7 +143,7 @@ class Pooling(RouteFamily):
         return _vectors("pool", "pooling", "data", model.name, outputs, body)
 
     async def classify(self, request: Request) -> Response:
-        """The probability of each class."""
+        """Compute class probabilities."""
         body = await read(request, ClassifyRequest)
         model = await self._model(body.model, ("classify",))
         outputs = await self._pooled(body, _params(body, task="classify"), model)
@@ -167,7 +167,7 @@ class Pooling(RouteFamily):
         return json_response(answer)
 
     async def score(self, request: Request) -> Response:
-        """How well texts go together."""
+        """Score pairs of texts."""
         body = await read(request, ScoreRequest)
         model = await self._model(body.model, _PAIRS)
         sides = await pairs_of(self.context.generation, self._texts, body)
@@ -180,7 +180,7 @@ class Pooling(RouteFamily):
         return json_response(answer)
 
     async def rerank(self, request: Request) -> Response:
-        """Documents, the best for a query first."""
+        """Rank documents by relevance to a query."""
         body = await read(request, RerankRequest)
         model = await self._model(body.model, _PAIRS)
         sides = await pairs_of(self.context.generation, self._texts, body)
@@ -196,11 +196,11 @@ class Pooling(RouteFamily):
         answer: RankList = {**_head("rerank", model.name, body), "results": results, "usage": usage}
         return json_response(answer)
 
-    # How it is done.
+    # Internals.
 
     @cached_property
     def _labels(self) -> Mapping[str, str]:
-        """The names of the classes by their numbers, as config.json or --hf-overrides has them."""
+        """The class labels by index, from config.json or --hf-overrides."""
         info = self.context.engine.info
         file = Path(info.path) / "config.json"
         table = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -216,7 +216,7 @@ class Pooling(RouteFamily):
         return pooler.inputs(engine.info, engine.tokenizer, self.context.generation.template)
 
     async def _model(self, name: Any, tasks: Sequence[str]) -> ServedModel:
-        """The served model, if it is for one of the tasks. Raises ApiError(400) naming `model`."""
+        """Find the model and check that it supports one of the tasks. Raises ApiError(400)."""
         model: ServedModel = await self.context.generation.find_model(name)
         self.context.generation.check_open()
         offered = self.context.engine.info.tasks
@@ -224,7 +224,7 @@ class Pooling(RouteFamily):
             raise bad_field(
                 "model",
                 f"{model.name} is served for {', '.join(offered)}, not for {' or '.join(tasks)}: "
-                "start a pooling model, or this one with --runner pooling",
+                "serve a pooling model, or this one with --runner pooling",
                 "unsupported",
             )
         return model
@@ -240,7 +240,7 @@ class Pooling(RouteFamily):
         return await self._run(parts, body.priority or 0, model)
 
     async def _run(self, parts: Sequence[Part], priority: int, model: ServedModel) -> list[Any]:
-        """All prompts at once; the first failure ends the others."""
+        """Run all prompts concurrently. The first failure cancels the others."""
         encode = partial(self.context.generation.encode, priority=priority, adapter=model.adapter)
         tasks = [asyncio.ensure_future(encode(_prompt(prompt), params)) for prompt, params in parts]
         try:
@@ -263,7 +263,7 @@ class Pooling(RouteFamily):
         body: ScoreRequest | RerankRequest,
         model: ServedModel,
     ) -> tuple[list[float], Usage]:
-        """One score per pair, and what was computed for them."""
+        """Score pairs; returns (scores, token usage)."""
         wanted = {"variables": body.chat_template_kwargs}
         pairs = self._texts.pairs
         amount = sum(map(size, [*left, *right]))
@@ -288,7 +288,7 @@ class Pooling(RouteFamily):
 
 
 def _params(body: Any, **extra: Any) -> PoolingParams:
-    """What every route takes of a body, and a route's own parameters."""
+    """Build pooling parameters from a body's common fields and a route's own ones."""
     return PoolingParams(
         use_activation=body.use_activation,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
@@ -301,7 +301,7 @@ def _params(body: Any, **extra: Any) -> PoolingParams:
 def _vectors(
     prefix: str, noun: str, key: str, model: str, outputs: Sequence[Any], body: EmbedRequest
 ) -> Response:
-    """Vectors in the form that was asked for; `key` names them in JSON."""
+    """Build a response of vectors in the requested encoding. key: their field in JSON."""
     head, usage = _head(prefix, model, body), _usage(outputs)
     vectors = [np.asarray(output.outputs.data, dtype=np.float32) for output in outputs]
     if is_binary(body):
@@ -324,5 +324,5 @@ def _usage(outputs: Sequence[Any]) -> Usage:
 
 
 def _prompt(prompt: Prompt | PromptLike) -> Prompt:
-    """The prompt of a part, which is one already or token ids."""
+    """Convert token ids to a prompt."""
     return prompt if isinstance(prompt, Prompt) else Prompt(cast("Sequence[int]", prompt))

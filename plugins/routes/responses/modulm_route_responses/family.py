@@ -1,4 +1,4 @@
-"""The route family: requests in, responses or events out."""
+"""The route family of OpenAI's responses API."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ log = logging.getLogger("modulm_server")
 
 @frozen
 class _Job:
-    """One request, ready to run; `stored.body` is the response as it grows. pieces: the engine
-    tells the answer as it grows. asked: the items of this request.
+    """A validated request. `stored.body` is the response so far. pieces: the engine's outputs are
+    deltas. request_items: the input items of this request.
     """
 
     turn: ChatTurn
@@ -79,15 +79,15 @@ class _Job:
         return self.stored.body
 
     def frame(self, value: dict[str, Any]) -> bytes:
-        """An event with its number, as it goes over the wire."""
+        """Encode an event with its sequence number."""
         return event(value["type"], {**value, "sequence_number": next(self.numbers)})
 
     def state(self, name: str) -> bytes:
-        """The event that shows the whole response as it is now."""
+        """Encode an event with the whole response so far."""
         return self.frame({"type": f"response.{name}", "response": self.body})
 
     def failed(self, api_error: ApiError) -> bytes:
-        """The last event of a stream that cannot go on."""
+        """Encode the error event at the end of a failed stream."""
         error = {"code": api_error.code, "message": api_error.message, "param": api_error.param}
         return self.frame({"type": "error", **error})
 
@@ -131,7 +131,7 @@ class Responses(RouteFamily):
         await self._store.stop()
 
     async def create(self, request: Request) -> Response:
-        """Answer."""
+        """Create a response."""
         job, body = await self._job(request, await read(request, ResponsesRequest))
         if body.background:
             return self._start_background(job, stream=bool(body.stream))
@@ -143,35 +143,35 @@ class Responses(RouteFamily):
         return json_response(job.body)
 
     async def count(self, request: Request) -> Response:
-        """How many tokens the input would be; nothing is answered or stored."""
+        """Count the tokens of a request's input. Generates and stores nothing."""
         job, _ = await self._job(request, await read(request, ResponsesRequest))
         tokens = len(job.turn.prompt.ids)
         counted: InputTokens = {"object": "response.input_tokens", "input_tokens": tokens}
         return json_response(counted)
 
     async def retrieve(self, request: Request, response_id: str) -> Response:
-        """A response that was stored, or its events from `starting_after` on."""
+        """Retrieve a stored response, or stream its events after `starting_after`."""
         stored = self._store.get(response_id, owner_of(request))
         start = _start_index(request.query_params.get("starting_after"))
         if request.query_params.get("stream") != "true":
             if start:
-                raise bad_field("starting_after", "starting_after: only with stream=true")
+                raise bad_field("starting_after", "starting_after needs stream=true")
             return json_response(stored.body)
         if stored.log is None:
             raise bad_field(
                 "stream",
-                "stream: the events of this response are not kept; they are for a while if it is "
-                "created with background: true and stream: true",
+                "stream: the events of this response are not stored; create it with "
+                "background: true and stream: true",
             )
         return self._stream(stored.log, start)
 
     async def input_items(self, request: Request, response_id: str) -> Response:
-        """What a response answers, the conversation before it included."""
+        """List the input items of a response, including the conversation before it."""
         stored = self._store.get(response_id, owner_of(request))
         return json_response(page(stored.items, request.query_params))
 
     async def delete(self, request: Request, response_id: str) -> Response:
-        """Forget a response."""
+        """Delete a stored response."""
         stored = self._store.get(response_id, owner_of(request))
         await _end(stored)
         self._store.remove(response_id)
@@ -179,17 +179,17 @@ class Responses(RouteFamily):
         return json_response(deleted)
 
     async def cancel(self, request: Request, response_id: str) -> Response:
-        """End a response that is made in the background."""
+        """Cancel a background response."""
         stored = self._store.get(response_id, owner_of(request))
         if not stored.body["background"]:
-            raise ApiError(400, "only a response in the background can be cancelled")
+            raise ApiError(400, "only background responses can be cancelled")
         await _end(stored)
         return json_response(stored.body)
 
     # Reading the request.
 
     async def _job(self, request: Request, body: ResponsesRequest) -> tuple[_Job, ResponsesRequest]:
-        """What is to be done, and the request with what its stored prompt says."""
+        """Validate and render a request; returns it with its stored prompt applied."""
         generation = self.context.generation
         model = await generation.find_model(body.model)
         generation.check_open()
@@ -202,7 +202,8 @@ class Responses(RouteFamily):
             before = self._store.get(body.previous_response_id, owner, "previous_response_id")
             if before.body["status"] in ("queued", "in_progress"):
                 raise bad_field(
-                    "previous_response_id", "previous_response_id: this response is not done yet"
+                    "previous_response_id",
+                    "previous_response_id: this response is not complete yet",
                 )
         earlier = conversation.items if conversation is not None else []
         new_messages = messages_of([*earlier, *prompt_messages], needed=False)
@@ -238,7 +239,7 @@ class Responses(RouteFamily):
 
     @property
     def _generation_tokens(self) -> frozenset[int]:
-        """Tokens that are no part of a text."""
+        """The ids of special tokens."""
         return frozenset(self.context.generation.tokenizer.special_ids)
 
     async def _turn(
@@ -297,7 +298,7 @@ class Responses(RouteFamily):
     async def _prompt(
         self, body: ResponsesRequest, messages: list[dict[str, Any]], options: ChatOptions
     ) -> Prompt:
-        """The messages as a prompt; with `truncation: auto` the oldest go until the rest fits."""
+        """Render the prompt. With `truncation: auto`, drop the oldest messages until it fits."""
         generation = self.context.generation
         system = [] if body.instructions is None else [_system(body.instructions)]
         prompt: Prompt = await generation.from_messages([*system, *messages], options)
@@ -319,7 +320,7 @@ class Responses(RouteFamily):
     # Running it.
 
     def _start_background(self, job: _Job, *, stream: bool) -> Response:
-        """Answer in the background; what is told meanwhile is kept if it is to be streamed."""
+        """Start a background response. Its events are stored if it is streamed."""
         stored = job.stored
         self._store.put(stored)
         stored.log = Log() if stream else None
@@ -331,7 +332,7 @@ class Responses(RouteFamily):
         return EventStream(events.read(start), quiet=quiet)
 
     async def _run_in_background(self, job: _Job) -> None:
-        """A response in the background: its end is kept, whatever it is."""
+        """Run a background response and store its result or error."""
         stored, body = job.stored, job.body
         events = stored.log
         try:
@@ -349,7 +350,7 @@ class Responses(RouteFamily):
             raise
         except Exception as error:
             api_error = describe(error, body["id"])
-            log.error("response %s failed: %s", body["id"], escape(str(error)))
+            log.error("Response %s failed: %s", body["id"], escape(str(error)))
             body["error"] = {"code": api_error.code or "server_error", "message": api_error.message}
             _stopped(job, "failed")
         finally:
@@ -372,9 +373,9 @@ class Responses(RouteFamily):
     def _finish(
         self, job: _Job, output: Any, reason: str, counts: tuple[int, int]
     ) -> list[dict[str, Any]]:
-        """Complete the response, keep it; what closing the last item sends.
+        """Complete and store the response; returns the events that close its last item.
 
-        counts: tokens that were generated, and those of them that were thoughts.
+        counts: generated tokens, and thinking tokens among them.
         """
         cut = reason == "length"
         status: Literal["incomplete", "completed"] = "incomplete" if cut else "completed"
@@ -415,21 +416,21 @@ def _system(text: str) -> dict[str, Any]:
 
 
 def _starts(messages: list[dict[str, Any]]) -> list[int]:
-    """Places where a conversation may begin: not with the result of a call that is cut off."""
+    """Indices where a truncated conversation may start: not at a tool result."""
     return [index for index, message in enumerate(messages) if message["role"] != "tool"][1:]
 
 
 def _start_index(after: str | None) -> int:
-    """The place of the first event that is wanted. Raises ApiError(400)."""
+    """The index of the first event to send. Raises ApiError(400)."""
     if after is None:
         return 0
     if not after.isascii() or not after.isdigit() or len(after) > 9:
-        raise bad_field("starting_after", "starting_after: the sequence number of an event")
+        raise bad_field("starting_after", "starting_after must be the sequence number of an event")
     return int(after) + 1
 
 
 def _stopped(job: _Job, status: Literal["cancelled", "failed"]) -> None:
-    """A response that did not come to its end; it keeps what was said so far."""
+    """End an incomplete response, with its output so far."""
     for _ in job.output.close("incomplete"):
         pass
     job.body["output"] = job.output.items
@@ -439,7 +440,7 @@ def _stopped(job: _Job, status: Literal["cancelled", "failed"]) -> None:
 
 
 async def _end(stored: Stored) -> None:
-    """Stop making a response. One whose task had not begun knows nothing of it: it is told here."""
+    """Cancel a response's task. Sets the status here, as the task may not have started."""
     task = stored.task
     if task is None:
         return

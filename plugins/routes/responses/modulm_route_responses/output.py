@@ -1,4 +1,4 @@
-"""What the model said as output items, and the events that announce them as they grow."""
+"""Builds the output items of a response, and the events of their stream."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ __all__ = ["LogprobsOf", "Output"]
 
 
 class LogprobsOf:
-    """Finds the log probabilities of what is text for the user.
+    """Finds the log probabilities of the text for the user.
 
-    Parsers tell text, not tokens: tokens of a delta that is nothing but such text are its own;
-    where a text begins in the middle of a delta, or something was held back before it, it has the
-    last tokens that spell it. special: tokens that are no part of a text; top: how many of each
-    position are shown.
+    Parsers return text without token boundaries. If a delta is only text, the text gets all its
+    tokens. If the text starts within a delta, or earlier text was held back, it gets the last
+    tokens that spell it. special: ids of special tokens. top: top candidates per position.
     """
 
     def __init__(self, special: frozenset[int], top: int) -> None:
@@ -34,7 +33,7 @@ class LogprobsOf:
         self._pending: list[tuple[int, Position]] = []
 
     def match(self, events: Sequence[Event], delta: Delta) -> list[TokenLogprob]:
-        """What the text among the events gets."""
+        """The log probabilities of the text among the events."""
         whole = not self._pending and all(isinstance(event, Content) for event in events)
         self._pending += [
             pair
@@ -56,9 +55,9 @@ class LogprobsOf:
 
 
 def _last_spelling(tokens: Sequence[str], text: str) -> int:
-    """The place of the first of the last tokens that spell the text.
+    """The index from which the last tokens spell the text.
 
-    Tokens that are parts of a character have no text of their own: all in a row belong together.
+    Tokens that are parts of a character belong together.
     """
     first, length = len(tokens), 0
     while first and (length < len(text) or "\ufffd" in tokens[first - 1]):
@@ -68,9 +67,9 @@ def _last_spelling(tokens: Sequence[str], text: str) -> int:
 
 
 class Output:
-    """The items of one response. Feeding events gives what a stream sends for them.
+    """The output items of a response. `feed` converts parser events to stream events.
 
-    single: only the first tool call counts. logprobs: finds those of texts, where they are wanted.
+    single: keep only the first tool call. logprobs: finds log probabilities, if requested.
     """
 
     def __init__(self, single: bool = False, logprobs: LogprobsOf | None = None) -> None:
@@ -80,7 +79,7 @@ class Output:
         self._open: str | None = None
 
     def feed(self, events: Sequence[Event], delta: Delta | None = None) -> Iterator[dict[str, Any]]:
-        """Take events, and the delta that they came with; the generator must be used up."""
+        """Convert the events of a delta. The returned generator must be exhausted."""
         logprobs = (
             [] if self._logprobs is None or delta is None else self._logprobs.match(events, delta)
         )
@@ -104,7 +103,7 @@ class Output:
                     yield from self.close()
 
     def close(self, status: str = "completed") -> Iterator[dict[str, Any]]:
-        """End the item that is open."""
+        """Close the open item."""
         kind, self._open = self._open, None
         if kind is None:
             return
