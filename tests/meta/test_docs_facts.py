@@ -6,6 +6,7 @@ Whatever a page states as `N <noun>` for a noun below is counted in the pyprojec
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -195,3 +196,14 @@ def test_the_table_of_media_has_the_kinds_of_the_families() -> None:
             if kinds != {"text"}:
                 offered.setdefault(project["name"], set()).add(kinds)
     assert listed == offered
+
+
+def test_budgets_in_contributing_are_those_of_the_tool() -> None:
+    spec = importlib.util.spec_from_file_location("tool_size", ROOT / "tools/size.py")
+    assert spec is not None
+    assert spec.loader is not None
+    size = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(size)
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    budgets = f"a file {size.FILE}, a function {size.FUNCTION}, a model file {size.MODEL}"
+    assert f"{budgets}, the core {size.CORE:,}." in " ".join(text.split())

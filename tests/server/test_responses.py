@@ -203,7 +203,7 @@ def test_events_are_kept_for_some(http: httpx.Client) -> None:
 
 
 def test_the_oldest_events_are_forgotten() -> None:
-    store = Store(most_frames=3)
+    store = Store(max_frames=3)
     logs = [Log() for _ in range(3)]
     stored = [
         Stored("", {"id": str(place), "status": "completed"}, log=log)
@@ -605,5 +605,5 @@ def test_folders_of_prompts_that_cannot_be_used(tmp_path: Path, name: str, text:
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
         StoredPrompts.of(ResponsesConfig(stored_prompts=str(tmp_path)))
-    with pytest.raises(ConfigError, match="no folder"):
+    with pytest.raises(ConfigError, match="not a folder"):
         StoredPrompts.of(ResponsesConfig(stored_prompts=str(tmp_path / "no")))

@@ -163,7 +163,7 @@ def stored(owner: str, number: int) -> Stored:
 
 
 def test_nobody_pushes_out_what_another_one_has_stored() -> None:
-    store = Store(most=10)
+    store = Store(max_responses=10)
     for number in range(3):
         store.put(stored("ann", number))
     for number in range(50):

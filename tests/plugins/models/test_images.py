@@ -275,9 +275,9 @@ class LookedAt(ImageFamily):
         """Images side by side are looked at together, and not from the next one on."""
         return [Prompt(f"{mark}{mark} of a small {mark} cat", self.items())]
 
-    def given(self, processor, prompt):
+    def model_inputs(self, processor, prompt):
         if prompt.items:
-            return super().given(processor, prompt)
+            return super().model_inputs(processor, prompt)
         return processor.tokenizer([prompt.text], add_special_tokens=False, return_tensors="pt")
 
 
@@ -292,8 +292,8 @@ class Clips(ImageFamily):
 class Heard(Prompt):
     """A prompt with one video and its sound, and maybe a sound beside."""
 
-    def asked(self, kind):
-        data = {**super().asked(kind)["multi_modal_data"], "audio": [*self.items]}
+    def request(self, kind):
+        data = {**super().request(kind)["multi_modal_data"], "audio": [*self.items]}
         del data[kind]
         options = {"use_audio_in_video": True}
         return {"prompt": self.text, "multi_modal_data": data, "mm_processor_kwargs": options}
@@ -317,7 +317,7 @@ class Omni(ImageFamily):
             Heard(f"Hello {film} how {beside} are", [own, *more], [short]),
         ]
 
-    def given(self, processor, prompt):
+    def model_inputs(self, processor, prompt):
         given = {**self.options()}
         if isinstance(prompt, Heard):
             among = [0, *[None] * (len(prompt.items) - 1)]

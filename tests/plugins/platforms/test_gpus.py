@@ -100,7 +100,7 @@ def test_what_a_chip_can_do(chip, best, fp8, wave) -> None:
 def test_memory_counts_what_the_allocator_keeps_as_free() -> None:
     platform = fake("H200")()
     driver = platform.runtime.module
-    driver.taken, driver.allocated = 10 << 30, 4 << 30
+    driver.used, driver.allocated = 10 << 30, 4 << 30
     assert (platform.memory().total, platform.memory().free) == (64 << 30, (64 - 10 + 6) << 30)
     assert platform.reset_peak_memory() == 4 << 30
     driver.peak = 5 << 30
@@ -179,9 +179,9 @@ def test_graphs_of_one_recorder_share_a_pool(chip, mode) -> None:
             graphs.begin()
             graphs.end()()
     assert driver.calls == 2 * [f"capture into pool 1 {said}".strip(), "capture ends", "replay"]
-    assert graphs.held == 2 * driver.graph_bytes
+    assert graphs.memory == 2 * driver.graph_bytes
     graphs.clear()
-    assert graphs.held == 0
+    assert graphs.memory == 0
     with platform.queue():
         graphs.begin()
         assert driver.calls[-1].startswith("capture into pool 2")
@@ -228,5 +228,5 @@ def test_ranks_of_a_host_have_a_gpu_each() -> None:
     platform = fake("H200", count=2)()
     platform.take_share(1, 2)
     assert platform.runtime.module.current_device() == 1
-    with pytest.raises(ConfigError, match=r"4 ranks on this host, and it has 2 NVIDIA GPU\(s\)"):
+    with pytest.raises(ConfigError, match=r"4 ranks on this host, which has 2 NVIDIA GPU\(s\)"):
         platform.take_share(3, 4)

@@ -52,7 +52,7 @@ def rows(kind: str) -> list[tuple[str, str, str]]:
 def tables() -> str:
     text = ""
     for kind, title in TITLES.items():
-        text += f"\n## {title}\n\n| name | package | told by |\n|---|---|---|\n"
+        text += f"\n## {title}\n\n| name | format | detected by |\n|---|---|---|\n"
         text += "".join(
             f"| `{name}` | {family.replace('|', chr(92) + '|')} | {told} |\n"
             for name, family, told in rows(kind)

@@ -1,1 +1,1 @@
-"""What GPU platforms share: graphs of recorded steps, copies beside the work, memory."""
+"""What GPU platforms share: graphs of recorded steps, asynchronous copies, memory."""

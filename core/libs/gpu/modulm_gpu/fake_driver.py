@@ -1,9 +1,9 @@
-"""A GPU that is not there: torch's functions for one, by their names, over memory of the host.
+"""A fake GPU driver: torch's device functions, on host memory.
 
     class Fake(CudaPlatform):
         runtime = FakeRuntime("cuda", FakeDriver(name="NVIDIA H200", major=9))
 
-Work is done at once, and what was asked of the driver is written down in `calls`.
+Work runs immediately; calls to the driver are logged in `calls`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Graph:
 
     def capture_end(self) -> None:
         self._driver.capturing = False
-        self._driver.taken += self._driver.graph_bytes
+        self._driver.used += self._driver.graph_bytes
         self._driver.calls.append("capture ends")
 
     def replay(self) -> None:
@@ -63,9 +63,10 @@ class _Graph:
 
 
 class FakeDriver:
-    """What `torch.cuda` and `torch.xpu` have of it. count: GPUs. properties: as torch calls them.
+    """Stands in for `torch.cuda` and `torch.xpu`.
 
-    taken: bytes that somebody holds; graph_bytes: what a captured graph takes.
+    count: number of GPUs. properties: device properties by torch's names. used: bytes in use.
+    graph_bytes: memory of a captured graph.
     """
 
     total = 64 << 30
@@ -73,13 +74,13 @@ class FakeDriver:
 
     def __init__(self, count: int = 1, **properties: Any) -> None:
         self.count = count
-        self.found = SimpleNamespace(**{"total_memory": self.total, **properties})
+        self.device_properties = SimpleNamespace(**{"total_memory": self.total, **properties})
         self.calls: list[str] = []
         self.default = self.current = _Stream(self, "default")
         self.capturing = False
         self.device = 0
-        self.taken = self.allocated = self.peak = 0
-        self._made = self._pools = 0
+        self.used = self.allocated = self.peak = 0
+        self._streams = self._pools = 0
 
     def is_available(self) -> bool:
         return self.count > 0
@@ -95,16 +96,16 @@ class FakeDriver:
         self.device = device if isinstance(device, int) else device.index
 
     def get_device_properties(self, device: Any) -> Any:
-        return self.found
+        return self.device_properties
 
     def is_bf16_supported(self) -> bool:
         return True
 
     def mem_get_info(self, device: Any) -> tuple[int, int]:
-        return self.total - self.taken, self.total
+        return self.total - self.used, self.total
 
     def memory_reserved(self, device: Any) -> int:
-        return self.taken
+        return self.used
 
     def memory_allocated(self, device: Any) -> int:
         return self.allocated
@@ -129,8 +130,8 @@ class FakeDriver:
 
     def Stream(self) -> _Stream:  # noqa: N802
         """A new one."""
-        self._made += 1
-        return _Stream(self, f"stream {self._made}")
+        self._streams += 1
+        return _Stream(self, f"stream {self._streams}")
 
     def Event(self) -> _Event:  # noqa: N802
         """A new one."""
@@ -147,7 +148,7 @@ class FakeDriver:
 
     @contextmanager
     def stream(self, stream: _Stream) -> Iterator[None]:
-        """Work is launched there meanwhile."""
+        """Launch work on the stream within the block."""
         before, self.current = self.current, stream
         try:
             yield
@@ -156,7 +157,7 @@ class FakeDriver:
 
 
 class FakeRuntime(Runtime):
-    """Over a fake driver; tensors lie in memory of the host."""
+    """A runtime on a fake driver; tensors are in host memory."""
 
     def __init__(self, kind: str, driver: FakeDriver, hip: str | None = None) -> None:
         super().__init__(kind, driver)
@@ -172,7 +173,7 @@ class FakeRuntime(Runtime):
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         if self.module.capturing:
-            raise RuntimeError("host memory is taken while a graph is captured")
+            raise RuntimeError("host memory is allocated while a graph is captured")
         return torch.empty(tuple(shape), dtype=dtype)
 
     def used_by(self, tensor: torch.Tensor, stream: Stream) -> None:

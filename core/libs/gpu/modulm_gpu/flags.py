@@ -1,4 +1,4 @@
-"""The flags of recorded and compiled steps, by vLLM's names."""
+"""Flags of recorded and compiled steps, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _mode(value: Any) -> str:
 
 
 def _compile_mode(value: Any) -> str | None:
-    """By name or by number."""
+    """Parse a mode given by name or number."""
     if value in (None, "None"):
         return None
     if str(value).isdigit() and int(value) < len(_COMPILE):
@@ -29,7 +29,7 @@ def _compile_mode(value: Any) -> str | None:
 
 @flag_group
 class CompilationConfig(FlagGroup):
-    """Steps that GPUs repeat as graphs, and compiled ones."""
+    """CUDA graphs and compilation of steps."""
 
     title = "CompilationConfig"
     table = "compilation_config"
@@ -37,8 +37,8 @@ class CompilationConfig(FlagGroup):
 
     optimization_level: int = flag(
         2,
-        "0: every step operation by operation. 1: graphs of pieces between attention. 2: decode "
-        "steps as whole graphs too. 3: what is recorded is compiled by torch.compile before.",
+        "0: eager. 1: piecewise graphs between attention layers. 2: also full graphs of decode "
+        "steps. 3: also compile recorded steps with torch.compile.",
         aliases=("-O",),
         key="level",
         least=0,
@@ -46,28 +46,28 @@ class CompilationConfig(FlagGroup):
     )
     cudagraph_mode: str | None = flag(
         None,
-        "Which steps are recorded as graphs; PIECEWISE: the pieces between attention layers. None: "
-        "what the optimization level says.",
+        "Which steps are recorded as graphs. PIECEWISE: the pieces between attention layers. "
+        "Default: set by the optimization level.",
         choices=MODES,
         key="cudagraph_mode",
         parse=_mode,
     )
     cudagraph_capture_sizes: tuple[int, ...] | None = flag(
         None,
-        "Tokens of the steps that are recorded; others are padded to the next. None: up to "
+        "Step sizes in tokens to record; other steps are padded to the next size. Default: up to "
         "--max-cudagraph-capture-size.",
         key="cudagraph_capture_sizes",
     )
     max_cudagraph_capture_size: int | None = flag(
         None,
-        "Most tokens of a step that is recorded; None: twice --max-num-seqs, 512 at most.",
+        "Maximum tokens of a recorded step. Default: twice --max-num-seqs, at most 512.",
         key="max_cudagraph_capture_size",
         unit="tokens",
         least=0,
     )
     compile_mode: str | None = flag(
         None,
-        "Whether recorded steps are compiled by torch.compile, from -O2 on: any mode but NONE.",
+        "Compile recorded steps with torch.compile, from -O2 on: any mode but NONE.",
         choices=_COMPILE,
         key="mode",
         parse=_compile_mode,

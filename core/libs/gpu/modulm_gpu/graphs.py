@@ -1,8 +1,8 @@
-"""Steps recorded as graphs: whole ones, and ones in pieces around attention.
+"""Steps recorded as graphs, in full or piecewise around attention.
 
-A step of a recorded shape copies its inputs to where those of the recording lie and repeats it:
-one launch, or one for each piece. All recordings share a pool of memory, since only one runs at a
-time; what one gives is overwritten by the next.
+A step with a recorded shape copies its inputs into the recording's buffers and replays it: one
+launch, or one per piece. Since only one recording runs at a time, all share one memory pool, and a
+recording's outputs are overwritten by the next.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from modulm.contracts.kernels import RecordedForward
 from modulm.ops.recording import FixedInputs, signature
-from modulm_gpu.pieces import Breaks, Place, TokensOnly
+from modulm_gpu.pieces import Breaks, PlanPlaceholder, TokensOnly
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,30 +38,30 @@ Result: TypeAlias = Tensor | tuple[Tensor, ...]
 
 
 class Graphs(ABC):
-    """How a device writes down what is launched, and does it again."""
+    """Captures a device's launches and replays them."""
 
-    #: Bytes that what was written down takes.
-    held: int = 0
+    #: Memory of the captured graphs in bytes.
+    memory: int = 0
 
     @abstractmethod
     def begin(self) -> None:
-        """From here on the thread's launches are written down, and none is done."""
+        """Start capturing: launches of this thread are recorded and not executed."""
 
     @abstractmethod
     def end(self, failed: bool = False) -> Callable[[], None]:
-        """Stop that; what does them again."""
+        """Stop capturing and return a function that replays the launches."""
 
     @abstractmethod
     def unowned(self, tensor: Tensor) -> Tensor:
-        """The same place of the pool, whose memory others may take meanwhile."""
+        """A view of the tensor that does not keep its pool memory from being reused."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Everything that was written down is gone: give the pool's memory back."""
+        """All recordings are gone: release the pool's memory."""
 
 
 class RuntimeGraphs(Graphs):
-    """CUDA graphs, and what other runtimes have like them."""
+    """CUDA graphs, or the equivalent of other runtimes."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -78,7 +78,7 @@ class RuntimeGraphs(Graphs):
     def end(self, failed: bool = False) -> Callable[[], None]:
         graph, self._graph = self._graph, None
         replay = self._runtime.end_capture(graph, failed)
-        self.held += max(self._free - self._runtime.memory()[0], 0)
+        self.memory += max(self._free - self._runtime.memory()[0], 0)
         return replay or _nothing
 
     def unowned(self, tensor: Tensor) -> Tensor:
@@ -87,11 +87,11 @@ class RuntimeGraphs(Graphs):
     def clear(self) -> None:
         self._runtime.module.synchronize()
         self._runtime.module.empty_cache()
-        self._pool, self.held = None, 0
+        self._pool, self.memory = None, 0
 
 
 def _nothing() -> None:
-    """After a failure: there is nothing to repeat."""
+    """Used after a failure: there is nothing to replay."""
 
 
 def _as_given(width: int) -> int:
@@ -104,16 +104,16 @@ def _any(width: int) -> int:
 
 @frozen(eq=False)
 class _Whole:
-    """A step recorded from its inputs to its result."""
+    """A step recorded in full, from its inputs to its result."""
 
     inputs: FixedInputs[Any]
     replay: Callable[[], None]
     result: Result
 
     def fits(self, batch: Batch) -> bool:
-        """Whether its tables are as wide as the step's, at least."""
+        """Whether the recorded block tables are at least as wide as the step's."""
         pairs = zip(self.inputs.step.tables(), batch.tables(), strict=True)
-        return all(held.shape[1] >= given.shape[1] for held, given in pairs)
+        return all(recorded.shape[1] >= table.shape[1] for recorded, table in pairs)
 
     def repeat(self, batch: Batch) -> Result:
         self.inputs.put(batch)
@@ -123,7 +123,9 @@ class _Whole:
 
 @frozen(eq=False)
 class _Call:
-    """A call between two pieces; plan: the place of the plan among its arguments, and its group."""
+    """A call between two pieces; plan: index of the plan among its arguments, and its cache
+    group.
+    """
 
     call: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -131,8 +133,8 @@ class _Call:
 
     @classmethod
     def of(cls, call: Callable[..., Any], arguments: tuple[Any, ...]) -> _Call:
-        """Raises StopIteration if there is no plan among the arguments."""
-        at = next(i for i, value in enumerate(arguments) if isinstance(value, Place))
+        """Raises StopIteration if the arguments include no plan."""
+        at = next(i for i, value in enumerate(arguments) if isinstance(value, PlanPlaceholder))
         return cls(call, arguments, (at, arguments[at].index))
 
     def repeat(self, batch: Batch) -> Any:
@@ -142,7 +144,7 @@ class _Call:
 
 @frozen(eq=False)
 class _Pieces:
-    """A step recorded between its calls of attention."""
+    """A step recorded piecewise, between its attention calls."""
 
     inputs: FixedInputs[TokensOnly]
     pieces: Sequence[Callable[[], None]]
@@ -159,10 +161,10 @@ class _Pieces:
 
 
 class GraphRecorder(RecordedForward):
-    """A forward pass whose steps of certain shapes are graphs.
+    """A forward pass whose steps are recorded as graphs for certain shapes.
 
-    compiled: the backend by which what is recorded is compiled before, or None. reasons: why steps
-    were not recorded, whole ("whole") or in pieces ("pieces"): the first reason of each.
+    compiled: backend that compiles steps before they are recorded, or None. reasons: the first
+    reason why steps could not be recorded in full ("whole") or piecewise ("pieces").
     """
 
     def __init__(
@@ -176,7 +178,7 @@ class GraphRecorder(RecordedForward):
         self.shapes = shapes
         self._forward, self._graphs, self._breaks = forward, graphs, breaks
         self._compiled = compiled
-        self._made: Forward | None = None if compiled else forward
+        self._compiled_forward: Forward | None = None if compiled else forward
         self._recordings: dict[Hashable, _Whole | _Pieces] = {}
         self.reasons: dict[str, str] = {}
         self.seconds = 0.0
@@ -191,11 +193,11 @@ class GraphRecorder(RecordedForward):
 
     @property
     def held(self) -> int:
-        return self._graphs.held
+        return self._graphs.memory
 
     @property
     def recordings(self) -> int:
-        """How many there are."""
+        """Number of recordings."""
         return len(self._recordings)
 
     def clear(self) -> None:
@@ -205,17 +207,17 @@ class GraphRecorder(RecordedForward):
         self._graphs.clear()
 
     def __call__(self, batch: Batch) -> Result:
-        found = self._recordings.get(_whole(batch)) or self._recordings.get(_in_pieces(batch))
-        if found is None or (isinstance(found, _Whole) and not found.fits(batch)):
+        recording = self._recordings.get(_whole(batch)) or self._recordings.get(_in_pieces(batch))
+        if recording is None or (isinstance(recording, _Whole) and not recording.fits(batch)):
             self.passed += 1
             return self._forward(batch)
         self.repeated += 1
-        return found.repeat(batch)
+        return recording.repeat(batch)
 
     def record(self, batch: Batch) -> None:
         began = time.perf_counter()
         single = batch.tokens.shape[0] == batch.query_starts.shape[0] - 1
-        # Of other steps nothing but tensors may change, or each of them would be one of its own.
+        # Other steps may differ only in their tensors, or each would need a recording of its own.
         alike = not any(plan.key() for plan in batch.plans)
         whole = self.shapes.decode if single else self.shapes.mixed and alike
         if whole and "whole" not in self.reasons:
@@ -232,13 +234,14 @@ class GraphRecorder(RecordedForward):
         batch: Batch,
         recorded: Callable[[Batch], _Whole | _Pieces],
     ) -> None:
-        """Record, or say why that cannot be done. A step that does not even run is no matter of
-        recordings: what it raises is passed on.
+        """Record a step, or note why that is not possible.
+
+        Errors of the step itself are raised.
         """
         if key is None:
             self.reasons[kind] = "the plans of its attention or states cannot be recorded"
         else:
-            self._forward(batch)  # compiles kernels, and makes what they keep
+            self._forward(batch)  # compiles kernels and creates their cached state
             try:
                 self._recordings[key] = recorded(batch)
             except Exception as error:
@@ -252,7 +255,7 @@ class GraphRecorder(RecordedForward):
         parts: list[Callable[[], None]] = []
         with self._captured(parts):
             result = forward(inputs.step)
-        return _Whole(inputs, parts[0], self._kept(result))
+        return _Whole(inputs, parts[0], self._release_ownership(result))
 
     def _record_pieces(self, batch: Batch) -> _Pieces:
         inputs = FixedInputs(TokensOnly(batch))
@@ -265,17 +268,17 @@ class GraphRecorder(RecordedForward):
         def broken_off(call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
             parts.append(self._graphs.end())
             try:
-                found = _Call.of(call, arguments).repeat(batch)
+                result = _Call.of(call, arguments).repeat(batch)
             finally:
                 self._graphs.begin()
-            calls.append(_Call.of(call, tuple(map(self._place_of, arguments))))
-            return found
+            calls.append(_Call.of(call, tuple(map(self._placeholder, arguments))))
+            return result
 
         with self._breaks.set(plain):
             forward = self._prepared(inputs.step.batch)
         with self._captured(parts), self._breaks.set(broken_off):
             result = forward(inputs.step.batch)
-        return _Pieces(inputs, parts, calls, self._kept(result))
+        return _Pieces(inputs, parts, calls, self._release_ownership(result))
 
     @contextmanager
     def _captured(self, parts: list[Callable[[], None]]) -> Iterator[None]:
@@ -288,32 +291,34 @@ class GraphRecorder(RecordedForward):
         parts.append(self._graphs.end())
 
     def _prepared(self, step: Batch) -> Forward:
-        """The pass that is recorded, compiled if it is to be and run once if it was not yet."""
-        if self._made is None:
+        """The forward pass to record, compiled and run once if requested."""
+        if self._compiled_forward is None:
             apart: Any = torch.compiler.disable
             for backend in self._breaks.backends:
                 backend.forward = apart(backend.forward)  # type: ignore[method-assign]
                 backend.forward_qkv = apart(backend.forward_qkv)  # type: ignore[method-assign]
-            self._made = torch.compile(self._forward, backend=self._compiled or "inductor")
+            self._compiled_forward = torch.compile(
+                self._forward, backend=self._compiled or "inductor"
+            )
         if self._compiled:
-            self._made(step)
-        return self._made
+            self._compiled_forward(step)
+        return self._compiled_forward
 
-    def _place_of(self, value: Any) -> Any:
+    def _placeholder(self, value: Any) -> Any:
         return self._graphs.unowned(value) if isinstance(value, Tensor) else value
 
-    def _kept(self, result: Result) -> Result:
+    def _release_ownership(self, result: Result) -> Result:
         if isinstance(result, Tensor):
             return self._graphs.unowned(result)
         return tuple(map(self._graphs.unowned, result))
 
 
 def _whole(batch: Batch) -> Hashable | None:
-    """What steps of one whole recording have in common; tables may be narrower than recorded."""
-    found = signature(batch, room=_any)
-    return None if found is None else ("whole", found)
+    """Key of a full recording; its tables may be wider than the step's."""
+    key = signature(batch, room=_any)
+    return None if key is None else ("whole", key)
 
 
 def _in_pieces(batch: Batch) -> Hashable | None:
-    found = signature(TokensOnly(batch))
-    return None if found is None else ("pieces", found)
+    key = signature(TokensOnly(batch))
+    return None if key is None else ("pieces", key)

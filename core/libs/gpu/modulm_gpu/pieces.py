@@ -1,7 +1,7 @@
-"""Recordings in pieces: attention runs as usual between graphs of what lies around it.
+"""Piecewise recordings: attention runs normally between graphs of the surrounding layers.
 
-Layers reach attention through their backend, so that is where a recording is broken off and taken
-up again. Nothing is traced and no model says where its attention is.
+Layers call attention through their backend, so the backend interrupts and resumes the recording.
+Nothing is traced, and models need no annotations.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from modulm.contracts.recording import Recordable
 if TYPE_CHECKING:
     from modulm.contracts.attention import AttentionPlan, KVLayout, StepLayout
 
-__all__ = ["Breaks", "BrokenOff", "Place", "TokensOnly"]
+__all__ = ["Breaks", "BrokenOff", "PlanPlaceholder", "TokensOnly"]
 
 
 @frozen(eq=False)
-class Place:
-    """Stands for the plan of a group while pieces are recorded: each step has its own."""
+class PlanPlaceholder:
+    """Stands for a group's plan while pieces are recorded; each step has its own plan."""
 
     index: int
 
 
 @frozen(eq=False)
 class TokensOnly(Recordable):
-    """A batch as the layers between attention see it: one entry per token, and no rows.
+    """A batch as seen between attention layers: one entry per token, no rows.
 
-    Who looks at the rows while pieces are recorded meets tensors without memory, and places
-    instead of plans: then nothing is recorded.
+    Code that looks at rows while pieces are recorded gets tensors without memory, and placeholders
+    instead of plans; then nothing is recorded.
     """
 
     batch: Batch
 
     def key(self) -> Hashable | None:
-        """None for what comes with embeddings, adapters or values of few models."""
+        """None for batches with embeddings, adapters or model-specific values."""
         batch = self.batch
         rare = (batch.embeds, batch.embeds_mask, batch.adapters)
         if any(tensor is not None for tensor in rare) or batch.extras or batch.carried:
@@ -51,8 +51,8 @@ class TokensOnly(Recordable):
 
     def tensors(self) -> tuple[Tensor, ...]:
         batch = self.batch
-        own = (batch.tokens, batch.positions)
-        return own if batch.axis_positions is None else (*own, batch.axis_positions)
+        per_token = (batch.tokens, batch.positions)
+        return per_token if batch.axis_positions is None else (*per_token, batch.axis_positions)
 
     def over(self, tensors: Sequence[Tensor], tables: Sequence[Tensor] = ()) -> TokensOnly:
         tokens, positions, *axes = tensors
@@ -64,7 +64,7 @@ class TokensOnly(Recordable):
             axis_positions=axes[0] if axes else None,
             query_starts=_without_memory(batch.query_starts),
             sample=_without_memory(batch.sample),
-            plans=cast("Any", tuple(map(Place, range(len(batch.plans))))),
+            plans=cast("Any", tuple(map(PlanPlaceholder, range(len(batch.plans))))),
         )
         return TokensOnly(moved)
 
@@ -74,10 +74,9 @@ def _without_memory(tensor: Tensor) -> Tensor:
 
 
 class Breaks:
-    """Where recordings in pieces are broken off.
+    """Where piecewise recordings are interrupted.
 
-    between: what does a call of attention in between while pieces are recorded, else None:
-    (the call, its arguments).
+    between: handles attention calls (call, arguments) while pieces are recorded, otherwise None.
     """
 
     def __init__(self) -> None:
@@ -86,7 +85,7 @@ class Breaks:
 
     @contextmanager
     def set(self, between: Callable[[Callable[..., Any], tuple[Any, ...]], Any]) -> Iterator[None]:
-        """Calls of attention are made by `between` meanwhile."""
+        """Route attention calls to `between` within the block."""
         self.between = between
         try:
             yield
@@ -94,24 +93,24 @@ class Breaks:
             self.between = None
 
     def around(self, backend: AttentionBackend) -> AttentionBackend:
-        """The backend for layers."""
+        """Wrap a backend for use by layers."""
         self.backends.append(BrokenOff(backend, self))
         return self.backends[-1]
 
 
 class BrokenOff(AttentionBackend):
-    """A backend whose calls are no part of a recording in pieces."""
+    """A backend whose calls are not part of a piecewise recording."""
 
     def __init__(self, inner: AttentionBackend, breaks: Breaks) -> None:
         super().__init__(inner.spec, inner.platform, inner.ops, inner.block_size)
         self.inner, self._breaks = inner, breaks
         self.name = inner.name  # type: ignore[misc]
-        # Whether the backend fuses for a layer that prepares so, as it has shown before.
+        # Whether the backend fused the call for this `prepare` object when it was last called.
         self._fuses: dict[int, tuple[QKVPrepare, bool]] = {}
 
     @classmethod
     def rejects(cls, spec: Any, platform: Any, ops: Any) -> str | None:
-        return "stands around another backend"
+        return "wraps another backend"
 
     def layout(self, blocks: int) -> KVLayout:
         return self.inner.layout(blocks)
@@ -147,12 +146,12 @@ class BrokenOff(AttentionBackend):
         out: Tensor,
         inputs: AttentionInputs = PLAIN,
     ) -> bool:
-        given = (qkv, positions, prepare, cache, plan, out, inputs)
+        arguments = (qkv, positions, prepare, cache, plan, out, inputs)
         if self._breaks.between is None:
-            fused = self.inner.forward_qkv(*given)
+            fused = self.inner.forward_qkv(*arguments)
             if id(prepare) not in self._fuses:
                 self._fuses[id(prepare)] = prepare, fused
             return fused
         if not self._fuses.get(id(prepare), (prepare, True))[1]:
             return False
-        return bool(self._breaks.between(self.inner.forward_qkv, given))
+        return bool(self._breaks.between(self.inner.forward_qkv, arguments))

@@ -1,4 +1,4 @@
-"""What the platforms of GPUs have in common."""
+"""Base class of GPU platforms."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["GpuPlatform", "Streams"]
 
 
 class Streams:
-    """The stream that steps are launched in, and the one of copies."""
+    """The streams of steps and of copies."""
 
     def __init__(self, runtime: Runtime) -> None:
         module = runtime.module
@@ -36,10 +36,10 @@ class Streams:
 
 
 class GpuPlatform(Platform):
-    """The GPU that torch calls the current one in this process.
+    """The process's current GPU.
 
-    A subclass says whose (`vendor`, and `misses`: why not here) and what it can do. Steps run in
-    a stream of their own, since only such a one can be captured.
+    A subclass declares its vendor (`vendor`, and `misses`: why it is unavailable) and the GPU's
+    capabilities. Steps run on a separate stream, because the default stream cannot be captured.
     """
 
     api = 1
@@ -49,9 +49,9 @@ class GpuPlatform(Platform):
     queued = True
     batched_tokens = (16384, 8192)
     sequences = (1024, 256)
-    #: What torch is asked through; tests give another one.
+    #: Access to torch's device functions; tests replace it.
     runtime: ClassVar[Runtime]
-    #: Whose GPUs these are.
+    #: The vendor of these GPUs.
     vendor: ClassVar[str]
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class GpuPlatform(Platform):
 
     @classmethod
     def misses(cls) -> str | None:
-        """Why this torch is not the one for these GPUs; None if it may be."""
+        """Why this build of torch does not support these GPUs; None if it may."""
         return None
 
     @classmethod
@@ -84,20 +84,20 @@ class GpuPlatform(Platform):
     def memory(self) -> Memory:
         free, total = self.runtime.memory()
         module, device = self.runtime.module, self.device
-        held = module.memory_reserved(device) - module.memory_allocated(device)
-        return Memory(total=total, free=free + held)
+        cached = module.memory_reserved(device) - module.memory_allocated(device)
+        return Memory(total=total, free=free + cached)
 
     @property
     def fp8(self) -> str | None:
-        """The dtype of 8 bits whose products the chip computes itself; None: it computes none."""
+        """The 8-bit dtype that the chip multiplies natively, None if there is none."""
         return None
 
     def take_share(self, rank: int, ranks: int) -> None:
-        """A GPU for each worker."""
+        """Use one GPU per worker."""
         count = self.runtime.count()
         if ranks > count:
-            words = f"{ranks} ranks on this host, and it has {count} {self.vendor} GPU(s)"
-            raise ConfigError("tensor_parallel_size", words)
+            message = f"{ranks} ranks on this host, which has {count} {self.vendor} GPU(s)"
+            raise ConfigError("tensor_parallel_size", message)
         self.runtime.module.set_device(rank)
 
     def start(self, *, threads: int | None = None) -> None:
@@ -106,12 +106,12 @@ class GpuPlatform(Platform):
         self.runtime.module.set_device(self.device)
 
     def chip_abilities(self) -> frozenset[str]:
-        """Names of what only some chips of this kind can do, for `capabilities`."""
+        """Capabilities that only some chips of this kind have."""
         return frozenset({self.fp8} if self.fp8 else ())
 
     @cached_property
     def streams(self) -> Streams:
-        """Made when they are first needed, in the worker's process."""
+        """Created on first use, in the worker's process."""
         return Streams(self.runtime)
 
     def queue(self) -> AbstractContextManager[object]:
@@ -137,8 +137,8 @@ class GpuPlatform(Platform):
         if not shapes.sizes:
             return forward
         graphs, backend = RuntimeGraphs(self.runtime), compiler(config.group(CompilationConfig))
-        given = cast("Forward", forward)
-        return cast("Step", GraphRecorder(given, shapes, graphs, self._breaks, backend))
+        step = cast("Forward", forward)
+        return cast("Step", GraphRecorder(step, shapes, graphs, self._breaks, backend))
 
     def attending(self, backend: Layers) -> Layers:
         return cast("Layers", self._breaks.around(cast("AttentionBackend", backend)))

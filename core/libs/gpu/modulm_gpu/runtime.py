@@ -1,6 +1,6 @@
-"""The part of torch that drives one kind of GPU: `torch.cuda` (NVIDIA, AMD) or `torch.xpu`.
+"""torch's module for one kind of GPU: `torch.cuda` (NVIDIA, AMD) or `torch.xpu`.
 
-Platforms ask this object and not torch, so that a test gives them another one.
+Platforms use this object instead of torch, so that tests can replace it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["Graph", "Runtime", "Stream"]
 
 
 class Stream(Protocol):
-    """A queue of work on the device, as torch has it."""
+    """A torch stream: a queue of work on the device."""
 
     def wait_event(self, event: Any) -> None: ...
 
@@ -23,7 +23,7 @@ class Stream(Protocol):
 
 
 class Graph(Protocol):
-    """Work that was captured, as torch has it."""
+    """A torch graph: captured work."""
 
     def capture_end(self) -> None: ...
 
@@ -31,9 +31,9 @@ class Graph(Protocol):
 
 
 class Runtime:
-    """What is asked of torch about GPUs of one kind.
+    """torch's functions for one kind of GPU.
 
-    kind: of torch's devices. module: functions of torch for it, by torch's names.
+    kind: torch's device type. module: torch's functions for it.
     """
 
     def __init__(self, kind: str, module: Any = None) -> None:
@@ -42,11 +42,11 @@ class Runtime:
 
     @property
     def hip(self) -> str | None:
-        """The version of HIP that this torch was built for; None: for NVIDIA's or Intel's GPUs."""
+        """The HIP version of this torch build; None for NVIDIA's or Intel's GPUs."""
         return torch.version.hip
 
     def count(self) -> int:
-        """GPUs that can be used. Raises RuntimeError where a driver is there and does not work."""
+        """Number of usable GPUs. Raises RuntimeError if the driver is broken."""
         return int(self.module.device_count()) if self.module.is_available() else 0
 
     @property
@@ -55,24 +55,24 @@ class Runtime:
         return torch.device(self.kind, self.module.current_device())
 
     def properties(self) -> Any:
-        """Name, size and features of the GPU, as torch calls them."""
+        """torch's device properties: name, size, features."""
         return self.module.get_device_properties(self.device)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Host memory that the device copies from and to while the host goes on."""
+        """Pinned host memory, for asynchronous copies."""
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     def memory(self) -> tuple[int, int]:
-        """(free, total) bytes, as the driver counts."""
+        """(free, total) bytes, as reported by the driver."""
         free, total = self.module.mem_get_info(self.device)
         return int(free), int(total)
 
     def used_by(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """The tensor's memory is not another's before what is now queued there is done."""
+        """Keep the tensor's memory until the work now queued on `stream` is done."""
         tensor.record_stream(stream)  # type: ignore[arg-type]
 
     def begin_capture(self, pool: Any) -> Graph:
-        """Work that this thread launches on the current stream is written down from here on."""
+        """Start capturing what this thread launches on the current stream."""
         if self.kind == "xpu":
             graph = self.module.XPUGraph()
             graph.capture_begin(pool=pool)
@@ -82,8 +82,9 @@ class Runtime:
         return graph  # type: ignore[no-any-return]
 
     def end_capture(self, graph: Graph, failed: bool) -> Callable[[], None] | None:
-        """What does the work again; None after a failure, which has ended the capture already or
-        makes ending it fail as well.
+        """Return a function that replays the work, None after a failure.
+
+        A failure has either ended the capture already or makes ending it fail as well.
         """
         if failed:
             with suppress(RuntimeError):
@@ -93,10 +94,10 @@ class Runtime:
         return graph.replay
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same place, without keeping its memory from being used again."""
+        """A view of the tensor that does not keep its memory from being reused."""
         storage = torch._C._construct_storage_from_data_pointer(
             tensor.untyped_storage().data_ptr(), tensor.device, tensor.untyped_storage().nbytes()
         )
-        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        made.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-        return made
+        view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return view

@@ -1,4 +1,4 @@
-"""Which steps are recorded, and how others are padded to them."""
+"""Which step shapes are recorded, and how steps are padded to them."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 __all__ = ["RecordedShapes", "compiler", "graph_mode"]
 
-#: Mode of the graphs by optimization level.
+#: Default graph mode by optimization level.
 _BY_LEVEL = ("NONE", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_AND_PIECEWISE")
-#: Levels from which steps may be compiled, and from which they are if nothing else is said.
+#: Level from which compilation is available, and from which it is the default.
 _MAY_COMPILE, _COMPILES = 2, 3
 
-#: Most tokens of a row of padding.
+#: Maximum tokens of a padding row.
 _PADDING = 16
 _MOST = 512
 
 
 def graph_mode(flags: CompilationConfig) -> str:
-    """Which steps are recorded."""
+    """The mode that decides which steps are recorded."""
     return flags.cudagraph_mode or _BY_LEVEL[flags.optimization_level]
 
 
 def compiler(flags: CompilationConfig) -> str | None:
-    """The backend by which recorded steps are compiled, or None."""
+    """The backend that compiles recorded steps, or None."""
     level = flags.optimization_level
     wanted = flags.compile_mode or ("NONE" if level < _COMPILES else "any")
     return None if wanted == "NONE" or level < _MAY_COMPILE else flags.compile_backend
@@ -42,11 +42,11 @@ def compiler(flags: CompilationConfig) -> str | None:
 
 @frozen
 class RecordedShapes:
-    """What is recorded of steps, by their tokens.
+    """The recorded step shapes, in tokens.
 
-    sizes: tokens, ascending. decode, mixed: whether steps of single tokens, and others, are
-    recorded whole; pieces: whether what is not is recorded between attention layers. rows: most
-    rows of a step. padding: most tokens of a row of padding.
+    sizes: tokens, ascending. decode, mixed: whether steps of single tokens, and other steps, are
+    recorded in full. pieces: whether the remaining ones are recorded piecewise. rows: maximum rows
+    of a step. padding: maximum tokens of a padding row.
     """
 
     sizes: tuple[int, ...]
@@ -58,7 +58,7 @@ class RecordedShapes:
 
     @classmethod
     def of(cls, config: Flags) -> RecordedShapes:
-        """As the flags say. Raises ConfigError for sizes that no step can have."""
+        """Derive the shapes from the flags. Raises ConfigError for impossible sizes."""
         flags, scheduler = config.group(CompilationConfig), config.group(SchedulerConfig)
         mode = graph_mode(flags)
         rows, tokens = scheduler.max_num_seqs or 1, scheduler.max_num_batched_tokens
@@ -73,20 +73,22 @@ class RecordedShapes:
 
     @property
     def steps(self) -> list[np.ndarray]:
-        """The tokens of the rows of each: larger steps before smaller, mixed before decode ones."""
+        """Tokens per row of each recorded step: larger before smaller, mixed before decode
+        steps.
+        """
         falling = self.sizes[::-1]
-        found = []
+        shapes = []
         if self.mixed or self.pieces:
-            found += [self._filled(np.zeros(0, np.int32), size) for size in falling if size > 1]
-        return found + [np.ones(s, np.int32) for s in falling if s <= self.rows]
+            shapes += [self._filled(np.zeros(0, np.int32), size) for size in falling if size > 1]
+        return shapes + [np.ones(s, np.int32) for s in falling if s <= self.rows]
 
     def padded(self, counts: np.ndarray) -> np.ndarray:
         """See `RecordedForward.padded`."""
         tokens = int(counts.sum())
-        place = bisect_left(self.sizes, tokens)
-        if place == len(self.sizes):
+        index = bisect_left(self.sizes, tokens)
+        if index == len(self.sizes):
             return counts
-        size = self.sizes[place]
+        size = self.sizes[index]
         if tokens == len(counts) and size <= self.rows:
             return np.ones(size, np.int32)
         if not (self.mixed or self.pieces):
@@ -94,8 +96,9 @@ class RecordedShapes:
         return self._filled(counts, size)
 
     def _filled(self, counts: np.ndarray, size: int) -> np.ndarray:
-        """With rows of padding, up to `size` tokens; with empty ones where rows have to be alike,
-        as they are in a step that is recorded whole.
+        """Add padding rows up to `size` tokens.
+
+        Full recordings of mixed steps also need empty rows, because their row counts must be equal.
         """
         left = size - int(counts.sum())
         more = [self.padding] * (left // self.padding)
@@ -107,12 +110,14 @@ class RecordedShapes:
 
 
 def _sizes(flags: CompilationConfig, rows: int, tokens: int) -> tuple[int, ...]:
-    given = flags.cudagraph_capture_sizes
-    if given is None:
+    sizes = flags.cudagraph_capture_sizes
+    if sizes is None:
         most = flags.max_cudagraph_capture_size
         most = min(2 * rows, _MOST) if most is None else most
-        given = (1, 2, 4, *range(8, min(most + 1, 256), 8), *range(256, most + 1, 16))
-        given = tuple(size for size in given if size <= most)
-    elif min(given, default=1) < 1:
-        raise ConfigError("cudagraph_capture_sizes", f"{min(given)} is no number of tokens")
-    return tuple(sorted({size for size in given if size <= tokens}))
+        sizes = (1, 2, 4, *range(8, min(most + 1, 256), 8), *range(256, most + 1, 16))
+        sizes = tuple(size for size in sizes if size <= most)
+    elif min(sizes, default=1) < 1:
+        raise ConfigError(
+            "cudagraph_capture_sizes", f"{min(sizes)} is not a valid number of tokens"
+        )
+    return tuple(sorted({size for size in sizes if size <= tokens}))

@@ -1,9 +1,8 @@
-"""Graphs on the test device that poses as one with a queue (`modulm.testing.queued`).
+"""Graphs on the test device that simulates a queue (`modulm.testing.queued`).
 
-What is captured is not done but written down, and done again when it is repeated. What a real
-capture fails on, or what a real graph would do wrong, is an error here: the host looks at a value
-or waits, memory comes from elsewhere than the pool, a shape depends on values, a graph reads what
-was freed since.
+Captured operations are recorded without running and run on replay. What a real capture rejects or a
+real graph would compute wrongly raises an error here: the host reads a value or waits, memory is
+allocated outside the pool, a shape depends on values, a graph reads freed memory.
 """
 
 from __future__ import annotations
@@ -55,11 +54,11 @@ _FROM_HOST = frozenset({"tensor", "as_tensor", "from_numpy", "frombuffer", "asar
 
 
 class GraphError(EngineError):
-    """What a device would not capture, or a graph that would compute nonsense."""
+    """Something that a device would not capture, or a graph that would compute garbage."""
 
 
 class _Outside:
-    """Memory that a graph uses and does not own: it has to be there when the graph runs."""
+    """Memory that a graph uses and does not own; it must exist when the graph runs."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._storage: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
@@ -71,12 +70,12 @@ class _Outside:
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         if storage is None:
             raise GraphError(f"the graph reads memory that was freed: {list(self._size)}")
-        made = torch.empty(0, dtype=self._dtype)
-        return made.set_(storage, self._offset, self._size, self._stride)
+        view = torch.empty(0, dtype=self._dtype)
+        return view.set_(storage, self._offset, self._size, self._stride)
 
 
 class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes operations down. Views are made at once; new tensors lie in the pool."""
+    """Records operations. Views are created immediately; new tensors are in the pool."""
 
     def __init__(self, pool: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -88,7 +87,7 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         if kwargs.get("pin_memory"):
-            raise GraphError("memory of the host is taken while a graph is captured")
+            raise GraphError("host memory is allocated while a graph is captured")
         with self:
             parts = func.decompose(*args, **kwargs)
         if parts is not NotImplemented:
@@ -98,42 +97,42 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         schema = func._schema
-        given = [each for each in (*args, *kwargs.values()) if holds_tensor(each)]
+        inputs = [each for each in (*args, *kwargs.values()) if holds_tensor(each)]
         views = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
-        if views and given:
+        if views and inputs:
             return func(*args, **kwargs)
-        held = self._held((args, kwargs))
+        references = self._weak_outside((args, kwargs))
         if schema.is_mutable:
-            self.steps.append(lambda: _done(func, held))
+            self.steps.append(lambda: _done(func, references))
             return written(schema, args, kwargs)
-        placed = {**kwargs, "device": "meta"} if given and kwargs.get("device") else kwargs
+        placed = {**kwargs, "device": "meta"} if inputs and kwargs.get("device") else kwargs
         try:
-            shapes = func(*on_meta(args), **on_meta(placed)) if given else func(*args, **kwargs)
+            shapes = func(*on_meta(args), **on_meta(placed)) if inputs else func(*args, **kwargs)
         except (RuntimeError, NotImplementedError) as error:
-            raise HostRead(f"{func}: what it gives depends on values: {error}"[:300]) from error
-        made = tree_map_only(Tensor, nonsense, shapes)
-        self._pool.update(each.untyped_storage()._cdata for each in listed(made))
-        targets = listed(made)
+            raise HostRead(f"{func}: the output depends on values: {error}"[:300]) from error
+        outputs = tree_map_only(Tensor, nonsense, shapes)
+        self._pool.update(each.untyped_storage()._cdata for each in listed(outputs))
+        targets = listed(outputs)
 
         def fill() -> None:
-            for target, value in zip(targets, listed(_done(func, held)), strict=True):
+            for target, value in zip(targets, listed(_done(func, references)), strict=True):
                 target.copy_(value)
 
         self.steps.append(fill)
-        return made
+        return outputs
 
-    def _held(self, values: Any) -> Any:
-        """With what does not lie in the pool held weakly: a graph keeps no such memory."""
+    def _weak_outside(self, values: Any) -> Any:
+        """Hold tensors outside the pool weakly, as a graph does."""
 
-        def held(tensor: Tensor) -> Any:
+        def reference(tensor: Tensor) -> Any:
             inside = tensor.untyped_storage()._cdata in self._pool
             return tensor if inside else _Outside(tensor)
 
-        return tree_map_only(Tensor, held, values)
+        return tree_map_only(Tensor, reference, values)
 
 
-def _done(func: Any, held: Any) -> Any:
-    args, kwargs = tree_map_only(_Outside, _Outside.tensor, held)
+def _done(func: Any, references: Any) -> Any:
+    args, kwargs = tree_map_only(_Outside, _Outside.tensor, references)
     return func(*args, **kwargs)
 
 
@@ -143,14 +142,14 @@ class _NoHostMemory(TorchFunctionMode):
     ) -> Any:
         name = getattr(func, "__name__", "")
         if name in _FROM_HOST and not (args and isinstance(args[0], Tensor)):
-            raise GraphError(f"torch.{name} brings memory of the host while a graph is captured")
+            raise GraphError(f"torch.{name} uses host memory while a graph is captured")
         return func(*args, **(kwargs or {}))
 
 
 class TapeGraphs(Graphs):
-    """Graphs of the test device. captured, replayed: how many, pieces by themselves.
+    """Graphs of the test device.
 
-    each: bytes that a graph takes.
+    captured, replayed: counts of graphs; each piece counts. each: bytes per graph.
     """
 
     each = 0
@@ -160,7 +159,7 @@ class TapeGraphs(Graphs):
         self._pool: set[int] = set()
         self._tape: _Tape | None = None
         self._modes = ExitStack()
-        self._kept: list[list[Callable[[], object]]] = []
+        self._recorded: list[list[Callable[[], object]]] = []
         self.captured = self.replayed = 0
 
     def begin(self) -> None:
@@ -175,7 +174,7 @@ class TapeGraphs(Graphs):
         steps = [] if self._tape is None else self._tape.steps
         self._tape = None
         self.captured += not failed
-        self.held += 0 if failed else self.each
+        self.memory += 0 if failed else self.each
 
         def replay() -> None:
             self.replayed += 1
@@ -188,11 +187,11 @@ class TapeGraphs(Graphs):
         return tensor
 
     def clear(self) -> None:
-        self.held = 0
+        self.memory = 0
 
 
 class _Overwriting(GraphRecorder):
-    """What a recording gave is gone once another step runs."""
+    """Invalidates a recording's outputs when the next step runs."""
 
     last: Result | None = None
     work: Queue
@@ -200,17 +199,17 @@ class _Overwriting(GraphRecorder):
     def __call__(self, batch: Any) -> Result:
         if self.last is not None:
             for tensor in self.last if isinstance(self.last, tuple) else (self.last,):
-                self.work.put(lambda gone=tensor: gone.copy_(nonsense(gone)))  # type: ignore[misc]
+                self.work.put(lambda stale=tensor: stale.copy_(nonsense(stale)))  # type: ignore[misc]
         before = self.repeated
-        found = super().__call__(batch)
-        self.last = found if self.repeated > before else None
-        return found
+        result = super().__call__(batch)
+        self.last = result if self.repeated > before else None
+        return result
 
 
 class GraphPlatform(QueuedPlatform):
-    """Register it as platform "graphs" and run with `device="graphs"`.
+    """Register as platform "graphs" and run with `device="graphs"`.
 
-    `recorder` and `graphs` are of the model that was loaded last.
+    `recorder` and `graphs` belong to the model loaded last.
     """
 
     name = "graphs"
@@ -228,10 +227,10 @@ class GraphPlatform(QueuedPlatform):
         if not shapes.sizes:
             return forward
         graphs, backend = TapeGraphs(self._work), compiler(config.group(CompilationConfig))
-        made = _Overwriting(forward, shapes, graphs, self.breaks, backend)
-        made.work = self._work
-        GraphPlatform.recorder, GraphPlatform.graphs = made, graphs
-        return made
+        recorder = _Overwriting(forward, shapes, graphs, self.breaks, backend)
+        recorder.work = self._work
+        GraphPlatform.recorder, GraphPlatform.graphs = recorder, graphs
+        return recorder
 
     def attending(self, backend: Any) -> Any:
         return self.breaks.around(backend)
@@ -239,7 +238,7 @@ class GraphPlatform(QueuedPlatform):
 
 @frozen(eq=False)
 class _GatherPlan(AttentionPlan):
-    """rows: [tokens] int64, whose each token is; positions: [tokens] int64."""
+    """rows: [tokens] int64, row of each token; positions: [tokens] int64."""
 
     block_tables: Tensor
     rows: Tensor
@@ -260,8 +259,10 @@ class _GatherPlan(AttentionPlan):
 
 
 class GatherAttention(AttentionBackend):
-    """Looks at whole block tables, of every token: nothing depends on lengths, so that any step
-    can be recorded. Cache [blocks, block size, 2, kv heads, head dim].
+    """Reads the whole block table of every token.
+
+    Nothing depends on lengths, so any step can be recorded. Cache [blocks, block size, 2, kv heads,
+    head dim].
     """
 
     name = "gather"
@@ -281,7 +282,7 @@ class GatherAttention(AttentionBackend):
 
     @classmethod
     def rejects(cls, spec: AttentionSpec, platform: Platform, ops: Ops) -> str | None:
-        return None if spec.kv_dtype == spec.dtype else "keeps what it is given"
+        return None if spec.kv_dtype == spec.dtype else "stores the model's dtype only"
 
     def layout(self, blocks: int) -> KVLayout:
         spec = self.spec
@@ -308,13 +309,13 @@ class GatherAttention(AttentionBackend):
         inputs: AttentionInputs = PLAIN,
     ) -> None:
         step: Any = plan
-        held = cache.view(-1, *cache.shape[2:])
-        held[step.slots] = torch.stack([k, v], 1)
+        entries = cache.view(-1, *cache.shape[2:])
+        entries[step.slots] = torch.stack([k, v], 1)
         table = step.block_tables.long()
         inner = torch.arange(self.block_size)
         slots = (table[:, :, None] * self.block_size + inner).flatten(1)
-        found = held[slots[step.rows]]  # [tokens, keys, 2, kv heads, head dim]
-        keys, values = found[:, :, 0], found[:, :, 1]
+        gathered = entries[slots[step.rows]]  # [tokens, keys, 2, kv heads, head dim]
+        keys, values = gathered[:, :, 0], gathered[:, :, 1]
         at = torch.arange(slots.shape[1])
         seen = at <= step.positions[:, None]
         if self.spec.window is not None:

@@ -1,4 +1,4 @@
-"""Copies between host and device that nobody waits for, on a stream of their own."""
+"""Asynchronous copies between host and device, on a separate stream."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from modulm_gpu.runtime import Runtime, Stream
 
 __all__ = ["PinnedStaging", "PinnedTransfer"]
 
-#: Host buffers in turn: one is filled again when its copy of so many calls ago is done.
+#: Number of alternating host buffers; a buffer is reused when its copy, this many calls ago, is
+#: done.
 _BUFFERS = 4
 _ALIGNMENT = 16
 
@@ -25,9 +26,9 @@ class _Buffer:
 
 
 class PinnedStaging(Staging):
-    """All arrays of a call in one copy from pinned memory, beside the work that is queued.
+    """Copies all arrays of a call at once from pinned memory, asynchronously.
 
-    What is launched next waits for the copy, on the device.
+    Work launched afterwards waits for the copy on the device.
     """
 
     def __init__(self, runtime: Runtime, device: torch.device, copies: Stream) -> None:
@@ -53,7 +54,7 @@ class PinnedStaging(Staging):
             whole = torch.empty(starts[-1], dtype=torch.uint8, device=self.device)
             whole.copy_(buffer.host[: starts[-1]], non_blocking=True)
             buffer.copied.record()
-        # The memory comes from the copies' stream: it may not be another's before the work is done.
+        # The memory belongs to the copy stream; it must not be reused before the work is done.
         working.wait_event(buffer.copied)
         self._runtime.used_by(whole, working)
         return tuple(
@@ -62,12 +63,12 @@ class PinnedStaging(Staging):
 
 
 def _part(whole: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
-    """The bytes of `whole` from `start` on as a tensor like another one."""
+    """The bytes of `whole` from `start` on, as a tensor like `like`."""
     return whole[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 
 class PinnedTransfer(Transfer):
-    """Begins when the work so far is done, while the work after it goes on."""
+    """Starts when the work queued so far is done; later work runs concurrently."""
 
     def __init__(self, runtime: Runtime, tensors: Sequence[torch.Tensor], copies: Stream) -> None:
         super().__init__([runtime.pinned(t.shape, t.dtype) for t in tensors])

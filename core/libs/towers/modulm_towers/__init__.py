@@ -1,7 +1,7 @@
-"""What models that read images and sound are made of.
+"""Building blocks of models that read images and sound.
 
-`MultimodalModel` is a text model of another plugin with encoders around it; the towers are the
-encoders that families share.
+`MultimodalModel` adds encoders to a text model of another plugin. The towers are encoders that
+several families share.
 """
 
 from modulm_towers.blocks import Block, BlockNames, BlockShape, VisionAttention, patches
@@ -10,7 +10,7 @@ from modulm_towers.conformer import ConformerConfig, ConformerTower
 from modulm_towers.convolution import Convolution
 from modulm_towers.grid import (
     axial_turns,
-    grid_places,
+    grid_coordinates,
     interpolated,
     lengths_of,
     windows,
@@ -34,12 +34,12 @@ from modulm_towers.whisper import (
     WHISPER_BLOCK,
     WhisperTower,
     WhisperTowerConfig,
+    encode_sounds,
     halved,
-    heard,
-    silent_keys,
     sinusoids,
-    tiny_hearing,
+    tiny_audio,
     whisper_blocks,
+    zero_key_biases,
 )
 
 __all__ = [
@@ -72,19 +72,19 @@ __all__ = [
     "axial_turns",
     "cropped",
     "flat_patches",
-    "grid_places",
+    "grid_coordinates",
     "halved",
-    "heard",
+    "encode_sounds",
     "interpolated",
     "lengths_of",
     "patches",
     "pixel_shuffle",
-    "silent_keys",
+    "zero_key_biases",
     "sinusoids",
     "stacked",
     "text_architecture",
     "through",
-    "tiny_hearing",
+    "tiny_audio",
     "tiny_text",
     "vlm_table",
     "whisper_blocks",

@@ -1,4 +1,6 @@
-"""The blocks of vision encoders: patches lie end to end, images attend to themselves."""
+"""Blocks of vision encoders: the patches of all images are concatenated, each image attends to
+itself.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ _CLIP = AttentionNames("q_proj", "k_proj", "v_proj", "out_proj", "qkv_proj")
 
 @frozen
 class BlockNames:
-    """How a checkpoint calls the parts of a block, from the block."""
+    """Names of a block's parts in a checkpoint, relative to the block."""
 
     norm1: str = "layer_norm1"
     attn: str = "self_attn"
@@ -38,10 +40,12 @@ class BlockNames:
 
 @frozen(kw_only=True)
 class BlockShape:
-    """The shape of a pre-norm block. rms: norms without means; gated: a gated feed-forward part;
-    bias, out_bias, mlp_bias: of queries, keys and values, of what follows, of the rest. scales: the
-    names of learned factors of the two branches, [hidden] each. qk_norm: RMS norms of all queries
-    and all keys of a token, called q_norm and k_norm. causal: tokens see none behind them.
+    """The shape of a pre-norm block.
+
+    rms: RMS norms instead of layer norms. gated: gated feed-forward. bias, out_bias, mlp_bias:
+    biases of queries, keys and values, of the output projection, of the feed-forward block. scales:
+    names of learned factors of the two branches, [hidden] each. qk_norm: RMS norms over all heads
+    of queries and keys, called q_norm and k_norm. causal: causal attention.
     """
 
     hidden: int
@@ -63,7 +67,7 @@ class BlockShape:
 
 
 class VisionAttention(Module):
-    """Attention in which the patches of one image, or of one window of it, see each other."""
+    """Attention among the patches of one image, or of one window of it."""
 
     def __init__(self, b: Builder, shape: BlockShape) -> None:
         super().__init__()
@@ -76,7 +80,7 @@ class VisionAttention(Module):
         self.qkv = b.linear(names.qkv, hidden, parts, bias=shape.bias)
         self.out = b.row_linear(names.out, whole, hidden, bias=shape.out_bias)
         if shape.qk_norm and self.heads != shape.heads:
-            raise UnsupportedError("norms of whole queries and keys on several ranks: not yet")
+            raise UnsupportedError("tensor parallelism: not supported yet for norms over all heads")
         norms = ("q_norm", "k_norm") if shape.qk_norm else ()
         self.norms = ModuleList(b.rms_norm(name, whole, shape.eps) for name in norms)
 
@@ -87,9 +91,11 @@ class VisionAttention(Module):
         turns: Tensor | None,
         unseen: Tensor | None = None,
     ) -> Tensor:
-        """x: [patches, hidden]; lengths: patches of each image, or window; turns: [patches,
-        head_dim], cosines, then sines, of the rotation; unseen: [patches] bool, those that others
-        do not see, of images of one length.
+        """x: [patches, hidden] -> [patches, hidden].
+
+        lengths: patches per image or window. turns: [patches, head_dim], cosines, then sines, of
+        the rotation. unseen: [patches] bool, patches that are masked as keys; requires images of
+        one length.
         """
         q, k, v = self.qkv(x).view(len(x), 3, self.heads, self.head_dim).unbind(1)
         if len(self.norms):
@@ -97,8 +103,8 @@ class VisionAttention(Module):
             q, k = (norm(t.flatten(1).contiguous()).view(v.shape) for norm, t in pairs)
         if turns is not None:
             q, k = q.contiguous(), k.contiguous()
-            places = torch.arange(len(x), device=x.device)
-            self.ops.rotary(q, k, places, turns, self.neox)
+            positions = torch.arange(len(x), device=x.device)
+            self.ops.rotary(q, k, positions, turns, self.neox)
         if self.causal:
             rows = (t.split(list(lengths)) for t in (q, k, v))
             seen = torch.cat([_causal(*row) for row in zip(*rows, strict=True)])
@@ -116,11 +122,11 @@ def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1)
 
 
-def _partly(q: Tensor, k: Tensor, v: Tensor, shown: Tensor) -> Tensor:
-    """q, k, v: [rows * tokens, heads, head_dim]; shown: [rows, tokens] bool -> as q."""
-    q, k, v = (t.view(*shown.shape, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
-    found = F.scaled_dot_product_attention(q, k, v, attn_mask=shown[:, None, None])
-    return found.transpose(1, 2).flatten(0, 1)
+def _partly(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """q, k, v: [rows * tokens, heads, head_dim]; visible: [rows, tokens] bool -> as q."""
+    q, k, v = (t.view(*visible.shape, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
+    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None, None])
+    return attended.transpose(1, 2).flatten(0, 1)
 
 
 class Block(Module):
@@ -136,8 +142,8 @@ class Block(Module):
         self.attn = VisionAttention(b.at(names.attn), shape)
         self.norm2 = norm(names.norm2, shape.hidden, shape.eps)
         self.scaled = shape.scales is not None
-        for place, name in enumerate(shape.scales or ()):
-            b.parameter(name, self, f"scale{place + 1}", (shape.hidden,))
+        for index, name in enumerate(shape.scales or ()):
+            b.parameter(name, self, f"scale{index + 1}", (shape.hidden,))
         at = b.at(names.mlp)
         if shape.gated:
             self.mlp: Module = GatedMLP(
@@ -160,8 +166,8 @@ class Block(Module):
         """x: [patches, hidden] -> [patches, hidden]."""
         seen = self.attn(self.norm1(x), lengths, turns, unseen)
         x = x + (seen * self.scale1 if self.scaled else seen)
-        found = self.mlp(self.norm2(x))
-        out: Tensor = x + (found * self.scale2 if self.scaled else found)
+        transformed = self.mlp(self.norm2(x))
+        out: Tensor = x + (transformed * self.scale2 if self.scaled else transformed)
         return out
 
 

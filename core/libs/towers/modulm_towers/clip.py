@@ -1,4 +1,4 @@
-"""CLIP and SigLIP: images of one size, learned positions (arXiv 2103.00020, 2303.15343)."""
+"""CLIP and SigLIP: fixed image size, learned positions (arXiv 2103.00020, 2303.15343)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ClipTower", "TowerConfig", "pixel_shuffle"]
 
-#: Those that begin with a token of their own, and those that do not.
+#: Models with a class token, and models without.
 _KINDS = (
     "clip_vision_model",
     "siglip_vision_model",
@@ -33,7 +33,7 @@ _KINDS = (
 
 @frozen(kw_only=True)
 class TowerConfig:
-    """`vision_config` of CLIP, SigLIP and those like them."""
+    """`vision_config` of CLIP, SigLIP and similar models."""
 
     model_type: str = "clip_vision_model"
     hidden_size: int = size()
@@ -51,18 +51,18 @@ class TowerConfig:
 
     @property
     def theta(self) -> float:
-        """The base of the rotation of encoders that have one."""
+        """Base of the rotary positions, in encoders that have them."""
         return float(self.rope_parameters.get("rope_theta", self.rope_theta))
 
     def __attrs_post_init__(self) -> None:
         if self.hidden_size % self.num_attention_heads:
-            raise ValueError("num_attention_heads: they do not divide hidden_size")
+            raise ValueError("num_attention_heads: does not divide hidden_size")
         if self.patch_size > self.image_size:
             raise ValueError("patch_size: larger than image_size")
 
 
 class ClipTower(Tower):
-    """The encoder of CLIP, which begins with a token of its own, or of SigLIP, which does not."""
+    """The encoder of CLIP, which starts with a class token, or of SigLIP, which does not."""
 
     first: Tensor
     positions: Tensor
@@ -70,7 +70,7 @@ class ClipTower(Tower):
     def __init__(self, c: TowerConfig, b: Builder) -> None:
         super().__init__()
         if c.model_type not in _KINDS:
-            raise UnsupportedError(f"vision_config.model_type {c.model_type!r}: not yet")
+            raise UnsupportedError(f"vision_config.model_type: not supported yet: {c.model_type!r}")
         self.config, self.dtype = c, b.shared.dtype
         self.clip = c.model_type == "clip_vision_model"
         at, hidden = b.at("embeddings"), c.hidden_size
@@ -103,21 +103,23 @@ class ClipTower(Tower):
         return out
 
     def states(self, pixels: Tensor, layers: Sequence[int]) -> Pieces[list[Tensor]]:
-        """[n, tokens, hidden] after as many layers; negative ones count from the last."""
+        """[n, tokens, hidden] after the given numbers of layers; negative ones count from the
+        last.
+        """
         count = len(self.layers)
-        wanted = [index % (count + 1) for index in layers]
+        depths = [index % (count + 1) for index in layers]
         x = self.embed(pixels)
-        shape, found = x.shape, {0: x}
+        shape, states_by_depth = x.shape, {0: x}
         lengths, x = [shape[1]] * len(x), x.flatten(0, 1)
-        for index, layer in enumerate(self.layers[: max(wanted)]):
+        for index, layer in enumerate(self.layers[: max(depths)]):
             x = layer(x, lengths)
-            if index + 1 in wanted:
-                found[index + 1] = x.view(shape)
+            if index + 1 in depths:
+                states_by_depth[index + 1] = x.view(shape)
             yield len(x)
-        return [found[index] for index in wanted]
+        return [states_by_depth[index] for index in depths]
 
     def run(self, pixels: Tensor) -> Pieces[Tensor]:
-        """[n, tokens, hidden] after the last norm, without CLIP's own token."""
+        """[n, tokens, hidden] after the last norm, without CLIP's class token."""
         (x,) = yield from self.states(pixels, [-1])
         x = self.post(x.flatten(0, 1)).view(x.shape)
         out: Tensor = x[:, 1:] if self.clip else x
@@ -125,8 +127,9 @@ class ClipTower(Tower):
 
 
 def pixel_shuffle(x: Tensor, scale: int) -> Tensor:
-    """[n, rows, columns, hidden] -> [n, rows / scale, columns / scale, hidden * scale^2]: squares
-    of tokens side by side (arXiv 2404.16821).
+    """[n, rows, columns, hidden] -> [n, rows / scale, columns / scale, hidden * scale^2].
+
+    Concatenates squares of tokens (arXiv 2404.16821).
     """
     n, rows, columns, hidden = x.shape
     x = x.reshape(n, rows, columns // scale, hidden * scale).transpose(1, 2)

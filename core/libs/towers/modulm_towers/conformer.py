@@ -1,5 +1,7 @@
-"""The conformer (arXiv 2005.08100) of Granite Speech: blocks of attention with distances (arXiv
-1803.02155), and what it would transcribe fed back in the middle.
+"""The conformer (arXiv 2005.08100) of Granite Speech.
+
+Block attention with relative distances (arXiv 1803.02155); its own transcription logits are fed
+back in the middle layer.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ _EPS = 1e-5
 
 @frozen(kw_only=True)
 class ConformerConfig:
-    """`encoder_config`. context_size: frames that see each other; output_dim: letters that the
-    encoder was trained to write."""
+    """`encoder_config`. context_size: frames per attention block; output_dim: size of the alphabet
+    that the encoder was trained to transcribe.
+    """
 
     input_dim: int = size(160)
     num_layers: int = size()
@@ -48,12 +51,12 @@ class ConformerConfig:
 
     @property
     def head_dim(self) -> int:
-        """Numbers of a head."""
+        """Dimensions per head."""
         return self.dim_head or self.hidden_dim // self.num_heads
 
 
 class _Attention(Module):
-    """Frames of a block see each other; scores have a part of the query's and the distance's."""
+    """Attention within blocks of frames; scores include a term for query and distance."""
 
     distances: Tensor
 
@@ -73,27 +76,27 @@ class _Attention(Module):
         c = self.config
         x = self.norm(x)
         q, (k, v) = self.q(x), self.kv(x).chunk(2, dim=-1)
-        whole = len(x) // c.context_size * c.context_size
-        found = []
-        for first, end, length in ((0, whole, c.context_size), (whole, len(x), len(x) - whole)):
+        full = len(x) // c.context_size * c.context_size
+        blocks = []
+        for first, end, length in ((0, full, c.context_size), (full, len(x), len(x) - full)):
             if end > first:
                 shape = (-1, length, c.num_heads, c.head_dim)
                 heads = [t[first:end].reshape(shape).transpose(1, 2) for t in (q, k, v)]
-                found.append(self._attend(*heads).transpose(1, 2).flatten(0, 1).flatten(1))
-        out: Tensor = self.out(torch.cat(found))
+                blocks.append(self._attend(*heads).transpose(1, 2).flatten(0, 1).flatten(1))
+        out: Tensor = self.out(torch.cat(blocks))
         return out
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[blocks, heads, frames, head_dim] each."""
-        places = torch.arange(q.shape[2], device=q.device)
-        apart = places[:, None] - places + self.config.max_pos_emb
-        scores = torch.einsum("bhcd,crd->bhcr", q, self.distances[apart])
+        positions = torch.arange(q.shape[2], device=q.device)
+        distances = positions[:, None] - positions + self.config.max_pos_emb
+        scores = torch.einsum("bhcd,crd->bhcr", q, self.distances[distances])
         bias = scores / math.sqrt(q.shape[3])
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
 
 class _Convolved(Module):
-    """Each frame and its neighbours: gate, convolution of each channel, norm of the training."""
+    """Gated depthwise convolution over time with batch norm."""
 
     mean: Tensor
     var: Tensor
@@ -147,7 +150,7 @@ class _Block(Module):
 
 
 class ConformerTower(Tower):
-    """One sound at a time: its frames are convolved with their neighbours."""
+    """Encodes one sound at a time."""
 
     def __init__(self, c: ConformerConfig, b: Builder) -> None:
         super().__init__()

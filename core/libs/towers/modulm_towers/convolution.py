@@ -1,4 +1,4 @@
-"""Convolutions over time, or over time and frequency."""
+"""Convolutions over time, or over frequency and time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ __all__ = ["Convolution"]
 
 
 class Convolution(Module):
-    """A convolution of one axis or of two, every rank does all of it; kernel: its length along
-    each; stride, padding: along all; groups: of channels that stay among themselves.
+    """A 1-D or 2-D convolution, replicated on every rank.
+
+    kernel: its size along each axis. stride, padding: the same for all axes. groups: channel
+    groups.
     """
 
     weight: Tensor
@@ -41,7 +43,9 @@ class Convolution(Module):
         self.biased, self.stride, self.padding, self.groups = bias, stride, padding, groups
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [n, inputs, time] or [n, inputs, frequency, time] -> the same of outputs."""
+        """x: [n, inputs, time] or [n, inputs, frequency, time] -> the same with `outputs`
+        channels.
+        """
         convolve = F.conv1d if self.weight.dim() == 3 else F.conv2d
         bias = self.bias if self.biased else None
         return convolve(x, self.weight, bias, self.stride, self.padding, 1, self.groups)

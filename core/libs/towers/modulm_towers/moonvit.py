@@ -1,4 +1,4 @@
-"""MoonViT (arXiv 2504.07491): images of any size, and clips of a few frames that become one."""
+"""MoonViT (arXiv 2504.07491): images of any size, and short clips whose frames are averaged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import ModuleList
 
 from modulm_layers import AttentionNames, only, size
 from modulm_towers.blocks import Block, BlockNames, BlockShape
-from modulm_towers.grid import grid_places
+from modulm_towers.grid import grid_coordinates
 from modulm_towers.pieces import Pieces, Tower, through
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _NAMES = BlockNames(
 
 @frozen(kw_only=True)
 class MoonVitConfig:
-    """`vision_config`. pos_emb_height, pos_emb_width: of the grid of learned positions."""
+    """`vision_config`. pos_emb_height, pos_emb_width: size of the learned position grid."""
 
     hidden_size: int = size(1152)
     intermediate_size: int = size(4304)
@@ -58,12 +58,14 @@ class MoonVitConfig:
 
     @property
     def merged(self) -> int:
-        """Patches that become a token."""
+        """Patches per token."""
         return self.merge_kernel_size[0] * self.merge_kernel_size[1]
 
 
 class MoonVit(Tower):
-    """Patches of all images end to end, row by row; those of a clip see each other."""
+    """The patches of all images are concatenated row by row; those of a clip attend to each
+    other.
+    """
 
     positions: Tensor
 
@@ -83,40 +85,45 @@ class MoonVit(Tower):
         self.norm = b.layer_norm("final_layernorm", hidden, _EPS)
 
     def run(self, pixels: Tensor, grids: Sequence[Sequence[int]]) -> Pieces[Tensor]:
-        """pixels: [patches, numbers of one]; grids: (frames, rows, columns) of each image or clip
-        -> [tokens, patches of one, hidden], the mean of a clip's frames.
+        """pixels: [patches, values per patch] -> [tokens, patches per token, hidden].
+
+        grids: (frames, rows, columns) of each image or clip. The frames of a clip are averaged.
         """
         learned = torch.cat([self._learned(grid) for grid in grids])
         x = self.patch(pixels.to(self.dtype)) + learned.to(self.dtype)
-        turns = self._turns(torch.cat([grid_places(grid, 1) for grid in grids])).to(self.device)
+        turns = self._turns(torch.cat([grid_coordinates(grid, 1) for grid in grids])).to(
+            self.device
+        )
         lengths = [frames * rows * columns for frames, rows, columns in grids]
         x = self.norm((yield from through(self.layers, x, lengths, turns)))
         pairs = zip(x.split(lengths), grids, strict=True)
-        return torch.cat([self._merged(own, grid) for own, grid in pairs])
+        return torch.cat([self._merged(patches, grid) for patches, grid in pairs])
 
     def _learned(self, grid: Sequence[int]) -> Tensor:
-        """[patches, hidden] fp32: the learned positions, stretched to the grid, and waves that
-        count the frames of a clip.
+        """[patches, hidden] fp32: the learned positions, resized to the grid, plus sinusoidal
+        positions of a clip's frames.
         """
         frames, *sides = grid
         table = self.positions.float().permute(2, 0, 1)[None]
         if list(table.shape[2:]) != sides:
             table = F.interpolate(table, size=sides, mode="bicubic")
-        places = table[0].flatten(1).T
+        positions = table[0].flatten(1).T
         if frames == 1:
-            return places
-        return (places + _counted(frames, places.shape[1], self.device)[:, None]).flatten(0, 1)
+            return positions
+        return (positions + _counted(frames, positions.shape[1], self.device)[:, None]).flatten(
+            0, 1
+        )
 
-    def _turns(self, places: Tensor) -> Tensor:
-        """[patches, head_dim]: pairs of angles of one speed, which count columns and rows."""
+    def _turns(self, coordinates: Tensor) -> Tensor:
+        """[patches, head_dim]: pairs of angles of equal frequency for column and row."""
         size = self.config.hidden_size // self.config.num_attention_heads
         theta = float(str(self.config.rope_parameters.get("rope_theta", 10000.0)))
         waves = 1.0 / theta ** (torch.arange(0, size, 4, dtype=torch.float32) / size)
-        angles = (places.flip(-1)[:, None].float() * waves[:, None]).flatten(1)
+        angles = (coordinates.flip(-1)[:, None].float() * waves[:, None]).flatten(1)
         return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
     def _merged(self, x: Tensor, grid: Sequence[int]) -> Tensor:
-        """x: [patches, hidden] of one clip -> [tokens, patches of one, hidden]."""
+        """x: [patches, hidden] of one clip -> [tokens, patches per token, hidden]."""
         frames, rows, columns = grid
         high, wide = self.config.merge_kernel_size
         x = x.view(frames, rows // high, high, columns // wide, wide, -1).mean(0)
@@ -124,7 +131,7 @@ class MoonVit(Tower):
 
 
 def _counted(frames: int, hidden: int, device: torch.device) -> Tensor:
-    """[frames, hidden] fp32: sines, then cosines, of each frame's number."""
+    """[frames, hidden] fp32: sines, then cosines, of each frame's index."""
     steps = torch.arange(0, hidden, 2, dtype=torch.float32, device=device) / hidden
     angles = torch.arange(frames, device=device)[:, None] / 10000**steps
     return torch.cat([angles.sin(), angles.cos()], dim=1)

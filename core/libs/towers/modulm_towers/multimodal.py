@@ -1,4 +1,4 @@
-"""Models that read media: a text model of another plugin, and the encoders of this one."""
+"""Models that read media: a text model of another plugin with encoders."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from modulm_layers import tiny_config
 from modulm_media.flags import MediaConfig
 from modulm_towers.pieces import Pieces, whole
 from modulm_towers.spread import Spread
-from modulm_towers.text import TEXT_NAMES, TextConfig, completed
+from modulm_towers.text import TEXT_NAMES, TextConfig, complete_config
 
 __all__ = ["MultimodalConfig", "MultimodalModel", "cropped", "flat_patches", "stacked", "tiny_text"]
 
-#: What lies around the text model, wherever that has it.
+#: Weight prefix of the text model, wherever it nests its weights.
 _AROUND = (
     r"^model\.(vision_tower|vision_model|vision_encoder|visual|multi_modal_projector|connector|"
     r"image_newline|mlp1|projector|vision_projection|vision_embedder|aligner|"
@@ -35,18 +35,19 @@ _AROUND = (
 
 @frozen(eq=False, kw_only=True)
 class MultimodalConfig:
-    """config.json of a model around a text model. text: that one's; vision: of `vision_type`, where
-    it sees; audio: of `audio_type`, where it hears; whole: of `whole_type`, the keys beside them.
+    """config.json of a model around a text model.
 
-    Keys that the file leaves out are those of transformers' class for it.
+    text: the text model's. vision: of `vision_type`, if it reads images. audio: of `audio_type`, if
+    it reads sound. whole: of `whole_type`, the top-level keys. Missing keys default to those of
+    transformers' class.
     """
 
     vision_type: ClassVar[type | None] = None
     audio_type: ClassVar[type | None] = None
-    #: What the file calls the configuration of what hears.
+    #: Key of the sound encoder's configuration.
     audio_key: ClassVar[str] = "audio_config"
     whole_type: ClassVar[type | None] = None
-    #: Keys of the text model that the model around it obeys itself.
+    #: Keys of the text model that are applied by the surrounding model instead.
     text_ignored: ClassVar[tuple[str, ...]] = ()
 
     text: TextConfig
@@ -56,11 +57,11 @@ class MultimodalConfig:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], file: str) -> Self:
-        """Raises CheckpointError, UnsupportedError."""
+        """Read config.json. Raises CheckpointError, UnsupportedError."""
         name = str(table["architectures"][0])
-        known = completed(name, table, file)
+        known = complete_config(name, table, file)
         if known is None:
-            raise UnsupportedError(f"{name}: the installed transformers does not know it")
+            raise UnsupportedError(f"{name}: not supported by the installed transformers")
         keys = known.to_dict()
         whole = None if cls.whole_type is None else read_config(keys, cls.whole_type, file)
         return cls(
@@ -73,32 +74,32 @@ class MultimodalConfig:
 
     @classmethod
     def more(cls, keys: Mapping[str, Any], file: str) -> dict[str, Any]:
-        """Further fields of a family's class, from config.json. Raises CheckpointError."""
+        """Additional fields of a family's class, from config.json. Raises CheckpointError."""
         return {}
 
     @property
     def hidden_size(self) -> int:
-        """The text model's width."""
+        """Width of the text model."""
         return int(self.text.text.hidden_size)
 
     @property
     def vocab_size(self) -> int:
-        """Entries of the vocabulary."""
+        """Size of the vocabulary."""
         return self.text.vocab_size
 
     @property
     def max_length(self) -> int:
-        """The longest sequence, in tokens."""
+        """Maximum sequence length in tokens."""
         return self.text.max_length
 
     @property
     def sliding_window(self) -> int | None:
-        """The text model's window, in tokens."""
+        """The text model's attention window in tokens."""
         return self.text.sliding_window
 
 
 def _part(keys: Mapping[str, Any], key: str, into: type | None, file: str) -> Any:
-    """The configuration of an encoder, None for a model without it."""
+    """Configuration of an encoder, None if the model lacks it."""
     if into is None:
         return None
     table = keys.get(key)
@@ -108,15 +109,15 @@ def _part(keys: Mapping[str, Any], key: str, into: type | None, file: str) -> An
 
 
 class MultimodalModel(Module, Model):
-    """A text model and what turns media into embeddings for it.
+    """A text model with encoders that turn media into embeddings.
 
-    A family sets `api`, `config_type`, `media` and `names`, makes its encoders in `make_encoders`
+    A family sets `api`, `config_type`, `media` and `names`, creates its encoders in `make_encoders`
     and runs them in `features`.
     """
 
     names: ClassVar[WeightNames] = WeightNames()
     media: ClassVar[tuple[str, ...]] = ("image",)
-    #: Whether the tokens of an image see each other in both directions, as its media family says.
+    #: Whether the tokens of an image attend in both directions, as its media family declares.
     bidirectional: ClassVar[bool] = False
 
     def __init__(self, config: Any, build: Builder) -> None:
@@ -135,40 +136,43 @@ class MultimodalModel(Module, Model):
         mesh = build.shared.mesh
         if flags.mm_encoder_tp_mode == "data" and mesh.tensor.size > 1:
             self._sharing = Spread(mesh.tensor, self._encoded, self.dtype, self.device)
-            alone = evolve(mesh, tensor=ProcessGroup())
-            build = evolve(build, shared=evolve(build.shared, mesh=alone))
-        self.make_encoders(config, _stored_plain(build) if config.text.alone else build)
+            replicated = evolve(mesh, tensor=ProcessGroup())
+            build = evolve(build, shared=evolve(build.shared, mesh=replicated))
+        self.make_encoders(
+            config, _stored_plain(build) if config.text.has_own_quantization else build
+        )
 
     def _leave_out_text(self, config: Any, inner: Builder) -> None:
-        """Make the text model without memory, but for its table of embeddings: an item may have
-        tokens of text between its own.
+        """Build the text model without memory, except its embedding table.
+
+        The table is needed because items may contain text tokens.
         """
         if type(self).tasks != ("generate",):
-            raise ConfigError("mm_encoder_only", f"{type(self).__name__} is no model that writes")
+            raise ConfigError("mm_encoder_only", f"{type(self).__name__} is not a generative model")
         self.tasks = ("token_embed",)  # type: ignore[misc]
-        away = inner.stage(False).shared
-        inner = evolve(inner, shared=evolve(away, ropes={}))
+        dropped = inner.stage(False).shared
+        inner = evolve(inner, shared=evolve(dropped, ropes={}))
         text = config.text.driver(config.text.text, inner)
         object.__setattr__(self, "text", text)
-        own = {id(module) for module in getattr(text, "embed", Module()).modules()}
-        for unit in [unit for unit in away.units if id(unit.module) in own]:
-            away.units.remove(unit)
-            away.elsewhere.append(unit)
+        embedding_ids = {id(module) for module in getattr(text, "embed", Module()).modules()}
+        for unit in [unit for unit in dropped.units if id(unit.module) in embedding_ids]:
+            dropped.units.remove(unit)
+            dropped.elsewhere.append(unit)
 
     @classmethod
     def spans(cls, config: Any) -> bool | Literal["windows"]:
-        """Which layers let the tokens of an image see each other in both directions."""
+        """Which layers let the tokens of an image attend in both directions."""
         return cls.bidirectional
 
     @abstractmethod
     def make_encoders(self, config: Any, b: Builder) -> None:
-        """Make what `features` runs; `b` stands at the top."""
+        """Create the encoders that `features` runs; `b` points at the root."""
 
     @abstractmethod
     def features(self, items: Sequence[MediaItem]) -> Sequence[Tensor] | Pieces[Sequence[Tensor]]:
-        """[n, hidden] of each item: what replaces its placeholders, in order.
+        """[n, hidden] per item: the embeddings of its placeholders, in order.
 
-        Stops between layers where it is a generator, as those of `Tower.run` are.
+        A generator pauses between layers, like `Tower.run`.
         """
 
     @classmethod
@@ -188,8 +192,8 @@ class MultimodalModel(Module, Model):
 
     @property
     def caches(self) -> tuple[CacheSpec, ...]:
-        found: tuple[CacheSpec, ...] = () if self.only_encodes else self.text.caches
-        return found
+        caches: tuple[CacheSpec, ...] = () if self.only_encodes else self.text.caches
+        return caches
 
     @property
     def pooling(self) -> str:
@@ -204,41 +208,44 @@ class MultimodalModel(Module, Model):
         return self._encoded(items) if self._sharing is None else self._sharing.run(items)
 
     def _encoded(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
-        given = self.features(items)
-        features = (yield from given) if isinstance(given, Generator) else given
-        return [self._placed(item, own) for item, own in zip(items, features, strict=True)]
+        result = self.features(items)
+        features = (yield from result) if isinstance(result, Generator) else result
+        return [
+            self._placed(item, item_features)
+            for item, item_features in zip(items, features, strict=True)
+        ]
 
     def _placed(self, item: MediaItem, features: Tensor) -> Tensor:
-        """The item's embeddings, those of the tokens between its placeholders among them."""
+        """The item's embeddings, including those of text tokens between its placeholders."""
         if "item_tokens" not in item.tensors:
             return features
         tokens = torch.from_numpy(np.array(item.tensors["item_tokens"])).to(self.device)
         inside = torch.from_numpy(np.array(item.tensors["item_embedded"])).to(self.device)
-        words = self.text.embeddings(tokens).to(features.dtype)
-        found = features.new_zeros(len(tokens), features.shape[1])
-        found[:, : words.shape[1]] = words
-        found[inside] = features
-        return found
+        text_embeddings = self.text.embeddings(tokens).to(features.dtype)
+        embeddings = features.new_zeros(len(tokens), features.shape[1])
+        embeddings[:, : text_embeddings.shape[1]] = text_embeddings
+        embeddings[inside] = features
+        return embeddings
 
     def forward(self, batch: Batch) -> Tensor:
         if self.only_encodes:
-            given = batch.embeds
-            return self._nothing(batch.tokens) if given is None else given.to(self.dtype)
+            embeds = batch.embeds
+            return self._nothing(batch.tokens) if embeds is None else embeds.to(self.dtype)
         hidden: Tensor = self.text(batch)
         return hidden
 
     def _nothing(self, tokens: Tensor) -> Tensor:
-        """[tokens, hidden] of text, where that is not read."""
+        """[tokens, hidden] placeholders for text embeddings in encoder-only mode."""
         width = self.config.hidden_size
         return torch.zeros(len(tokens), width, dtype=self.dtype, device=self.device)
 
     def states(self, batch: Batch, layers: Sequence[int]) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = self.text.states(batch, layers)
-        return found
+        captured: tuple[Tensor, ...] = self.text.states(batch, layers)
+        return captured
 
     def embeddings(self, tokens: Tensor) -> Tensor:
-        found: Tensor = self.text.embeddings(tokens)
-        return found
+        embedded: Tensor = self.text.embeddings(tokens)
+        return embedded
 
     def logits(self, hidden: Tensor) -> Tensor:
         if self.only_encodes:
@@ -247,9 +254,9 @@ class MultimodalModel(Module, Model):
         return logits
 
     def tensor(self, item: MediaItem, name: str) -> Tensor:
-        """One of an item's tensors, on the device; numbers in the model's dtype."""
-        found = torch.from_numpy(np.array(item.tensors[name])).to(self.device)
-        return found.to(self.dtype) if found.is_floating_point() else found
+        """One of an item's tensors on the device, floats in the model's dtype."""
+        tensor = torch.from_numpy(np.array(item.tensors[name])).to(self.device)
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
 
 def _stored_plain(build: Builder) -> Builder:
@@ -263,22 +270,22 @@ def _stored_plain(build: Builder) -> Builder:
 def stacked(
     model: MultimodalModel, items: Sequence[MediaItem], name: str
 ) -> tuple[Tensor, list[int]]:
-    """The items' tensors of that name, one after the other, and how many rows each has."""
+    """The items' tensors of that name, concatenated, and the number of rows of each."""
     parts = [model.tensor(item, name) for item in items]
     return torch.cat(parts), [len(part) for part in parts]
 
 
 def cropped(model: MultimodalModel, items: Sequence[MediaItem]) -> list[Tensor]:
-    """The items' images [channels, height, width], of the sizes that their processor says."""
-    found = []
+    """The items' images [channels, height, width], cropped to the sizes from their processor."""
+    images = []
     for item in items:
         height, width = item.tensors["image_sizes"].reshape(-1).tolist()
-        found.append(model.tensor(item, "pixel_values")[0, :, :height, :width])
-    return found
+        images.append(model.tensor(item, "pixel_values")[0, :, :height, :width])
+    return images
 
 
 def flat_patches(pattern: str) -> Rewrite:
-    """Weights of convolutions that do not overlap, as those of linear maps of whole patches."""
+    """Rewrite non-overlapping convolutions as linear maps of whole patches."""
     return Rewrite(pattern, lambda name, tensor: [(name, tensor.reshape(len(tensor), -1))])
 
 

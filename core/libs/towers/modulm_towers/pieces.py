@@ -1,4 +1,4 @@
-"""Encoders that stop between layers, so that steps of other requests come between."""
+"""Encoders that pause between layers, so that steps of other requests can run in between."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ __all__ = ["Pieces", "Tower", "through", "whole"]
 
 T = TypeVar("T")
 
-#: Stops behind a layer, told how many rows (patches, frames) went through it; returns what all of
-#: them make (`modulm.contracts.model.Model.encode_in_pieces`).
+#: Yields after each layer the number of rows (patches, frames) it processed; returns the result
+#: (`modulm.contracts.model.Model.encode_in_pieces`).
 Pieces: TypeAlias = Generator[int, None, T]
 
 
 def whole(pieces: Pieces[T]) -> T:
-    """What pieces make, one run after the other."""
+    """Run all pieces and return their result."""
     while True:
         try:
             next(pieces)
         except StopIteration as end:
-            found: T = end.value
-            return found
+            result: T = end.value
+            return result
 
 
-def through(layers: Iterable[Module], x: Tensor, *given: Any) -> Pieces[Tensor]:
-    """x: [rows, hidden] after the layers, which are given the rest as well."""
+def through(layers: Iterable[Module], x: Tensor, *arguments: Any) -> Pieces[Tensor]:
+    """Run layers on x: [rows, hidden], with the remaining arguments."""
     for layer in layers:
-        x = layer(x, *given)
+        x = layer(x, *arguments)
         yield len(x)
     return x
 
 
 class Tower(Module):
-    """An encoder whose layers `run` stops between; called, it runs whole."""
+    """An encoder whose `run` pauses between layers; calling it runs it in one go."""
 
     @abstractmethod
-    def run(self, *given: Any) -> Pieces[Any]:
-        """What the encoder makes of what it is given, in pieces."""
+    def run(self, *arguments: Any) -> Pieces[Any]:
+        """Yield after each layer; return the output."""
 
-    def forward(self, *given: Any) -> Any:
-        """The same at once."""
-        return whole(self.run(*given))
+    def forward(self, *arguments: Any) -> Any:
+        """Run all layers and return the output."""
+        return whole(self.run(*arguments))

@@ -1,4 +1,4 @@
-"""Pixtral's encoder (arXiv 2410.07073): images of any size, rotated by row and column."""
+"""Pixtral's encoder (arXiv 2410.07073): images of any size, rotary positions of row and column."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import Module, ModuleList
 from modulm_layers import AttentionNames
 from modulm_towers.blocks import Block, BlockNames, BlockShape, patches
 from modulm_towers.clip import TowerConfig
-from modulm_towers.grid import grid_places
+from modulm_towers.grid import grid_coordinates
 from modulm_towers.pieces import Pieces
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _NAMES = BlockNames(
 
 
 class PixtralTower(Module):
-    """Patches of all images end to end."""
+    """The patches of all images are concatenated."""
 
     def __init__(self, c: TowerConfig, b: Builder) -> None:
         super().__init__()
@@ -51,27 +51,29 @@ class PixtralTower(Module):
         self.layers = ModuleList(Block(at.at(f"layers.{i}"), shape) for i in range(count))
 
     def states(self, images: Sequence[Tensor], layers: Sequence[int]) -> Pieces[list[Tensor]]:
-        """images: [channels, height, width] each -> [patches of all, hidden] after as many layers;
-        negative ones count from the last.
+        """Hidden states [patches of all images, hidden] after the given numbers of layers.
+
+        images: [channels, height, width] each. Negative layer numbers count from the last.
         """
         size, count = self.config.patch_size, len(self.layers)
-        wanted = [index % (count + 1) for index in layers]
+        depths = [index % (count + 1) for index in layers]
         cut = torch.cat([patches(image[None].to(self.dtype), size)[0] for image in images])
         grids = [(1, image.shape[1] // size, image.shape[2] // size) for image in images]
         lengths = [rows * columns for _, rows, columns in grids]
-        turns = self._turns(torch.cat([grid_places(grid, 1) for grid in grids])).to(cut.device)
+        turns = self._turns(torch.cat([grid_coordinates(grid, 1) for grid in grids])).to(cut.device)
         x = self.norm(self.patch(cut))
-        found = {0: x}
-        for index, layer in enumerate(self.layers[: max(wanted)]):
-            x = found[index + 1] = layer(x, lengths, turns)
+        states_by_depth = {0: x}
+        for index, layer in enumerate(self.layers[: max(depths)]):
+            x = states_by_depth[index + 1] = layer(x, lengths, turns)
             yield len(x)
-        return [found[index] for index in wanted]
+        return [states_by_depth[index] for index in depths]
 
-    def _turns(self, places: Tensor) -> Tensor:
-        """[patches, head_dim]: every other angle counts rows, those between them columns."""
+    def _turns(self, coordinates: Tensor) -> Tensor:
+        """[patches, head_dim]: even angles follow rows, odd angles columns."""
         steps = torch.arange(0, self.size, 2, dtype=torch.float32) / self.size
         waves = 1.0 / self.config.theta**steps
         angles = torch.cat(
-            [places[:, :1].float() * waves[0::2], places[:, 1:].float() * waves[1::2]], dim=1
+            [coordinates[:, :1].float() * waves[0::2], coordinates[:, 1:].float() * waves[1::2]],
+            dim=1,
         )
         return torch.cat([angles.cos(), angles.sin()], dim=-1)

@@ -1,4 +1,4 @@
-"""The querying transformer of BLIP-2 (arXiv 2301.12597): learned queries read what was encoded."""
+"""The querying transformer of BLIP-2 (arXiv 2301.12597): learned queries attend to an encoder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ __all__ = ["QFormer", "QFormerConfig"]
 
 @frozen(kw_only=True)
 class QFormerConfig:
-    """`projector_config`. Every `cross_attention_frequency`-th layer reads, from the first on."""
+    """`projector_config`. Every `cross_attention_frequency`-th layer, from the first, attends to
+    the encoder.
+    """
 
     hidden_size: int = size(768)
     num_hidden_layers: int = size(12)
@@ -32,11 +34,11 @@ class QFormerConfig:
 
     def __attrs_post_init__(self) -> None:
         if self.hidden_size % self.num_attention_heads:
-            raise ValueError("num_attention_heads: they do not divide hidden_size")
+            raise ValueError("num_attention_heads: does not divide hidden_size")
 
 
 class _Attention(Module):
-    """Attention, added, and a norm."""
+    """Attention with residual addition and norm."""
 
     def __init__(self, c: QFormerConfig, b: Builder, inputs: int) -> None:
         super().__init__()
@@ -52,8 +54,8 @@ class _Attention(Module):
         """x: [n, queries, hidden]; seen: [n, states, inputs]."""
         parts = (self.q(x), self.k(seen), self.v(seen))
         q, k, v = (t.unflatten(2, (self.heads, -1)).transpose(1, 2) for t in parts)
-        found = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        out: Tensor = self.norm(x + self.out(found))
+        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        out: Tensor = self.norm(x + self.out(attended))
         return out
 
 
@@ -79,7 +81,7 @@ class _Layer(Module):
 
 
 class QFormer(Module):
-    """The layers; the queries themselves are the caller's."""
+    """The layers; the caller owns the queries."""
 
     def __init__(self, c: QFormerConfig, b: Builder) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models that give a vector for every token of a page or of a question (arXiv 2407.01449)."""
+"""Retrieval models with one vector per token of a page or question (arXiv 2407.01449)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ __all__ = ["TokenVectors", "vlm_table"]
 
 
 def vlm_table(table: Mapping[str, Any], architecture: str, file: str) -> tuple[dict[str, Any], int]:
-    """(`vlm_config` of config.json, as that of `architecture` with a head that needs no weights;
-    the width of vectors). Raises CheckpointError.
+    """(`vlm_config` of config.json, adapted to `architecture` without a stored head; vector width).
+
+    Raises CheckpointError.
     """
     inner, width = table.get("vlm_config"), table.get("embedding_dim", 128)
     if not isinstance(inner, Mapping):
@@ -30,13 +31,14 @@ def vlm_table(table: Mapping[str, Any], architecture: str, file: str) -> tuple[d
 
 
 class TokenVectors(MultimodalModel):
-    """Stands before the class of a model that reads images; `config.width`: of the vectors, which
-    are of length 1.
+    """Mixin before the class of a model that reads images.
+
+    `config.width` is the width of the vectors, which have length 1.
     """
 
     media = ("image",)
     tasks = ("token_embed",)
-    #: What the checkpoint calls the layer behind the text model.
+    #: The checkpoint's name of the layer after the text model.
     projection: ClassVar[str] = "embedding_proj_layer"
 
     def make_encoders(self, config: Any, b: Builder) -> None:

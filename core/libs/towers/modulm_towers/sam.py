@@ -1,5 +1,6 @@
-"""SAM's encoder (arXiv 2304.02643), and the convolutions that make 16 times fewer tokens of its
-patches (arXiv 2510.18234): windows, a few layers that see all, distances along both sides.
+"""SAM's encoder (arXiv 2304.02643) with a convolutional 16x token compressor (arXiv 2510.18234).
+
+Most layers attend within windows and a few globally, with relative positions along both axes.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ if TYPE_CHECKING:
 __all__ = ["SamConfig", "SamTower"]
 
 _NECK_EPS = 1e-6
-#: Scores that are computed at once, at most, if there are more than those of one head.
+#: Upper bound of scores computed at once, unless one head alone has more.
 _SCORES = 2**25
 
 
 @frozen(kw_only=True)
 class SamConfig:
-    """`sam_config`. window_size: patches along a window, in layers that are not among
+    """`sam_config`. window_size: side of a window in patches, for layers not in
     `global_attn_indexes`.
     """
 
@@ -52,13 +53,13 @@ class SamConfig:
 
     def __attrs_post_init__(self) -> None:
         if self.hidden_size % self.num_attention_heads:
-            raise ValueError("num_attention_heads: they do not divide hidden_size")
+            raise ValueError("num_attention_heads: does not divide hidden_size")
         if self.patch_size > self.image_size:
             raise ValueError("patch_size: larger than image_size")
 
     @property
     def side(self) -> int:
-        """Patches along an image of the size that the model was trained with."""
+        """Patches along an image of the training size."""
         return self.image_size // self.patch_size
 
 
@@ -80,7 +81,7 @@ class SamTower(Tower):
         self.reduced = _Reduced(c, b)
 
     def run(self, pixels: Tensor) -> Pieces[Tensor]:
-        """[n, channels, height, width] -> [n, tokens, the last of `downsample_channels`]."""
+        """[n, channels, height, width] -> [n, tokens, last of `downsample_channels`]."""
         side = pixels.shape[-1] // self.config.patch_size
         cut = patches(pixels.to(self.dtype), self.config.patch_size)
         x = self.patch(cut.flatten(0, 1)).view(len(pixels), side, side, -1)
@@ -93,16 +94,16 @@ class SamTower(Tower):
         return out
 
     def _stretched(self, side: int) -> Tensor:
-        """[1, side, side, hidden]: the learned positions of such an image."""
+        """[1, side, side, hidden]: the learned positions, resized."""
         if self.positions.shape[1] == side:
             return self.positions
         table = self.positions.float().permute(0, 3, 1, 2)
-        found = F.interpolate(table, (side, side), mode="bicubic", antialias=True)
-        return found.permute(0, 2, 3, 1).to(self.dtype)
+        resized = F.interpolate(table, (side, side), mode="bicubic", antialias=True)
+        return resized.permute(0, 2, 3, 1).to(self.dtype)
 
 
 class _Reduced(Module):
-    """Four convolutions, the last two of which halve both sides."""
+    """Four convolutions; each of the last two halves both sides."""
 
     def __init__(self, c: SamConfig, b: Builder) -> None:
         super().__init__()
@@ -136,7 +137,7 @@ class _Reduced(Module):
 
 
 class _Layer(Module):
-    """norm, attention, norm, feed-forward; windows at the lower and right ends are filled up."""
+    """norm, attention, norm, feed-forward; windows at the lower and right edges are padded."""
 
     def __init__(self, c: SamConfig, b: Builder, index: int) -> None:
         super().__init__()
@@ -166,8 +167,9 @@ class _Layer(Module):
 
 
 class _Attention(Module):
-    """All patches of an image or window see each other; how far apart they lie along each side
-    adds to scores, by the query.
+    """Attention among the patches of an image or window.
+
+    Scores include a term for query and distance along each axis.
     """
 
     distances_h: Tensor
@@ -189,8 +191,8 @@ class _Attention(Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [n, rows, columns, hidden] -> the same."""
         n, rows, columns, hidden = x.shape
-        found = self.qkv(x.reshape(-1, hidden)).view(n, rows * columns, 3, self.heads, -1)
-        q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in found.unbind(2))
+        qkv = self.qkv(x.reshape(-1, hidden)).view(n, rows * columns, 3, self.heads, -1)
+        q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in qkv.unbind(2))
         step = max(1, _SCORES // (rows * columns) ** 2)
         pieces = zip(q.split(step), k.split(step), v.split(step), strict=True)
         seen = [self._attend(*piece, rows, columns) for piece in pieces]
@@ -210,9 +212,9 @@ class _Attention(Module):
 
 
 def _between(table: Tensor, count: int) -> Tensor:
-    """table: [distances, head_dim] -> [count, count, head_dim], of each place from each other."""
+    """table: [distances, head_dim] -> [count, count, head_dim], between all pairs of positions."""
     if len(table) != 2 * count - 1:
         line = table.float().T[None]
         table = F.interpolate(line, 2 * count - 1, mode="linear")[0].T.to(table.dtype)
-    places = torch.arange(count, device=table.device)
-    return table[places[:, None] - places + count - 1]
+    positions = torch.arange(count, device=table.device)
+    return table[positions[:, None] - positions + count - 1]

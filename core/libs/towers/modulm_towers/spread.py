@@ -1,4 +1,4 @@
-"""Encoders with whole weights on each of several ranks, which share out the items."""
+"""Encoders replicated on several ranks, which divide the items among them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _Encode: TypeAlias = Callable[[Sequence[MediaItem]], Pieces[Sequence[Tensor]]]
 
 @frozen(eq=False)
 class Spread:
-    """Ranks of `group`, each of which has whole encoders and is given the same items.
+    """The ranks of `group`, each with complete encoders and the same items.
 
-    encode: what makes the embeddings of items here; dtype, device: of what it gives.
+    encode: computes the embeddings of items on this rank. dtype, device: of its result.
     """
 
     group: ProcessGroup
@@ -31,56 +31,59 @@ class Spread:
     device: torch.device
 
     def at_once(self, items: Sequence[MediaItem]) -> Sequence[Tensor]:
-        """The embeddings of all items, each made by one rank."""
+        """The embeddings of all items, each computed by one rank."""
         whose = owners(items, self.group.size)
         mine = self._mine(items, whose)
         return self._gathered(items, whose, whole(self.encode(mine)) if mine else ())
 
     def run(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
-        """The same in pieces: every rank stops as often as the one that has most to do, and is told
-        the rows of all.
+        """`at_once` in pieces.
+
+        Every rank pauses as often as the busiest one and yields the row count summed over ranks.
         """
         whose = owners(items, self.group.size)
         mine = self._mine(items, whose)
-        pieces, found = self.encode(mine) if mine else None, ()
+        pieces, results = self.encode(mine) if mine else None, ()
         while True:
             rows = 0
             if pieces is not None:
                 try:
                     rows = next(pieces)
                 except StopIteration as end:
-                    pieces, found = None, end.value
+                    pieces, results = None, end.value
             of_all = int(self.group.all_reduce(self._number(rows)))
             if not of_all:
-                return self._gathered(items, whose, found)
+                return self._gathered(items, whose, results)
             yield of_all
 
     def _mine(self, items: Sequence[MediaItem], whose: Sequence[int]) -> list[MediaItem]:
         return [item for item, rank in zip(items, whose, strict=True) if rank == self.group.rank]
 
     def _gathered(
-        self, items: Sequence[MediaItem], whose: Sequence[int], made: Sequence[Tensor]
+        self, items: Sequence[MediaItem], whose: Sequence[int], local: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Every item's embeddings, from its owner; made: of the items that are this rank's."""
-        own, found = iter(made), []
+        """Every item's embeddings, from its owner; local: those computed on this rank."""
+        local_results, gathered = iter(local), []
         for item, rank in zip(items, whose, strict=True):
-            here = next(own).to(self.dtype) if rank == self.group.rank else None
-            width = self.group.broadcast(self._number(0 if here is None else here.shape[1]), rank)
-            if here is None:
+            embeddings = next(local_results).to(self.dtype) if rank == self.group.rank else None
+            width = self.group.broadcast(
+                self._number(0 if embeddings is None else embeddings.shape[1]), rank
+            )
+            if embeddings is None:
                 shape = (item.length, int(width))
-                here = torch.empty(shape, dtype=self.dtype, device=self.device)
-            found.append(self.group.broadcast(here, rank))
-        return found
+                embeddings = torch.empty(shape, dtype=self.dtype, device=self.device)
+            gathered.append(self.group.broadcast(embeddings, rank))
+        return gathered
 
     def _number(self, value: int) -> Tensor:
         return torch.tensor([value], dtype=torch.int64, device=self.device)
 
 
 def owners(items: Sequence[MediaItem], ranks: int) -> list[int]:
-    """The rank that encodes each item: the longest first, each to the one that has least."""
-    loads, found = [0] * ranks, [0] * len(items)
+    """The rank that encodes each item: longest first, each to the least loaded rank."""
+    loads, owner_ranks = [0] * ranks, [0] * len(items)
     for index in sorted(range(len(items)), key=lambda index: -items[index].length):
         rank = loads.index(min(loads))
-        found[index] = rank
+        owner_ranks[index] = rank
         loads[rank] += items[index].length
-    return found
+    return owner_ranks

@@ -51,7 +51,7 @@ __all__ = [
     "write_family",
 ]
 
-#: The first id of a family's own special tokens.
+#: The first id of a family's special tokens.
 FIRST = 480
 TOLERANCE = 1e-3
 _ANSWER = 6
@@ -59,15 +59,17 @@ _ANSWER = 6
 
 @frozen(eq=False)
 class ImageFamily:
-    """tokens: attribute of the tokenizer -> special token, or more tokens under numbers.
-    processor: makes the real one. mark: what stands for an image in prompts, the processor's
-    `image_token` if it is empty. sizes: (width, height) of the images. loads: the class of
-    transformers that opens the checkpoint, the architecture's own if empty. chunk: tokens of a
-    piece of a prompt; images that look both ways have to fit. prefix: all of a prompt with images
-    does, and there is none without. videos: (frames, width, height) of videos, for models that take
-    them; video_mark: what stands for one. mixes: whether transformers takes images and videos in a
-    prompt. reuses: whether prompts as short as these are found again; states of recurrent layers
-    are not kept for them.
+    """A family under test.
+
+    tokens: tokenizer attribute -> special token, or additional tokens under numbers. processor:
+    creates the real processor. mark: the placeholder of an image in prompts; empty for the
+    processor's `image_token`. sizes: (width, height) of the images. loads: transformers' class that
+    opens the checkpoint; empty for the architecture. chunk: tokens per piece of a prompt; images
+    with bidirectional attention must fit. prefix: all of a prompt with images attends in both
+    directions, and there are no prompts without. videos: (frames, width, height), for models that
+    take them. video_mark: the placeholder of a video. mixes: whether transformers accepts images
+    and videos in one prompt. reuses: whether prefixes of such short prompts are cached, which those
+    of recurrent layers are not.
     """
 
     driver: type[Model]
@@ -84,41 +86,42 @@ class ImageFamily:
     mixes: bool = True
     reuses: bool = True
     kind: ClassVar[str] = "image"
-    #: What transformers' processors call a list of them.
+    #: The keyword of transformers' processors for a list of items.
     keyword: ClassVar[str] = "images"
 
     def items(self) -> Sequence[Any]:
-        """The images, or whatever it takes, of the prompts."""
+        """The images (or other items) of the prompts."""
         return images(self.sizes)
 
     def further(self, mark: str) -> Sequence[Prompt]:
-        """Prompts that only this family is tried with; mark: what stands for an item."""
+        """Additional prompts for this family only; mark: the placeholder of an item."""
         return ()
 
-    def given(self, processor: Any, prompt: Prompt) -> Mapping[str, Any]:
-        """What transformers' model is given for a prompt."""
+    def model_inputs(self, processor: Any, prompt: Prompt) -> Mapping[str, Any]:
+        """Inputs of transformers' model for a prompt."""
         media: dict[str, Any] = {self.keyword: list(prompt.items)} if prompt.items else {}
         if prompt.videos:
             media["videos"] = [video.frames for video in prompt.videos]
             media["video_metadata"] = [video.metadata() for video in prompt.videos]
             media["do_sample_frames"] = False
-        found: Mapping[str, Any] = processor(
+        inputs: Mapping[str, Any] = processor(
             text=[prompt.text], add_special_tokens=False, return_tensors="pt", **media
         )
-        return found
+        return inputs
 
     @property
     def architecture(self) -> str:
-        """What config.json calls it."""
+        """The name in config.json."""
         name: str = self.driver.tiny()["architectures"][0]
         return name
 
 
 @frozen(eq=False)
 class SoundFamily(ImageFamily):
-    """A family that hears. seconds: of its sounds, at 16,000 samples each. inputs: what
-    transformers' model is given for a prompt, by processor, text and sounds, where it is not what
-    the processor makes of all of them.
+    """A family that reads sound.
+
+    seconds: durations of its sounds at 16 kHz. inputs: makes the inputs of transformers' model from
+    processor, text and sounds, if the processor alone does not.
     """
 
     seconds: tuple[float, ...] = (0.32, 0.2, 0.45)
@@ -132,25 +135,25 @@ class SoundFamily(ImageFamily):
         """The sounds of the prompts."""
         return sounds(self.seconds)
 
-    def given(self, processor: Any, prompt: Prompt) -> Mapping[str, Any]:
-        """What transformers' model is given for a prompt."""
+    def model_inputs(self, processor: Any, prompt: Prompt) -> Mapping[str, Any]:
+        """Inputs of transformers' model for a prompt."""
         if self.inputs is None:
-            return super().given(processor, prompt)
+            return super().model_inputs(processor, prompt)
         return self.inputs(processor, prompt.text, prompt.items)
 
 
 def sounds(seconds: Sequence[float], seed: int = 0) -> list[np.ndarray]:
-    """[n] float32, noise that swells and fades, at 16,000 samples a second."""
+    """[n] float32 each, noise of varying loudness at 16 kHz."""
     rng = np.random.default_rng(seed)
-    found = []
+    waves = []
     for length in seconds:
         noise = rng.normal(0, 0.2, int(length * 16000))
-        found.append((noise * np.sin(np.linspace(0, 9, len(noise)))).astype(np.float32))
-    return found
+        waves.append((noise * np.sin(np.linspace(0, 9, len(noise)))).astype(np.float32))
+    return waves
 
 
 def images(sizes: Sequence[tuple[int, int]], seed: int = 0) -> list[Image]:
-    """Random pictures, coarse enough for any resizing to keep them apart."""
+    """Random images, coarse enough to stay distinct after resizing."""
     from PIL import Image
 
     rng = np.random.default_rng(seed)
@@ -159,24 +162,24 @@ def images(sizes: Sequence[tuple[int, int]], seed: int = 0) -> list[Image]:
 
 
 def films(sizes: Sequence[tuple[int, int, int]]) -> list[Video]:
-    """Random videos of 4 frames a second."""
-    found = []
+    """Random videos with 4 frames per second."""
+    videos = []
     for seed, (frames, width, height) in enumerate(sizes):
         pictures = images([(width, height)] * frames, 100 + seed)
-        found.append(Video(np.stack([np.asarray(picture) for picture in pictures]), 4.0))
-    return found
+        videos.append(Video(np.stack([np.asarray(picture) for picture in pictures]), 4.0))
+    return videos
 
 
 @frozen(eq=False)
 class Prompt:
-    """A prompt with what stands at its placeholders: items of the family's kind, and videos."""
+    """A prompt with the items of its placeholders: of the family's kind, and videos."""
 
     text: str
     items: Sequence[Any] = ()
     videos: Sequence[Video] = ()
 
-    def asked(self, kind: str) -> Any:
-        """What `LLM.generate` takes."""
+    def request(self, kind: str) -> Any:
+        """The prompt for `LLM.generate`."""
         data: dict[str, Any] = {}
         if self.items:
             data[kind] = list(self.items)
@@ -186,42 +189,44 @@ class Prompt:
 
 
 def prompts_of(family: ImageFamily, processor: Any) -> list[Prompt]:
-    """One image or sound and several, none, and where the model takes them videos, alone and
-    beside others.
+    """Prompts with one item, several and none, and with videos if the model takes them, alone and
+    mixed with items.
     """
     items = family.items()
     mark = family.mark or str(getattr(processor, f"{family.kind}_token"))
-    found = [
+    prompts = [
         Prompt(f"The capital {mark} of France is", items[:1]),
         Prompt("Once upon a time there was a small cat"),
         Prompt(f"Hello {mark} how {mark} are you", items[:2]),
         Prompt(f"The capital {mark} of France is", items[2:]),
     ]
-    found += family.further(mark)
+    prompts += family.further(mark)
     if family.prefix:
-        found = [prompt for prompt in found if prompt.items]
+        prompts = [prompt for prompt in prompts if prompt.items]
     if "video" in family.driver.media and family.videos:
-        shown = films(family.videos)
+        videos = films(family.videos)
         film = family.video_mark or str(processor.video_token)
-        found.append(Prompt(f"The film {film} is about", (), shown[1:]))
+        prompts.append(Prompt(f"The film {film} is about", (), videos[1:]))
         between, beside = (mark, items[1:2]) if family.mixes else ("this", ())
-        found.append(Prompt(f"First {film} then {between} and {film} of", beside, shown))
-    return found
+        prompts.append(Prompt(f"First {film} then {between} and {film} of", beside, videos))
+    return prompts
 
 
 def write_family(family: ImageFamily, folder: Path) -> Path:
-    """The tiny checkpoint with its tokenizer and processor."""
+    """Write the tiny checkpoint with its tokenizer and processor."""
     from transformers import AutoTokenizer
 
     make_tiny(folder, family.architecture, **family.changes)
     make_tokenizer(folder, vocab=FIRST)
-    named = {name: token for name, token in family.tokens.items() if not name.isdigit()}
+    token_attributes = {name: token for name, token in family.tokens.items() if not name.isdigit()}
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"additional_special_tokens": list(family.tokens.values())})
     tokenizer.save_pretrained(folder)
     settings = folder / "tokenizer_config.json"
     table = json.loads(settings.read_text())
-    settings.write_text(json.dumps({**table, "extra_special_tokens": named, **named}))
+    settings.write_text(
+        json.dumps({**table, "extra_special_tokens": token_attributes, **token_attributes})
+    )
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = [tokenizer.convert_tokens_to_ids(token) for token in family.tokens.values()]
     assert ids == list(range(FIRST, FIRST + len(ids))), f"special tokens have the ids {ids}"
@@ -231,9 +236,10 @@ def write_family(family: ImageFamily, folder: Path) -> Path:
 
 
 def check_images(family: ImageFamily, folder: Path, **flags: Any) -> None:
-    """One and several images or sounds, mixed batches, prompts and encoders in pieces, prefixes
-    found again, rows that were preempted: as transformers has it. Raises AssertionError with what
-    was expected.
+    """Compare answers with transformers.
+
+    Covers one and several items, mixed batches, prompts and encoders in pieces, cached prefixes,
+    and preemption. Raises AssertionError with the difference.
     """
     write_family(family, folder)
     reference = _Reference(family, folder)
@@ -246,13 +252,13 @@ def check_images(family: ImageFamily, folder: Path, **flags: Any) -> None:
             reference.compare(prompt, answer)
         again = _ask(llm, family, prompts)
         if family.reuses:
-            assert any(answer.num_cached_tokens for answer in again), "no prefix was found again"
-        _same(again, answers, "after prefixes were found again")
+            assert any(answer.num_cached_tokens for answer in again), "no prefix was reused"
+        _same(again, answers, "after prefixes were reused")
     settings["enable_prefix_caching"] = False
     settings |= {"mm_encoder_chunk": 1}
     with modulm.LLM(str(folder), **settings, long_prefill_token_threshold=family.chunk) as llm:
         _same(_ask(llm, family, prompts), answers, f"in pieces of {family.chunk}")
-    # All prompts find room together, but not what they go on to say; windows need less.
+    # All prompts fit into the cache together, but not with their answers; windows need less.
     blocks = sum(-(-len(answer.prompt_token_ids) // 16) for answer in answers)
     for spare in (2, -1, -4):
         with modulm.LLM(str(folder), **settings, num_gpu_blocks_override=blocks + spare) as llm:
@@ -265,8 +271,8 @@ def check_images(family: ImageFamily, folder: Path, **flags: Any) -> None:
 
 
 def processor_of(architecture: str, folder: Path, otherwise: str = "") -> Any:
-    """The processor of a checkpoint of that architecture, as its prompts are read with; otherwise:
-    the media family, where the architecture has none.
+    """The processor of a checkpoint, as its prompts are read; otherwise: the media family for
+    architectures without their own.
     """
     known = {declared.name for declared in manager.current().names("media_families")}
     name = architecture if architecture in known else otherwise
@@ -300,38 +306,40 @@ class _Reference:
 
     def compare(self, prompt: Prompt, answer: Any) -> None:
         text = prompt.text
-        inputs = dict(self.family.given(self.processor, prompt))
+        inputs = dict(self.family.model_inputs(self.processor, prompt))
         ids = inputs["input_ids"][0].tolist()
         assert answer.prompt_token_ids == ids, (
             f"{text!r} became {answer.prompt_token_ids}, transformers has {ids}"
         )
         (choice,) = answer.outputs
-        # Transformers would look for media at placeholders that the model writes.
-        said = [*takewhile(lambda token: token < FIRST, choice.token_ids[:-1])]
+        # transformers would expect media for placeholders that the model generated.
+        generated = [*takewhile(lambda token: token < FIRST, choice.token_ids[:-1])]
         inputs.pop("labels", None)
         for name, tensor in inputs.items():
             if name == "cross_attention_mask":
-                inputs[name] = torch.cat([tensor, *[tensor[:, -1:]] * len(said)], dim=1)
+                inputs[name] = torch.cat([tensor, *[tensor[:, -1:]] * len(generated)], dim=1)
             if name in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"):
-                more = torch.tensor([said], dtype=tensor.dtype)
+                more = torch.tensor([generated], dtype=tensor.dtype)
                 if name != "input_ids":
                     more = torch.full_like(more, name == "attention_mask" or self.prefix)
                 inputs[name] = torch.cat([tensor, more], dim=1)
         with torch.inference_mode():
             expected = self.model(**inputs).logits[0].float().log_softmax(-1)
-        found = [*answer.prompt_logprobs[1:], *choice.logprobs[: len(said) + 1]]
-        assert len(found) == len(expected), f"{len(found)} tokens, transformers has {len(expected)}"
-        # Tokens that transformers' head has not are never said.
+        logprobs = [*answer.prompt_logprobs[1:], *choice.logprobs[: len(generated) + 1]]
+        assert len(logprobs) == len(expected), (
+            f"{len(logprobs)} tokens, transformers has {len(expected)}"
+        )
+        # Tokens outside transformers' head are never generated.
         entries = range(expected.shape[1])
-        table = torch.tensor([[entry[i].logprob for i in entries] for entry in found])
+        table = torch.tensor([[entry[i].logprob for i in entries] for entry in logprobs])
         worst = (table - expected).abs().amax(-1)
         assert worst.max() <= TOLERANCE, (
             f"{text!r}: log probabilities differ by {worst.max():.2g} at token "
-            f"{int(worst.argmax())} of {len(found)}, the first at "
+            f"{int(worst.argmax())} of {len(logprobs)}, the first at "
             f"{int((worst > TOLERANCE).nonzero()[0])}"
         )
         best = expected[len(ids) - 1 :].argmax(-1).tolist()
-        assert choice.token_ids[: len(said) + 1] == best
+        assert choice.token_ids[: len(generated) + 1] == best
 
 
 def _ask(
@@ -349,16 +357,16 @@ def _ask(
         logprobs=-1,
         prompt_logprobs=-1 if whole else None,
     )
-    asked = [prompt.asked(family.kind) for prompt in prompts]
-    found: list[Any] = llm.generate(asked, params, use_tqdm=False)
-    for answer in found:
+    requests = [prompt.request(family.kind) for prompt in prompts]
+    answers: list[Any] = llm.generate(requests, params, use_tqdm=False)
+    for answer in answers:
         (choice,) = answer.outputs
         assert choice.finish_reason == "length", f"{choice.finish_reason}: {choice.stop_reason}"
-    return found
+    return answers
 
 
-def _same(found: Sequence[Any], expected: Sequence[Any], what: str) -> None:
-    for one, other in zip(found, expected, strict=True):
+def _same(actual: Sequence[Any], expected: Sequence[Any], what: str) -> None:
+    for one, other in zip(actual, expected, strict=True):
         (choice,), (before,) = one.outputs, other.outputs
         count = len(before.token_ids)
         assert choice.token_ids[:count] == before.token_ids, f"other tokens {what}"

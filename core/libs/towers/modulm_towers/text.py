@@ -1,4 +1,4 @@
-"""The text model of a checkpoint that has others around it, by the plugin for that text model."""
+"""The text model of a multimodal checkpoint, run by that text model's own plugin."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from modulm.errors import CheckpointError, UnsupportedError
 from modulm.nn import read_config
 from modulm.plugins import current
 
-__all__ = ["TEXT_NAMES", "TextConfig", "completed", "text_architecture"]
+__all__ = ["TEXT_NAMES", "TextConfig", "complete_config", "text_architecture"]
 
-#: Where text models lie in files, and where their own plugins look.
+#: Weight prefixes of text models in files, and those their own plugins expect.
 TEXT_NAMES = (
     (r"^language_model\.(model|lm_head)\.", r"\1."),
     (r"^model\.(language_model|text_model)\.", "model."),
 )
-#: `model_type` of a text model that other models are built around, and what runs it.
+#: `model_type` of a text model inside other models, and the architecture that runs it.
 _TEXT: Mapping[str, str] = {
     "cohere2": "Cohere2ForCausalLM",
     "deepseek_ocr2_text": "DeepseekForCausalLM",
@@ -53,7 +53,7 @@ _TEXT: Mapping[str, str] = {
     "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
 }
-#: Files whose text model has no table of its own, or had none before: all keys lie at the top.
+#: Model types whose files have, or once had, the text model's keys at the top level.
 _FLAT: Mapping[str, str] = {
     "phi4_multimodal": "phi4_multimodal",
     "qwen2_5_vl": "qwen2_5_vl_text",
@@ -62,7 +62,7 @@ _FLAT: Mapping[str, str] = {
 
 
 def text_architecture(config: Mapping[str, Any]) -> str | None:
-    """The architecture of the text model inside config.json, None where no known one is."""
+    """Architecture of the text model inside config.json, None if it is unknown."""
     nested = config.get("text_config")
     if isinstance(nested, Mapping):
         return _TEXT.get(str(nested.get("model_type", "llama")))
@@ -71,55 +71,58 @@ def text_architecture(config: Mapping[str, Any]) -> str | None:
 
 @frozen(eq=False)
 class TextConfig:
-    """The text model's driver and its configuration, with what transformers adds to the file.
+    """The text model's driver and configuration, completed with transformers' defaults.
 
-    Files of such checkpoints leave out what is a default of the text model's class there. alone:
-    whether they say of the text model, and not of the whole, how it is quantized.
+    Checkpoint files omit values that are defaults of the text model's class in transformers.
+    has_own_quantization: whether `quantization_config` is inside the text model's table, not at the
+    top level.
     """
 
     driver: Any
     text: Any
     name: str
-    alone: bool = False
+    has_own_quantization: bool = False
 
     @classmethod
     def from_table(
         cls, table: Mapping[str, Any], file: str, ignored: Sequence[str] = ()
     ) -> TextConfig:
-        """ignored: keys that the text model is not told. Raises UnsupportedError for a text model
-        that no plugin has, CheckpointError for values that transformers or that plugin refuses.
+        """Read the text model's configuration.
+
+        ignored: keys that the text model does not get. Raises UnsupportedError for a text model
+        without a plugin, CheckpointError for values that transformers or the plugin rejects.
         """
         name, text = str(table["architectures"][0]), text_architecture(table)
         if text is None:
             raise UnsupportedError(f"{name}: no plugin provides its text model")
         driver = current().load("models", text)
-        told = {k: v for k, v in _text_table(name, table, file).items() if k not in ignored}
+        settings = {k: v for k, v in _text_table(name, table, file).items() if k not in ignored}
         nested = table.get("text_config") or {}
-        alone = "quantization_config" in nested and "quantization_config" not in table
-        return cls(driver, read_config(told, driver.config_type, file), name, alone)
+        own_quantization = "quantization_config" in nested and "quantization_config" not in table
+        return cls(driver, read_config(settings, driver.config_type, file), name, own_quantization)
 
     @property
     def vocab_size(self) -> int:
-        """Entries of the vocabulary."""
+        """Size of the vocabulary."""
         return int(self.text.vocab_size)
 
     @property
     def max_length(self) -> int:
-        """The longest sequence the text model is meant for, in tokens."""
+        """Maximum sequence length in tokens."""
         return int(self.text.max_length)
 
     @property
     def sliding_window(self) -> int | None:
-        """The text model's window, in tokens."""
+        """The text model's attention window in tokens."""
         window: int | None = self.text.sliding_window
         return window
 
 
-def completed(name: str, table: Mapping[str, Any], file: str) -> Any:
-    """config.json as transformers' configuration of the architecture; None if it has none. That of
-    a classifier which transformers has not is its family's.
+def complete_config(name: str, table: Mapping[str, Any], file: str) -> Any:
+    """config.json as transformers' configuration of the architecture; None if it has none.
 
-    Raises CheckpointError for values that it refuses.
+    The configuration of a classifier that transformers lacks is its family's. Raises
+    CheckpointError for values that transformers rejects.
     """
     import transformers
 
@@ -134,8 +137,8 @@ def completed(name: str, table: Mapping[str, Any], file: str) -> Any:
 
 
 def _text_table(name: str, table: Mapping[str, Any], file: str) -> Mapping[str, Any]:
-    """The text model's keys, completed."""
-    whole = completed(name, table, file)
+    """The text model's keys, completed with defaults."""
+    whole = complete_config(name, table, file)
     if whole is None:
         nested: Mapping[str, Any] = table.get("text_config", table)
         return nested

@@ -1,4 +1,4 @@
-"""Whisper's encoder (arXiv 2212.04356), which many models hear with."""
+"""Whisper's encoder (arXiv 2212.04356), which many models use for sound."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ __all__ = [
     "WhisperTower",
     "WhisperTowerConfig",
     "halved",
-    "heard",
-    "silent_keys",
+    "encode_sounds",
+    "zero_key_biases",
     "sinusoids",
-    "tiny_hearing",
+    "tiny_audio",
     "whisper_blocks",
 ]
 
 _EPS = 1e-5
-#: The names of a block's parts; what follows attention lies beside it.
+#: Names of a block's parts; those after attention are not nested.
 WHISPER_BLOCK = BlockNames(norm1="self_attn_layer_norm", norm2="final_layer_norm", mlp="")
 
 
 @frozen(kw_only=True)
 class WhisperTowerConfig:
-    """`audio_config`, by Whisper's names or by those of later files."""
+    """`audio_config`, with Whisper's names or those of later files."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {
         "hidden_size": "d_model",
@@ -61,13 +61,13 @@ class WhisperTowerConfig:
 
     def __attrs_post_init__(self) -> None:
         if self.d_model % self.encoder_attention_heads:
-            raise ValueError("encoder_attention_heads: they do not divide d_model")
+            raise ValueError("encoder_attention_heads: does not divide d_model")
 
 
 class WhisperTower(Tower):
-    """Two convolutions, the second of which halves the time, positions, and blocks.
+    """Two convolutions, of which the second halves the time axis, positions, and blocks.
 
-    post: the name of the last norm. learned: positions are stored.
+    post: name of the last norm. learned: whether positions are stored in the checkpoint.
     """
 
     positions: Tensor
@@ -87,29 +87,29 @@ class WhisperTower(Tower):
         self.norm = b.layer_norm(post, width, _EPS)
 
     def stem(self, mel: Tensor) -> Tensor:
-        """[n, bins, frames] -> [n, frames / 2, width], with positions."""
+        """[n, bins, frames] -> [n, frames / 2, width], with positions added."""
         x = F.gelu(self.conv1(mel.to(self.dtype)))
         x = F.gelu(self.conv2(x)).transpose(1, 2).contiguous()
         count, most = x.shape[1], self.config.max_source_positions
         if count > most:
-            raise UnsupportedError(f"sound of {count} positions: the encoder has {most}")
+            raise UnsupportedError(f"sound of {count} positions: the encoder supports {most}")
         table = self.positions[:count] if self.learned else sinusoids(count, x.shape[2])
         return (x + table.to(x.device, x.dtype)).contiguous()
 
     def states(self, x: Tensor, lengths: Sequence[int]) -> Pieces[Tensor]:
-        """[positions of all, width] of sounds of these lengths after the blocks."""
+        """[positions of all sounds, width] after the blocks; lengths: positions of each sound."""
         return through(self.layers, x, lengths)
 
     def run(self, mel: Tensor) -> Pieces[Tensor]:
         """[n, bins, frames] -> [n, frames / 2, width] after the last norm."""
         x = self.stem(mel)
-        found = yield from self.states(x.flatten(0, 1), [x.shape[1]] * len(x))
-        out: Tensor = self.norm(found).view(x.shape)
+        encoded = yield from self.states(x.flatten(0, 1), [x.shape[1]] * len(x))
+        out: Tensor = self.norm(encoded).view(x.shape)
         return out
 
 
 def whisper_blocks(c: WhisperTowerConfig, b: Builder) -> ModuleList:
-    """The blocks below `layers`."""
+    """The blocks under `layers`."""
     shape = BlockShape(
         hidden=c.d_model, inner=c.encoder_ffn_dim, heads=c.encoder_attention_heads,
         act=c.activation_function, eps=_EPS, names=WHISPER_BLOCK,
@@ -117,15 +117,17 @@ def whisper_blocks(c: WhisperTowerConfig, b: Builder) -> ModuleList:
     return ModuleList(Block(b.at(f"layers.{i}"), shape) for i in range(c.encoder_layers))
 
 
-def heard(tower: WhisperTower, mel: Tensor, frames: Sequence[int]) -> Pieces[Tensor]:
-    """[tokens of all, width]: sounds [n, bins, frames] of which so many frames are sound, the rest
-    is silence that nothing attends to; pairs of positions become one token.
+def encode_sounds(tower: WhisperTower, mel: Tensor, frames: Sequence[int]) -> Pieces[Tensor]:
+    """[tokens of all sounds, width]: encode padded sounds [n, bins, frames].
+
+    frames: unpadded length of each sound; padding is not attended to. Pairs of positions are
+    averaged into one token.
     """
     counts = [(n - 1) // 2 + 1 for n in frames]
     rows = tower.stem(mel)
     x = torch.cat([row[:count] for row, count in zip(rows, counts, strict=True)])
-    found = yield from tower.states(x, counts)
-    parts = torch.split(found, counts)
+    encoded = yield from tower.states(x, counts)
+    parts = torch.split(encoded, counts)
     out: Tensor = tower.norm(torch.cat([halved(part) for part in parts]))
     return out
 
@@ -136,15 +138,15 @@ def halved(x: Tensor) -> Tensor:
 
 
 def sinusoids(count: int, width: int, longest: float = 10000.0) -> Tensor:
-    """[count, width] float32 positions: sines, then cosines, of waves up to `longest`."""
+    """[count, width] float32 positions: sines, then cosines, with wavelengths up to `longest`."""
     half = width // 2
     waves = torch.exp(-math.log(longest) / max(half - 1, 1) * torch.arange(half).float())
     angles = torch.arange(count)[:, None] * waves
     return torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
-def silent_keys(pattern: str = r"audio_tower\.") -> Rewrite:
-    """Projections to keys have no bias in files of Whisper; here it is zero."""
+def zero_key_biases(pattern: str = r"audio_tower\.") -> Rewrite:
+    """Rewrite that adds zero biases to key projections, which Whisper's files omit."""
 
     def change(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         bias = name.removesuffix("weight") + "bias"
@@ -153,8 +155,8 @@ def silent_keys(pattern: str = r"audio_tower\.") -> Rewrite:
     return Rewrite(rf"{pattern}.*\.k_proj\.weight$", change)
 
 
-def tiny_hearing(model_type: str, **more: Any) -> dict[str, Any]:
-    """`audio_config` of a tiny checkpoint, by Whisper's names; one second of sound."""
+def tiny_audio(model_type: str, **more: Any) -> dict[str, Any]:
+    """`audio_config` of a tiny checkpoint, with Whisper's names; one second of sound."""
     return {
         "model_type": model_type,
         "num_mel_bins": 16,

@@ -186,11 +186,11 @@ class GenerationService:
         defaults = server.default_chat_template_kwargs or {}
         untrusted = options.template is not None
         parts = None
-        messages, media = await self.media.take(messages, options)
+        messages, media = await self.media.extract(messages, options)
         if EmbedsParts.among(messages):
             refuse_embeds(self.engine.info, "messages")
             parts = EmbedsParts(messages, self.engine.info, self.tokenizer)
-        most = 4 * self.work.most
+        most = 4 * self.work.max_characters
         size = characters(messages, most) + _TOOL * len(options.tools)
         self.work.check(size // 4, "messages")
 
@@ -221,7 +221,11 @@ class GenerationService:
                 raise RequestError("messages: either embeddings or media, not both", "messages")
             filled = await self.media.fill(ids, media, current_owner() if self.tenants else "")
             return Prompt(array("q", filled.tokens.tobytes()), text, media=filled)
-        return Prompt(ids, text) if parts is None else Prompt(ids, parts.shown(text), parts.items())
+        return (
+            Prompt(ids, text)
+            if parts is None
+            else Prompt(ids, parts.without_marks(text), parts.items())
+        )
 
     async def with_media(
         self,

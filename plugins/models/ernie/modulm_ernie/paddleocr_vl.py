@@ -24,7 +24,7 @@ from modulm_towers import (
     Tower,
     axial_turns,
     flat_patches,
-    grid_places,
+    grid_coordinates,
     lengths_of,
     patches,
     through,
@@ -114,7 +114,7 @@ class _Tower(Tower):
         x = self.patch(pixels.to(self.dtype))
         x = x + torch.cat([self._positions(grid) for grid in grids]).to(x.dtype)
         theta = float(c.rope_parameters.get("rope_theta", 10000.0))
-        places = torch.cat([grid_places(grid, 1) for grid in grids])
+        places = torch.cat([grid_coordinates(grid, 1) for grid in grids])
         turns = axial_turns(places, c.head_dim, theta).to(x.device)
         x = yield from through(self.layers, x, lengths_of(grids), turns)
         out: Tensor = self.post(x)

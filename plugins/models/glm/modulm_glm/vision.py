@@ -20,7 +20,7 @@ from modulm_towers import (
     Pieces,
     Tower,
     axial_turns,
-    grid_places,
+    grid_coordinates,
     lengths_of,
     through,
 )
@@ -92,7 +92,7 @@ class GlmTower(Tower):
         -> [tokens, hidden of the text model].
         """
         c = self.config
-        places = [grid_places(grid, c.spatial_merge_size) for grid in grids]
+        places = [grid_coordinates(grid, c.spatial_merge_size) for grid in grids]
         pairs = zip(grids, places, strict=True)
         learned = torch.cat([self._learned(grid, place) for grid, place in pairs])
         x = self.patch_norm(self.patch(pixels.to(self.dtype)))

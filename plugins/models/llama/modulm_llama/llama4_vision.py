@@ -23,7 +23,7 @@ from modulm_towers import (
     Pieces,
     Tower,
     axial_turns,
-    grid_places,
+    grid_coordinates,
     patches,
     pixel_shuffle,
     stacked,
@@ -139,7 +139,7 @@ class _Tower(Tower):
     def _turns(self) -> Tensor:
         """[tokens of a tile, head_dim]: columns and rows count from 1."""
         theta = float(self.config.rope_parameters.get("rope_theta", 10000.0))
-        places = grid_places((1, self.config.side, self.config.side), 1).flip(1) + 1
+        places = grid_coordinates((1, self.config.side, self.config.side), 1).flip(1) + 1
         own = torch.cat([places, places.new_zeros(1, 2)])
         return axial_turns(own, self.config.head_dim, theta)
 

@@ -17,9 +17,9 @@ from modulm_towers import (
     Pieces,
     WhisperTower,
     WhisperTowerConfig,
-    silent_keys,
     stacked,
     tiny_text,
+    zero_key_biases,
 )
 
 __all__ = ["VoxtralConfig", "VoxtralForConditionalGeneration"]
@@ -44,7 +44,7 @@ class VoxtralForConditionalGeneration(MultimodalModel):
     api = 1
     config_type: ClassVar[type] = VoxtralConfig
     media = ("audio",)
-    names = WeightNames(rewrite=(silent_keys(),))
+    names = WeightNames(rewrite=(zero_key_biases(),))
 
     def make_encoders(self, config: Any, b: Builder) -> None:
         self.tower = WhisperTower(config.audio, b.at("audio_tower"))

@@ -20,11 +20,11 @@ from modulm_towers import (
     Pieces,
     WhisperTower,
     WhisperTowerConfig,
-    heard,
-    silent_keys,
+    encode_sounds,
     stacked,
-    tiny_hearing,
+    tiny_audio,
     tiny_text,
+    zero_key_biases,
 )
 
 __all__ = ["AudioFlamingo3ForConditionalGeneration", "Qwen2AudioForConditionalGeneration"]
@@ -43,7 +43,7 @@ class Qwen2AudioForConditionalGeneration(MultimodalModel):
     api = 1
     config_type: ClassVar[type] = Qwen2AudioConfig
     media = ("audio",)
-    names = WeightNames(rewrite=(silent_keys(),))
+    names = WeightNames(rewrite=(zero_key_biases(),))
     #: What says how many frames are sound.
     mask: ClassVar[str] = "feature_attention_mask"
     projector: Module
@@ -58,7 +58,7 @@ class Qwen2AudioForConditionalGeneration(MultimodalModel):
     def features(self, items: Sequence[MediaItem]) -> Pieces[Sequence[Tensor]]:
         mel, _ = stacked(self, items, "input_features")
         frames = [item.tensors[self.mask].sum(-1).tolist() for item in items]
-        states = yield from heard(self.tower, mel, [n for some in frames for n in some])
+        states = yield from encode_sounds(self.tower, mel, [n for some in frames for n in some])
         found: Tensor = self.projector(states)
         return found.split([sum(((n - 1) // 2 + 1) // 2 for n in some) for some in frames])
 
@@ -69,7 +69,7 @@ class Qwen2AudioForConditionalGeneration(MultimodalModel):
             "model_type": "qwen2_audio",
             "audio_token_index": 480,
             "text_config": tiny_text("qwen2"),
-            "audio_config": tiny_hearing("qwen2_audio_encoder"),
+            "audio_config": tiny_audio("qwen2_audio_encoder"),
         }
 
 
@@ -107,5 +107,5 @@ class AudioFlamingo3ForConditionalGeneration(Qwen2AudioForConditionalGeneration)
             "model_type": "audioflamingo3",
             "audio_token_id": 480,
             "text_config": tiny_text("qwen2"),
-            "audio_config": tiny_hearing("audioflamingo3_encoder"),
+            "audio_config": tiny_audio("audioflamingo3_encoder"),
         }

@@ -26,7 +26,7 @@ from modulm_qwen.vl import (
     Qwen25VLForConditionalGeneration,
     QwenVLConfig,
 )
-from modulm_towers import Pieces, flat_patches, silent_keys, tiny_hearing, tiny_text
+from modulm_towers import Pieces, flat_patches, tiny_audio, tiny_text, zero_key_biases
 
 __all__ = ["OmniConfig", "Qwen3OmniConfig", "Qwen3OmniThinker", "Qwen25OmniThinker"]
 
@@ -99,7 +99,7 @@ class Qwen25OmniThinker(_Hears, Qwen25VLForConditionalGeneration):
     config_type = OmniConfig
     media = ("image", "video", "audio")
     names = WeightNames(
-        ignore=_SPEAKING, rewrite=(flat_patches(r"patch_embed\.proj\.weight$"), silent_keys())
+        ignore=_SPEAKING, rewrite=(flat_patches(r"patch_embed\.proj\.weight$"), zero_key_biases())
     )
 
     def make_encoders(self, config: Any, b: Builder) -> None:
@@ -118,7 +118,7 @@ class Qwen25OmniThinker(_Hears, Qwen25VLForConditionalGeneration):
                 **seen["vision_config"],
                 "model_type": "qwen2_5_omni_vision_encoder",
             },
-            "audio_config": tiny_hearing("qwen2_5_omni_audio_encoder", n_window=12, output_dim=64),
+            "audio_config": tiny_audio("qwen2_5_omni_audio_encoder", n_window=12, output_dim=64),
         }
 
 
@@ -162,7 +162,7 @@ class Qwen3OmniThinker(_Hears, Qwen3VLForConditionalGeneration):
                 **seen["vision_config"],
                 "model_type": "qwen3_omni_moe_vision_encoder",
             },
-            "audio_config": tiny_hearing(
+            "audio_config": tiny_audio(
                 "qwen3_omni_moe_audio_encoder",
                 n_window_infer=200,
                 output_dim=64,

@@ -20,7 +20,7 @@ from modulm_towers import (
     Pieces,
     Tower,
     axial_turns,
-    grid_places,
+    grid_coordinates,
     interpolated,
     lengths_of,
     windows,
@@ -121,7 +121,7 @@ class QwenTower(Tower):
         """
         c, merge = self.config, self.config.spatial_merge_size
         x = self.patch(pixels.to(self.dtype))
-        places = [grid_places(grid, merge) for grid in grids]
+        places = [grid_coordinates(grid, merge) for grid in grids]
         if self.learned:
             pairs = zip(grids, places, strict=True)
             learned = [interpolated(self.positions, grid, place) for grid, place in pairs]

@@ -17,7 +17,7 @@ from modulm.errors import UnsupportedError
 from modulm.nn import Builder, WeightNames, read_config
 from modulm_layers import size
 from modulm_towers import Block, BlockShape, ClipTower, TowerConfig, flat_patches, whole
-from modulm_towers.text import completed
+from modulm_towers.text import complete_config
 
 __all__ = ["CLIPModel", "ClipConfig", "ClipTextConfig", "TextTower"]
 
@@ -61,7 +61,7 @@ class ClipConfig:
     @classmethod
     def from_table(cls, table: Mapping[str, Any], file: str) -> Self:
         """Raises CheckpointError."""
-        known = completed(str(table["architectures"][0]), table, file)
+        known = complete_config(str(table["architectures"][0]), table, file)
         if known is None:
             raise UnsupportedError(f"the installed transformers has no {table['architectures'][0]}")
         keys = known.to_dict()

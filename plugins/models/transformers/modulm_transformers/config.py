@@ -10,7 +10,7 @@ from typing import Any, Self
 from attrs import frozen
 
 from modulm.errors import CheckpointError, UnsupportedError
-from modulm.loading.strangers import model_kind
+from modulm.loading.unsupported import model_kind
 
 __all__ = ["RemoteConfig", "TransformersConfig"]
 

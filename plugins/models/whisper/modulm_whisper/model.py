@@ -15,7 +15,7 @@ from modulm.errors import UnsupportedError
 from modulm.nn import Builder, Head, Norm, WeightNames
 from modulm_layers import CrossedLayer, DecoderForCausalLM, LearnedPositions, size
 from modulm_towers.pieces import Pieces, whole
-from modulm_towers.whisper import WhisperTower, WhisperTowerConfig, silent_keys
+from modulm_towers.whisper import WhisperTower, WhisperTowerConfig, zero_key_biases
 
 __all__ = ["WhisperConfig", "WhisperForConditionalGeneration"]
 
@@ -81,7 +81,7 @@ class WhisperForConditionalGeneration(DecoderForCausalLM):
     pooler = "whisper_alignment"
     takes_embeds = False
     names = WeightNames(
-        rewrite=(silent_keys(""),),
+        rewrite=(zero_key_biases(""),),
         ignore=(r"^model\.encoder\.embed_positions\.inv_freq$",),
     )
 

@@ -1,4 +1,4 @@
-"""The adapters of a server: from its start, by requests that name them, and by two routes
+"""LoRA adapters of a server: loaded at start, by requests that name them, or by two routes
 (https://docs.vllm.ai/en/latest/features/lora.html).
 """
 
@@ -50,8 +50,8 @@ class UnloadRequest(Struct, kw_only=True):
 
 
 class Adapters(RouteFamily):
-    """With adapters: those of --lora-modules, those that resolvers find, and with
-    --allow-runtime-lora-updating `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`.
+    """Loads adapters from --lora-modules and from resolvers. With --allow-runtime-lora-updating,
+    serves `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`.
     """
 
     name = "adapters"
@@ -62,23 +62,25 @@ class Adapters(RouteFamily):
         self._flags = context.config.group(ServedAdaptersConfig)
         self._folders = [Path(folder) for folder in self._flags.allowed_lora_path or ()]
         self._resolvers: Sequence[AdapterResolver] = ()
-        self._finding: dict[str, asyncio.Task[bool]] = {}
+        self._searches: dict[str, asyncio.Task[bool]] = {}
 
     def absent(self) -> str | None:
         if self.context.engine.info.limit("adapters", "slots"):
             return None
         if self._flags.lora_modules or self._flags.allow_runtime_lora_updating:
-            given = "lora_modules" if self._flags.lora_modules else "allow_runtime_lora_updating"
-            raise ConfigError(given, "needs --enable-lora")
-        return "the engine runs without adapters"
+            flag_name = (
+                "lora_modules" if self._flags.lora_modules else "allow_runtime_lora_updating"
+            )
+            raise ConfigError(flag_name, "needs --enable-lora")
+        return "the engine runs without --enable-lora"
 
     def router(self) -> APIRouter:
         self._load_modules()
         plugins = manager.current()
         names = dict.fromkeys(declared.name for declared in plugins.names("adapter_resolvers"))
         drivers = [plugins.load("adapter_resolvers", name) for name in names]
-        made = (driver.of(self.context.config) for driver in drivers)
-        self._resolvers = [resolver for resolver in made if resolver is not None]
+        resolvers = (driver.of(self.context.config) for driver in drivers)
+        self._resolvers = [resolver for resolver in resolvers if resolver is not None]
         if self._resolvers:
             self.context.generation.adapter_finders.append(self.find)
         router = APIRouter(tags=["Adapters"])
@@ -97,7 +99,7 @@ class Adapters(RouteFamily):
         return router
 
     def _load_modules(self) -> None:
-        """Those of the flags, unless another server of the same engine has loaded them.
+        """Load the adapters of --lora-modules, unless another server process has loaded them.
 
         Raises ConfigError for one that cannot be loaded.
         """
@@ -114,23 +116,23 @@ class Adapters(RouteFamily):
             except (CheckpointError, RequestError) as error:
                 raise ConfigError("lora_modules", f"{module.name}: {error}") from error
 
-    # Requests that name one.
+    # Requests that name an adapter.
 
     async def find(self, name: str) -> bool:
-        """Load the adapter of this name where a resolver has it; whether it is there now.
+        """Load an adapter by name with a resolver; returns whether it is available now.
 
-        Requests that ask at the same time wait for the same.
+        Concurrent requests for the same name share one search.
         """
-        task = self._finding.get(name)
+        task = self._searches.get(name)
         if task is None:
-            task = self._finding[name] = asyncio.get_running_loop().create_task(self._find(name))
-            task.add_done_callback(lambda done: self._found(name, done))
+            task = self._searches[name] = asyncio.get_running_loop().create_task(self._find(name))
+            task.add_done_callback(lambda done: self._forget_search(name, done))
         return await asyncio.shield(task)
 
-    def _found(self, name: str, task: asyncio.Task[bool]) -> None:
-        del self._finding[name]
+    def _forget_search(self, name: str, task: asyncio.Task[bool]) -> None:
+        del self._searches[name]
         if not task.cancelled():
-            task.exception()  # whoever asked may have left
+            task.exception()  # retrieved, in case the caller is gone
 
     async def _find(self, name: str) -> bool:
         path = await asyncio.to_thread(self._resolve, name)
@@ -140,7 +142,7 @@ class Adapters(RouteFamily):
             adapter = Adapter(name, str(path), root=name)
             await asyncio.wrap_future(self.context.engine.load_adapter(adapter))
         except RequestError as error:
-            if name in self.context.engine.adapters:  # another server process was first
+            if name in self.context.engine.adapters:  # another server process loaded it
                 return True
             error.param = "model"
             raise
@@ -151,8 +153,8 @@ class Adapters(RouteFamily):
             try:
                 path = resolver.resolve(name)
             except CheckpointError as error:
-                words = f"adapter {name!r} cannot be loaded: {error}"
-                raise RequestError(words, "model") from error
+                message = f"adapter {name!r} cannot be loaded: {error}"
+                raise RequestError(message, "model") from error
             if path is not None:
                 return path
         return None
@@ -160,11 +162,11 @@ class Adapters(RouteFamily):
     # Routes.
 
     async def load(self, request: Request) -> Response:
-        """Load an adapter, or load it anew."""
+        """Load an adapter, or reload it."""
         body = await read(request, LoadRequest)
-        name = _named(body.lora_name)
+        name = _check_name(body.lora_name)
         if not body.lora_path:
-            raise bad_field("lora_path", "lora_path: the folder of the adapter is needed")
+            raise bad_field("lora_path", "lora_path must be the adapter's folder")
         path = await asyncio.to_thread(self._allowed, name, body.lora_path)
         adapter = Adapter(name, str(path), body.base_model_name)
         loading = self.context.engine.load_adapter(adapter, replace=body.load_inplace)
@@ -172,11 +174,11 @@ class Adapters(RouteFamily):
         return PlainTextResponse(f"Success: adapter {name!r} is loaded.")
 
     def _allowed(self, name: str, path: str) -> Path:
-        """The folder, if adapters may come from there. Raises RequestError."""
+        """Check that an adapter may be loaded from a path. Raises RequestError."""
         if not self._folders:
             raise RequestError(
-                "adapters are loaded from the folders of --allowed-lora-path, and this server has "
-                "none", "lora_path",
+                "loading from paths is not enabled: start the server with --allowed-lora-path",
+                "lora_path",
             )  # fmt: skip
         try:
             return inside(Path(path), self._folders)
@@ -186,15 +188,15 @@ class Adapters(RouteFamily):
             ) from error
 
     async def unload(self, request: Request) -> Response:
-        """Forget an adapter; answers that use it are finished."""
+        """Unload an adapter. Running requests that use it are finished."""
         body = await read(request, UnloadRequest)
-        name = _named(body.lora_name)
+        name = _check_name(body.lora_name)
         await asyncio.wrap_future(self.context.engine.unload_adapter(name))
         return PlainTextResponse(f"Success: adapter {name!r} is unloaded.")
 
 
-def _named(name: Any) -> str:
-    """Raises ApiError(400) for a name that no adapter has."""
+def _check_name(name: Any) -> str:
+    """Validate an adapter name. Raises ApiError(400)."""
     if not isinstance(name, str) or not 0 < len(name) <= _NAME or not name.isprintable():
-        raise bad_field("lora_name", f"lora_name: a name of at most {_NAME} characters is needed")
+        raise bad_field("lora_name", f"lora_name must be a name of at most {_NAME} characters")
     return name

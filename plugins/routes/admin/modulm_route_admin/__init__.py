@@ -1,4 +1,4 @@
-"""Routes behind a switch: caches, sleep and profiles for developers."""
+"""Development routes: prefix cache, sleep mode and profiles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Admin"]
 
 
 class Success(TypedDict):
-    """Whether it was done."""
+    """Whether the operation succeeded."""
 
     success: bool
 
@@ -29,8 +29,8 @@ class Sleeping(TypedDict):
 
 
 class Admin(RouteFamily):
-    """With --server-dev-mode: `/reset_prefix_cache`, `/sleep`, `/wake_up`, `/is_sleeping`; with it
-    or --profiler-config `/start_profile`, `/stop_profile`.
+    """With --server-dev-mode: `/reset_prefix_cache`, `/sleep`, `/wake_up`, `/is_sleeping`. With it
+    or with --profiler-config: `/start_profile`, `/stop_profile`.
     """
 
     name = "admin"
@@ -39,7 +39,7 @@ class Admin(RouteFamily):
     def absent(self) -> str | None:
         if self._developing or self.context.config.group(ProfilerConfig).profiler is not None:
             return None
-        return "neither --server-dev-mode nor --profiler-config is given"
+        return "neither --server-dev-mode nor --profiler-config is set"
 
     @property
     def _developing(self) -> bool:
@@ -68,31 +68,31 @@ class Admin(RouteFamily):
         return router
 
     async def start_profile(self) -> Response:
-        """Record the engine's steps from now on."""
+        """Start profiling the engine's steps."""
         await self.context.engine.start_profile()
         return Response(status_code=200)
 
     async def stop_profile(self) -> Response:
-        """Write what was recorded to the folder of --profiler-config."""
+        """Stop profiling and write the trace to the folder of --profiler-config."""
         await self.context.engine.stop_profile()
         return Response(status_code=200)
 
     async def reset_prefix_cache(self) -> Response:
-        """Forget cached prefixes."""
-        done: Success = {"success": await self.context.engine.reset_prefix_cache()}
-        return json_response(done)
+        """Clear the prefix cache."""
+        answer: Success = {"success": await self.context.engine.reset_prefix_cache()}
+        return json_response(answer)
 
     async def sleep(self, level: int = 1) -> Response:
-        """Give the model's memory back."""
+        """Free the memory of the KV cache, and at level 2 that of the weights too."""
         await self.context.engine.sleep(level)
         return Response(status_code=200)
 
     async def wake_up(self) -> Response:
-        """Take the memory again."""
+        """Allocate the memory again."""
         await self.context.engine.wake_up()
         return Response(status_code=200)
 
     async def is_sleeping(self) -> Response:
         """Whether the engine sleeps."""
-        told: Sleeping = {"is_sleeping": await self.context.engine.is_sleeping()}
-        return json_response(told)
+        answer: Sleeping = {"is_sleeping": await self.context.engine.is_sleeping()}
+        return json_response(answer)

@@ -1,4 +1,4 @@
-"""What the model said as Anthropic's content blocks, whole and in pieces."""
+"""Converts parser events to Anthropic's content blocks, whole or streamed."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _STOPS = {"stop": "end_turn", "length": "max_tokens"}
 
 
 def blocks_of(parsed: ParsedMessage, single: bool, omitted: bool = False) -> list[Any]:
-    """The blocks of a whole message, in the order in which they were written."""
+    """The content blocks of a complete message, in order."""
     blocks: list[Any] = []
     events = Events(single, omitted)
-    for sent in [*events.of(parsed.deltas), *events.close()]:
+    for sent in [*events.convert(parsed.deltas), *events.close()]:
         if sent["type"] == "content_block_start":
             blocks.append(sent["content_block"])
         elif sent["type"] == "content_block_delta":
@@ -50,7 +50,7 @@ def _grow(block: Any, delta: Mapping[str, Any]) -> None:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Arguments as an object; those of a call that was cut are no JSON, and so none."""
+    """Parse call arguments; {} for incomplete ones."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -68,7 +68,7 @@ def stop_of(reason: str | None, stop: Any, called: bool) -> objects.Stop:
 
 
 def usage_of(output: Any, generated: int, thought: int | None = None) -> objects.Usage:
-    """Tokens read, found in the cache, and written; `thought` of these are thoughts."""
+    """Token usage. thought: thinking tokens among the generated ones."""
     cached = output.num_cached_tokens or 0
     return {
         "input_tokens": len(output.prompt_token_ids) - cached,
@@ -79,7 +79,7 @@ def usage_of(output: Any, generated: int, thought: int | None = None) -> objects
 
 
 def written(generated: int, thought: int | None) -> objects.Written:
-    """The part of usage that is about the answer."""
+    """The output part of the usage."""
     if thought is None:
         return {"output_tokens": generated}
     details: objects.Thoughts = {"thinking_tokens": thought}
@@ -87,10 +87,10 @@ def written(generated: int, thought: int | None) -> objects.Written:
 
 
 class Events:
-    """Parser events as the events of content blocks: one block is open at a time.
+    """Converts parser events to events of content blocks, of which one is open at a time.
 
-    single: only the first call counts. omitted: the blocks of thoughts have no text. Their
-    signature names the thought; clients drop thoughts without one, and nothing here checks it.
+    single: keep only the first call. omitted: leave out the text of thoughts. A thought's signature
+    is a digest of its text: clients drop thoughts without one; the server never checks it.
     """
 
     def __init__(self, single: bool, omitted: bool = False) -> None:
@@ -101,8 +101,8 @@ class Events:
         self._index = -1
         self.called = False
 
-    def of(self, events: Sequence[Event]) -> list[objects.Event]:
-        """What to send for these."""
+    def convert(self, events: Sequence[Event]) -> list[objects.Event]:
+        """Convert parser events."""
         sent: list[objects.Event] = []
         for event in events:
             match event:
@@ -116,19 +116,19 @@ class Events:
                     self._signature.update(text.encode("utf-8", "surrogatepass"))
                     if not self._omitted:
                         sent.append(self._delta({"type": "thinking_delta", "thinking": text}))
-                case ToolStart(index, name, call_id) if self._wanted(index):
+                case ToolStart(index, name, call_id) if self._includes(index):
                     self.called = True
                     called = call_id or new_call_id()
                     sent += self._within(
                         f"tool {index}",
                         {"type": "tool_use", "id": called, "name": name, "input": {}},
                     )
-                case ToolArguments(index, text) if self._wanted(index):
+                case ToolArguments(index, text) if self._includes(index):
                     sent.append(self._delta({"type": "input_json_delta", "partial_json": text}))
         return sent
 
     def close(self) -> list[objects.Event]:
-        """The end of the block that is open."""
+        """Close the open block."""
         kind, self._open = self._open, None
         if kind is None:
             return []
@@ -138,7 +138,7 @@ class Events:
         signature, self._signature = self._signature.hexdigest(), sha256()
         return [self._delta({"type": "signature_delta", "signature": signature}), stop]
 
-    def _wanted(self, index: int) -> bool:
+    def _includes(self, index: int) -> bool:
         return index == 0 or not self._single
 
     def _within(self, kind: str, block: objects.Block) -> list[objects.Event]:

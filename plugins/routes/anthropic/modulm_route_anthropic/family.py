@@ -1,4 +1,4 @@
-"""The route family: requests in, messages or events out."""
+"""The route family of Anthropic's messages API."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ __all__ = ["Anthropic"]
 
 @frozen
 class _Job:
-    """One request, ready to run."""
+    """A validated request."""
 
     id: str
     model: str
@@ -78,7 +78,7 @@ class Anthropic(RouteFamily):
         return router
 
     async def create(self, request: Request) -> Response:
-        """Answer a conversation."""
+        """Generate the next message of a conversation."""
         try:
             body = await read(request, MessagesRequest)
             job = await self._job(request, body)
@@ -90,34 +90,36 @@ class Anthropic(RouteFamily):
         except ClientGone:
             raise
         except Exception as error:
-            return self._refuse(request, error)
+            return self._error_response(request, error)
 
     async def count(self, request: Request) -> Response:
-        """How many tokens a conversation has."""
+        """Count the tokens of a conversation."""
         try:
             body = await read(request, CountRequest)
             await self.context.generation.find_model(body.model)
-            tools, choice, several = tools_of(body)
-            constraint_of(body, self._forced_calls(tools, choice, several))
+            tools, choice, parallel = tools_of(body)
+            constraint_of(body, self._forced_calls(tools, choice, parallel))
             variables = variables_of(body, self._parsers.reasoning)
             options = ChatOptions(tools=tools, variables=variables)
             prompt = await self.context.generation.from_messages(messages_of(body), options)
             counted: TokenCount = {"input_tokens": len(prompt.ids)}
             return json_response(counted)
         except Exception as error:
-            return self._refuse(request, error)
+            return self._error_response(request, error)
 
-    def _refuse(self, request: Request, error: Exception) -> Response:
-        told = report(error, request.scope, self.context.config.group(ServerConfig).log_error_stack)
-        return json_response(_error(told), told.status, told.headers)
+    def _error_response(self, request: Request, error: Exception) -> Response:
+        api_error = report(
+            error, request.scope, self.context.config.group(ServerConfig).log_error_stack
+        )
+        return json_response(_error(api_error), api_error.status, api_error.headers)
 
     async def _job(self, request: Request, body: MessagesRequest) -> _Job:
         generation = self.context.generation
         model = await generation.find_model(body.model)
         generation.check_open()
-        tools, choice, several = tools_of(body)
+        tools, choice, parallel = tools_of(body)
         variables = variables_of(body, self._parsers.reasoning)
-        forced_calls = self._forced_calls(tools, choice, several)
+        forced_calls = self._forced_calls(tools, choice, parallel)
         constraint = constraint_of(body, forced_calls)
         turn = ChatTurn(
             generation=generation,
@@ -147,17 +149,17 @@ class Anthropic(RouteFamily):
         turn.check()
         name = f"msg_{request.scope['modulm.id']}"
         omitted = (body.thinking or {}).get("display") == "omitted"
-        return _Job(name, model.name, turn, single=not several, omitted=omitted)
+        return _Job(name, model.name, turn, single=not parallel, omitted=omitted)
 
     def _budget(self, body: MessagesRequest) -> int | None:
-        """What thoughts may have; where nothing reads thoughts, nothing counts them either."""
+        """The thinking budget; None without a reasoning parser, which counts the tokens."""
         return budget_of(body) if self._parsers.reasoning else None
 
     def _forced_calls(
-        self, tools: Sequence[Mapping[str, Any]], choice: Any, several: bool
+        self, tools: Sequence[Mapping[str, Any]], choice: Any, parallel: bool
     ) -> ForcedCalls:
         tokenizer = self.context.generation.tokenizer
-        return force_calls(choice, tools, self._parsers, tokenizer, parallel=several)
+        return force_calls(choice, tools, self._parsers, tokenizer, parallel=parallel)
 
     async def _whole(self, job: _Job, started: RunningTurn) -> Message:
         output, messages = await started.messages()
@@ -185,32 +187,34 @@ class Anthropic(RouteFamily):
                         **stop_of(None, None, False),
                         "usage": usage,
                     }
-                    yield _named({"type": "message_start", "message": message})
-                    yield _named({"type": "ping"})
+                    yield _frame({"type": "message_start", "message": message})
+                    yield _frame({"type": "ping"})
                 for delta in started.deltas(output):
-                    for value in events.of(delta.events):
-                        yield _named(value)
+                    for value in events.convert(delta.events):
+                        yield _frame(value)
                     if delta.finish_reason is not None:
                         for value in events.close():
-                            yield _named(value)
+                            yield _frame(value)
                         stop = stop_of(delta.finish_reason, delta.stop_reason, events.called)
-                        spent = written(delta.generated, await started.reasoning_tokens())
-                        yield _named({"type": "message_delta", "delta": stop, "usage": spent})
-        yield _named({"type": "message_stop"})
+                        usage_written = written(delta.generated, await started.reasoning_tokens())
+                        yield _frame(
+                            {"type": "message_delta", "delta": stop, "usage": usage_written}
+                        )
+        yield _frame({"type": "message_stop"})
 
 
 def _opening(job: _Job) -> Opening:
     return {"id": job.id, "type": "message", "role": "assistant", "model": job.model}
 
 
-def _named(value: StreamEvent) -> bytes:
+def _frame(value: StreamEvent) -> bytes:
     return event(value["type"], value)
 
 
-def _error(told: ApiError) -> Failure:
-    """Anthropic's error, with OpenAI's `param` and `code` beside its own fields."""
-    return {"type": "error", **error_body(told)}
+def _error(error: ApiError) -> Failure:
+    """Anthropic's error, with OpenAI's `param` and `code` in addition."""
+    return {"type": "error", **error_body(error)}
 
 
-def _failed(told: ApiError) -> bytes:
-    return _named(_error(told))
+def _failed(error: ApiError) -> bytes:
+    return _frame(_error(error))

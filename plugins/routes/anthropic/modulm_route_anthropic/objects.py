@@ -1,4 +1,4 @@
-"""What is answered: Anthropic's objects (https://docs.anthropic.com/en/api/messages)."""
+"""Anthropic's response objects (https://docs.anthropic.com/en/api/messages)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Request bodies, and their way to messages, tools and parameters in OpenAI's terms."""
+"""Request bodies, and their conversion to messages, tools and parameters in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -66,33 +66,39 @@ class MessagesRequest(_Conversation, kw_only=True):
 
 
 def messages_of(body: _Conversation) -> list[dict[str, Any]]:
-    """The conversation as chat messages. Raises ApiError(400)."""
+    """Convert the conversation to chat messages. Raises ApiError(400)."""
     messages: list[dict[str, Any]] = []
     if body.system:
         messages.append({"role": "system", "content": _texts(body.system, "system")})
     for index, message in enumerate(body.messages):
         role = message.get("role")
         if role not in ("user", "assistant", "system"):
-            raise bad_field("messages", f"messages[{index}].role: user or assistant")
+            raise bad_field("messages", f"messages[{index}].role must be user or assistant")
         content = message.get("content")
         if isinstance(content, str):
             messages.append({"role": role, "content": content})
         elif isinstance(content, list):
             if role != "user" and any(map(_is_image, content)):
-                raise bad_field("messages", f"messages[{index}].content: only users send images")
-            blocks = [_block(index, place, block) for place, block in enumerate(content)]
+                raise bad_field(
+                    "messages", f"messages[{index}].content: only user messages may have images"
+                )
+            blocks = [
+                _block(index, block_index, block) for block_index, block in enumerate(content)
+            ]
             messages += _assistant(blocks) if role == "assistant" else _user(role, blocks)
         else:
-            raise bad_field("messages", f"messages[{index}].content: a string or a list of blocks")
+            raise bad_field(
+                "messages", f"messages[{index}].content must be a string or a list of blocks"
+            )
     return messages
 
 
-def _block(index: int, place: int, block: Any) -> dict[str, Any]:
-    where = f"messages[{index}].content[{place}]"
+def _block(index: int, block_index: int, block: Any) -> dict[str, Any]:
+    where = f"messages[{index}].content[{block_index}]"
     if not isinstance(block, dict):
-        raise bad_field("messages", f"{where}: an object with a type is expected")
+        raise bad_field("messages", f"{where} must be an object with a type")
     kind = block.get("type")
-    wanted: dict[str, dict[str, type]] = {
+    required: dict[str, dict[str, type]] = {
         "text": {"text": str},
         "image": {"source": dict},
         "thinking": {"thinking": str},
@@ -100,11 +106,13 @@ def _block(index: int, place: int, block: Any) -> dict[str, Any]:
         "tool_use": {"id": str, "name": str, "input": dict},
         "tool_result": {"tool_use_id": str},
     }
-    if not isinstance(kind, str) or kind not in wanted:
-        raise bad_field("messages", f"{where}: this model takes no {str(kind)[:64]!r} blocks")
-    for name, form in wanted[kind].items():
+    if not isinstance(kind, str) or kind not in required:
+        raise bad_field(
+            "messages", f"{where}: this model does not support {str(kind)[:64]!r} blocks"
+        )
+    for name, form in required[kind].items():
         if not isinstance(block.get(name), form):
-            raise bad_field("messages", f"{where}.{name}: is missing or of the wrong type")
+            raise bad_field("messages", f"{where}.{name} is missing or has the wrong type")
     if kind == "image":
         return {"type": "image", "source": _image(where, block)}
     if kind == "tool_result":
@@ -113,19 +121,19 @@ def _block(index: int, place: int, block: Any) -> dict[str, Any]:
 
 
 def _image(where: str, block: Mapping[str, Any]) -> MediaSource:
-    """Where an image is. Raises ApiError(400)."""
+    """The source of an image. Raises ApiError(400)."""
     source = block.get("source")
     kind = source.get("type") if isinstance(source, dict) else None
     name = {"base64": "data", "url": "url"}.get(str(kind), "")
     value = source.get(name) if isinstance(source, dict) else None
     if not isinstance(value, str):
-        raise bad_field("messages", f"{where}.source: base64 with data, or url with url")
-    made = MediaSource(kind="image", field=f"{where}.source.{name}")
-    return evolve(made, data=value) if name == "data" else evolve(made, url=value)
+        raise bad_field("messages", f"{where}.source must be base64 with data, or url with url")
+    media_source = MediaSource(kind="image", field=f"{where}.source.{name}")
+    return evolve(media_source, data=value) if name == "data" else evolve(media_source, url=value)
 
 
 def _result(where: str, content: Any) -> Any:
-    """What a tool gave: text, or parts with its images."""
+    """A tool's result: text, or parts if it has images."""
     images = isinstance(content, list) and any(_is_image(block) for block in content)
     if not images:
         return _texts(content, "messages")
@@ -142,7 +150,7 @@ def _is_image(block: Any) -> bool:
 
 
 def _texts(value: Any, where: str) -> str:
-    """Text given as a string or as a list of text blocks."""
+    """Join a string or a list of text blocks."""
     if isinstance(value, str):
         return value
     texts = []
@@ -155,16 +163,16 @@ def _texts(value: Any, where: str) -> str:
 
 
 def _assistant(blocks: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """One message, or several where thoughts stand between what was said or called."""
-    begun: list[Mapping[str, Any]] = []
+    """Yield one message, or several if thoughts occur between texts or calls."""
+    turn: list[Mapping[str, Any]] = []
     for block in blocks:
-        if block["type"] == "thinking" and any(b["type"] != "thinking" for b in begun):
-            yield _one_turn(begun)
-            begun = []
+        if block["type"] == "thinking" and any(b["type"] != "thinking" for b in turn):
+            yield _one_turn(turn)
+            turn = []
         if block["type"] != "redacted_thinking":
-            begun.append(block)
-    if begun or not blocks:
-        yield _one_turn(begun)
+            turn.append(block)
+    if turn or not blocks:
+        yield _one_turn(turn)
 
 
 def _one_turn(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -192,7 +200,7 @@ def _one_turn(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _user(role: str, blocks: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Results of tools come before what the user says with them."""
+    """Yield tool results first, then the user's own content."""
     for block in blocks:
         if block["type"] == "tool_result":
             yield {
@@ -200,74 +208,78 @@ def _user(role: str, blocks: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, 
                 "tool_call_id": block["tool_use_id"],
                 "content": block["content"],
             }
-    said = [block for block in blocks if block["type"] in ("text", "image")]
-    if any(block["type"] == "image" for block in said):
-        parts = [block["source"] if block["type"] == "image" else block for block in said]
+    contents = [block for block in blocks if block["type"] in ("text", "image")]
+    if any(block["type"] == "image" for block in contents):
+        parts = [block["source"] if block["type"] == "image" else block for block in contents]
         yield {"role": role, "content": parts}
-    elif said:
-        yield {"role": role, "content": "\n".join(block["text"] for block in said)}
+    elif contents:
+        yield {"role": role, "content": "\n".join(block["text"] for block in contents)}
 
 
 def tools_of(body: _Conversation) -> tuple[tuple[dict[str, Any], ...], Any, bool]:
-    """(tools, tool choice, whether several calls may come) in OpenAI's terms."""
-    made = []
+    """Convert tools; returns (tools, choice, whether calls may be parallel)."""
+    chat_tools = []
     for index, tool in enumerate(body.tools or ()):
         if tool.get("type", "custom") != "custom":
-            raise bad_field("tools", f"tools[{index}]: tools of the server are not there")
+            raise bad_field("tools", f"tools[{index}]: server tools are not supported")
         function = {"name": tool.get("name"), "description": tool.get("description") or ""}
         if tool.get("strict") is True:
             function["strict"] = True
         schema = tool.get("input_schema", {"type": "object"})
-        made.append({"type": "function", "function": {**function, "parameters": schema}})
-    tools = check_tools(made)
+        chat_tools.append({"type": "function", "function": {**function, "parameters": schema}})
+    tools = check_tools(chat_tools)
     choice = body.tool_choice or {"type": "auto" if tools else "none"}
-    several = not choice.get("disable_parallel_tool_use", False)
+    parallel = not choice.get("disable_parallel_tool_use", False)
     kind = choice.get("type")
     if kind == "tool":
-        return tools, {"type": "function", "function": {"name": choice.get("name")}}, several
-    named = {"auto": "auto", "any": "required", "none": "none"}
-    if not isinstance(kind, str) or kind not in named:
-        raise bad_field("tool_choice", "tool_choice.type: auto, any, tool or none")
-    return tools, named[kind], several
+        return tools, {"type": "function", "function": {"name": choice.get("name")}}, parallel
+    choices = {"auto": "auto", "any": "required", "none": "none"}
+    if not isinstance(kind, str) or kind not in choices:
+        raise bad_field("tool_choice", "tool_choice.type must be auto, any, tool or none")
+    return tools, choices[kind], parallel
 
 
 def variables_of(body: _Conversation, reasoning_parser: str | None) -> dict[str, Any]:
-    """What `thinking` and `output_config.effort` mean to a chat template. Raises ApiError(400)."""
+    """The template variables for `thinking` and `output_config.effort`. Raises ApiError(400)."""
     thinks: bool | None = None
     if body.thinking is not None:
         kind = body.thinking.get("type")
         if kind not in ("enabled", "disabled", "adaptive"):
-            raise bad_field("thinking", "thinking.type: enabled, adaptive or disabled")
+            raise bad_field("thinking", "thinking.type must be enabled, adaptive or disabled")
         if body.thinking.get("display") not in (None, "summarized", "omitted"):
-            raise bad_field("thinking", "thinking.display: summarized or omitted")
+            raise bad_field("thinking", "thinking.display must be summarized or omitted")
         if unknown := body.thinking.keys() - {"type", "display", "budget_tokens"}:
-            raise bad_field("thinking", f"thinking: no {min(unknown)[:64]!r} is known")
+            raise bad_field("thinking", f"thinking has no field {min(unknown)[:64]!r}")
         thinks = kind != "disabled"
         budget_of(body)
     config = body.output_config or {}
     if unknown := config.keys() - {"effort", "format"}:
-        raise bad_field("output_config", f"output_config: no {min(unknown)[:64]!r}, only {_CONFIG}")
+        raise bad_field(
+            "output_config", f"output_config has no field {min(unknown)[:64]!r}, only {_CONFIG}"
+        )
     effort = config.get("effort")
     if effort is not None and effort not in _EFFORTS:
-        raise bad_field("output_config", f"output_config.effort: one of {', '.join(_EFFORTS)}")
+        raise bad_field(
+            "output_config", f"output_config.effort must be one of {', '.join(_EFFORTS)}"
+        )
     return thinking_variables(reasoning_parser, effort if thinks is not False else None, thinks)
 
 
 def budget_of(body: _Conversation) -> int | None:
     """`thinking.budget_tokens`. Raises ApiError(400)."""
-    given = body.thinking or {}
-    budget = given.get("budget_tokens")
+    thinking = body.thinking or {}
+    budget = thinking.get("budget_tokens")
     if budget is None:
         return None
-    if given.get("type") != "enabled":
-        raise bad_field("thinking", "thinking.budget_tokens: only with type enabled")
+    if thinking.get("type") != "enabled":
+        raise bad_field("thinking", "thinking.budget_tokens needs type enabled")
     if isinstance(budget, bool) or not isinstance(budget, int) or not 0 < budget < 2**31:
-        raise bad_field("thinking", "thinking.budget_tokens: a positive integer is expected")
+        raise bad_field("thinking", "thinking.budget_tokens must be a positive integer")
     return budget
 
 
 def shows_thinking(body: MessagesRequest) -> bool:
-    """Whether thoughts are part of the answer."""
+    """Whether the response includes thoughts."""
     disabled = (body.thinking or {}).get("type") == "disabled"
     return not disabled and body.include_reasoning is not False
 
@@ -279,9 +291,9 @@ _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 def constraint_of(
     body: _Conversation, forced_calls: ForcedCalls
 ) -> tuple[str, StructuredOutputs] | None:
-    """What the answer is held to, with the field that it comes from. Raises ApiError(400).
+    """The request's constraint with its field, or None. Raises ApiError(400).
 
-    `output_format` is how clients wrote `output_config.format` at first.
+    `output_format` is the older name of `output_config.format`.
     """
     formats = {"output_format": body.output_format}
     formats["output_config"] = (body.output_config or {}).get("format")
@@ -291,10 +303,10 @@ def constraint_of(
     return forced_calls.combine(**constraints)
 
 
-def _schema_of(given: Any, where: str) -> StructuredOutputs | None:
-    if not isinstance(given, dict) or given.get("type") != "json_schema":
-        raise bad_field(where, f"{where}: a format of type json_schema is expected")
-    return from_response_format({"type": "json_schema", "json_schema": given}, where)
+def _schema_of(output_format: Any, where: str) -> StructuredOutputs | None:
+    if not isinstance(output_format, dict) or output_format.get("type") != "json_schema":
+        raise bad_field(where, f"{where} must be a format of type json_schema")
+    return from_response_format({"type": "json_schema", "json_schema": output_format}, where)
 
 
 def params_of(
@@ -303,9 +315,9 @@ def params_of(
     constraint: StructuredOutputs | None,
     budget: int | None,
 ) -> SamplingParams:
-    """Sampling parameters; `defaults` are those of the model, `budget` is that of thoughts."""
-    given = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
-    chosen = {name: value for name, value in given.items() if value is not None}
+    """Build sampling parameters. defaults: the model's; budget: of thinking tokens."""
+    values = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
+    chosen = {name: value for name, value in values.items() if value is not None}
     return SamplingParams(
         **{
             **defaults,

@@ -1,4 +1,4 @@
-"""`/docs`: the server's own description in Swagger UI, which comes with this package."""
+"""`/docs`: the server's OpenAPI schema in Swagger UI, which this package includes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from modulm_server.route import RouteFamily
 
 __all__ = ["ApiDocs"]
 
-#: Swagger UI draws with style attributes and with images inside its style sheet.
+#: Swagger UI needs style attributes and data: images.
 _POLICY = content_policy(
     script_src="'self'",
     style_src="'self' 'unsafe-inline'",
@@ -23,7 +23,7 @@ _POLICY = content_policy(
 
 
 class ApiDocs(RouteFamily):
-    """`/docs`, and `/redoc` which leads there. Nothing is loaded from elsewhere."""
+    """`/docs`, and `/redoc` which redirects there. Loads nothing from other hosts."""
 
     name = "api_docs"
     api = 2
@@ -44,13 +44,13 @@ class ApiDocs(RouteFamily):
         return router
 
     async def page(self, request: Request) -> Response:
-        """The page."""
+        """Serve the page."""
         return self._files.response(request, "docs.html")
 
     async def file(self, request: Request, file: str) -> Response:
-        """What the page loads."""
+        """Serve a file of the page."""
         return self._files.response(request, file)
 
     async def moved(self) -> Response:
-        """Links to the other viewer, which is not here, lead to this one."""
+        """Redirect to /docs."""
         return RedirectResponse("docs")

@@ -22,7 +22,7 @@ from modulm_route_audio.objects import (
     VerboseTranscript,
 )
 from modulm_route_audio.schema import Form
-from modulm_route_audio.speech import Asked, Deltas, Heard, Joiner
+from modulm_route_audio.speech import Deltas, Heard, Joiner, TranscriptionOptions
 from modulm_server.json_body import json_response
 from modulm_server.sse import DONE, frame
 from modulm_speech.subtitles import srt, vtt
@@ -36,15 +36,15 @@ __all__ = ["Whole", "frames", "usage_of"]
 
 @define
 class Whole:
-    """All that was heard of a sound of so many seconds."""
+    """The complete transcript of an audio file."""
 
     heard: Sequence[Heard]
     seconds: float
-    asked: Asked
+    options: TranscriptionOptions
     form: Form
 
     def response(self, transcriber: Transcriber) -> Response:
-        """The answer in the format that was asked for."""
+        """Build the response in the requested format."""
         segments = [each for heard in self.heard for each in heard.segments]
         form = self.form.response_format
         if form == "text":
@@ -59,9 +59,9 @@ class Whole:
 
     @property
     def text(self) -> str:
-        """All text."""
-        wanted = self.asked.wanted
-        joiner = Joiner("en" if wanted.task == "translate" else wanted.language)
+        """The whole text."""
+        task_options = self.options.task_options
+        joiner = Joiner("en" if task_options.task == "translate" else task_options.language)
         parts: list[str] = []
         for heard in self.heard:
             joiner.piece()
@@ -73,17 +73,17 @@ class Whole:
         return {"type": "duration", "seconds": math.ceil(self.seconds)}
 
     def _plain(self, tokenizer: Tokenizer) -> Transcript:
-        made: Transcript = {"text": self.text, "usage": self._usage}
+        transcript: Transcript = {"text": self.text, "usage": self._usage}
         if self.form.include:
             pairs = [pair for heard in self.heard for pair in heard.logprobs]
-            made["logprobs"] = token_cards(pairs, tokenizer)
-        return made
+            transcript["logprobs"] = token_cards(pairs, tokenizer)
+        return transcript
 
     def _verbose(self, transcriber: Transcriber) -> VerboseTranscript:
-        wanted = self.asked.wanted
-        code = "en" if wanted.task == "translate" else wanted.language
-        made: VerboseTranscript = {
-            "task": wanted.task,
+        task_options = self.options.task_options
+        code = "en" if task_options.task == "translate" else task_options.language
+        transcript: VerboseTranscript = {
+            "task": task_options.task,
             "language": transcriber.languages.get(code or "", "unknown"),
             "duration": round(self.seconds, 3),
             "text": self.text,
@@ -91,14 +91,14 @@ class Whole:
         }
         granularities = self.form.timestamp_granularities
         if "segment" in granularities or not granularities:
-            made["segments"] = self._cards()
+            transcript["segments"] = self._cards()
         if "word" in granularities:
-            made["words"] = [
+            transcript["words"] = [
                 {"word": word.text, "start": round(word.start, 3), "end": round(word.end, 3)}
                 for heard in self.heard
                 for word in heard.words
             ]
-        return made
+        return transcript
 
     def _cards(self) -> list[SegmentCard]:
         pairs = [(heard, segment) for heard in self.heard for segment in heard.segments]
@@ -120,17 +120,17 @@ class Whole:
 
 
 def token_cards(pairs: Sequence[tuple[int, float]], tokenizer: Tokenizer) -> list[TokenCard]:
-    """Tokens of a text with their log probabilities; those that are no text are left out."""
-    found: list[TokenCard] = []
+    """The log probabilities of a text's tokens, without tokens that have no text."""
+    cards: list[TokenCard] = []
     for token, logprob in pairs:
         text = tokenizer.decode([token])
         if text:
-            found.append({"token": text, "bytes": list(text.encode()), "logprob": logprob})
-    return found
+            cards.append({"token": text, "bytes": list(text.encode()), "logprob": logprob})
+    return cards
 
 
 def usage_of(prompt: int, answer: int) -> TokenUsage:
-    """Usage by tokens, in OpenAI's words and in vLLM's."""
+    """Token usage, with OpenAI's fields and vLLM's."""
     return {
         "type": "tokens",
         "input_tokens": prompt,
@@ -143,7 +143,7 @@ def usage_of(prompt: int, answer: int) -> TokenUsage:
 
 @define
 class _Events:
-    """Makes the events of one stream."""
+    """Builds the events of one stream."""
 
     model: str
     task: str
@@ -152,15 +152,15 @@ class _Events:
 
     def delta(self, text: str) -> TranscriptEvent:
         """More of the text."""
-        made = self._event("transcript.text.delta", text, None)
-        made["delta"] = text
-        return made
+        event = self._event("transcript.text.delta", text, None)
+        event["delta"] = text
+        return event
 
     def done(self, text: str, usage: TokenUsage) -> TranscriptEvent:
-        """The end, with all text."""
-        made = self._event("transcript.text.done", "", "stop")
-        made["text"], made["usage"] = text, usage
-        return made
+        """The final event, with the whole text."""
+        event = self._event("transcript.text.done", "", "stop")
+        event["text"], event["usage"] = text, usage
+        return event
 
     def _event(
         self,
@@ -180,10 +180,10 @@ class _Events:
 
 
 async def frames(
-    deltas: Deltas, asked: Asked, form: Form, model: str, tokenizer: Tokenizer
+    deltas: Deltas, options: TranscriptionOptions, form: Form, model: str, tokenizer: Tokenizer
 ) -> AsyncGenerator[bytes, None]:
     """The frames of a stream."""
-    events = _Events(model, asked.wanted.task)
+    events = _Events(model, options.task_options.task)
     text, prompt, answer = [], 0, 0
     async with aclosing(deltas):
         async for delta in deltas:

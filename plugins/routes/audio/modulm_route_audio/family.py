@@ -14,7 +14,7 @@ from modulm_route_audio.answers import Whole, frames
 from modulm_route_audio.objects import Transcript, TranscriptEvent, VerboseTranscript
 from modulm_route_audio.realtime import Sessions
 from modulm_route_audio.schema import FORM, Form, read_form
-from modulm_route_audio.speech import Asked, Speech
+from modulm_route_audio.speech import Speech, TranscriptionOptions
 from modulm_server.errors import ApiError
 from modulm_server.flags import ServerConfig
 from modulm_server.json_body import bad_field
@@ -42,15 +42,17 @@ class Audio(RouteFamily):
 
     def router(self) -> APIRouter:
         router = APIRouter(prefix="/v1", tags=["Audio"])
-        told = response_docs(Transcript | VerboseTranscript, events=TranscriptEvent | ErrorAnswer)
-        content = told[200].setdefault("content", {})
+        transcript_docs = response_docs(
+            Transcript | VerboseTranscript, events=TranscriptEvent | ErrorAnswer
+        )
+        content = transcript_docs[200].setdefault("content", {})
         content.update({"text/plain": {"schema": str}, "text/vtt": {"schema": str}})
         for path, endpoint in (
             ("/audio/transcriptions", self.transcribe),
             ("/audio/translations", self.translate),
         ):
             router.add_api_route(
-                path, endpoint, methods=["POST"], responses=told, openapi_extra=FORM
+                path, endpoint, methods=["POST"], responses=transcript_docs, openapi_extra=FORM
             )
         router.add_api_route(
             "/audio/speech", self.synthesize, methods=["POST"], include_in_schema=False
@@ -72,21 +74,21 @@ class Audio(RouteFamily):
         raise ApiError(400, "Not supported yet: speech synthesis", code="unsupported")
 
     async def transcribe(self, request: Request) -> Response:
-        """What is said in a file of sound."""
+        """Transcribe an audio file."""
         return await self._answer(request, "transcribe")
 
     async def translate(self, request: Request) -> Response:
-        """What is said in a file of sound, in English."""
+        """Translate an audio file into English text."""
         return await self._answer(request, "translate")
 
     async def realtime(self, socket: WebSocket) -> None:
-        """What is said in sound that comes over a web socket."""
+        """Transcribe audio from a WebSocket."""
         await self._sessions.serve(socket)
 
     async def _answer(self, request: Request, task: Task) -> Response:
         kind = request.headers.get("content-type", "")
         if not kind.startswith("multipart/form-data"):
-            raise ApiError(415, "a sound is sent as multipart/form-data")
+            raise ApiError(415, "send the audio file as multipart/form-data")
         _ = self.speech.transcriber
         try:
             async with request.form(max_files=1, max_fields=_FIELDS) as sent:
@@ -96,45 +98,47 @@ class Audio(RouteFamily):
         except HTTPException as error:
             raise bad_field("file", f"file: {error.detail}") from error
         model = await self.context.generation.find_model(form.model)
-        words = "word" in form.timestamp_granularities
-        if words:
+        timestamp_words = "word" in form.timestamp_granularities
+        if timestamp_words:
             self.speech.check_words()
-        asked = Asked(
-            wanted=self.speech.wanted(task, form.language, form.prompt, form.timed),
+        options = TranscriptionOptions(
+            task_options=self.speech.task_options(task, form.language, form.prompt, form.timed),
             params={**self._defaults(), **form.sampling()},
             temperature=form.temperature,
             adapter=model.adapter,
             logprobs=bool(form.include),
-            words=words,
+            word_times=timestamp_words,
         )
         sound = await self.speech.decode(data)
         parts = await asyncio.to_thread(self.speech.cut, sound)
-        asked = await self.speech.with_language(asked, parts)
+        options = await self.speech.with_language(options, parts)
         if form.stream:
-            return await self._stream(asked, parts, form, model.name)
-        heard = await self.speech.hear(asked, parts)
-        return Whole(heard, sound.seconds, asked, form).response(self.speech.transcriber)
+            return await self._stream(options, parts, form, model.name)
+        heard = await self.speech.hear(options, parts)
+        return Whole(heard, sound.seconds, options, form).response(self.speech.transcriber)
 
-    async def _stream(self, asked: Asked, parts: Any, form: Form, model: str) -> Response:
-        deltas = await self.speech.stream(asked, parts)
+    async def _stream(
+        self, options: TranscriptionOptions, parts: Any, form: Form, model: str
+    ) -> Response:
+        deltas = await self.speech.stream(options, parts)
         tokenizer = self.context.generation.tokenizer
         quiet = self.context.config.group(ServerConfig).sse_keep_alive_interval
-        return EventStream(frames(deltas, asked, form, model, tokenizer), quiet=quiet)
+        return EventStream(frames(deltas, options, form, model, tokenizer), quiet=quiet)
 
     def _defaults(self) -> dict[str, Any]:
-        """Sampling defaults of the checkpoint; the temperature is found otherwise."""
-        given = dict(self.context.engine.info.defaults)
-        given.pop("temperature", None)
-        given.pop("max_tokens", None)
-        return given
+        """The checkpoint's sampling defaults, without the temperature."""
+        defaults = dict(self.context.engine.info.defaults)
+        defaults.pop("temperature", None)
+        defaults.pop("max_tokens", None)
+        return defaults
 
     async def _data(self, file: UploadFile) -> bytes:
-        """What is in a file. Raises ApiError(400)."""
+        """Read an uploaded file. Raises ApiError(400)."""
         most = self.speech.flags.max_audio_clip_filesize_mb << 20
         if (file.size or 0) > most:
-            words = f"file: more than {most >> 20} MB (--max-audio-clip-filesize-mb)"
-            raise bad_field("file", words, "file_too_large")
+            message = f"file: more than {most >> 20} MB (--max-audio-clip-filesize-mb)"
+            raise bad_field("file", message, "file_too_large")
         data = await file.read()
         if not data:
-            raise bad_field("file", "file: it is empty", "invalid_audio")
+            raise bad_field("file", "file is empty", "invalid_audio")
         return data

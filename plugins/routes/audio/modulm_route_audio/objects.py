@@ -18,14 +18,14 @@ __all__ = [
 
 
 class Duration(TypedDict):
-    """Usage of what is counted by the length of sound."""
+    """Usage by the length of audio."""
 
     type: Literal["duration"]
     seconds: int
 
 
 class TokenUsage(TypedDict):
-    """Usage of what is counted by tokens; the last two are vLLM's names."""
+    """Usage by tokens. The last two fields are vLLM's."""
 
     type: Literal["tokens"]
     input_tokens: int

@@ -1,7 +1,7 @@
-"""Web sockets of /v1/realtime: sound comes in pieces, its text goes out as it is known.
+"""WebSocket sessions of /v1/realtime: transcribe audio while it arrives.
 
-What is committed, by the client or at the end of a turn, is transcribed in the order in which it
-came. Who hangs up ends what was asked for.
+Audio that is committed, by the client or at the end of a turn, is transcribed in order. If the
+client disconnects, its requests are cancelled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from modulm_route_audio.realtime_events import (
     samples_of,
     settings_of,
 )
-from modulm_route_audio.speech import Asked, Speech
+from modulm_route_audio.speech import Speech, TranscriptionOptions
 from modulm_server.errors import ApiError, report
 from modulm_server.json_body import bad_field
 from modulm_speech.turns import TurnDetector
@@ -37,30 +37,30 @@ if TYPE_CHECKING:
 
 __all__ = ["Sessions"]
 
-#: Commits that may wait to be transcribed, and seconds of the shortest.
+#: Maximum commits in the queue, and minimum seconds of a commit.
 _WAITING, _SHORTEST = 32, 0.1
-#: Bytes of a field of an event, beside those of sound, and fields of one.
+#: Maximum bytes of an event's field other than audio, and maximum fields of an event.
 _LONGEST, _FIELDS = 1 << 17, 32
-#: Why a web socket is closed: the server goes down, what was sent is not taken, later again.
+#: Close codes: server shutting down, policy violation, try again later.
 _AWAY, _REFUSED, _LATER = 1001, 1008, 1013
-#: What a 16-bit sample is at full scale.
+#: The full scale of a 16-bit sample.
 _FULL = 32768.0
 
 
 class Sessions:
-    """The open web sockets of a server process."""
+    """The open sessions of a server process."""
 
     def __init__(self, generation: GenerationService, speech: Speech) -> None:
         self._generation, self._speech = generation, speech
         self._open: set[_Session] = set()
 
     async def serve(self, socket: WebSocket) -> None:
-        """One web socket, until it is closed."""
+        """Serve a session until it is closed."""
         await socket.accept()
         session = _Session(socket, self._generation, self._speech)
         if len(self._open) >= self._speech.flags.max_realtime_sessions:
-            words = "as many sessions as there may be are open; try again later"
-            await session.refuse(ApiError(503, words, code="overloaded"), _LATER)
+            message = "too many sessions are open; try again later"
+            await session.refuse(ApiError(503, message, code="overloaded"), _LATER)
             return
         self._open.add(session)
         try:
@@ -69,57 +69,57 @@ class Sessions:
             self._open.discard(session)
 
     async def stop(self) -> None:
-        """Close all of them."""
+        """Close all sessions."""
         await asyncio.gather(*(session.close(_AWAY) for session in list(self._open)))
 
 
 @define(eq=False)
 class _Buffer:
-    """Samples that were not committed; fed: how many came before them."""
+    """Samples that are not committed yet. dropped_samples: number of samples before them."""
 
     parts: list[bytes] = field(factory=list)
     size: int = 0
-    fed: int = 0
+    dropped_samples: int = 0
 
     def add(self, data: bytes) -> None:
         self.parts.append(data)
         self.size += len(data)
 
     def drop(self, count: int) -> bytes:
-        """The first samples, which are there no more."""
+        """Remove and return the first `count` samples."""
         data = b"".join(self.parts)
-        taken, rest = data[: 2 * count], data[2 * count :]
+        dropped, rest = data[: 2 * count], data[2 * count :]
         self.parts, self.size = [rest] if rest else [], len(rest)
-        self.fed += len(taken) // 2
-        return taken
+        self.dropped_samples += len(dropped) // 2
+        return dropped
 
 
 @define(eq=False)
 class _Job:
-    """What is to be transcribed."""
+    """Committed audio to transcribe."""
 
     item: Committed
     samples: bytes
     rate: int
-    asked: Asked
+    options: TranscriptionOptions
 
 
 class _Session:
-    """One web socket."""
+    """One session."""
 
     def __init__(self, socket: WebSocket, generation: GenerationService, speech: Speech) -> None:
         self._socket, self._generation, self._speech = socket, generation, speech
         self._events: OpenAiEvents = OpenAiEvents(f"sess_{uuid4().hex}")
         self._settings = Settings()
         self._model: ServedModel | None = None
-        self._wanted: Wanted = speech.wanted("transcribe", None, "", False)
+        self._task_options: Wanted = speech.task_options("transcribe", None, "", False)
         self._buffer, self._turns = _Buffer(), TurnDetector(self._settings.rate)
         self._item = Committed()
         self._jobs: asyncio.Queue[_Job] = asyncio.Queue()
         self._sending = asyncio.Lock()
 
     async def run(self, model: str | None) -> None:
-        """Take events until the client or the server ends it."""
+        """Process events until the client or the server closes the session."""
         worker: asyncio.Task[None] | None = None
         try:
             self._generation.check_open()
@@ -129,7 +129,7 @@ class _Session:
             await self._send(self._events.created(self._settings))
             worker = asyncio.create_task(self._work())
             while (message := await self._next()) is not None:
-                await self._take(message)
+                await self._process(message)
             await self.close(1000)
         except WebSocketDisconnect:
             return
@@ -141,19 +141,19 @@ class _Session:
                 await asyncio.gather(worker, return_exceptions=True)
 
     async def refuse(self, error: ApiError, code: int) -> None:
-        """Say why, and close."""
+        """Send an error and close."""
         with suppress(WebSocketDisconnect, RuntimeError, OSError):
             await self._send(self._events.error(error, None))
         await self.close(code)
 
     async def close(self, code: int) -> None:
-        """Close it, if it is open."""
+        """Close the session, if it is open."""
         if self._socket.application_state is WebSocketState.CONNECTED:
             with suppress(RuntimeError, OSError):
                 await self._socket.close(code)
 
     async def _next(self) -> str | bytes | None:
-        """What the client sends next; None where it is silent for too long."""
+        """Receive the next message; None if the client is idle for too long."""
         while True:
             try:
                 wait = self._speech.flags.realtime_idle_timeout
@@ -166,20 +166,22 @@ class _Session:
                 raise WebSocketDisconnect(message.get("code", 1005))
             return message.get("text") or message.get("bytes") or ""
 
-    async def _take(self, message: str | bytes) -> None:
-        """One event; what is wrong with it is told, and the session goes on."""
-        given: Any = None
+    async def _process(self, message: str | bytes) -> None:
+        """Process an event. Errors are sent to the client, and the session continues."""
+        event_id: Any = None
         try:
             event = _decoded(message)
-            given = event.get("event_id")
-            await self._do(event)
+            event_id = event.get("event_id")
+            await self._dispatch(event)
         except WebSocketDisconnect:
             raise
         except Exception as error:
-            told = report(error, self._socket.scope)
-            await self._send(self._events.error(told, given if isinstance(given, str) else None))
+            api_error = report(error, self._socket.scope)
+            await self._send(
+                self._events.error(api_error, event_id if isinstance(event_id, str) else None)
+            )
 
-    async def _do(self, event: dict[str, Any]) -> None:
+    async def _dispatch(self, event: dict[str, Any]) -> None:
         kind = event["type"]
         if kind in ("session.update", "transcription_session.update"):
             await self._update(event, kind)
@@ -191,25 +193,27 @@ class _Session:
             self._buffer.drop(self._buffer.size // 2)
             await self._send(self._events.cleared())
         else:
-            raise bad_field("type", f"type: {kind!r:.80} is no event of a transcription session")
+            raise bad_field(
+                "type", f"type: {kind!r:.80} is not an event of a transcription session"
+            )
 
     async def _update(self, event: dict[str, Any], kind: str) -> None:
-        """Other settings. What is not committed keeps its rate: it cannot change any more."""
-        found = settings_of(event, self._settings)
-        if found.rate != self._settings.rate and self._buffer.size:
-            raise bad_field("rate", "rate: cannot change while sound is in the buffer")
-        model = found.model
-        wanted = self._speech.wanted("transcribe", model.language, model.prompt, False)
+        """Update the settings. The rate cannot change while audio is in the buffer."""
+        settings = settings_of(event, self._settings)
+        if settings.rate != self._settings.rate and self._buffer.size:
+            raise bad_field("rate", "rate cannot change while audio is in the buffer")
+        model = settings.model
+        task_options = self._speech.task_options("transcribe", model.language, model.prompt, False)
         if model.model is not None:
             self._model = await self._generation.find_model(model.model)
-        self._wanted = wanted
+        self._task_options = task_options
         if "session" not in event and type(self._events) is OpenAiEvents:
             self._events = VllmEvents(self._events.session)
-        if found.rate != self._settings.rate or found.turns != self._settings.turns:
-            self._turns = _detector(found)
-            self._buffer.fed = -(self._buffer.size // 2)
-        self._settings = found
-        await self._send(self._events.updated(found, kind))
+        if settings.rate != self._settings.rate or settings.turns != self._settings.turns:
+            self._turns = _detector(settings)
+            self._buffer.dropped_samples = -(self._buffer.size // 2)
+        self._settings = settings
+        await self._send(self._events.updated(settings, kind))
 
     async def _append(self, event: dict[str, Any]) -> None:
         settings = self._settings
@@ -221,39 +225,45 @@ class _Session:
         for what, at in self._turns.feed(_floats(data)):
             ms = at * 1000 // settings.rate
             if what == "started":
-                self._buffer.drop(max(0, at - self._buffer.fed))
+                self._buffer.drop(max(0, at - self._buffer.dropped_samples))
                 await self._send(self._events.started(self._item, ms))
             else:
                 await self._send(self._events.stopped(self._item, ms))
-                await self._submit(self._buffer.drop(max(0, at - self._buffer.fed)))
+                await self._submit(self._buffer.drop(max(0, at - self._buffer.dropped_samples)))
         if not self._turns.speaking:
-            kept = settings.turns.prefix_padding_ms * settings.rate // 1000
-            self._buffer.drop(max(0, self._buffer.size // 2 - kept - settings.rate))
+            padding = settings.turns.prefix_padding_ms * settings.rate // 1000
+            self._buffer.drop(max(0, self._buffer.size // 2 - padding - settings.rate))
 
     async def _commit(self, event: dict[str, Any]) -> None:
         if type(self._events) is VllmEvents and not event.get("final"):
-            return  # vLLM's clients say so that sound will come, and send `final` at its end
+            return  # vLLM's clients send this before the audio, and `final` at its end
         least = int(_SHORTEST * self._settings.rate)
         if self._buffer.size // 2 < least:
-            held = self._buffer.size / 2 / self._settings.rate
-            words = f"the buffer holds {held:.2f} s of sound; at least {_SHORTEST:g} s are needed"
-            raise ApiError(400, words, code="input_audio_buffer_commit_empty")
+            seconds = self._buffer.size / 2 / self._settings.rate
+            message = (
+                f"the buffer has {seconds:.2f} s of audio; at least {_SHORTEST:g} s are needed"
+            )
+            raise ApiError(400, message, code="input_audio_buffer_commit_empty")
         await self._submit(self._buffer.drop(self._buffer.size // 2))
 
     async def _submit(self, samples: bytes) -> None:
-        """Have samples transcribed, after those that came before."""
+        """Queue samples for transcription."""
         if self._jobs.qsize() >= _WAITING:
-            raise ApiError(429, "too much sound waits to be transcribed", code="overloaded")
+            raise ApiError(429, "too much audio is waiting to be transcribed", code="overloaded")
         adapter = None if self._model is None else self._model.adapter
         logprobs = self._settings.logprobs
-        asked = Asked(wanted=self._wanted, adapter=adapter, logprobs=logprobs,
-                      params={"max_tokens": None, "output_kind": OutputKind.DELTA})  # fmt: skip
+        options = TranscriptionOptions(
+            task_options=self._task_options,
+            adapter=adapter,
+            logprobs=logprobs,
+            params={"max_tokens": None, "output_kind": OutputKind.DELTA},
+        )
         item, self._item = self._item, Committed(self._item.id)
         await self._send(self._events.committed(item))
-        self._jobs.put_nowait(_Job(item, samples, self._settings.rate, asked))
+        self._jobs.put_nowait(_Job(item, samples, self._settings.rate, options))
 
     async def _work(self) -> None:
-        """Transcribe what was committed, one after the other."""
+        """Transcribe the queued jobs, one after the other."""
         while True:
             job = await self._jobs.get()
             try:
@@ -266,16 +276,16 @@ class _Session:
                 await self._fail(job, error)
 
     async def _fail(self, job: _Job, error: Exception) -> None:
-        told = report(error, self._socket.scope)
-        await self._send(self._events.failed(job.item, told))
+        api_error = report(error, self._socket.scope)
+        await self._send(self._events.failed(job.item, api_error))
 
     async def _transcribe(self, job: _Job) -> None:
         speech, text = self._speech, []
         rate = await self._generation.media.audio_rate()
         sound = await asyncio.to_thread(_sound, job.samples, job.rate, rate)
         parts = await asyncio.to_thread(speech.cut, sound)
-        asked = await speech.with_language(job.asked, parts)
-        async with aclosing(await speech.stream(asked, parts)) as deltas:
+        options = await speech.with_language(job.options, parts)
+        async with aclosing(await speech.stream(options, parts)) as deltas:
             async for delta in deltas:
                 job.item.count(delta)
                 if delta.text:
@@ -291,16 +301,16 @@ class _Session:
 
 
 def _decoded(message: str | bytes) -> dict[str, Any]:
-    """An event; its fields but the sound are small. Raises ApiError(400)."""
+    """Decode an event, with limits on all fields but the audio. Raises ApiError(400)."""
     if isinstance(message, bytes):
-        raise bad_field(None, "an event is JSON in a text message", "invalid_event")
+        raise bad_field(None, "an event must be JSON in a text message", "invalid_event")
     try:
         parts = msgspec.json.decode(message, type=dict[str, msgspec.Raw])
         long = [key for key, raw in parts.items() if key != "audio" and len(raw) > _LONGEST]
         event = {key: msgspec.json.decode(raw) for key, raw in parts.items() if key not in long}
     except msgspec.ValidationError as error:
         raise bad_field(
-            "type", "type: an event is an object with a type", "invalid_event"
+            "type", "an event must be an object with a type", "invalid_event"
         ) from error
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise bad_field(None, "an event must be valid JSON", "invalid_json") from error
@@ -308,7 +318,7 @@ def _decoded(message: str | bytes) -> dict[str, Any]:
         key = long[0][:64] if long else None
         raise bad_field(key, "an event has a field that is too long, or too many", "invalid_event")
     if not isinstance(event.get("type"), str):
-        raise bad_field("type", "type: an event is an object with a type", "invalid_event")
+        raise bad_field("type", "an event must be an object with a type", "invalid_event")
     return event
 
 

@@ -1,6 +1,6 @@
-"""What is said over a web socket of /v1/realtime: the events of OpenAI's API, and vLLM's.
+"""The events of /v1/realtime sessions, in OpenAI's form and in vLLM's.
 
-Which of the two a client speaks is seen from its first `session.update`: OpenAI's has a `session`.
+The first `session.update` shows which one a client uses: OpenAI's has a `session`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Milliseconds = Annotated[int, Meta(ge=0, le=60_000)]
 
 
 class Pcm(Struct, kw_only=True):
-    """`format`: samples of 16 bits, the lower byte first."""
+    """`format`: 16-bit little-endian samples."""
 
     type: Literal["audio/pcm"] = "audio/pcm"
     rate: Rate = 24000
 
 
 class Vad(Struct, kw_only=True):
-    """`turn_detection`: turns are told by loudness."""
+    """`turn_detection`: detects turns by loudness."""
 
     type: Literal["server_vad"]
     threshold: Annotated[float, Meta(ge=0, le=1)] = 0.5
@@ -49,7 +49,7 @@ class Vad(Struct, kw_only=True):
 
 
 class Model(Struct, kw_only=True):
-    """`transcription`: what model is asked, and how."""
+    """`transcription`: the model and its options."""
 
     model: str | None = None
     language: Annotated[str, Meta(max_length=64)] | None = None
@@ -80,7 +80,7 @@ class Session(Struct, kw_only=True):
 
 
 class OlderSession(Struct, kw_only=True):
-    """`session` of `transcription_session.update`, which OpenAI's API had before."""
+    """`session` of `transcription_session.update`, from an older version of OpenAI's API."""
 
     input_audio_format: Literal["pcm16"] = "pcm16"
     input_audio_transcription: Model | None = None
@@ -102,7 +102,7 @@ class Update(Struct, kw_only=True):
 
 @define
 class Settings:
-    """How a session wants its sound to be read."""
+    """The settings of a session."""
 
     model: Model = field(factory=Model)
     rate: int = 24000
@@ -111,54 +111,54 @@ class Settings:
 
 
 def settings_of(event: Mapping[str, Any], now: Settings) -> Settings:
-    """The settings after an update; what it leaves out stays. Raises ApiError(400)."""
+    """Apply an update to the settings; missing fields stay unchanged. Raises ApiError(400)."""
     if "session" not in event:
         update = to_struct(event, Update)
         model = Model(model=update.model, language=update.language, prompt=update.prompt)
         return Settings(model, update.rate)
-    given = event["session"]
-    if not isinstance(given, Mapping):
-        raise bad_field("session", "session: an object is expected")
+    session_fields = event["session"]
+    if not isinstance(session_fields, Mapping):
+        raise bad_field("session", "session must be an object")
     if event["type"] == "transcription_session.update":
-        older = to_struct(given, OlderSession)
-        found = Input(
+        older = to_struct(session_fields, OlderSession)
+        audio_input = Input(
             format=Pcm(),
             transcription=older.input_audio_transcription,
             turn_detection=older.turn_detection,
             noise_reduction=older.input_audio_noise_reduction,
         )
-        include, told = older.include, dict(given)
+        include, changes = older.include, dict(session_fields)
     else:
-        session = to_struct(given, Session)
-        found = (session.audio.input if session.audio else None) or Input()
-        audio = given.get("audio")
-        told = dict((audio.get("input") if isinstance(audio, Mapping) else None) or {})
+        session = to_struct(session_fields, Session)
+        audio_input = (session.audio.input if session.audio else None) or Input()
+        audio = session_fields.get("audio")
+        changes = dict((audio.get("input") if isinstance(audio, Mapping) else None) or {})
         include = session.include
-    if found.noise_reduction is not None:
-        words = "noise_reduction: not yet supported; leave it out"
-        raise bad_field("noise_reduction", words, "unsupported")
+    if audio_input.noise_reduction is not None:
+        message = "Not supported yet: noise_reduction. Leave it out."
+        raise bad_field("noise_reduction", message, "unsupported")
     return Settings(
-        model=found.transcription or now.model,
-        rate=found.format.rate if found.format is not None else now.rate,
-        turns=found.turn_detection if "turn_detection" in told else now.turns,
+        model=audio_input.transcription or now.model,
+        rate=audio_input.format.rate if audio_input.format is not None else now.rate,
+        turns=audio_input.turn_detection if "turn_detection" in changes else now.turns,
         logprobs=now.logprobs if include is None else bool(include),
     )
 
 
-def samples_of(event: Mapping[str, Any], most: int) -> bytes:
-    """The samples of an `append`, at most so many bytes. Raises ApiError(400)."""
-    given = event.get("audio")
-    if not isinstance(given, str):
-        raise bad_field("audio", "audio: samples in base64 are expected")
-    if len(given) * 3 // 4 > most + 2:
-        words = "audio: more than the buffer has room for; commit what is there first"
-        raise bad_field("audio", words, "buffer_full")
+def samples_of(event: Mapping[str, Any], max_bytes: int) -> bytes:
+    """Decode the samples of an `append` event. Raises ApiError(400)."""
+    encoded = event.get("audio")
+    if not isinstance(encoded, str):
+        raise bad_field("audio", "audio must be samples in base64")
+    if len(encoded) * 3 // 4 > max_bytes + 2:
+        message = "audio exceeds the buffer; commit the buffer first"
+        raise bad_field("audio", message, "buffer_full")
     try:
-        data = base64.b64decode(given, validate=True)
+        data = base64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise bad_field("audio", f"audio: no base64: {error}") from error
+        raise bad_field("audio", f"audio is not valid base64: {error}") from error
     if len(data) % 2:
-        raise bad_field("audio", "audio: samples of 16 bits are expected, and these bytes are odd")
+        raise bad_field("audio", "audio must be 16-bit samples, but has an odd number of bytes")
     return data
 
 
@@ -168,7 +168,7 @@ def _id(kind: str) -> str:
 
 @define
 class Committed:
-    """What is being transcribed: the name of the item, and the one before it."""
+    """A committed item: its id, and the id of the previous one."""
 
     before: str | None = None
     id: str = field(factory=lambda: _id("item"))
@@ -176,7 +176,7 @@ class Committed:
     tokens: int = 0
 
     def count(self, delta: Delta) -> None:
-        """Add what a delta cost."""
+        """Add the tokens of a delta."""
         self.prompt_tokens += delta.prompt_tokens
         self.tokens += delta.tokens
 
@@ -188,30 +188,30 @@ class OpenAiEvents:
         self.session = session
 
     def created(self, settings: Settings) -> list[dict[str, Any]]:
-        """The session is there; `id` and `created` are vLLM's."""
-        own = {"id": self.session, "created": int(time.time())}
-        return [{**_event("session.created"), **own, "session": self._card(settings)}]
+        """The session was created. `id` and `created` are for vLLM's clients."""
+        vllm_fields = {"id": self.session, "created": int(time.time())}
+        return [{**_event("session.created"), **vllm_fields, "session": self._card(settings)}]
 
     def updated(self, settings: Settings, kind: str) -> list[dict[str, Any]]:
-        """Its settings have changed."""
+        """The settings were updated."""
         return [{**_event(f"{kind}d"), "session": self._card(settings)}]
 
     def cleared(self) -> list[dict[str, Any]]:
-        """The buffer is empty."""
+        """The buffer was cleared."""
         return [_event("input_audio_buffer.cleared")]
 
     def started(self, item: Committed, ms: int) -> list[dict[str, Any]]:
-        """Somebody speaks."""
+        """Speech started."""
         kind = "input_audio_buffer.speech_started"
         return [{**_event(kind), "item_id": item.id, "audio_start_ms": ms}]
 
     def stopped(self, item: Committed, ms: int) -> list[dict[str, Any]]:
-        """Nobody speaks any more."""
+        """Speech stopped."""
         kind = "input_audio_buffer.speech_stopped"
         return [{**_event(kind), "item_id": item.id, "audio_end_ms": ms}]
 
     def committed(self, item: Committed) -> list[dict[str, Any]]:
-        """Sound became an item."""
+        """The buffer was committed as an item."""
         content = {"type": "input_audio", "transcript": None}
         card = {"id": item.id, "object": "realtime.item", "type": "message", "role": "user"}
         added = {**card, "status": "completed", "content": [content]}
@@ -222,57 +222,57 @@ class OpenAiEvents:
         ]
 
     def delta(self, item: Committed, delta: Delta, tokenizer: Any) -> list[dict[str, Any]]:
-        """More of its text."""
-        made = {**self._of(item, "delta"), "delta": delta.text}
+        """More of an item's text."""
+        event = {**self._item_event(item, "delta"), "delta": delta.text}
         if delta.logprobs:
-            made["logprobs"] = token_cards(delta.logprobs, tokenizer)
-        return [made]
+            event["logprobs"] = token_cards(delta.logprobs, tokenizer)
+        return [event]
 
     def done(self, item: Committed, text: str) -> list[dict[str, Any]]:
-        """All of its text."""
+        """The complete text of an item."""
         usage = usage_of(item.prompt_tokens, item.tokens)
-        kept = {key: usage[key] for key in ("type", "input_tokens", "output_tokens",
+        token_usage = {key: usage[key] for key in ("type", "input_tokens", "output_tokens",
                                             "total_tokens")}  # fmt: skip
-        return [{**self._of(item, "completed"), "transcript": text, "usage": kept}]
+        return [{**self._item_event(item, "completed"), "transcript": text, "usage": token_usage}]
 
     def failed(self, item: Committed, error: ApiError) -> list[dict[str, Any]]:
-        """It has no text."""
-        return [{**self._of(item, "failed"), "error": _told(error)}]
+        """The transcription of an item failed."""
+        return [{**self._item_event(item, "failed"), "error": _error_object(error)}]
 
-    def error(self, error: ApiError, given: str | None) -> list[dict[str, Any]]:
-        """An event of the client's cannot be taken; given: its id."""
-        return [{**_event("error"), "error": {**_told(error), "event_id": given}}]
+    def error(self, error: ApiError, event_id: str | None) -> list[dict[str, Any]]:
+        """A client's event was rejected."""
+        return [{**_event("error"), "error": {**_error_object(error), "event_id": event_id}}]
 
     @staticmethod
-    def _of(item: Committed, what: str) -> dict[str, Any]:
+    def _item_event(item: Committed, what: str) -> dict[str, Any]:
         return {**_event(f"{_PREFIX}.{what}"), "item_id": item.id, "content_index": 0}
 
     def _card(self, settings: Settings) -> dict[str, Any]:
         turns, model = settings.turns, settings.model
-        shown = None if turns is None else {
+        turn_detection = None if turns is None else {
             "type": turns.type,
             "threshold": turns.threshold,
             "prefix_padding_ms": turns.prefix_padding_ms,
             "silence_duration_ms": turns.silence_duration_ms,
         }  # fmt: skip
         heard = {"model": model.model, "language": model.language, "prompt": model.prompt}
-        given = {
+        audio_input = {
             "format": {"type": "audio/pcm", "rate": settings.rate},
             "transcription": heard,
             "noise_reduction": None,
-            "turn_detection": shown,
+            "turn_detection": turn_detection,
         }
         return {
             "id": self.session,
             "object": "realtime.transcription_session",
             "type": "transcription",
-            "audio": {"input": given},
+            "audio": {"input": audio_input},
             "include": [_LOGPROBS] if settings.logprobs else [],
         }
 
 
 class VllmEvents(OpenAiEvents):
-    """vLLM's events: text alone, as it comes."""
+    """vLLM's events: only the text, as deltas."""
 
     def updated(self, settings: Settings, kind: str) -> list[dict[str, Any]]:
         return []
@@ -292,14 +292,20 @@ class VllmEvents(OpenAiEvents):
     def failed(self, item: Committed, error: ApiError) -> list[dict[str, Any]]:
         return self.error(error, None)
 
-    def error(self, error: ApiError, given: str | None) -> list[dict[str, Any]]:
-        told = _told(error)
-        return [{"type": "error", "error": told["message"], "code": told["code"] or told["type"]}]
+    def error(self, error: ApiError, event_id: str | None) -> list[dict[str, Any]]:
+        error_object = _error_object(error)
+        return [
+            {
+                "type": "error",
+                "error": error_object["message"],
+                "code": error_object["code"] or error_object["type"],
+            }
+        ]
 
 
 def _event(kind: str) -> dict[str, Any]:
     return {"type": kind, "event_id": _id("event")}
 
 
-def _told(error: ApiError) -> ErrorObject:
+def _error_object(error: ApiError) -> ErrorObject:
     return error_body(error)["error"]

@@ -1,4 +1,4 @@
-"""What clients send: forms of OpenAI's API, with vLLM's fields beside them."""
+"""Request forms of OpenAI's audio API, with vLLM's additional fields."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PROMPT = 1 << 14
 
 
 class Form(Struct, kw_only=True):
-    """The fields of `/v1/audio/transcriptions` and `/v1/audio/translations`, beside the file."""
+    """The fields of `/v1/audio/transcriptions` and `/v1/audio/translations`, besides the file."""
 
     model: str | UnsetType = UNSET
     language: Annotated[str, Meta(max_length=64)] | None = None
@@ -51,74 +51,77 @@ class Form(Struct, kw_only=True):
     user: Annotated[str, Meta(max_length=LIMITS.metadata_value)] | None = None
 
     def check(self, task: Task) -> None:
-        """Raise ApiError(400) for what does not go together, and for what is not there yet."""
+        """Raise ApiError(400) for unsupported fields and combinations."""
         reject_unsupported(self, "use_beam_search", "hotwords", "vllm_xargs")
         if self.n != 1:
-            raise bad_field("n", "n: a sound has one transcript")
+            raise bad_field("n", "n must be 1: an audio file has one transcript")
         if self.chunking_strategy not in (None, "auto"):
-            words = "chunking_strategy: auto, where long sound is cut at pauses"
-            raise bad_field("chunking_strategy", words, "unsupported")
+            message = "chunking_strategy must be auto, which splits long audio at pauses"
+            raise bad_field("chunking_strategy", message, "unsupported")
         if self.length_penalty != 1:
-            raise bad_field("length_penalty", "length_penalty: only with use_beam_search: true")
+            raise bad_field("length_penalty", "length_penalty needs use_beam_search: true")
         if self.to_language not in (None, "en", "english") or (
             self.to_language is not None and task == "transcribe"
         ):
-            raise bad_field("to_language", "to_language: translations alone, into English")
+            raise bad_field(
+                "to_language", "to_language is only for translations, and must be English"
+            )
         if self.stream and self.response_format not in ("json", "text"):
-            words = f"stream: not with response_format {self.response_format}"
-            raise bad_field("stream", words)
+            message = f"stream is not supported with response_format {self.response_format}"
+            raise bad_field("stream", message)
         for name in ("stream_include_usage", "stream_continuous_usage_stats"):
             if getattr(self, name) and not self.stream:
-                raise bad_field(name, f"{name}: only with stream: true")
+                raise bad_field(name, f"{name} needs stream: true")
         if self.timestamp_granularities and self.response_format != "verbose_json":
-            words = "timestamp_granularities: only with response_format verbose_json"
-            raise bad_field("timestamp_granularities", words)
+            message = "timestamp_granularities needs response_format verbose_json"
+            raise bad_field("timestamp_granularities", message)
         if self.include and self.response_format != "json":
-            raise bad_field("include", "include: logprobs only with response_format json")
+            raise bad_field("include", "include: logprobs needs response_format json")
 
     @property
     def timed(self) -> bool:
-        """Whether segments with times are asked for."""
+        """Whether segment timestamps are requested."""
         return self.response_format in ("srt", "verbose_json", "vtt")
 
     def sampling(self) -> dict[str, Any]:
-        """Fields of SamplingParams that were given, beside the temperature."""
+        """The requested fields of SamplingParams, besides the temperature."""
         names = (
             "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty",
             "repetition_penalty",
         )  # fmt: skip
-        given = {name: getattr(self, name) for name in names}
-        chosen = {name: value for name, value in given.items() if value is not None}
+        values = {name: getattr(self, name) for name in names}
+        chosen = {name: value for name, value in values.items() if value is not None}
         kind = OutputKind.DELTA if self.stream else OutputKind.FINAL_ONLY
         return {**chosen, "max_tokens": self.max_completion_tokens, "output_kind": kind}
 
 
 def read_form(form: FormData) -> tuple[UploadFile, Form]:
-    """The file and the fields of a form. Raises ApiError(400) naming the field to blame."""
+    """Read the file and the fields of a form. Raises ApiError(400) naming the field."""
     file = form.get("file")
     if not isinstance(file, UploadFile):
-        words = "is missing" if file is None else "a file is expected, with a file name"
-        raise bad_field("file", f"file: {words}")
-    given: dict[str, Any] = {}
+        problem = "is missing" if file is None else "must be a file with a file name"
+        raise bad_field("file", f"file: {problem}")
+    values: dict[str, Any] = {}
     for key, value in form.multi_items():
         name = key.removesuffix("[]")
         if name == "file":
             continue
         if not isinstance(value, str):
-            raise bad_field(name, f"{name}: no file is expected here")
+            raise bad_field(name, f"{name} must not be a file")
         if name in _LISTS:
-            given.setdefault(name, []).append(value)
-        elif name in given:
-            raise bad_field(name, f"{name}: was sent twice")
+            values.setdefault(name, []).append(value)
+        elif name in values:
+            raise bad_field(name, f"{name} was sent twice")
         else:
-            given[name] = value
-    return file, to_struct(given, Form, strict=False)
+            values[name] = value
+    return file, to_struct(values, Form, strict=False)
 
 
 def _schema() -> dict[str, Any]:
     shape = msgspec.json.schema(Form)["$defs"]["Form"]
     fields = {
-        f"{name}[]" if name in _LISTS else name: told for name, told in shape["properties"].items()
+        f"{name}[]" if name in _LISTS else name: schema
+        for name, schema in shape["properties"].items()
     }
     fields["file"] = {"type": "string", "format": "binary"}
     body = {"type": "object", "properties": fields, "required": ["file"]}
@@ -126,14 +129,14 @@ def _schema() -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-#: `openapi_extra` of the routes that read such a form.
+#: `openapi_extra` of the routes that read the form.
 FORM = _schema()
 
-#: What a seed is where none is given: the same sound has the same text.
+#: The default seed, so that the same audio gives the same text.
 SEED = 0
 
 
 def with_temperature(params: dict[str, Any], temperature: float) -> SamplingParams:
-    """The parameters of one try."""
+    """Build the sampling parameters of one attempt."""
     drawn = {"seed": SEED, **params} if temperature > 0 else params
     return SamplingParams(**{**drawn, "temperature": temperature})

@@ -1,4 +1,4 @@
-"""Sound to text: cut, asked piece by piece, asked again where an answer cannot be right, joined."""
+"""Transcribes audio: splits it, transcribes each piece, retries unlikely results, joins texts."""
 
 from __future__ import annotations
 
@@ -32,39 +32,41 @@ if TYPE_CHECKING:
     from modulm.contracts.outputs import RequestOutput
     from modulm_server.generation import GenerationService, Running
 
-__all__ = ["Asked", "Delta", "Deltas", "Heard", "Joiner", "Speech"]
+__all__ = ["TranscriptionOptions", "Delta", "Deltas", "Heard", "Joiner", "Speech"]
 
-#: Seconds of the shortest sound.
+#: Minimum length of audio in seconds.
 _SHORTEST = 0.1
-#: What the engine's fields are called here.
+#: The API's names of engine fields.
 _FIELDS = {"multi_modal_data": "file", "max_tokens": "max_completion_tokens"}
-#: Best tokens of a place at which it is looked for what says that nobody speaks.
+#: Top tokens among which to look for the no-speech token.
 _BEST = 5
 #: Languages that are written without spaces between sentences.
 _UNSPACED = frozenset({"ja", "lo", "my", "th", "yue", "zh"})
 
 
 @frozen(kw_only=True)
-class Asked:
-    """What a request wants of a sound. params: fields of SamplingParams; temperature: None or 0 for
-    the first that gives a likely answer; adapter: of `find_model`; logprobs: of the text's tokens;
-    words: when they are said, which costs a second request for each piece.
+class TranscriptionOptions:
+    """The options of a transcription.
+
+    params: fields of SamplingParams. temperature: None or 0 tries several, up to a likely result.
+    adapter: from `find_model`. logprobs: return log probabilities of the text's tokens.
+    word_times: return word timestamps, which take a second request for each piece.
     """
 
-    wanted: Wanted
+    task_options: Wanted
     params: Mapping[str, Any] = field(factory=dict)
     temperature: float | None = None
     adapter: str | None = None
     logprobs: bool = False
-    words: bool = False
+    word_times: bool = False
 
 
 @define
 class Heard:
-    """What was heard in one piece of a sound, times in seconds of the whole sound.
+    """The transcript of one piece. Times are seconds from the start of the whole audio.
 
-    words: where they were asked for. logprobs: (token, log probability) of the tokens of its text.
-    prompt_tokens, tokens: of all tries.
+    words: with timestamps, if requested. logprobs: (token, log probability) of the text's tokens.
+    prompt_tokens, tokens: over all attempts.
     """
 
     start: float
@@ -78,13 +80,13 @@ class Heard:
 
     @property
     def text(self) -> str:
-        """All that was said."""
+        """The text of all segments."""
         return "".join(segment.text for segment in self.segments)
 
 
 @frozen
 class Delta:
-    """What a stream has next: text, and tokens that it cost."""
+    """A piece of streamed text, with its token counts."""
 
     text: str
     logprobs: tuple[tuple[int, float], ...] = ()
@@ -94,50 +96,50 @@ class Delta:
 
 @define
 class Joiner:
-    """Puts texts of pieces behind one another. language: of the text, None if nobody knows."""
+    """Joins the texts of pieces. language: of the text, None if unknown."""
 
     language: str | None
-    _begun: bool = False
+    _started: bool = False
     _ends_in_space: bool = False
     _fresh: bool = True
 
     def piece(self) -> None:
-        """What comes now is of another piece."""
+        """Start the next piece."""
         self._fresh = True
 
     def add(self, text: str) -> str:
-        """What is to be written for a text."""
+        """Return the text to append, with a space before it if needed."""
         if not text:
             return ""
         if self._fresh:
-            text = text if self._begun else text.lstrip()
-            apart = self._ends_in_space or text[:1].isspace() or self.language in _UNSPACED
-            if self._begun and not apart:
+            text = text if self._started else text.lstrip()
+            separated = self._ends_in_space or text[:1].isspace() or self.language in _UNSPACED
+            if self._started and not separated:
                 text = f" {text}"
         if text:
-            self._begun, self._fresh = True, False
+            self._started, self._fresh = True, False
             self._ends_in_space = text[-1].isspace()
         return text
 
 
 class Speech:
-    """Asks one engine for the texts of sounds."""
+    """Transcribes audio with an engine."""
 
     def __init__(self, generation: GenerationService) -> None:
         self._generation = generation
         self.flags = generation.config.group(TranscriptionConfig)
 
     @cached_property
-    def _found(self) -> type[Transcriber] | None:
+    def _transcriber_class(self) -> type[Transcriber] | None:
         architecture = self._generation.engine.info.architecture
         try:
-            found: type[Transcriber] = manager.current().load("transcribers", architecture)
+            transcriber: type[Transcriber] = manager.current().load("transcribers", architecture)
         except PluginNotFound:
             return None
-        return found
+        return transcriber
 
     async def warm(self) -> None:
-        """Load what the first request would wait for; what is wrong with it is told there."""
+        """Load the transcriber before the first request, which reports any error."""
         if self.served:
             with suppress(Exception):
                 await asyncio.to_thread(lambda: self.transcriber.languages)
@@ -146,27 +148,27 @@ class Speech:
     @property
     def served(self) -> bool:
         """Whether the model transcribes."""
-        return self._found is not None
+        return self._transcriber_class is not None
 
     @cached_property
     def transcriber(self) -> Transcriber:
-        """How the model is asked. Raises ApiError(400) for one that does not transcribe."""
-        if self._found is None:
+        """The model's transcriber. Raises ApiError(400) if the model does not transcribe."""
+        if self._transcriber_class is None:
             raise ApiError(400, "the model does not transcribe speech", code="unsupported")
         path = Path(self._generation.engine.info.path)
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        return self._found(self._generation.tokenizer, path, config)
+        return self._transcriber_class(self._generation.tokenizer, path, config)
 
-    def wanted(self, task: Task, language: str | None, prompt: str, times: bool) -> Wanted:
-        """What the model is to be asked. Raises ApiError(400) naming what it cannot do."""
+    def task_options(self, task: Task, language: str | None, prompt: str, times: bool) -> Wanted:
+        """Build the model's task options. Raises ApiError(400) for unsupported ones."""
         transcriber = self.transcriber
         if task not in transcriber.tasks:
             raise ApiError(400, "the model does not translate", code="unsupported")
         if times and not transcriber.times:
-            words = "response_format: json or text; the model gives no times"
-            raise bad_field("response_format", words, "unsupported")
+            message = "response_format must be json or text; the model has no timestamps"
+            raise bad_field("response_format", message, "unsupported")
         if prompt.strip() and not transcriber.takes_prompts:
-            raise bad_field("prompt", "prompt: this model takes none", "unsupported")
+            raise bad_field("prompt", "prompt is not supported by this model", "unsupported")
         code = None
         if language is not None:
             code = self._code(language.strip().lower())
@@ -175,71 +177,75 @@ class Speech:
         return Wanted(task=task, language=code, prompt=prompt, times=times)
 
     def check_words(self) -> None:
-        """Raise ApiError(400) if the model does not tell when words are said."""
+        """Raise ApiError(400) if the model does not support word timestamps."""
         if self.transcriber.aligns not in self._generation.engine.info.tasks:
-            words = (
-                "timestamp_granularities: word: this model tells no times of words; Whisper does, "
-                "where alignment_heads of generation_config.json name heads of the model and no "
-                "ranks share them"
+            message = (
+                "timestamp_granularities: this model does not support word timestamps; Whisper "
+                "does, if generation_config.json has alignment_heads and the heads are not split "
+                "over ranks"
             )
-            raise bad_field("timestamp_granularities", words, "unsupported")
+            raise bad_field("timestamp_granularities", message, "unsupported")
 
-    def _code(self, given: str) -> str:
-        """The code of a language, which may be given by its name. Raises ApiError(400)."""
+    def _code(self, language: str) -> str:
+        """The code of a language, from its code or name. Raises ApiError(400)."""
         languages = self.transcriber.languages
         names = {name: code for code, name in languages.items()}
-        code = given if given in languages else names.get(given)
+        code = language if language in languages else names.get(language)
         if code is None:
-            known = ", ".join(sorted(languages)) or "none: the model is told no language"
-            raise bad_field("language", f"language: {given!r:.40} is none of {known}")
+            known = ", ".join(sorted(languages)) or "none"
+            raise bad_field("language", f"language: {language!r:.40} is not one of {known}")
         return code
 
     async def decode(self, data: bytes) -> Sound:
-        """The sound of a file, at the rate of the model. Raises ApiError(400)."""
-        most = self.flags.max_transcription_seconds
+        """Decode an audio file at the model's sampling rate. Raises ApiError(400)."""
+        max_seconds = self.flags.max_transcription_seconds
         rate = await self._generation.media.audio_rate()
         try:
             media = self._generation.media
-            found = await media.decode("audio", data, {"rate": rate}, Limits(seconds=most))
+            sound = await media.decode("audio", data, {"rate": rate}, Limits(seconds=max_seconds))
         except Undecodable as error:
             raise bad_field("file", f"file: {error}", "invalid_audio") from error
-        return self.checked(found, "file")
+        return self.checked(sound, "file")
 
     def checked(self, sound: Sound, param: str) -> Sound:
-        """The sound, if it is long enough to say something. Raises ApiError(400)."""
+        """Return the audio unchanged. Raises ApiError(400) if it is too short."""
         if sound.seconds < _SHORTEST:
-            words = f"{param}: the sound is shorter than {_SHORTEST:g} s"
-            raise bad_field(param, words, "audio_too_short")
+            message = f"{param}: the audio is shorter than {_SHORTEST:g} s"
+            raise bad_field(param, message, "audio_too_short")
         return sound
 
     def cut(self, sound: Sound) -> list[tuple[float, Sound]]:
-        """(where it begins in seconds, piece) of those pieces in which there is something."""
-        found = pieces(sound.samples, sound.rate, self.transcriber.longest)
+        """Split audio into pieces; returns (start in seconds, piece) without silent ones."""
+        spans = pieces(sound.samples, sound.rate, self.transcriber.longest)
         return [
             (first / sound.rate, Sound(sound.samples[first:end], sound.rate))
-            for first, end in found
+            for first, end in spans
             if not is_silent(sound.samples[first:end])
         ]
 
-    async def with_language(self, asked: Asked, parts: Sequence[tuple[float, Sound]]) -> Asked:
-        """The same with the language of the sound, where none was given and the model can tell."""
+    async def with_language(
+        self, options: TranscriptionOptions, parts: Sequence[tuple[float, Sound]]
+    ) -> TranscriptionOptions:
+        """Detect the language if the request has none and the model supports it."""
         transcriber = self.transcriber
-        if asked.wanted.language is not None or not transcriber.detects or not parts:
-            return asked
+        if options.task_options.language is not None or not transcriber.detects or not parts:
+            return options
         question = transcriber.ask_language(parts[0][1])
         plain = {"max_tokens": 1, "output_kind": OutputKind.FINAL_ONLY, "ignore_eos": True}
-        running = await self._run(question, plain, 0.0, asked.adapter)
+        running = await self._run(question, plain, 0.0, options.adapter)
         output = await running.last()
         code = transcriber.language(output.outputs[0].token_ids)
-        return evolve(asked, wanted=evolve(asked.wanted, language=code))
+        return evolve(options, task_options=evolve(options.task_options, language=code))
 
-    async def hear(self, asked: Asked, parts: Sequence[tuple[float, Sound]]) -> list[Heard]:
-        """What is said in each piece; all are asked about at once, as far as the flags allow."""
+    async def hear(
+        self, options: TranscriptionOptions, parts: Sequence[tuple[float, Sound]]
+    ) -> list[Heard]:
+        """Transcribe all pieces concurrently, within the limit of the flags."""
         rooms = asyncio.Semaphore(self.flags.max_transcription_pieces)
 
         async def one(start: float, sound: Sound) -> Heard:
             async with rooms:
-                return await self._hear(asked, start, sound)
+                return await self._hear(options, start, sound)
 
         tasks = [asyncio.ensure_future(one(*part)) for part in parts]
         try:
@@ -249,13 +255,16 @@ class Speech:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _hear(self, asked: Asked, start: float, sound: Sound) -> Heard:
-        """One piece, asked about until the answer is likely, or the last temperature was tried."""
-        question = self.transcriber.ask(sound, asked.wanted)
+    async def _hear(self, options: TranscriptionOptions, start: float, sound: Sound) -> Heard:
+        """Transcribe a piece, retrying with higher temperatures while the result is unlikely."""
+        question = self.transcriber.ask(sound, options.task_options)
         heard = Heard(start)
-        for temperature in (asked.temperature,) if asked.temperature else TEMPERATURES:
+        for temperature in (options.temperature,) if options.temperature else TEMPERATURES:
             running = await self._run(
-                question, {**asked.params, **_scored(question)}, temperature, asked.adapter
+                question,
+                {**options.params, **_score_params(question)},
+                temperature,
+                options.adapter,
             )
             output = await running.last()
             answer = output.outputs[0]
@@ -274,39 +283,43 @@ class Speech:
                 break
         if heard.quality.silent:
             heard.segments, heard.logprobs = (), ()
-        elif asked.words:
-            heard.words = await self._words(asked, start, question, answer.token_ids)
+        elif options.word_times:
+            heard.words = await self._words(options, start, question, answer.token_ids)
         return heard
 
     async def _words(
-        self, asked: Asked, start: float, question: Question, tokens: Sequence[int]
+        self, options: TranscriptionOptions, start: float, question: Question, tokens: Sequence[int]
     ) -> tuple[Word, ...]:
-        """The words of an answer, which is read once more for that."""
+        """Compute word timestamps with a second request."""
         transcriber, seconds = self.transcriber, question.sound.seconds
         wanted = transcriber.align(question, tokens)
         if wanted is None:
             return ()
         prompt = await self._prompt(wanted.tokens, question.sound)
         params = PoolingParams(**{**wanted.params, "task": transcriber.aligns})
-        found = await self._generation.encode(prompt, params, adapter=asked.adapter)
-        language = _written(asked.wanted)
-        words = await asyncio.to_thread(
-            transcriber.words, tokens, found.outputs.data, seconds, language
+        pooled = await self._generation.encode(prompt, params, adapter=options.adapter)
+        language = _text_language(options.task_options)
+        timed_words = await asyncio.to_thread(
+            transcriber.words, tokens, pooled.outputs.data, seconds, language
         )
-        return tuple(evolve(word, start=start + word.start, end=start + word.end) for word in words)
+        return tuple(
+            evolve(word, start=start + word.start, end=start + word.end) for word in timed_words
+        )
 
-    async def stream(self, asked: Asked, parts: Sequence[tuple[float, Sound]]) -> Deltas:
-        """The text as it grows. The first piece's refusal is raised here, before there is any."""
+    async def stream(
+        self, options: TranscriptionOptions, parts: Sequence[tuple[float, Sound]]
+    ) -> Deltas:
+        """Stream the text. Raises if the engine rejects the first piece."""
         rooms = asyncio.Semaphore(self.flags.max_transcription_pieces)
         pumps = [_Pump() for _ in parts]
 
         async def fill(pump: _Pump, sound: Sound) -> None:
             try:
                 async with rooms:
-                    question = self.transcriber.ask(sound, asked.wanted)
-                    params = {**asked.params, **({"logprobs": 0} if asked.logprobs else {})}
+                    question = self.transcriber.ask(sound, options.task_options)
+                    params = {**options.params, **({"logprobs": 0} if options.logprobs else {})}
                     running = await self._run(
-                        question, params, asked.temperature or 0.0, asked.adapter
+                        question, params, options.temperature or 0.0, options.adapter
                     )
                     async with aclosing(running):
                         pump.accepted.set_result(None)
@@ -327,7 +340,7 @@ class Speech:
         except BaseException:
             await _end(tasks)
             raise
-        return Deltas(_deltas(pumps, tasks, asked), tasks)
+        return Deltas(_deltas(pumps, tasks, options), tasks)
 
     async def _run(
         self,
@@ -336,7 +349,7 @@ class Speech:
         temperature: float,
         adapter: str | None,
     ) -> Running:
-        """A running answer to a question. Raises what is wrong with it."""
+        """Start a generation for a question. Raises if the engine rejects it."""
         prompt = await self._prompt(question.tokens, question.sound)
         sampling = with_temperature({**params, **question.params}, temperature)
         return await self._generation.generate(prompt, sampling, adapter=adapter, fields=_FIELDS)
@@ -347,9 +360,9 @@ class Speech:
 
 
 class Deltas:
-    """What a stream gives: iterate it once; `aclose` ends what runs for it.
+    """The deltas of a stream: iterate it once; `aclose` cancels its tasks.
 
-    tasks: what runs. They end too where nobody ever began to read.
+    tasks: the running transcriptions, which are also cancelled if nobody reads the stream.
     """
 
     def __init__(
@@ -361,7 +374,7 @@ class Deltas:
         return self._source
 
     async def aclose(self) -> None:
-        """End it."""
+        """Cancel the stream."""
         await _end(self._tasks)
         await self._source.aclose()
 
@@ -372,7 +385,7 @@ class Deltas:
 
 
 class _Pump:
-    """Outputs of a piece, until its turn has come; None at the end, or what went wrong."""
+    """A queue of a piece's outputs, with None or an error at the end."""
 
     def __init__(self) -> None:
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -380,10 +393,10 @@ class _Pump:
 
 
 async def _deltas(
-    pumps: Sequence[_Pump], tasks: Sequence[asyncio.Future[None]], asked: Asked
+    pumps: Sequence[_Pump], tasks: Sequence[asyncio.Future[None]], options: TranscriptionOptions
 ) -> AsyncGenerator[Delta, None]:
-    """What the pieces give, one after the other."""
-    joiner = Joiner(_written(asked.wanted))
+    """Yield the deltas of the pieces in order."""
+    joiner = Joiner(_text_language(options.task_options))
     try:
         for pump in pumps:
             joiner.piece()
@@ -393,7 +406,7 @@ async def _deltas(
                 if isinstance(output, Exception):
                     raise output
                 answer = output.outputs[0]
-                logprobs = tuple(_chosen(output)) if asked.logprobs else ()
+                logprobs = tuple(_chosen(output)) if options.logprobs else ()
                 cost = len(output.prompt_token_ids) if first else 0
                 yield Delta(joiner.add(answer.text), logprobs, cost, len(answer.token_ids))
                 first = False
@@ -410,31 +423,31 @@ async def _end(tasks: Sequence[asyncio.Future[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _written(wanted: Wanted) -> str | None:
+def _text_language(wanted: Wanted) -> str | None:
     """The language of the text."""
     return "en" if wanted.task == "translate" else wanted.language
 
 
-def _scored(question: Question) -> dict[str, Any]:
-    """Fields of SamplingParams that tell how likely an answer is."""
-    place = question.no_speech[0] if question.no_speech else None
-    if place is None:
+def _score_params(question: Question) -> dict[str, Any]:
+    """SamplingParams fields that return the probabilities for the quality of a result."""
+    position = question.no_speech[0] if question.no_speech else None
+    if position is None:
         return {"logprobs": 0}
-    if place < len(question.tokens):
+    if position < len(question.tokens):
         return {"logprobs": 0, "prompt_logprobs": _BEST}
     return {"logprobs": _BEST}
 
 
 def _no_speech(question: Question, output: RequestOutput) -> float:
-    """The probability that nobody speaks; 0.0 where it is not among the best."""
+    """The probability of no speech; 0.0 if it is not among the top tokens."""
     if question.no_speech is None:
         return 0.0
-    place, token = question.no_speech
-    own = output.outputs[0].logprobs or []
+    position, token = question.no_speech
+    answer_logprobs = output.outputs[0].logprobs or []
     scores = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
-    position = [*scores, *own][place : place + 1]
-    found = position[0].get(token) if position and position[0] else None
-    return 0.0 if found is None else math.exp(found.logprob)
+    entries = [*scores, *answer_logprobs][position : position + 1]
+    logprob = entries[0].get(token) if entries and entries[0] else None
+    return 0.0 if logprob is None else math.exp(logprob.logprob)
 
 
 def _chosen(output: RequestOutput) -> list[tuple[int, float]]:

@@ -1,1 +1,1 @@
-"""A page at `/`: a chat, or a comparison of texts for models that pool."""
+"""A web page at `/`: a chat, or a comparison of texts for pooling models."""

@@ -1,5 +1,6 @@
-"""A page at `/`: a chat, or for models that pool a comparison of texts. Files as they are written,
-no build step, nothing loaded from elsewhere.
+"""A web page at `/`: a chat, or for pooling models a comparison of texts.
+
+The page needs no build step and loads nothing from other hosts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["ChatPage"]
 
 
 class ChatPage(RouteFamily):
-    """The page. It talks to the same API as everybody else, and asks for a key if it must."""
+    """The page. It uses the public API and asks for a key if the server needs one."""
 
     name = "chat_page"
     api = 2
@@ -45,18 +46,18 @@ class ChatPage(RouteFamily):
         return router
 
     async def page(self, request: Request) -> Response:
-        """The page for what the model does."""
+        """Serve the page for the model's task."""
         chats = "generate" in self.context.engine.info.tasks
         return self._files.response(request, "chat.html" if chats else "pooling.html")
 
     async def file(self, request: Request, file: str) -> Response:
-        """What the page loads."""
+        """Serve a file of the page."""
         if file == "about.json":
             return json_response(self._about())
         return self._files.response(request, file)
 
     def _about(self) -> dict[str, object]:
-        """What the page must know and no other route says. Anybody may read it."""
+        """Facts for the page that no other route has. Public."""
         return {
             "tasks": list(self.context.engine.info.tasks),
             "attachments": [*self.context.generation.media.kinds, "text"],

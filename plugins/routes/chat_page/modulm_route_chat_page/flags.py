@@ -16,19 +16,19 @@ _ORIGIN = re.compile(
 
 @flag_group
 class ChatPageConfig(FlagGroup):
-    """The page at `/`."""
+    """The web page at `/`."""
 
     title = "Chat page"
     server = True
 
     chat_page_tool_origins: tuple[str, ...] = flag(
         (),
-        "Origins, as http://localhost:9000, where the chat page may run tools beside its own.",
+        "Other origins, such as http://localhost:9000, whose tools the chat page may call.",
     )
 
     def __attrs_post_init__(self) -> None:
         for origin in self.chat_page_tool_origins:
             if not _ORIGIN.fullmatch(origin):
                 raise ConfigError(
-                    "chat_page_tool_origins", f"{origin!r} is not scheme, host and port of an URL"
+                    "chat_page_tool_origins", f"{origin!r} is not an origin (scheme, host and port)"
                 )

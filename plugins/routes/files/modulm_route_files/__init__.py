@@ -1,1 +1,1 @@
-"""OpenAI's files and batches: jobs of many requests, done by this server itself."""
+"""OpenAI's files and batches: jobs of many requests, run by this server."""

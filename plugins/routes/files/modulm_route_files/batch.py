@@ -1,6 +1,6 @@
-"""One batch: a file of requests, some of them running at a time, a file of answers.
+"""Runs a batch: reads a file of requests, runs several at a time, writes a file of responses.
 
-A line that is wrong gets a record in the error file; the rest goes on.
+An invalid line gets a record in the error file; the other lines run.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ __all__ = ["ENDPOINTS", "Batch"]
 
 log = logging.getLogger("modulm_server")
 
-#: What a line may ask for.
+#: The endpoints that a batch may use.
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
-#: Lines of one batch that run at once.
+#: Lines of one batch that run concurrently.
 _WIDTH = 32
 _LINES = 50_000
 #: Seconds between attempts while the server is full.
@@ -41,14 +41,15 @@ _PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)
 
 
 class _Stopping(Exception):
-    """The server ends; what has no record yet is left to the next one."""
+    """The server is shutting down; lines without a record are left to the next one."""
 
 
 @define(eq=False)
 class Batch:
-    """A batch and how far it is. `input`, `output` and `errors` are ids of files; `lasts`: seconds
-    that its files of answers are kept; `made`: when, in ns of Unix time. `cancelled`: somebody
-    wants it to end.
+    """A batch and its progress.
+
+    input, output, errors: ids of files. lasts: seconds that its output files are kept. made: time
+    of creation in nanoseconds of Unix time. cancelled: its cancellation was requested.
     """
 
     owner: str
@@ -68,17 +69,17 @@ class Batch:
     cancelled: bool = False
 
     @property
-    def ended(self) -> bool:
-        """Whether nothing more will happen."""
+    def is_over(self) -> bool:
+        """Whether the batch has completed, failed or been cancelled."""
         return self.status in ("completed", "failed", "cancelled")
 
     def table(self) -> dict[str, Any]:
-        """What another server must know."""
+        """The state to save for another server."""
         return asdict(self, filter=filters.exclude(fields(Batch).cancelled))
 
     @classmethod
     def of(cls, table: Mapping[str, Any]) -> Batch:
-        """From its table."""
+        """Load a batch from its saved state."""
         return cls(**table)
 
     def card(self) -> BatchCard:
@@ -108,12 +109,12 @@ class Batch:
         }
 
     def enter(self, status: str) -> None:
-        """A new stage begins."""
+        """Enter a new stage."""
         self.status = status
         self.times[status] = int(time.time())
 
     async def run(self, files: FileStore, loopback: LoopbackClient) -> None:
-        """Do everything that has not been done."""
+        """Run all lines that have no record yet."""
         try:
             await self._run(files, loopback)
         except asyncio.CancelledError:
@@ -126,28 +127,28 @@ class Batch:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """End it with what went wrong, which may be in one of its lines."""
+        """End the batch with an error, which may come from one of its lines."""
         while isinstance(error, ExceptionGroup):
             error = error.exceptions[0]
         if isinstance(error, OSError):
-            told = _trouble("storage", error.strerror or "the files cannot be used")
+            trouble = _error("storage", error.strerror or "the files cannot be used")
         elif isinstance(error, ApiError):
-            told = _trouble(error.code or "storage", error.message)
+            trouble = _error(error.code or "storage", error.message)
         else:
-            log.error("batch %s failed", self.id, exc_info=error)
-            told = _trouble("internal_error", "the server could not go on with it")
-        self.trouble.append(told)
+            log.error("Batch %s failed", self.id, exc_info=error)
+            trouble = _error("internal_error", "the server failed to run the batch")
+        self.trouble.append(trouble)
         self.enter("failed")
 
     async def _run(self, files: FileStore, loopback: LoopbackClient) -> None:
         source = files.find(self.input)
         if source is None:
-            self.trouble.append(_trouble("input_file", "the input file is not there"))
+            self.trouble.append(_error("input_file", "the input file does not exist"))
             self.enter("failed")
             return
         lines = list(self._lines(source.path))
         if not lines or len(lines) > _LINES:
-            self.trouble.append(_trouble("lines", f"a batch has 1 to {_LINES} lines"))
+            self.trouble.append(_error("lines", f"a batch must have 1 to {_LINES} lines"))
             self.enter("failed")
             return
         if self.status == "validating":
@@ -158,7 +159,7 @@ class Batch:
         done = _done(good.path), _done(bad.path)
         self.counts.update({"completed": len(done[0]), "failed": len(done[1])})
         left = [(n, line) for n, line in enumerate(lines) if n not in done[0] and n not in done[1]]
-        await self._ask_all(left, loopback, good.path, bad.path)
+        await self._run_lines(left, loopback, good.path, bad.path)
         self.enter("finalizing")
         if not bad.size:
             files.remove(bad)
@@ -166,23 +167,23 @@ class Batch:
         self.enter("completed")
 
     def _file(self, files: FileStore, kind: str) -> StoredFile:
-        """The file of answers or of errors: the one that was begun, or a new one."""
-        found = files.find(self.output if kind == "output" else self.errors)
-        if found is None:
+        """The output or error file: an existing one, or a new one."""
+        file = files.find(self.output if kind == "output" else self.errors)
+        if file is None:
             name = f"{self.id}_{kind}.jsonl"
-            found = files.make(self.owner, name, "batch_output", self.lasts)
-            found.path.touch()
-            files.keep(found)
-        return found
+            file = files.make(self.owner, name, "batch_output", self.lasts)
+            file.path.touch()
+            files.keep(file)
+        return file
 
-    async def _ask_all(
+    async def _run_lines(
         self,
         lines: Sequence[tuple[int, tuple[Any, str | None]]],
         loopback: LoopbackClient,
         good: Path,
         bad: Path,
     ) -> None:
-        places = asyncio.Semaphore(_WIDTH)
+        slots = asyncio.Semaphore(_WIDTH)
         stopping = False
 
         async def one(number: int, line: tuple[Any, str | None]) -> None:
@@ -192,12 +193,12 @@ class Batch:
             except _Stopping:
                 stopping = True
             finally:
-                places.release()
+                slots.release()
 
         with good.open("ab", buffering=0) as answers, bad.open("ab", buffering=0) as refusals:
             async with asyncio.TaskGroup() as group:
                 for number, line in lines:
-                    await places.acquire()
+                    await slots.acquire()
                     if stopping:
                         break
                     group.create_task(one(number, line))
@@ -205,7 +206,7 @@ class Batch:
             raise _Stopping
 
     def _lines(self, path: Path) -> Iterator[tuple[Any, str | None]]:
-        """(the line as JSON, what is wrong with it) for each line that is not blank."""
+        """Yield (JSON, error or None) for each line that is not blank."""
         seen: set[str] = set()
         with path.open("rb") as source:
             for raw in source:
@@ -222,18 +223,18 @@ class Batch:
             return {}, "the line is not an object"
         name = line.get("custom_id")
         if not isinstance(name, str) or not 0 < len(name) <= 512:
-            return {}, "custom_id: a string of 1 to 512 characters is needed"
+            return {}, "custom_id must be a string of 1 to 512 characters"
         if name in seen:
-            return line, f"custom_id: {name[:64]!r} is there twice"
+            return line, f"custom_id: {name[:64]!r} occurs twice"
         seen.add(name)
         if line.get("method", "POST") != "POST":
-            return line, "method: must be POST"
+            return line, "method must be POST"
         if line.get("url") != self.endpoint:
-            return line, f"url: must be the batch's endpoint, {self.endpoint}"
+            return line, f"url must be the batch's endpoint, {self.endpoint}"
         if not isinstance(line.get("body"), dict):
-            return line, "body: an object is needed"
+            return line, "body must be an object"
         if line["body"].get("stream"):
-            return line, "body.stream: answers of a batch cannot be streamed"
+            return line, "body.stream is not supported in a batch"
         return line, None
 
     async def _line(
@@ -244,7 +245,7 @@ class Batch:
         good: RawIOBase,
         bad: RawIOBase,
     ) -> None:
-        """Ask for one line and write its record. Raises _Stopping if the server ends before."""
+        """Run a line and write its record. Raises _Stopping if the server shuts down."""
         request, wrong = line
         record: dict[str, Any] = {
             "id": f"batch_req_{self.id.removeprefix('batch_')}_{number}",
@@ -269,22 +270,22 @@ class Batch:
         self.counts["completed" if fine else "failed"] += 1
 
     async def _post(self, loopback: LoopbackClient, body: bytes) -> tuple[int, bytes]:
-        """The answer; while the server is full, or the engine may come back, a batch waits."""
+        """POST a request, retrying while the server is full or the engine may recover."""
         for pause in _PAUSES:
             status, answer = await loopback.post(self.endpoint, body, self.owner)
-            if status != 429 and not (status == 503 and _passes(answer)):
+            if status != 429 and not (status == 503 and _is_transient(answer)):
                 return status, answer
             await asyncio.sleep(pause)
         return await loopback.post(self.endpoint, body, self.owner)
 
 
-def _passes(answer: bytes) -> bool:
-    """Whether what was unavailable may be there again: an engine, or one of several."""
+def _is_transient(answer: bytes) -> bool:
+    """Whether a 503 is temporary: the engine is stalled, or one replica died."""
     return b'"engine_stalled"' in answer or b'"replica_died"' in answer
 
 
 def _append(target: RawIOBase, record: bytes) -> None:
-    """Write a record, or nothing of it. Raises OSError."""
+    """Append a record, completely or not at all. Raises OSError."""
     before = target.seek(0, SEEK_END)
     written = 0
     try:
@@ -296,8 +297,8 @@ def _append(target: RawIOBase, record: bytes) -> None:
 
 
 def _done(path: Path) -> set[int]:
-    """Numbers of the lines that have a record; one that is torn is cut off."""
-    found, whole = set(), 0
+    """The numbers of lines with a record. Truncates an incomplete record."""
+    numbers, whole = set(), 0
     with path.open("rb+") as records:
         for record in records:
             try:
@@ -306,11 +307,11 @@ def _done(path: Path) -> set[int]:
                 break
             if not record.endswith(b"\n"):
                 break
-            found.add(number)
+            numbers.add(number)
             whole += len(record)
         records.truncate(whole)
-    return found
+    return numbers
 
 
-def _trouble(code: str, message: str) -> BatchError:
+def _error(code: str, message: str) -> BatchError:
     return {"code": code, "message": message, "param": None, "line": None}

@@ -1,7 +1,7 @@
-"""Batches on disk: what one server has begun, another one sees, and the next one finishes.
+"""Stores batches on disk, shared by several servers.
 
-A batch is run by whoever holds its lock. One whose server was stopped or killed is taken up by the
-next that starts; lines that have a record are not asked again.
+A batch is run by the server that holds its lock. After a server stops or dies, the next one that
+starts resumes its batches; lines with a record are not run again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from modulm_route_files.batch import Batch
-from modulm_route_files.store import write_whole
+from modulm_route_files.store import write_atomically
 
 if TYPE_CHECKING:
     from modulm_route_files.store import FileStore
@@ -27,14 +27,14 @@ __all__ = ["BatchStore"]
 
 log = logging.getLogger("modulm_server")
 
-#: Seconds between two looks of a running batch: at what to save, and whether it was cancelled.
-_LOOK = 1.0
-#: Batches that are remembered.
-_MOST = 1_000
+#: Seconds between two saves of a running batch, and checks for its cancellation.
+_CHECK_INTERVAL = 1.0
+#: Maximum number of finished batches to keep.
+_MAX_BATCHES = 1_000
 
 
 class BatchStore:
-    """The batches in a folder, some of which run here."""
+    """The batches in a folder, some of which run in this process."""
 
     def __init__(self, files: FileStore) -> None:
         self._files = files
@@ -43,11 +43,11 @@ class BatchStore:
 
     @property
     def running(self) -> int:
-        """How many run here."""
+        """The number of batches that run in this process."""
         return len(self._running)
 
-    def begin(self, batch: Batch, work: Callable[[Batch], Coroutine[Any, Any, None]]) -> None:
-        """Save a batch and run it here. Raises OSError if it cannot be saved."""
+    def start(self, batch: Batch, work: Callable[[Batch], Coroutine[Any, Any, None]]) -> None:
+        """Save a batch and run it in this process. Raises OSError if it cannot be saved."""
         lock = self._lock(batch.id)
         if lock is None:
             return
@@ -57,25 +57,25 @@ class BatchStore:
             self._unlock(batch.id, lock)
             raise
         task = asyncio.get_running_loop().create_task(self._run(batch, work))
-        # Not in the task itself: one that is cancelled before it began, or at its end, skips that.
-        task.add_done_callback(lambda _: self._ended(batch, lock))
+        # Not in the task itself, which may be cancelled before it starts.
+        task.add_done_callback(lambda _: self._finish(batch, lock))
         self._running[batch.id] = (batch, task, lock)
 
     def resume(self, work: Callable[[Batch], Coroutine[Any, Any, None]]) -> None:
-        """Go on with what nobody runs."""
+        """Resume the batches that no server runs."""
         for batch in self.all():
-            if not batch.ended and batch.id not in self._running:
+            if not batch.is_over and batch.id not in self._running:
                 try:
-                    self.begin(batch, work)
+                    self.start(batch, work)
                 except OSError as error:
-                    log.error("batch %s cannot be resumed: %s", batch.id, error.strerror)
+                    log.error("Batch %s cannot be resumed: %s", batch.id, error.strerror)
 
     def get(self, identity: str) -> Batch | None:
         """A batch by its id."""
         return next((batch for batch in self.all() if batch.id == identity), None)
 
     def all(self) -> list[Batch]:
-        """All that are remembered, the oldest first."""
+        """All stored batches, oldest first."""
         if not self._running and not self._files.lasting and not self._known:
             return []
         folder = self._files.folder / "batches"
@@ -88,17 +88,17 @@ class BatchStore:
         return sorted(seen.values(), key=lambda batch: batch.made)
 
     async def cancel(self, batch: Batch) -> None:
-        """End a batch, here or in the server that runs it; returns when it has ended."""
-        own = self._running.get(batch.id)
-        if own is not None:
-            own[0].cancelled = True
-            own[1].cancel()
-            await asyncio.gather(own[1], return_exceptions=True)
-        elif not batch.ended:
+        """Cancel a batch, here or in the server that runs it. Waits for one that runs here."""
+        local = self._running.get(batch.id)
+        if local is not None:
+            local[0].cancelled = True
+            local[1].cancel()
+            await asyncio.gather(local[1], return_exceptions=True)
+        elif not batch.is_over:
             self._path(batch.id, "cancel").touch()
 
     async def stop(self) -> None:
-        """The server ends: what runs stays as it is."""
+        """Stop running batches, to be resumed later."""
         tasks = [task for _, task, _ in self._running.values()]
         for task in tasks:
             task.cancel()
@@ -108,7 +108,7 @@ class BatchStore:
         doing = asyncio.ensure_future(work(batch))
         try:
             while not doing.done():
-                await asyncio.wait({doing}, timeout=_LOOK)
+                await asyncio.wait({doing}, timeout=_CHECK_INTERVAL)
                 if self._path(batch.id, "cancel").exists():
                     batch.cancelled = True
                     doing.cancel()
@@ -120,9 +120,9 @@ class BatchStore:
                 with suppress(asyncio.CancelledError):
                     await asyncio.wait({doing})
 
-    def _ended(self, batch: Batch, lock: int) -> None:
-        """The task of a batch is over, however it ended."""
-        if batch.cancelled and not batch.ended:
+    def _finish(self, batch: Batch, lock: int) -> None:
+        """Record the end of a batch's task, and release its lock."""
+        if batch.cancelled and not batch.is_over:
             batch.enter("cancelled")
         self._try_to_save(batch)
         self._running.pop(batch.id, None)
@@ -130,22 +130,22 @@ class BatchStore:
         self._forget_old()
 
     def _forget_old(self) -> None:
-        ended = [batch for batch in self.all() if batch.ended]
-        for batch in ended[: max(0, len(ended) - _MOST)]:
+        finished = [batch for batch in self.all() if batch.is_over]
+        for batch in finished[: max(0, len(finished) - _MAX_BATCHES)]:
             self._known.pop(batch.id, None)
             self._path(batch.id).unlink(missing_ok=True)
 
     def _save(self, batch: Batch) -> None:
         path = self._path(batch.id)
-        write_whole(path, msgspec.json.encode(batch.table()), self._files.lasting)
+        write_atomically(path, msgspec.json.encode(batch.table()), self._files.lasting)
         self._known[batch.id] = (path.stat().st_mtime_ns, batch)
 
     def _try_to_save(self, batch: Batch) -> None:
-        """A full disk is no reason to stop: what was saved last says less, and nothing wrong."""
+        """Save a batch if possible. On a full disk, the last saved state stays valid."""
         try:
             self._save(batch)
         except OSError as error:
-            log.warning("batch %s cannot be saved: %s", batch.id, error.strerror)
+            log.warning("Batch %s cannot be saved: %s", batch.id, error.strerror)
 
     def _read(self, entry: os.DirEntry[str]) -> Batch | None:
         identity = entry.name.removesuffix(".json")
@@ -160,7 +160,7 @@ class BatchStore:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError) as error:
-            log.warning("batch %s cannot be read: %s", identity, error)
+            log.warning("Batch %s cannot be read: %s", identity, error)
             return None
 
     def _path(self, identity: str, kind: str = "json") -> Path:

@@ -1,4 +1,4 @@
-"""The route family."""
+"""The route family of files and batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from modulm_route_files.batch import ENDPOINTS, Batch
 from modulm_route_files.batch_store import BatchStore
 from modulm_route_files.flags import FilesConfig
 from modulm_route_files.objects import BatchCard, Deleted, FileCard
-from modulm_route_files.store import FileStore, expires_after, no_room
+from modulm_route_files.store import FileStore, expires_after, storage_error
 from modulm_server.auth import owner_of
 from modulm_server.errors import ApiError
 from modulm_server.json_body import bad_field, json_response, read, request_docs
@@ -29,7 +29,7 @@ from modulm_server.sampling import LIMITS
 __all__ = ["Files"]
 
 _PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
-#: Files of a page, and batches.
+#: Maximum files and maximum batches per page.
 _FILES, _LISTED = 10_000, 100
 _UPLOAD = {
     "requestBody": {
@@ -76,12 +76,12 @@ class Files(RouteFamily):
     api = 2
 
     def router(self) -> APIRouter:
-        given = self.context.config.group(FilesConfig)
+        flags = self.context.config.group(FilesConfig)
         self._files = FileStore(
-            _folder(given, self.context.engine.address),
-            given.max_stored_files,
-            given.max_stored_bytes,
-            lasting=given.file_storage_path is not None,
+            _folder(flags, self.context.engine.address),
+            flags.max_stored_files,
+            flags.max_stored_bytes,
+            lasting=flags.file_storage_path is not None,
         )
         self._batches = BatchStore(self._files)
         router = APIRouter(prefix="/v1", tags=["Files and batches"])
@@ -132,50 +132,50 @@ class Files(RouteFamily):
         """Store a file."""
         kind = request.headers.get("content-type", "")
         if not kind.startswith("multipart/form-data"):
-            raise ApiError(415, "a file is sent as multipart/form-data")
+            raise ApiError(415, "send the file as multipart/form-data")
         try:
             async with request.form(max_files=1, max_fields=8) as form:
-                return await self._keep(request, form)
+                return await self._store(request, form)
         except HTTPException as error:
             raise bad_field("file", f"file: {error.detail}") from error
         except OSError as error:
-            raise no_room(error) from error
+            raise storage_error(error) from error
 
-    async def _keep(self, request: Request, form: FormData) -> Response:
-        """Store what a form brings. Raises ApiError, OSError."""
-        given, purpose = form.get("file"), form.get("purpose")
-        if not isinstance(given, UploadFile):
-            raise bad_field("file", "file: is missing")
+    async def _store(self, request: Request, form: FormData) -> Response:
+        """Store the file of a form. Raises ApiError, OSError."""
+        upload, purpose = form.get("file"), form.get("purpose")
+        if not isinstance(upload, UploadFile):
+            raise bad_field("file", "file is missing")
         if purpose not in _PURPOSES:
-            raise bad_field("purpose", f"purpose: one of {', '.join(_PURPOSES)}")
+            raise bad_field("purpose", f"purpose must be one of {', '.join(_PURPOSES)}")
         lasts = expires_after(_expiry(form), "expires_after")
-        file = self._files.make(owner_of(request), given.filename or "file", purpose, lasts)
-        await asyncio.to_thread(self._files.write, file, given.file)
+        file = self._files.make(owner_of(request), upload.filename or "file", purpose, lasts)
+        await asyncio.to_thread(self._files.write, file, upload.file)
         return json_response(file.card())
 
     async def list_files(self, request: Request) -> Response:
-        """One's own files, of a purpose if that is named."""
+        """List one's own files, optionally of one purpose."""
         query = request.query_params
-        found = [
+        cards = [
             file.card()
-            for file in self._files.of(owner_of(request))
+            for file in self._files.list_owned(owner_of(request))
             if query.get("purpose") in (None, file.purpose)
         ]
-        return json_response(page(found, query, default_limit=_FILES, max_limit=_FILES))
+        return json_response(page(cards, query, default_limit=_FILES, max_limit=_FILES))
 
     async def file(self, request: Request, file_id: str) -> Response:
-        """What is known of a file."""
+        """Describe a file."""
         return json_response(self._files.get(file_id, owner_of(request)).card())
 
     async def delete(self, request: Request, file_id: str) -> Response:
         """Delete a file."""
         file = self._files.get(file_id, owner_of(request))
         self._files.remove(file)
-        gone: Deleted = {"id": file.id, "object": "file", "deleted": True}
-        return json_response(gone)
+        deleted: Deleted = {"id": file.id, "object": "file", "deleted": True}
+        return json_response(deleted)
 
     async def content(self, request: Request, file_id: str) -> Response:
-        """What is in a file."""
+        """Download a file."""
         file = self._files.get(file_id, owner_of(request))
         headers = {"X-Content-Type-Options": "nosniff", "Content-Security-Policy": "sandbox"}
         return FileResponse(
@@ -188,71 +188,71 @@ class Files(RouteFamily):
     # Batches.
 
     async def create(self, request: Request) -> Response:
-        """Begin a batch."""
+        """Create a batch."""
         body = await read(request, BatchRequest)
         self.context.generation.check_open()
         if body.endpoint not in ENDPOINTS:
-            raise bad_field("endpoint", f"endpoint: one of {', '.join(ENDPOINTS)}")
+            raise bad_field("endpoint", f"endpoint must be one of {', '.join(ENDPOINTS)}")
         owner = owner_of(request)
         source = self._files.get(body.input_file_id, owner, "input_file_id")
         if source.purpose != "batch":
-            raise bad_field("input_file_id", "input_file_id: a file of purpose batch is needed")
+            raise bad_field("input_file_id", "input_file_id must be a file of purpose batch")
         lasts = expires_after(body.output_expires_after, "output_expires_after")
         if self._batches.running >= _BATCHES:
             raise ApiError(429, "too many batches are running", code="overloaded")
         batch = Batch(owner, body.endpoint, body.completion_window, source.id, body.metadata, lasts)
         card = batch.card()
         try:
-            self._batches.begin(batch, self._work)
+            self._batches.start(batch, self._work)
         except OSError as error:
-            raise no_room(error) from error
+            raise storage_error(error) from error
         return json_response(card)
 
     async def list_batches(self, request: Request) -> Response:
-        """One's own batches, the newest first."""
+        """List one's own batches, newest first."""
         owner = owner_of(request)
-        found = [batch.card() for batch in self._batches.all() if batch.owner == owner]
-        return json_response(page(found, request.query_params, max_limit=_LISTED))
+        cards = [batch.card() for batch in self._batches.all() if batch.owner == owner]
+        return json_response(page(cards, request.query_params, max_limit=_LISTED))
 
     async def batch(self, request: Request, batch_id: str) -> Response:
-        """How far a batch is."""
+        """Describe a batch and its progress."""
         return json_response(self._batch(request, batch_id).card())
 
     async def cancel(self, request: Request, batch_id: str) -> Response:
-        """End a batch; answers that are there stay."""
+        """Cancel a batch. Its responses so far are kept."""
         batch = self._batch(request, batch_id)
         try:
             await self._batches.cancel(batch)
         except OSError as error:
-            raise no_room(error) from error
+            raise storage_error(error) from error
         return json_response(batch.card())
 
     def _batch(self, request: Request, batch_id: str) -> Batch:
         batch = self._batches.get(batch_id)
         if batch is None or batch.owner != owner_of(request):
-            raise ApiError(404, f"there is no batch {batch_id[:64]!r}", code="not_found")
+            raise ApiError(404, f"no batch {batch_id[:64]!r}", code="not_found")
         return batch
 
 
-def _folder(given: FilesConfig, address: str | None) -> Path | None:
-    """The folder of the files: what the flag says, else beside the engine's socket, where all
-    server processes of one service look and which goes with it. None where there is no socket.
+def _folder(flags: FilesConfig, address: str | None) -> Path | None:
+    """The folder of the files: by flag, or beside the engine's socket, which all server processes
+    share and which is removed with the service. None without a socket.
     """
-    if given.file_storage_path is not None:
-        return Path(given.file_storage_path)
+    if flags.file_storage_path is not None:
+        return Path(flags.file_storage_path)
     return None if address is None else Path(address).parent
 
 
 def _expiry(form: Mapping[str, Any]) -> dict[str, Any] | None:
-    """`expires_after` as forms spell an object: one field for each of its keys."""
-    found: dict[str, Any] = {
+    """Read `expires_after` from a form, which has one field per key."""
+    expiry: dict[str, Any] = {
         key: form.get(f"expires_after[{key}]")
         for key in ("anchor", "seconds")
         if f"expires_after[{key}]" in form
     }
-    seconds = found.get("seconds")
+    seconds = expiry.get("seconds")
     if isinstance(seconds, str) and seconds.isascii() and seconds.isdigit():
-        found["seconds"] = int(seconds[:9])
+        expiry["seconds"] = int(seconds[:9])
     if "expires_after" in form:
         raise bad_field("expires_after", "expires_after: send expires_after[anchor] and [seconds]")
-    return found or None
+    return expiry or None

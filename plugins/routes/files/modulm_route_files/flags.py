@@ -9,17 +9,20 @@ __all__ = ["FilesConfig"]
 
 @flag_group
 class FilesConfig(FlagGroup):
-    """What clients store on the server."""
+    """Files and batches of clients."""
 
     title = "Files"
     server = True
 
     file_storage_path: str | None = flag(
         None,
-        "Folder of uploaded files and batches, which outlive the server; None: a temporary one.",
+        "Folder of uploaded files and batches, kept after the server ends; None: temporary.",
         unit="path",
     )
-    max_stored_files: int = flag(1_000, "Most files that are stored.", least=1)
+    max_stored_files: int = flag(1_000, "Maximum number of stored files.", least=1)
     max_stored_bytes: int = flag(
-        4 << 30, "Bytes of stored files beyond which none is taken.", unit="bytes", least=1
+        4 << 30,
+        "Total size of stored files beyond which uploads are rejected.",
+        unit="bytes",
+        least=1,
     )

@@ -1,4 +1,4 @@
-"""What is answered: files and batches as OpenAI's API has them."""
+"""OpenAI's file and batch objects."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["BatchCard", "BatchError", "Counts", "Deleted", "FileCard"]
 
 
 class FileCard(TypedDict):
-    """What is known of a file."""
+    """A stored file."""
 
     id: str
     object: Literal["file"]
@@ -21,7 +21,7 @@ class FileCard(TypedDict):
 
 
 class Deleted(TypedDict):
-    """It is gone."""
+    """The response to a deletion."""
 
     id: str
     object: Literal["file"]
@@ -29,7 +29,7 @@ class Deleted(TypedDict):
 
 
 class BatchError(TypedDict):
-    """What is wrong with a batch, and in which line of it."""
+    """An error of a batch, with its line if any."""
 
     code: str
     message: str
@@ -38,14 +38,14 @@ class BatchError(TypedDict):
 
 
 class BatchErrors(TypedDict):
-    """What is wrong with a batch."""
+    """The errors of a batch."""
 
     object: Literal["list"]
     data: list[BatchError]
 
 
 class Counts(TypedDict):
-    """Lines of a batch."""
+    """The number of lines of a batch."""
 
     total: int
     completed: int
@@ -53,7 +53,7 @@ class Counts(TypedDict):
 
 
 class BatchCard(TypedDict):
-    """A batch and how far it is; times are seconds of Unix time."""
+    """A batch and its progress. Times are seconds of Unix time."""
 
     id: str
     object: Literal["batch"]

@@ -1,8 +1,7 @@
-"""Uploaded and produced files: on disk under random names, and only for their owner.
+"""Stores uploaded and generated files on disk under random names, accessible only to their owner.
 
-A file is two: what is in it, and a card that says whose it is. The card is written last, whole and
-at once, so that a file either is there or was never acknowledged; several servers may use one
-folder, and one that starts finds what others have left.
+Each file has a card with its metadata. The card is written last and atomically, so that a file
+either exists completely or was never acknowledged. Several servers may share a folder.
 """
 
 from __future__ import annotations
@@ -27,20 +26,22 @@ if TYPE_CHECKING:
 
     from modulm_route_files.objects import FileCard
 
-__all__ = ["FileStore", "StoredFile", "expires_after", "no_room", "write_whole"]
+__all__ = ["FileStore", "StoredFile", "expires_after", "storage_error", "write_atomically"]
 
-#: Seconds that a file may be kept for, where that is said: an hour to thirty days.
+#: Minimum and maximum of `expires_after` in seconds: an hour and thirty days.
 _SHORTEST, _LONGEST = 3_600, 2_592_000
-#: OpenAI's: files for batches go after thirty days, all others stay.
+#: OpenAI's defaults: batch files expire after thirty days, others never.
 _USUAL = {"batch": _LONGEST}
 _PIECE = 1 << 20
 
 
 @define(eq=False)
 class StoredFile:
-    """A file. `name` is the client's, and is never used as a path. `lasts`: seconds after which it
-    is gone, None: never; `made`: when, in ns of Unix time; `since`: the same on a clock that never
-    jumps, in s.
+    """A stored file.
+
+    name: the client's file name, never used as a path. lasts: lifetime in seconds, None for no
+    limit. made: time of creation in nanoseconds of Unix time; since: the same on the monotonic
+    clock, in seconds.
     """
 
     id: str
@@ -54,17 +55,17 @@ class StoredFile:
 
     @property
     def created(self) -> int:
-        """When it was made, in s of Unix time."""
+        """Time of creation in seconds of Unix time."""
         return self.made // 1_000_000_000
 
     @property
     def expired(self) -> bool:
-        """Whether its time is over."""
+        """Whether its lifetime is over."""
         return self.lasts is not None and time.monotonic() >= self.since + self.lasts
 
     @property
     def size(self) -> int:
-        """Bytes; 0 for one that is gone."""
+        """Size in bytes; 0 if the file was deleted."""
         try:
             return self.path.stat().st_size
         except OSError:
@@ -84,62 +85,64 @@ class StoredFile:
         }
 
 
-def expires_after(given: Mapping[str, Any] | None, where: str) -> int | None:
-    """The seconds of OpenAI's `expires_after`, in the field `where`. Raises ApiError(400)."""
-    if given is None:
+def expires_after(value: Mapping[str, Any] | None, where: str) -> int | None:
+    """Read OpenAI's `expires_after` from the field `where`. Raises ApiError(400)."""
+    if value is None:
         return None
-    seconds = given.get("seconds")
-    if given.get("anchor") != "created_at":
-        raise bad_field(where, f"{where}.anchor: must be created_at")
+    seconds = value.get("seconds")
+    if value.get("anchor") != "created_at":
+        raise bad_field(where, f"{where}.anchor must be created_at")
     if not isinstance(seconds, int) or not _SHORTEST <= seconds <= _LONGEST:
-        raise bad_field(where, f"{where}.seconds: a number from {_SHORTEST} to {_LONGEST}")
+        raise bad_field(where, f"{where}.seconds must be a number from {_SHORTEST} to {_LONGEST}")
     return seconds
 
 
-def no_room(error: OSError) -> ApiError:
-    """What a client is told when something cannot be stored."""
+def storage_error(error: OSError) -> ApiError:
+    """The error for a client when storing fails."""
     reason = error.strerror or "the disk cannot be used"
-    return ApiError(507, f"this cannot be stored: {reason}", code="insufficient_storage")
+    return ApiError(507, f"storing failed: {reason}", code="insufficient_storage")
 
 
-def write_whole(path: Path, content: bytes, lasting: bool) -> None:
-    """Write a file at once, in place of an old one. `lasting`: it survives a loss of power."""
+def write_atomically(path: Path, content: bytes, lasting: bool) -> None:
+    """Write or replace a file atomically. lasting: flush it to the disk."""
     fresh = path.with_name(f"{path.name}.{uuid4().hex}.new")
     try:
         with fresh.open("wb") as target:
             target.write(content)
-            _settle(target, lasting)
+            _flush(target, lasting)
         fresh.replace(path)
     except BaseException:
         fresh.unlink(missing_ok=True)
         raise
 
 
-def _settle(target: IO[bytes], lasting: bool) -> None:
+def _flush(target: IO[bytes], lasting: bool) -> None:
     target.flush()
     if lasting:
         os.fsync(target.fileno())
 
 
 class FileStore:
-    """Files in a folder; without one it makes a folder of its own.
+    """Files in a folder, by default a temporary one.
 
-    most, most_bytes: that are stored. lasting: the files outlive this server.
+    max_files, max_bytes: limits of stored files. lasting: the files are kept after the server ends.
     """
 
-    def __init__(self, folder: Path | None, most: int, most_bytes: int, *, lasting: bool) -> None:
+    def __init__(
+        self, folder: Path | None, max_files: int, max_bytes: int, *, lasting: bool
+    ) -> None:
         self.lasting = lasting
-        self._own = folder is None
+        self._temporary = folder is None
         self._folder = folder
-        self._most = most
-        self._most_bytes = most_bytes
+        self._max_files = max_files
+        self._max_bytes = max_bytes
         self._files: dict[str, StoredFile] = {}
-        # Uploads are written on threads of their own.
+        # Uploads are written in threads.
         self._lock = threading.RLock()
 
     @property
     def folder(self) -> Path:
-        """Where everything is, made when it is needed. Raises OSError."""
+        """The folder, created on first use. Raises OSError."""
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="modulm-files-"))
         for part in ("files", "batches"):
@@ -147,12 +150,14 @@ class FileStore:
         return self._folder
 
     def make(self, owner: str, name: str, purpose: str, lasts: int | None = None) -> StoredFile:
-        """A file to be written to its path and then kept (`keep`), for `lasts` seconds or as long
-        as its purpose says. Raises ApiError(429) when there are too many, OSError.
+        """Create a file entry, to be written to its path and then published with `keep`.
+
+        lasts: lifetime in seconds; the default depends on the purpose. Raises ApiError(429) if too
+        many files are stored, OSError.
         """
-        there = self._look()
-        used = sum(file.size for file in there)
-        if len(there) >= self._most or used >= self._most_bytes:
+        stored = self._refresh()
+        used = sum(file.size for file in stored)
+        if len(stored) >= self._max_files or used >= self._max_bytes:
             raise ApiError(429, "too many files are stored: delete some", code="overloaded")
         identity = f"file-{uuid4().hex}"
         return StoredFile(
@@ -167,18 +172,18 @@ class FileStore:
         )
 
     def write(self, file: StoredFile, source: IO[bytes]) -> None:
-        """Fill a file and keep it, or leave nothing of it. Raises OSError."""
+        """Write a file and publish it; on failure, remove it. Raises OSError."""
         try:
             with file.path.open("wb") as target:
                 shutil.copyfileobj(source, target, _PIECE)
-                _settle(target, self.lasting)
+                _flush(target, self.lasting)
             self.keep(file)
         except BaseException:
             self.remove(file)
             raise
 
     def keep(self, file: StoredFile) -> None:
-        """From now on it is there. Raises OSError."""
+        """Publish a written file. Raises OSError."""
         card = {
             "owner": file.owner,
             "name": file.name,
@@ -186,27 +191,27 @@ class FileStore:
             "made": file.made,
             "lasts": file.lasts,
         }
-        write_whole(_card(file.path), msgspec.json.encode(card), self.lasting)
+        write_atomically(_card(file.path), msgspec.json.encode(card), self.lasting)
         with self._lock:
             self._files[file.id] = file
 
     def get(self, identity: Any, owner: str, param: str | None = None) -> StoredFile:
-        """A file by its whole id. Raises ApiError(404), also for somebody else's."""
-        self._look()
+        """A file by its id. Raises ApiError(404), also for another owner's file."""
+        self._refresh()
         file = self._files.get(identity) if isinstance(identity, str) else None
         if file is None or file.owner != owner:
-            raise ApiError(404, f"there is no file {str(identity)[:64]!r}", param=param)
+            raise ApiError(404, f"no file {str(identity)[:64]!r}", param=param)
         return file
 
     def find(self, identity: str | None) -> StoredFile | None:
-        """A file, whoever owns it."""
-        self._look()
+        """A file by its id, of any owner."""
+        self._refresh()
         return self._files.get(identity) if identity is not None else None
 
-    def of(self, owner: str) -> list[StoredFile]:
-        """Everything that somebody owns, the oldest first."""
-        found = [file for file in self._look() if file.owner == owner]
-        return sorted(found, key=lambda file: file.made)
+    def list_owned(self, owner: str) -> list[StoredFile]:
+        """The files of an owner, oldest first."""
+        owned = [file for file in self._refresh() if file.owner == owner]
+        return sorted(owned, key=lambda file: file.made)
 
     def remove(self, file: StoredFile) -> None:
         """Delete a file."""
@@ -216,20 +221,18 @@ class FileStore:
         file.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Delete everything that is not meant to last."""
+        """Delete temporary files."""
         self._files.clear()
-        if self._folder is not None and self._own:
+        if self._folder is not None and self._temporary:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _look(self) -> list[StoredFile]:
-        """What there is. Learns of files that others have made or deleted, and lets those go whose
-        time is over.
-        """
+    def _refresh(self) -> list[StoredFile]:
+        """List all files, after reading changes of other servers and removing expired files."""
         with self._lock:
-            self._learn()
+            self._scan()
             return list(self._files.values())
 
-    def _learn(self) -> None:
+    def _scan(self) -> None:
         if self._folder is None:
             return
         cards = {entry.name for entry in os.scandir(self.folder / "files") if _is_card(entry.name)}
@@ -244,7 +247,7 @@ class FileStore:
             self.remove(file)
 
     def _read(self, name: str) -> StoredFile | None:
-        """A file by its card; None if that is gone or none of ours."""
+        """Read a file's card; None if it is missing or invalid."""
         path = self.folder / "files" / name.removesuffix(".json")
         try:
             card = msgspec.json.decode(_card(path).read_bytes())

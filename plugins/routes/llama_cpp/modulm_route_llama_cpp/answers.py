@@ -1,4 +1,4 @@
-"""Answers in llama.cpp's form, whole and in parts."""
+"""Responses in llama.cpp's form, whole or streamed."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _TYPES = {
 }
 
 
-def failure(told: ApiError, message: str) -> dict[str, Any]:
-    """An error in llama.cpp's form."""
-    kind = _TYPES.get(told.status, "server_error" if told.status >= 500 else told.kind)
-    if told.code == "context_length_exceeded":
+def failure(error: ApiError, message: str) -> dict[str, Any]:
+    """Build an error in llama.cpp's form."""
+    kind = _TYPES.get(error.status, "server_error" if error.status >= 500 else error.kind)
+    if error.code == "context_length_exceeded":
         kind = "exceed_context_size_error"
-    return {"error": {"code": told.status, "message": message, "type": kind, "param": told.param}}
+    return {"error": {"code": error.status, "message": message, "type": kind, "param": error.param}}
 
 
 @define(eq=False)
 class Answer:
-    """One answer while it comes. nothing: no token is wanted. best: how many log probabilities."""
+    """A response in progress. nothing: generate no token. best: log probabilities per token."""
 
     index: int
     model: str
@@ -43,20 +43,20 @@ class Answer:
     nothing: bool = False
     best: int = 0
     keep_tokens: bool = False
-    begun: float = field(factory=time.monotonic)
+    started: float = field(factory=time.monotonic)
     first: float | None = None
     text: str = ""
     generated: int = 0
 
     def piece(self, output: Any, choice: CompletionOutput) -> Piece:
-        """What a step added."""
+        """Add a step's output; returns its part of the response."""
         if self.first is None:
             self.first = time.monotonic()
         text = "" if self.nothing else choice.text
         ids = [] if self.nothing else list(choice.token_ids)
         self.text += text
         self.generated += len(ids)
-        made: Piece = {
+        part: Piece = {
             "index": self.index,
             "content": text,
             "tokens": ids if self.keep_tokens else [],
@@ -66,11 +66,11 @@ class Answer:
             "tokens_evaluated": len(output.prompt_token_ids),
         }
         if self.best and not self.nothing:
-            made["completion_probabilities"] = probabilities(choice.logprobs or (), self.best)
-        return made
+            part["completion_probabilities"] = probabilities(choice.logprobs or (), self.best)
+        return part
 
     def end(self, piece: Piece, output: Any, choice: CompletionOutput, prompt: str) -> Completion:
-        """The last of it: why it ended, and the figures."""
+        """The final part: the stop reason and the statistics."""
         word = choice.stop_reason if isinstance(choice.stop_reason, str) else ""
         ended = "word" if word else "limit" if choice.finish_reason == "length" else "eos"
         return {
@@ -88,12 +88,12 @@ class Answer:
         }
 
     def timings(self, output: Any) -> Timings:
-        """Times until now: of the prompt until the first token, then of the answer."""
+        """Timings so far: prompt processing up to the first token, then generation."""
         now = time.monotonic()
         first = now if self.first is None else self.first
         cached = output.num_cached_tokens or 0
         read = len(output.prompt_token_ids) - cached
-        prompt, predicted = 1e3 * (first - self.begun), 1e3 * (now - first)
+        prompt, predicted = 1e3 * (first - self.started), 1e3 * (now - first)
         return {
             "cache_n": cached,
             "prompt_n": read,
@@ -108,15 +108,15 @@ class Answer:
 
 
 def probabilities(positions: Sequence[Position], best: int) -> list[TokenProbability]:
-    """An entry per token, with the `best` tokens that it was chosen from."""
-    found: list[TokenProbability] = []
+    """Build one entry per token, with its `best` top candidates."""
+    result: list[TokenProbability] = []
     for position in positions:
         entries = list(position.items())
         ranked = sorted(entries, key=lambda entry: entry[1].rank or 0)
         chosen = _entry(*entries[0])
         chosen["top_logprobs"] = [_entry(*entry) for entry in ranked[:best]]
-        found.append(chosen)
-    return found
+        result.append(chosen)
+    return result
 
 
 def _entry(token: int, one: Any) -> TokenProbability:
@@ -125,17 +125,17 @@ def _entry(token: int, one: Any) -> TokenProbability:
 
 
 def chosen_fields(answer: Mapping[str, Any], fields: Sequence[str] | None) -> Mapping[str, Any]:
-    """`response_fields`: what is named, from within objects too; what is not there is left out."""
+    """Select the `response_fields` of a response, with / for nested ones. Ignores missing ones."""
     if not fields:
         return answer
-    found = {}
+    selected = {}
     for name in fields:
         value: Any = answer
         for part in name.split("/"):
             value = value.get(part, _MISSING) if isinstance(value, Mapping) else _MISSING
         if value is not _MISSING:
-            found[name.rpartition("/")[2]] = value
-    return found
+            selected[name.rpartition("/")[2]] = value
+    return selected
 
 
 _MISSING = object()

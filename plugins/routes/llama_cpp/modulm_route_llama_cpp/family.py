@@ -1,6 +1,6 @@
-"""The route family: `/completion`, `/infill`, `/props`, `/slots` and what goes with them.
+"""The route family of llama.cpp's server: `/completion`, `/infill`, `/props`, `/slots` ...
 
-An answer of which `response_fields` names parts has no type of its own, only these.
+With `response_fields`, a response has only the named fields, and no static type.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ __all__ = ["LlamaCpp"]
 
 @frozen(kw_only=True)
 class _Job:
-    """One request, ready to run. fields: what it calls a field of the engine's."""
+    """A validated request. fields: the API's names of engine fields."""
 
     body: CompletionRequest
     prompts: Sequence[Prompt]
@@ -73,7 +73,7 @@ class _Job:
     fields: Mapping[str, str]
 
     def answers(self) -> list[Answer]:
-        """An answer per prompt and completion."""
+        """Create an `Answer` per prompt and completion."""
         return [
             Answer(
                 index,
@@ -97,45 +97,48 @@ class LlamaCpp(RouteFamily):
         router = APIRouter(tags=["llama.cpp"])
         whole = Completion | list[Completion] | dict[str, Any] | list[dict[str, Any]]
         part = Chunk | Completion | Failure | dict[str, Any]
-        posted = (
+        post_routes = (
             ("/completion", self.completion, CompletionRequest, whole, part),
             ("/infill", self.infill, InfillRequest, whole, part),
             ("/apply-template", self.apply_template, TemplateRequest, Tokens, None),
             ("/embedding", self.embedding, EmbeddingRequest, list[Embedding], None),
         )
-        for path, function, schema, answer, events in posted:
+        for path, function, schema, answer, events in post_routes:
             router.add_api_route(
                 path,
-                self._told(function),
+                self._with_errors(function),
                 methods=["POST"],
                 openapi_extra=request_docs(schema),
                 responses=response_docs(answer, events=events, failure=Failure),
                 description=function.__doc__,
                 name=f"llama.cpp {path}",
             )
-        for path, shown, shape in (
+        for path, get_endpoint, shape in (
             ("/props", self.props, Properties),
             ("/slots", self.slots, list[Slot]),
             ("/lora-adapters", self.adapters, list[Adapter]),
         ):
             router.add_api_route(
                 path,
-                self._told(shown),
+                self._with_errors(get_endpoint),
                 methods=["GET"],
                 responses=response_docs(shape, failure=Failure),
-                description=shown.__doc__,
+                description=get_endpoint.__doc__,
                 name=f"llama.cpp {path}",
             )
         for path in ("/props", "/slots/{id_slot}", "/lora-adapters"):
             router.add_api_route(
-                path, self._told(self._fixed), methods=["POST"], include_in_schema=False
+                path,
+                self._with_errors(self._not_changeable),
+                methods=["POST"],
+                include_in_schema=False,
             )
         return router
 
-    def _told(
+    def _with_errors(
         self, function: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        """The route with errors in llama.cpp's form."""
+        """Wrap an endpoint to return errors in llama.cpp's form."""
 
         async def answered(request: Request) -> Response:
             try:
@@ -144,24 +147,24 @@ class LlamaCpp(RouteFamily):
                 raise
             except Exception as error:
                 stacks = self.context.config.group(ServerConfig).log_error_stack
-                told = report(error, request.scope, stacks)
-                return json_response(_failure(told), told.status, told.headers)
+                api_error = report(error, request.scope, stacks)
+                return json_response(_failure(api_error), api_error.status, api_error.headers)
 
         return answered
 
-    # What tells of the server.
+    # Server information.
 
     async def props(self, request: Request) -> Response:
-        """What the server is, and the settings that a request has if it says nothing."""
+        """Describe the server and the default settings of requests."""
         info, config = self.context.engine.info, self.context.config
         tokenizer = self.context.engine.tokenizer
-        settings = Settings.of(CompletionRequest(), info.defaults).shown()
+        settings = Settings.of(CompletionRequest(), info.defaults).as_dict()
         template = self.context.generation.template
         if template is None and tokenizer is not None:
-            given = tokenizer.chat_template
-            template = given if isinstance(given, str) else (given or {}).get("default")
+            templates = tokenizer.chat_template
+            template = templates if isinstance(templates, str) else (templates or {}).get("default")
         special = {} if tokenizer is None else tokenizer.special
-        told: Properties = {
+        properties: Properties = {
             "default_generation_settings": {
                 "id": 0,
                 "n_ctx": info.max_model_len,
@@ -180,16 +183,16 @@ class LlamaCpp(RouteFamily):
             "build_info": f"modulm {modulm.__version__}",
             "is_sleeping": await self.context.engine.is_sleeping(),
         }
-        return json_response(told)
+        return json_response(properties)
 
     async def slots(self, request: Request) -> Response:
-        """The sequences that may run at once. fail_on_no_slot=1: 503 if all of them do."""
+        """List the slots for concurrent sequences. fail_on_no_slot=1: 503 if all are in use."""
         info, stats = self.context.engine.info, self.context.engine.stats
         count = self.context.config.scheduler.max_num_seqs or 1
         running = 0 if stats is None else int(stats.running)
         if request.query_params.get("fail_on_no_slot") == "1" and running >= count:
             raise ApiError(503, "no slot available", code="overloaded")
-        told: list[Slot] = [
+        slot_objects: list[Slot] = [
             {
                 "id": index,
                 "id_task": -1,
@@ -199,30 +202,28 @@ class LlamaCpp(RouteFamily):
             }
             for index in range(count)
         ]
-        return json_response(told)
+        return json_response(slot_objects)
 
     async def adapters(self, request: Request) -> Response:
-        """The adapters that `lora` of a request may name by their number."""
-        told: list[Adapter] = [
+        """List the adapters that requests may select by number in `lora`."""
+        adapter_objects: list[Adapter] = [
             {"id": index, "path": adapter.root or adapter.name, "scale": 0.0}
             for index, adapter in enumerate(self.context.engine.adapters.values())
         ]
-        return json_response(told)
+        return json_response(adapter_objects)
 
-    async def _fixed(self, request: Request) -> Response:
-        """What can be changed in llama.cpp's server while it runs, and not here."""
-        words = {
-            "/props": "the server's settings are its flags (modulm serve --help)",
-            "/lora-adapters": "a request names its adapter with `lora`, or as its `model`",
+    async def _not_changeable(self, request: Request) -> Response:
+        """Reject requests that change llama.cpp's server at run time."""
+        reasons = {
+            "/props": "set the server's flags instead (modulm serve --help)",
+            "/lora-adapters": "select an adapter in each request, with `lora` or `model`",
         }
         path = request.url.path
-        said = words.get(
-            path, "the cache of prompts is shared; it is not saved, nor is it a slot's"
-        )
-        raise ApiError(501, f"this server does not support POST {path[:40]}: {said}")
+        reason = reasons.get(path, "the prompt cache is shared by all slots and cannot be saved")
+        raise ApiError(501, f"this server does not support POST {path[:40]}: {reason}")
 
     async def apply_template(self, request: Request) -> Response:
-        """A conversation in the model's chat template, as text."""
+        """Render a conversation with the model's chat template."""
         body = await read(request, TemplateRequest)
         prompt = await self.context.generation.from_messages(
             body.messages,
@@ -232,37 +233,37 @@ class LlamaCpp(RouteFamily):
                 add_generation_prompt=body.add_generation_prompt,
             ),
         )
-        told: Tokens = {"prompt": self._text(prompt.text, prompt.ids)}
-        return json_response(told)
+        rendered: Tokens = {"prompt": self._text(prompt.text, prompt.ids)}
+        return json_response(rendered)
 
     async def embedding(self, request: Request) -> Response:
-        """One vector per text, by the server's own route for embeddings."""
+        """Compute one embedding per text."""
         body = await read(request, EmbeddingRequest)
         if body.embd_normalize not in (None, 2, -1):
-            raise bad_field("embd_normalize", "embd_normalize: 2 (Euclidean) or -1 (none)")
-        wanted: dict[str, Any] = {"input": body.content}
+            raise bad_field("embd_normalize", "embd_normalize must be 2 (Euclidean) or -1 (none)")
+        request_fields: dict[str, Any] = {"input": body.content}
         if body.embd_normalize == -1:
-            wanted["normalize"] = False
-        encoded = msgspec.json.encode(wanted)
+            request_fields["normalize"] = False
+        encoded = msgspec.json.encode(request_fields)
         status, answer = await self.context.loopback.post(
             "/v1/embeddings", encoded, current_owner()
         )
-        told = json.loads(answer)
+        response = json.loads(answer)
         if status >= 300:
-            error = told.get("error", {})
+            error = response.get("error", {})
             raise ApiError(status, str(error.get("message", "error")), param=error.get("param"))
-        found: list[Embedding] = [
-            {"index": one["index"], "embedding": [one["embedding"]]} for one in told["data"]
+        embeddings: list[Embedding] = [
+            {"index": one["index"], "embedding": [one["embedding"]]} for one in response["data"]
         ]
-        return json_response(found)
+        return json_response(embeddings)
 
-    # Answers.
+    # Generation.
 
     async def completion(self, request: Request) -> Response:
         """Continue a prompt, or each of several."""
         body = await read(request, CompletionRequest)
         if body.prompt is None:
-            raise bad_field("prompt", "prompt: is needed")
+            raise bad_field("prompt", "prompt is missing")
         self.context.generation.check_open()
         return await self._answer(body, await prompts_of(body.prompt, self.context.generation))
 
@@ -287,16 +288,16 @@ class LlamaCpp(RouteFamily):
         info = self.context.engine.info
         slots = self.context.config.scheduler.max_num_seqs or 1
         if not -1 <= body.id_slot < slots:
-            raise bad_field("id_slot", f"id_slot: -1, or one of {slots} slots from 0")
+            raise bad_field("id_slot", f"id_slot must be -1 or a slot from 0 to {slots - 1}")
         settings = Settings.of(body, info.defaults)
-        held = constraint_of(body)
+        constraint = constraint_of(body)
         bias = biases(body.logit_bias, self.context.generation.tokenizer)
-        params = params_of(body, settings, None if held is None else held[0], bias)
+        params = params_of(body, settings, None if constraint is None else constraint[0], bias)
         server = self.context.config.group(ServerConfig)
         check_cost(params, [len(prompt.ids) for prompt in prompts], info, server)
         adapter = await self._adapter(body)
-        shown = {
-            **settings.shown(),
+        settings_object = {
+            **settings.as_dict(),
             "n_ctx": info.max_model_len,
             "n_predict": -1 if params.max_tokens is None else params.max_tokens,
             "max_tokens": -1 if params.max_tokens is None else params.max_tokens,
@@ -309,42 +310,42 @@ class LlamaCpp(RouteFamily):
             "n_keep": body.n_keep or 0,
             "logit_bias": [{"token": key, "bias": value} for key, value in (bias or {}).items()],
         }
-        if held is not None and held[1] == "json_schema":
-            shown["json_schema"] = body.json_schema
+        if constraint is not None and constraint[1] == "json_schema":
+            settings_object["json_schema"] = body.json_schema
         return _Job(
             body=body,
             prompts=prompts,
             params=params,
-            settings=shown,
+            settings=settings_object,
             model=adapter or self.context.models[0],
             adapter=adapter,
             fields={
                 "logprobs": "n_probs",
                 "max_tokens": "n_predict",
-                **({} if held is None else {"structured_outputs": held[1]}),
+                **({} if constraint is None else {"structured_outputs": constraint[1]}),
             },
         )
 
     async def _adapter(self, body: CompletionRequest) -> str | None:
-        """The adapter of a request: the one of `lora`, or that which `model` names."""
+        """The adapter of a request, from `lora` or `model`."""
         if body.lora is None:
-            named = body.model
-            known = named is None or named in self.context.models
+            model_name = body.model
+            known = model_name is None or model_name in self.context.models
             adapters = self.context.engine.adapters
-            return named if not known and named in adapters else None
-        asked = [one for one in body.lora if one.get("scale", 0) != 0]
-        if len(asked) > 1 or any(one.get("scale") != 1 for one in asked):
-            raise bad_field("lora", "lora: one adapter, with scale 1; others are off")
-        if not asked:
+            return model_name if not known and model_name in adapters else None
+        requested = [one for one in body.lora if one.get("scale", 0) != 0]
+        if len(requested) > 1 or any(one.get("scale") != 1 for one in requested):
+            raise bad_field("lora", "lora: only one adapter with scale 1 is supported")
+        if not requested:
             return None
         names = list(self.context.engine.adapters)
-        index = asked[0].get("id")
+        index = requested[0].get("id")
         if not isinstance(index, int) or not 0 <= index < len(names):
-            raise bad_field("lora", f"lora: {index!r:.20} is no adapter of GET /lora-adapters")
+            raise bad_field("lora", f"lora: {index!r:.20} is not an adapter of GET /lora-adapters")
         return names[index]
 
     async def _start(self, job: _Job) -> list[Running]:
-        """All prompts handed to the engine, or none."""
+        """Submit all prompts to the engine, or none."""
         salt = None if job.body.cache_prompt else uuid4().hex
         tasks = [
             asyncio.ensure_future(
@@ -376,54 +377,54 @@ class LlamaCpp(RouteFamily):
             for run in runs:
                 stack.push_async_callback(run.aclose)
             outputs = await asyncio.gather(*(run.last() for run in runs))
-        made = []
-        for place, output in enumerate(outputs):
+        completions = []
+        for prompt_index, output in enumerate(outputs):
             for choice in output.outputs:
-                answer = answers[place * job.params.n + choice.index]
+                answer = answers[prompt_index * job.params.n + choice.index]
                 if output.metrics is not None and output.metrics.first_token_time is not None:
                     answer.first = output.metrics.first_token_time
                 prompt = self._text(output.prompt, output.prompt_token_ids)
-                told = answer.end(answer.piece(output, choice), output, choice, prompt)
-                made.append(chosen_fields(told, job.body.response_fields))
-        return made[0] if len(made) == 1 else made
+                completion = answer.end(answer.piece(output, choice), output, choice, prompt)
+                completions.append(chosen_fields(completion, job.body.response_fields))
+        return completions[0] if len(completions) == 1 else completions
 
     async def _frames(self, job: _Job, runs: Sequence[Running]) -> AsyncGenerator[bytes, None]:
         answers = job.answers()
         async with AsyncExitStack() as stack:
             for run in runs:
                 stack.push_async_callback(run.aclose)
-            async for place, output in merged(runs):
+            async for prompt_index, output in merged(runs):
                 for choice in output.outputs:
-                    answer = answers[place * job.params.n + choice.index]
-                    for told in self._pieces(job, answer, output, choice):
-                        yield frame(told)
+                    answer = answers[prompt_index * job.params.n + choice.index]
+                    for part in self._pieces(job, answer, output, choice):
+                        yield frame(part)
 
     def _pieces(
         self, job: _Job, answer: Answer, output: Any, choice: Any
     ) -> list[Mapping[str, Any]]:
-        """What a step said of an answer: what came, and then that it has ended."""
+        """The stream parts of an output: its text, and the end if it is finished."""
         first = answer.first is None
         piece = cast("Chunk", answer.piece(output, choice))
         if job.body.timings_per_token:
             piece["timings"] = answer.timings(output)
-        told: list[Mapping[str, Any]] = []
+        parts: list[Mapping[str, Any]] = []
         if first and job.body.return_progress:
             total, cached = len(output.prompt_token_ids), output.num_cached_tokens or 0
             took = answer.timings(output)["prompt_ms"]
             progress = {"total": total, "cache": cached, "processed": total, "time_ms": took}
-            told.append({**piece, "content": "", "tokens": [], "prompt_progress": progress})
+            parts.append({**piece, "content": "", "tokens": [], "prompt_progress": progress})
         if piece["content"] or piece["tokens"]:
-            told.append(piece)
+            parts.append(piece)
         if choice.finish_reason is not None:
             prompt = self._text(output.prompt, output.prompt_token_ids)
             last: Piece = {**_plain(piece), "content": "", "tokens": []}
             ended = answer.end(last, output, choice, prompt)
-            told.append(chosen_fields(ended, job.body.response_fields))
-        return told
+            parts.append(chosen_fields(ended, job.body.response_fields))
+        return parts
 
 
 def _plain(piece: Chunk) -> Piece:
-    """What an end has of a part."""
+    """The fields of a part that the final part repeats."""
     return {
         "index": piece["index"],
         "content": piece["content"],
@@ -435,9 +436,9 @@ def _plain(piece: Chunk) -> Piece:
     }
 
 
-def _failure(told: ApiError) -> dict[str, Any]:
-    return failure(told, error_body(told)["error"]["message"])
+def _failure(error: ApiError) -> dict[str, Any]:
+    return failure(error, error_body(error)["error"]["message"])
 
 
-def _failed(told: ApiError) -> bytes:
-    return frame(_failure(told))
+def _failed(error: ApiError) -> bytes:
+    return frame(_failure(error))

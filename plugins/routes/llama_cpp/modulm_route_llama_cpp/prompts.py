@@ -1,4 +1,4 @@
-"""Prompts in llama.cpp's forms, biases of tokens, and prompts with a gap to fill."""
+"""Prompts in llama.cpp's forms, logit biases, and fill-in-the-middle prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Gap", "biases", "infill_prompt", "prompts_of"]
 
-#: How models call the tokens around a gap.
+#: The names of fill-in-the-middle tokens in vocabularies.
 _PREFIX = ("<|fim_prefix|>", "<fim_prefix>", "<fim-prefix>", "<｜fim▁begin｜>", "▁<PRE>", "<PRE>",
            "<|code_prefix|>", "[PREFIX]")  # fmt: skip
 _SUFFIX = ("<|fim_suffix|>", "<fim_suffix>", "<fim-suffix>", "<｜fim▁hole｜>", "▁<SUF>", "<SUF>",
@@ -32,7 +32,7 @@ _FILE = ("<|file_sep|>", "<file_sep>", "<filename>")
 
 @frozen
 class Gap:
-    """The tokens with which a model fills in the middle; the last two may be missing."""
+    """The fill-in-the-middle tokens of a model. The last two are optional."""
 
     prefix: int
     suffix: int
@@ -42,7 +42,7 @@ class Gap:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Gap:
-        """Raises ApiError(501) for a model that has none."""
+        """Find the tokens of a tokenizer. Raises ApiError(501) if it has none."""
         known = tokenizer.added_tokens
 
         def find(names: Sequence[str]) -> int | None:
@@ -53,49 +53,51 @@ class Gap:
         if prefix is None or suffix is None or (middle is None and "[PREFIX]" not in known):
             raise ApiError(
                 501,
-                "this model cannot fill in the middle: its vocabulary has no tokens for prefix, "
-                "suffix and middle; /completion continues a text",
+                "this model does not support infilling: its vocabulary has no tokens for prefix, "
+                "suffix and middle; use /completion",
                 code="not_supported",
             )
         return cls(prefix, suffix, middle, find(_REPOSITORY), find(_FILE))
 
 
-async def prompts_of(given: Any, generation: GenerationService) -> tuple[Prompt, ...]:
-    """Texts, lists of token ids, lists of both mixed, or several of these. Raises ApiError(400)."""
-    several = isinstance(given, list) and _holds_prompts(given)
-    many = given if several else [given]
+async def prompts_of(prompt: Any, generation: GenerationService) -> tuple[Prompt, ...]:
+    """Read prompts: texts, token ids, mixed lists, or lists of these. Raises ApiError(400)."""
+    is_list = isinstance(prompt, list) and _holds_prompts(prompt)
+    many = prompt if is_list else [prompt]
     if not 0 < len(many) <= LIMITS.prompts:
-        raise bad_field("prompt", f"prompt: 1 to {LIMITS.prompts} prompts")
+        raise bad_field("prompt", f"prompt must have 1 to {LIMITS.prompts} prompts")
     return tuple([await _prompt(one, generation) for one in many])
 
 
-def _holds_prompts(given: Sequence[Any]) -> bool:
-    """Whether a list is of prompts, not of the tokens and texts of one."""
-    nested = any(isinstance(item, list | dict) for item in given)
-    return nested or (len(given) != 1 and all(isinstance(item, str) for item in given))
+def _holds_prompts(items: Sequence[Any]) -> bool:
+    """Whether a list contains prompts, not the tokens and texts of one prompt."""
+    nested = any(isinstance(item, list | dict) for item in items)
+    return nested or (len(items) != 1 and all(isinstance(item, str) for item in items))
 
 
-async def _prompt(given: Any, generation: GenerationService) -> Prompt:
-    if isinstance(given, Mapping):
-        if given.get("multimodal_data"):
-            raise bad_field("prompt", "prompt.multimodal_data: this route takes texts only")
-        given = given.get("prompt_string")
-    if isinstance(given, str):
-        (prompt,) = await generation.tokenize(given, whole=True)
+async def _prompt(source: Any, generation: GenerationService) -> Prompt:
+    if isinstance(source, Mapping):
+        if source.get("multimodal_data"):
+            raise bad_field("prompt", "prompt.multimodal_data is not supported by this route")
+        source = source.get("prompt_string")
+    if isinstance(source, str):
+        (prompt,) = await generation.tokenize(source, whole=True)
         return prompt
-    if not isinstance(given, list) or not given:
-        raise bad_field("prompt", "prompt: a text, a list of token ids and texts, or several")
-    if all(_is_id(item) for item in given):
-        return Prompt(given)
+    if not isinstance(source, list) or not source:
+        raise bad_field(
+            "prompt", "prompt must be text, a list of token ids and texts, or a list of these"
+        )
+    if all(_is_id(item) for item in source):
+        return Prompt(source)
     ids: list[int] = []
-    for place, item in enumerate(given):
+    for index, item in enumerate(source):
         if _is_id(item):
             ids.append(item)
         elif isinstance(item, str):
-            (part,) = await generation.tokenize(item, add_special_tokens=not place, whole=True)
+            (part,) = await generation.tokenize(item, add_special_tokens=not index, whole=True)
             ids += part.ids
         else:
-            raise bad_field("prompt", f"prompt[{place}]: a token id or a text is expected")
+            raise bad_field("prompt", f"prompt[{index}] must be a token id or text")
     return Prompt(ids)
 
 
@@ -104,11 +106,11 @@ def _is_id(value: Any) -> bool:
 
 
 async def infill_prompt(body: InfillRequest, generation: GenerationService) -> Prompt:
-    """A prompt with a gap between prefix and suffix. Raises ApiError(501), ApiError(400)."""
+    """Build a fill-in-the-middle prompt. Raises ApiError(501), ApiError(400)."""
     tokenizer = generation.tokenizer
     gap = Gap.of(tokenizer)
     if body.prompt is not None and not isinstance(body.prompt, str):
-        raise bad_field("prompt", "prompt: a text is expected")
+        raise bad_field("prompt", "prompt must be text")
 
     async def ids(text: str) -> list[int]:
         if not text:
@@ -136,39 +138,37 @@ async def infill_prompt(body: InfillRequest, generation: GenerationService) -> P
 
 
 def _extra(body: InfillRequest) -> list[tuple[str, str]]:
-    found = []
-    for place, part in enumerate(body.input_extra or ()):
+    files = []
+    for index, part in enumerate(body.input_extra or ()):
         text, name = part.get("text"), part.get("filename", "tmp")
         if not isinstance(text, str) or not isinstance(name, str):
             raise bad_field(
-                "input_extra", f"input_extra[{place}]: an object of filename and text is expected"
+                "input_extra", f"input_extra[{index}] must be an object with filename and text"
             )
-        found.append((name, text))
-    return found
+        files.append((name, text))
+    return files
 
 
 def _begin(tokenizer: Tokenizer) -> list[int]:
-    """What every prompt of the model begins with."""
+    """The tokens at the start of every prompt of the model."""
     return list(tokenizer.encode("", add_special_tokens=True))[:1]
 
 
-def biases(given: Any, tokenizer: Tokenizer) -> dict[int, float] | None:
-    """`logit_bias`: pairs of a token (id or text) and a number or false, or an object of them.
+def biases(logit_bias: Any, tokenizer: Tokenizer) -> dict[int, float] | None:
+    """Read `logit_bias`: pairs of a token (id or text) and a number or false, or an object.
 
-    false: never. A text stands for each of its tokens. Raises ApiError(400).
+    false forbids a token. A text means each of its tokens. Raises ApiError(400).
     """
-    if not given:
+    if not logit_bias:
         return None
-    pairs = list(given.items()) if isinstance(given, Mapping) else given
+    pairs = list(logit_bias.items()) if isinstance(logit_bias, Mapping) else logit_bias
     if not isinstance(pairs, list) or not all(_is_pair(pair) for pair in pairs):
-        raise bad_field(
-            "logit_bias", "logit_bias: pairs of a token and a number or false are expected"
-        )
-    found: dict[int, float] = {}
+        raise bad_field("logit_bias", "logit_bias must be pairs of a token and a number or false")
+    result: dict[int, float] = {}
     for token, value in pairs:
-        for index in _tokens(token, tokenizer, isinstance(given, Mapping)):
-            found[index] = -100.0 if value is False else float(value)
-    return found
+        for index in _tokens(token, tokenizer, isinstance(logit_bias, Mapping)):
+            result[index] = -100.0 if value is False else float(value)
+    return result
 
 
 def _is_pair(pair: Any) -> bool:

@@ -136,7 +136,7 @@ _NEUTRAL_SAMPLERS = ("dry", "typ_p", "typical_p", "xtc", "top_n_sigma", "infill"
 
 @frozen(kw_only=True)
 class Settings:
-    """How a request's tokens are chosen, in llama.cpp's words."""
+    """Sampling settings in llama.cpp's form."""
 
     temperature: float = 0.8
     top_k: int = 40
@@ -150,37 +150,44 @@ class Settings:
 
     @classmethod
     def of(cls, body: CompletionRequest, defaults: Mapping[str, Any]) -> Settings:
-        """What a request says, else what the checkpoint recommends, else llama.cpp's defaults.
+        """The settings of a request, with defaults of the checkpoint, then of llama.cpp.
 
-        Raises ApiError(400) for a sampler that is not there.
+        Raises ApiError(400) for an unsupported sampler.
         """
-        for name, (neutral, words) in _NEUTRAL.items():
+        for name, (neutral, reason) in _NEUTRAL.items():
             if getattr(body, name) not in (None, *neutral):
-                raise bad_field(name, f"{name}: {words}; leave it out", "unsupported")
-        given = defaults.get
-        found = {name: defaults[name] for name in _RECOMMENDED if given(name) is not None}
-        if given("repetition_penalty"):
-            found["repeat_penalty"] = defaults["repetition_penalty"]
-        said = {name: getattr(body, name) for name in (*_RECOMMENDED, *_PENALTIES)}
-        found |= {name: value for name, value in said.items() if value is not None}
-        return cls(**found, samplers=_samplers(body.samplers))
+                raise bad_field(name, f"{name}: {reason}; leave it out", "unsupported")
+        recommended = defaults.get
+        settings = {name: defaults[name] for name in _RECOMMENDED if recommended(name) is not None}
+        if recommended("repetition_penalty"):
+            settings["repeat_penalty"] = defaults["repetition_penalty"]
+        requested = {name: getattr(body, name) for name in (*_RECOMMENDED, *_PENALTIES)}
+        settings |= {name: value for name, value in requested.items() if value is not None}
+        return cls(**settings, samplers=_samplers(body.samplers))
 
-    def shown(self) -> dict[str, Any]:
-        """The settings as answers tell them."""
+    def as_dict(self) -> dict[str, Any]:
+        """The settings as responses show them."""
         neutral = {name: values[0] for name, (values, _) in _NEUTRAL.items()}
         del neutral["grammar_lazy"], neutral["t_max_prompt_ms"]
-        own = {name: getattr(self, name) for name in (*_RECOMMENDED, *_PENALTIES)}
-        return {**neutral, "post_sampling_probs": False, **own, "samplers": list(self.samplers)}
+        settings = {name: getattr(self, name) for name in (*_RECOMMENDED, *_PENALTIES)}
+        return {
+            **neutral,
+            "post_sampling_probs": False,
+            **settings,
+            "samplers": list(self.samplers),
+        }
 
 
-def _samplers(given: Sequence[str] | None) -> Sequence[str]:
-    """Those that are on. What is not named is off; the order is this engine's."""
-    if given is None:
+def _samplers(names: Sequence[str] | None) -> Sequence[str]:
+    """The enabled samplers, in the engine's order. Samplers not listed are off."""
+    if names is None:
         return SAMPLERS
-    for name in given:
+    for name in names:
         if name not in SAMPLERS + _NEUTRAL_SAMPLERS:
-            raise bad_field("samplers", f"samplers: {name[:40]!r} is none of {', '.join(SAMPLERS)}")
-    return tuple(name for name in SAMPLERS if name in given)
+            raise bad_field(
+                "samplers", f"samplers: {name[:40]!r} is not one of {', '.join(SAMPLERS)}"
+            )
+    return tuple(name for name in SAMPLERS if name in names)
 
 
 def params_of(
@@ -189,7 +196,7 @@ def params_of(
     constraint: StructuredOutputs | None,
     bias: Mapping[int, float] | None,
 ) -> SamplingParams:
-    """The engine's parameters; what depends on the model is checked by the engine."""
+    """Build the engine's parameters. The engine checks what depends on the model."""
     limit = body.n_predict if body.n_predict is not None else body.max_tokens
     on = settings.samplers
     seed = None if body.seed is None or body.seed in (-1, 2**32 - 1) else body.seed
@@ -212,25 +219,25 @@ def params_of(
 
 
 def _penalties(settings: Settings) -> dict[str, Any] | None:
-    """Penalties for what is among the last tokens, of the processor `recent_penalties`."""
-    asked = {
+    """Options of the logits processor `recent_penalties`."""
+    penalties = {
         "repeat": settings.repeat_penalty,
         "presence": settings.presence_penalty,
         "frequency": settings.frequency_penalty,
     }
     neutral = {"repeat": 1.0, "presence": 0.0, "frequency": 0.0}
-    if asked == neutral or not settings.repeat_last_n or "penalties" not in settings.samplers:
+    if penalties == neutral or not settings.repeat_last_n or "penalties" not in settings.samplers:
         return None
-    return {"recent_penalties": {"last_n": settings.repeat_last_n, **asked}}
+    return {"recent_penalties": {"last_n": settings.repeat_last_n, **penalties}}
 
 
 def constraint_of(body: CompletionRequest) -> tuple[StructuredOutputs, str] | None:
-    """What the text is held to, and by which field. Raises ApiError(400)."""
+    """The request's constraint with its field, or None. Raises ApiError(400)."""
     if body.grammar and body.json_schema is not None:
-        raise bad_field("grammar", "grammar: not together with json_schema")
+        raise bad_field("grammar", "grammar cannot be combined with json_schema")
     if body.grammar:
-        held = from_structured(StructuredFields(grammar=body.grammar), "grammar")
-        return None if held is None else (held, "grammar")
+        constraint = from_structured(StructuredFields(grammar=body.grammar), "grammar")
+        return None if constraint is None else (constraint, "grammar")
     if body.json_schema is None:
         return None
     check_schema(body.json_schema, "json_schema")

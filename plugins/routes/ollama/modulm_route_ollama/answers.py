@@ -1,4 +1,4 @@
-"""What the model said in Ollama's words, whole and line by line."""
+"""Response parts in Ollama's form, whole or streamed."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ __all__ = ["Clock", "Pieces", "call_of", "line", "logprobs_of", "now", "reason_o
 
 
 def now() -> str:
-    """The time in UTC, as `created_at` has it."""
+    """The current time in UTC, in the format of `created_at`."""
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
 @define
 class Clock:
-    """When a request came, and when its first token did; monotonic seconds."""
+    """Times of a request and of its first token, in monotonic seconds."""
 
-    begun: float = field(factory=time.monotonic)
+    started: float = field(factory=time.monotonic)
     first: float | None = None
 
     def token(self) -> None:
-        """A token has come."""
+        """Record the first token."""
         if self.first is None:
             self.first = time.monotonic()
 
     def figures(self, prompt: int, generated: int) -> dict[str, Any]:
-        """The figures of an answer's last line. The model was there already."""
+        """The statistics of a response's last line. Load time is 0."""
         end = time.monotonic()
         first = end if self.first is None else self.first
         return {
-            "total_duration": round((end - self.begun) * 1e9),
+            "total_duration": round((end - self.started) * 1e9),
             "load_duration": 0,
             "prompt_eval_count": prompt,
-            "prompt_eval_duration": round((first - self.begun) * 1e9),
+            "prompt_eval_duration": round((first - self.started) * 1e9),
             "eval_count": generated,
             "eval_duration": round((end - first) * 1e9),
         }
@@ -53,13 +53,13 @@ class Clock:
 
 @define
 class Pieces:
-    """Parser events as pieces of a message; a call is told when it is complete."""
+    """Converts parser events to message parts. Calls are sent when complete."""
 
     _names: dict[int, str] = field(factory=dict)
     _arguments: dict[int, list[str]] = field(factory=dict)
 
-    def of(self, events: Sequence[Event]) -> Iterator[dict[str, Any]]:
-        """Text and thoughts that belong together, and calls, in their order."""
+    def convert(self, events: Sequence[Event]) -> Iterator[dict[str, Any]]:
+        """Yield texts, thoughts and calls in order."""
         for event in events:
             match event:
                 case Content(text):
@@ -76,7 +76,7 @@ class Pieces:
 
 
 def call_of(name: str, arguments: str) -> ToolCall:
-    """A call; arguments that are no object, as of one that was cut, are none."""
+    """Build a tool call; invalid or incomplete arguments become {}."""
     try:
         table = json.loads(arguments)
     except ValueError:
@@ -90,12 +90,12 @@ def reason_of(reason: str | None) -> str:
 
 
 def logprobs_of(positions: Sequence[Position] | None) -> list[Logprob]:
-    """One entry per token, with the others that were looked at."""
-    found: list[Logprob] = []
+    """Build one entry per token, with its top candidates."""
+    entries: list[Logprob] = []
     for position in positions or ():
         chosen, *others = [_entry(one) for one in position.values()]
-        found.append({**chosen, "top_logprobs": others})
-    return found
+        entries.append({**chosen, "top_logprobs": others})
+    return entries
 
 
 def _entry(one: Any) -> TokenLogprob:

@@ -1,4 +1,4 @@
-"""The route family: requests in, answers or lines out."""
+"""The route family of Ollama's API."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ if TYPE_CHECKING:
 __all__ = ["Ollama"]
 
 _LINES = "application/x-ndjson"
-#: What is answered line by line, unless the request says otherwise.
+#: Routes that stream by default.
 _STREAMED = ("/chat", "/generate", "/pull")
 
 
 @frozen(kw_only=True)
 class _Job:
-    """One request, ready to run. chat: it is answered with a message, else with a text."""
+    """A validated request. chat: respond with a message, else with a text."""
 
     model: str
     chat: bool
@@ -74,13 +74,13 @@ class _Job:
     turn: ChatTurn
     clock: Clock = field(factory=Clock)
 
-    def piece(self, told: Mapping[str, Any]) -> dict[str, Any]:
-        """A part of the answer in the form of its route."""
+    def piece(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A part of the response, in the form of its route."""
         head = {"model": self.model, "created_at": now(), "done": False}
         if self.chat:
-            return {**head, "message": {"role": "assistant", **told}}
-        thought = {"thinking": told["thinking"]} if "thinking" in told else {}
-        return {**head, "response": told["content"], **thought}
+            return {**head, "message": {"role": "assistant", **message}}
+        thought = {"thinking": message["thinking"]} if "thinking" in message else {}
+        return {**head, "response": message["content"], **thought}
 
 
 class Ollama(RouteFamily):
@@ -93,7 +93,7 @@ class Ollama(RouteFamily):
         router = APIRouter(prefix="/api", tags=["Ollama"])
         self._parsers = Parsers.of(self.context.config)
         self._catalogue = Catalogue(self.context)
-        posted = (
+        post_routes = (
             ("/chat", self.chat, ChatRequest, ChatAnswer),
             ("/generate", self.generate, GenerateRequest, GenerateAnswer),
             ("/embed", self.embed, EmbedRequest, Embeddings),
@@ -101,29 +101,29 @@ class Ollama(RouteFamily):
             ("/show", self.show, NamedRequest, ModelShown),
             ("/pull", self.pull, NamedRequest, Status),
         )
-        for path, function, schema, answer in posted:
+        for path, function, schema, answer in post_routes:
             streamed = answer | Failure if path in _STREAMED else None
             router.add_api_route(
                 path,
-                self._told(function),
+                self._with_errors(function),
                 methods=["POST"],
                 openapi_extra=request_docs(schema),
                 responses=response_docs(answer, lines=streamed, failure=Failure),
                 description=function.__doc__,
                 name=f"ollama {path}",
             )
-        asked = (("/tags", self.tags, Models), ("/ps", self.ps, RunningModels),
+        get_routes = (("/tags", self.tags, Models), ("/ps", self.ps, RunningModels),
                  ("/version", self.version, Version))  # fmt: skip
-        for path, answer_of, shape in asked:
+        for path, answer_of, shape in get_routes:
             router.add_api_route(
                 path, answer_of, methods=["GET"], responses=response_docs(shape, failure=Failure)
             )
         return router
 
-    def _told(
+    def _with_errors(
         self, function: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        """The route with errors as Ollama's clients read them."""
+        """Wrap an endpoint to return errors in Ollama's form."""
 
         async def answered(request: Request) -> Response:
             try:
@@ -132,20 +132,20 @@ class Ollama(RouteFamily):
                 raise
             except Exception as error:
                 stacks = self.context.config.group(ServerConfig).log_error_stack
-                told = report(error, request.scope, stacks)
-                return json_response(_failure(told), told.status, told.headers)
+                api_error = report(error, request.scope, stacks)
+                return json_response(_failure(api_error), api_error.status, api_error.headers)
 
         return answered
 
-    # What tells of models.
+    # Models.
 
     async def tags(self) -> Response:
-        """The models that are there."""
-        shown: Models = {"models": self._catalogue.listed()}
-        return json_response(shown)
+        """List the models."""
+        models: Models = {"models": self._catalogue.list_models()}
+        return json_response(models)
 
     async def ps(self) -> Response:
-        """The models that run: the same ones."""
+        """List the running models, which are the same."""
         return json_response(self._catalogue.running())
 
     async def version(self) -> Response:
@@ -153,13 +153,13 @@ class Ollama(RouteFamily):
         return json_response(self._catalogue.version())
 
     async def show(self, request: Request) -> Response:
-        """Everything known of a model."""
+        """Describe a model."""
         body = await read(request, NamedRequest)
         self._model(body.model or body.name or "")
-        return json_response(self._catalogue.shown())
+        return json_response(self._catalogue.model_details())
 
     async def pull(self, request: Request) -> Response:
-        """A model that is served is there; another one needs another server."""
+        """Succeed for the served model. Other models cannot be pulled."""
         body = await read(request, NamedRequest)
         self._model(body.model or body.name or "")
         done: Status = {"status": "success"}
@@ -168,27 +168,27 @@ class Ollama(RouteFamily):
         return json_response(done)
 
     def _model(self, name: str) -> str:
-        """The served model; a tag ":latest" is no part of its name. Raises ApiError(404)."""
+        """Check a model's name, ignoring the tag ":latest". Raises ApiError(404)."""
         models = self.context.generation.models
         plain = name.removesuffix(":latest")
         if name not in models and plain not in models:
             raise ApiError(
                 404,
-                f"model {name[:256]!r} is not served here, only {', '.join(models)}: a server has "
-                "the model that it was started with (modulm serve MODEL)",
+                f"model {name[:256]!r} is not served here, only {', '.join(models)}; a server "
+                "serves only the model that it was started with (modulm serve MODEL)",
                 param="model",
                 code="model_not_found",
             )
         return name
 
-    # Answers.
+    # Generation.
 
     async def chat(self, request: Request) -> Response:
-        """Answer a conversation."""
+        """Generate the next message of a conversation."""
         body = await read(request, ChatRequest)
         name = self._model(body.model)
         if not body.messages:
-            return self._loaded(body, {"message": {"role": "assistant", "content": ""}})
+            return self._empty_answer(body, {"message": {"role": "assistant", "content": ""}})
         generation = self.context.generation
         generation.check_open()
         tools = check_tools(body.tools)
@@ -209,16 +209,16 @@ class Ollama(RouteFamily):
             calls_by_grammar=forced_calls.in_model_format,
             template_kwargs=variables,
         )
-        return await self._answered(_Job(model=name, chat=True, stream=body.stream, turn=turn))
+        return await self._respond(_Job(model=name, chat=True, stream=body.stream, turn=turn))
 
     async def generate(self, request: Request) -> Response:
-        """Answer a prompt, by default in the model's chat template."""
+        """Complete a prompt, by default in the model's chat template."""
         body = await read(request, GenerateRequest)
         name = self._model(body.model)
         if not body.prompt and not body.context:
-            return self._loaded(body, {"response": ""})
+            return self._empty_answer(body, {"response": ""})
         self.context.generation.check_open()
-        _refuse(body)
+        _check_supported(body)
         variables = variables_of(body.think, self._parsers.reasoning)
         templated = not body.raw and self._has_template
         turn = self._turn(
@@ -228,18 +228,18 @@ class Ollama(RouteFamily):
             parsers=Parsers(None, self._parsers.reasoning) if templated else Parsers(),
             template_kwargs=variables,
         )
-        return await self._answered(_Job(model=name, chat=False, stream=body.stream, turn=turn))
+        return await self._respond(_Job(model=name, chat=False, stream=body.stream, turn=turn))
 
     @property
     def _has_template(self) -> bool:
         tokenizer = self.context.generation.tokenizer
-        held = self.context.generation.template or tokenizer.chat_template
-        return bool(held or tokenizer.chat)
+        template = self.context.generation.template or tokenizer.chat_template
+        return bool(template or tokenizer.chat)
 
     async def _prompt(
         self, body: GenerateRequest, templated: bool, variables: Mapping[str, Any]
     ) -> Prompt:
-        """What the model goes on with; `context` is what an earlier answer ended with."""
+        """Build the prompt. `context`: the token ids of an earlier response."""
         generation = self.context.generation
         text = body.prompt or ""
         if templated:
@@ -267,19 +267,19 @@ class Ollama(RouteFamily):
         turn.check()
         return turn
 
-    def _loaded(self, body: AnyRequest, nothing: Mapping[str, Any]) -> Response:
-        """Nothing was asked: the model is there, and stays whatever `keep_alive` says."""
+    def _empty_answer(self, body: AnyRequest, nothing: Mapping[str, Any]) -> Response:
+        """Respond to an empty request, which only loads or unloads a model in Ollama."""
         unload = body.keep_alive in (0, "0")
-        told = {
+        answer = {
             "model": body.model,
             "created_at": now(),
             **nothing,
             "done": True,
             "done_reason": "unload" if unload else "load",
         }
-        return Response(line(told), 200, media_type=_LINES if body.stream else "application/json")
+        return Response(line(answer), 200, media_type=_LINES if body.stream else "application/json")
 
-    async def _answered(self, job: _Job) -> Response:
+    async def _respond(self, job: _Job) -> Response:
         started = await job.turn.start()
         if job.stream:
             return EventStream(self._lines(job, started), media=_LINES, failed=_failed)
@@ -289,13 +289,13 @@ class Ollama(RouteFamily):
         output, (message,) = await started.messages()
         job.clock.token()
         parsed: ParsedMessage = message.parsed
-        told: dict[str, Any] = {"content": parsed.content or ""}
+        message_fields: dict[str, Any] = {"content": parsed.content or ""}
         if parsed.reasoning is not None:
-            told["thinking"] = parsed.reasoning
+            message_fields["thinking"] = parsed.reasoning
         if parsed.tool_calls and job.chat:
-            told["tool_calls"] = [call_of(c.name, c.arguments) for c in parsed.tool_calls]
+            message_fields["tool_calls"] = [call_of(c.name, c.arguments) for c in parsed.tool_calls]
         return {
-            **job.piece(told),
+            **job.piece(message_fields),
             **_logprobs(message.logprobs),
             **_end(job, output, message.finish_reason, message.generated, message.token_ids),
         }
@@ -308,8 +308,8 @@ class Ollama(RouteFamily):
                 for new in started.deltas(output):
                     ids += new.token_ids
                     extra = _logprobs(new.logprobs)
-                    for told in pieces.of(new.events):
-                        yield line({**job.piece(told), **extra})
+                    for piece in pieces.convert(new.events):
+                        yield line({**job.piece(piece), **extra})
                         extra = {}
                     if new.finish_reason is not None:
                         last = _end(job, output, new.finish_reason, new.generated, ids)
@@ -318,7 +318,7 @@ class Ollama(RouteFamily):
     # Vectors.
 
     async def embed(self, request: Request) -> Response:
-        """One vector per text."""
+        """Compute one embedding per text."""
         body = await read(request, EmbedRequest)
         self._model(body.model)
         clock = Clock()
@@ -334,7 +334,7 @@ class Ollama(RouteFamily):
         return json_response(answer)
 
     async def embeddings(self, request: Request) -> Response:
-        """One vector of one text, as older clients ask for it."""
+        """Compute the embedding of one text, for older clients."""
         body = await read(request, EmbeddingsRequest)
         self._model(body.model)
         vectors, _ = await self._vectors(body.prompt, True, None)
@@ -344,37 +344,39 @@ class Ollama(RouteFamily):
     async def _vectors(
         self, texts: str | Sequence[str], truncate: bool, dimensions: int | None
     ) -> tuple[list[list[float]], int]:
-        """The vectors, and how many tokens were read. By the server's own route for embeddings."""
+        """Get embeddings from the server's own route; returns (vectors, prompt tokens)."""
         if not texts:
             return [], 0
-        wanted: dict[str, Any] = {"input": texts}
+        request: dict[str, Any] = {"input": texts}
         if truncate:
-            wanted["truncate_prompt_tokens"] = -1
+            request["truncate_prompt_tokens"] = -1
         if dimensions is not None:
-            wanted["dimensions"] = dimensions
-        body = msgspec.json.encode(wanted)
+            request["dimensions"] = dimensions
+        body = msgspec.json.encode(request)
         status, answer = await self.context.loopback.post("/v1/embeddings", body, current_owner())
-        told = json.loads(answer)
+        response = json.loads(answer)
         if status >= 300:
-            error = told.get("error", {})
+            error = response.get("error", {})
             raise ApiError(status, str(error.get("message", "error")), param=error.get("param"))
-        return [one["embedding"] for one in told["data"]], told["usage"]["prompt_tokens"]
+        return [one["embedding"] for one in response["data"]], response["usage"]["prompt_tokens"]
 
 
-def _refuse(body: GenerateRequest) -> None:
-    """What is understood but not there. Raises ApiError(400)."""
+def _check_supported(body: GenerateRequest) -> None:
+    """Raise ApiError(400) for unsupported fields."""
     if body.images and (body.raw or body.context):
-        raise bad_field("images", "images: not together with raw or context")
+        raise bad_field("images", "images cannot be combined with raw or context")
     if body.suffix:
-        raise bad_field("suffix", "suffix: this model cannot fill in the middle")
+        raise bad_field("suffix", "suffix is not supported by this model")
     if body.template:
-        raise bad_field("template", "template: this server renders only its model's own")
+        raise bad_field(
+            "template", "template is not supported; the server uses the model's template"
+        )
 
 
 def _end(
     job: _Job, output: Any, reason: str | None, generated: int, ids: Sequence[int]
 ) -> dict[str, Any]:
-    """What the last line has: why it ended, and the figures."""
+    """The fields of the last line: the finish reason and the statistics."""
     prompt = list(output.prompt_token_ids)
     context = {} if job.chat else {"context": [*prompt, *ids]}
     figures = job.clock.figures(len(prompt), generated)
@@ -385,9 +387,9 @@ def _logprobs(positions: Any) -> dict[str, Any]:
     return {} if positions is None else {"logprobs": logprobs_of(positions)}
 
 
-def _failure(told: ApiError) -> Failure:
-    return {"error": error_body(told)["error"]["message"]}
+def _failure(error: ApiError) -> Failure:
+    return {"error": error_body(error)["error"]["message"]}
 
 
-def _failed(told: ApiError) -> bytes:
-    return line(_failure(told))
+def _failed(error: ApiError) -> bytes:
+    return line(_failure(error))

@@ -1,4 +1,4 @@
-"""What Ollama's clients are told of the model that is served."""
+"""Describes the served model in Ollama's form."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Catalogue"]
 
-#: The model never goes while the server runs.
+#: The model is never unloaded.
 _NEVER = "9999-12-31T23:59:59Z"
 
 
@@ -31,30 +31,30 @@ class Catalogue:
     def __init__(self, context: RouteContext) -> None:
         self._context = context
         self._info = context.engine.info
-        made = datetime.fromtimestamp(context.created, UTC)
-        self._made = made.isoformat().replace("+00:00", "Z")
+        created = datetime.fromtimestamp(context.created, UTC)
+        self._created_at = created.isoformat().replace("+00:00", "Z")
 
     def version(self) -> Version:
         return {"version": modulm.__version__}
 
-    def listed(self) -> list[Model]:
-        """Each name as a model."""
+    def list_models(self) -> list[Model]:
+        """List each served name as a model."""
         return [self._model(name) for name in self._context.models]
 
     def running(self) -> RunningModels:
-        found: list[Running] = [
+        models: list[Running] = [
             {
                 **model,
                 "expires_at": _NEVER,
                 "size_vram": model["size"],
                 "context_length": self._info.max_model_len,
             }
-            for model in self.listed()
+            for model in self.list_models()
         ]
-        return {"models": found}
+        return {"models": models}
 
-    def shown(self) -> ModelShown:
-        """`/api/show`. There is no Modelfile: a checkpoint says by itself what it is."""
+    def model_details(self) -> ModelShown:
+        """The response of `/api/show`. The Modelfile is only a comment."""
         info, tokenizer = self._info, self._context.engine.tokenizer
         template = self._context.generation.template
         if template is None and tokenizer is not None and isinstance(tokenizer.chat_template, str):
@@ -70,27 +70,27 @@ class Catalogue:
             "template": template or "",
             "details": self._details(),
             "model_info": table,
-            "capabilities": self._abilities(),
-            "modified_at": self._made,
+            "capabilities": self._capabilities(),
+            "modified_at": self._created_at,
         }
 
-    def _abilities(self) -> list[str]:
+    def _capabilities(self) -> list[str]:
         info = self._info
         if "generate" not in info.tasks:
             return ["embedding"]
-        able = ["completion"]
+        capabilities = ["completion"]
         if info.config.tool_calls.tool_call_parser:
-            able.append("tools")
+            capabilities.append("tools")
         if info.config.structured_outputs.reasoning_parser:
-            able.append("thinking")
-        return able
+            capabilities.append("thinking")
+        return capabilities
 
     def _details(self) -> Details:
-        won = {d.subject: d.winner or "none" for d in self._info.description.decisions}
-        method = won.get("quantization", "none")
+        decisions = {d.subject: d.winner or "none" for d in self._info.description.decisions}
+        method = decisions.get("quantization", "none")
         return {
             "parent_model": "",
-            "format": won.get("loader", ""),
+            "format": decisions.get("loader", ""),
             "family": self._info.architecture,
             "families": [self._info.architecture],
             "parameter_size": "",
@@ -101,7 +101,7 @@ class Catalogue:
         return {
             "name": name,
             "model": name,
-            "modified_at": self._made,
+            "modified_at": self._created_at,
             "size": self._info.description.weight_bytes,
             "digest": sha256(f"{name} {self._info.path}".encode()).hexdigest(),
             "details": self._details(),

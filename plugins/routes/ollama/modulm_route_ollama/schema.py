@@ -1,4 +1,4 @@
-"""What requests carry, and what it means here."""
+"""Request bodies, and their conversion to the server's types."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ Think = bool | Literal["low", "medium", "high", "max"]
 
 
 class Options(Struct, kw_only=True):
-    """`options`. num_predict: -1 and -2 for as many as fit. What is about the process that runs the
-    model (num_gpu, num_thread, use_mmap ...) belongs to flags of the server and is read no further.
+    """`options`. num_predict: -1 and -2 for as many as fit. Options of the process that runs the
+    model (num_gpu, num_thread, use_mmap ...) are ignored; the server has flags for these.
     """
 
     num_predict: Annotated[int, Meta(ge=-2, le=2**31 - 1)] | None = None
@@ -72,7 +72,7 @@ class Options(Struct, kw_only=True):
 
 
 class NamedRequest(Struct, kw_only=True):
-    """A request that names a model; older clients call it `name`."""
+    """A request about a model, in `model` or, from older clients, `name`."""
 
     model: str | None = None
     name: str | None = None
@@ -82,7 +82,7 @@ class NamedRequest(Struct, kw_only=True):
 
 
 class AnyRequest(Struct, kw_only=True):
-    """What requests that generate have in common. keep_alive: the model stays whatever it says."""
+    """Common fields of generation requests. keep_alive is ignored."""
 
     model: str
     stream: bool = True
@@ -125,7 +125,7 @@ class EmbedRequest(Struct, kw_only=True):
 
 
 class EmbeddingsRequest(Struct, kw_only=True):
-    """`/api/embeddings`, the older form of it: one text."""
+    """`/api/embeddings`, the older form for one text."""
 
     model: str
     prompt: str
@@ -133,134 +133,140 @@ class EmbeddingsRequest(Struct, kw_only=True):
     keep_alive: float | str | None = None
 
 
-#: Options that choose tokens in a way that is not here, and the values that change nothing.
+#: Options of unsupported samplers, and the values with which they have no effect.
 _NEUTRAL: Mapping[str, tuple[float, ...]] = {"typical_p": (1,), "tfs_z": (1,), "mirostat": (0,)}
 
 
 def params_of(
     body: AnyRequest,
     defaults: Mapping[str, Any],
-    most: int,
+    context_length: int,
     constraint: StructuredOutputs | None,
 ) -> SamplingParams:
-    """Sampling parameters. defaults: the model's own; most: its context in tokens.
+    """Build sampling parameters. defaults: the model's; context_length: in tokens.
 
     Raises ApiError(400) naming the option.
     """
-    given = body.options or Options()
+    options = body.options or Options()
     for name, neutral in _NEUTRAL.items():
-        if getattr(given, name) not in (None, *neutral):
-            raise bad_field("options", f"options.{name}: there is no such sampler; leave it out")
-    if (given.num_ctx or 0) > most:
+        if getattr(options, name) not in (None, *neutral):
+            raise bad_field("options", f"options.{name} is not supported; leave it out")
+    if (options.num_ctx or 0) > context_length:
         raise bad_field(
-            "options", f"options.num_ctx: this server holds {most} tokens (--max-model-len)"
+            "options",
+            f"options.num_ctx: the context has {context_length} tokens (--max-model-len)",
         )
-    named: dict[str, Any] = {
-        "temperature": given.temperature,
-        "top_k": given.top_k,
-        "top_p": given.top_p,
-        "min_p": given.min_p,
-        "seed": given.seed,
-        "repetition_penalty": given.repeat_penalty,
-        "presence_penalty": given.presence_penalty,
-        "frequency_penalty": given.frequency_penalty,
+    values: dict[str, Any] = {
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "min_p": options.min_p,
+        "seed": options.seed,
+        "repetition_penalty": options.repeat_penalty,
+        "presence_penalty": options.presence_penalty,
+        "frequency_penalty": options.frequency_penalty,
     }
-    chosen = {name: value for name, value in named.items() if value is not None}
-    limit = given.num_predict
+    chosen = {name: value for name, value in values.items() if value is not None}
+    limit = options.num_predict
     if limit is not None:
         chosen["max_tokens"] = limit if limit >= 0 else None
     return SamplingParams(
         **{"max_tokens": None, **defaults, **chosen},
-        stop=given.stop,
+        stop=options.stop,
         structured_outputs=constraint,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         output_kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
     )
 
 
-def constraint_of(given: str | Mapping[str, Any] | None) -> StructuredOutputs | None:
+def constraint_of(response_format: str | Mapping[str, Any] | None) -> StructuredOutputs | None:
     """`format`: "json", or a JSON schema. Raises ApiError(400)."""
-    if given is None or given == "":
+    if response_format is None or response_format == "":
         return None
-    if given == "json":
+    if response_format == "json":
         return StructuredOutputs(json_object=True)
-    if isinstance(given, str):
-        raise bad_field("format", 'format: "json" or a JSON schema')
-    wanted = {"type": "json_schema", "json_schema": {"name": "format", "schema": given}}
-    return from_response_format(wanted, "format")
+    if isinstance(response_format, str):
+        raise bad_field("format", 'format must be "json" or a JSON schema')
+    json_schema_format = {
+        "type": "json_schema",
+        "json_schema": {"name": "format", "schema": response_format},
+    }
+    return from_response_format(json_schema_format, "format")
 
 
 def variables_of(think: Think | None, parser: str | None) -> dict[str, Any]:
-    """What `think` means to a chat template."""
+    """The template variables for `think`."""
     effort = think if isinstance(think, str) else None
     return thinking_variables(parser, effort, None if think is None else think is not False)
 
 
-def messages_of(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages in OpenAI's form: calls get ids, and results are of the calls before them.
+def messages_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Convert messages to OpenAI's form: calls get ids, and results refer to earlier calls.
 
     Raises ApiError(400).
     """
-    made: list[dict[str, Any]] = []
+    converted: list[dict[str, Any]] = []
     waiting: list[tuple[str, str]] = []
-    for index, message in enumerate(given):
+    for index, message in enumerate(messages):
         role = message.get("role")
         if role not in ("system", "user", "assistant", "tool", "developer"):
-            raise bad_field("messages", f"messages[{index}].role: system, user, assistant or tool")
+            raise bad_field(
+                "messages", f"messages[{index}].role must be system, user, assistant or tool"
+            )
         content = message.get("content") or ""
         if not isinstance(content, str):
-            raise bad_field("messages", f"messages[{index}].content: a text is expected")
-        shown = with_images(content, message.get("images"), f"messages[{index}].images")
-        turn: dict[str, Any] = {"role": role, "content": shown}
+            raise bad_field("messages", f"messages[{index}].content must be text")
+        content_parts = with_images(content, message.get("images"), f"messages[{index}].images")
+        turn: dict[str, Any] = {"role": role, "content": content_parts}
         if message.get("thinking"):
             turn["reasoning"] = message["thinking"]
         if calls := message.get("tool_calls"):
             turn["tool_calls"] = _calls(calls, index)
             waiting = [(c["function"]["name"], c["id"]) for c in turn["tool_calls"]]
         if role == "tool":
-            turn["tool_call_id"] = _answered(waiting, message.get("tool_name"), index)
-        made.append(turn)
-    return made
+            turn["tool_call_id"] = _matching_call_id(waiting, message.get("tool_name"), index)
+        converted.append(turn)
+    return converted
 
 
 def with_images(text: str, images: Any, where: str) -> Any:
-    """A message's content: its images, as base64 of their files, come before its text."""
+    """Build a message's content: base64 images first, then the text."""
     if not images:
         return text
     if not isinstance(images, list) or not all(isinstance(one, str) for one in images):
-        raise bad_field(where.partition("[")[0], f"{where}: a list of files in base64 is expected")
+        raise bad_field(where.partition("[")[0], f"{where} must be a list of base64 files")
     sources = [
-        MediaSource(kind="image", field=f"{where}[{place}]", data=data)
-        for place, data in enumerate(images)
+        MediaSource(kind="image", field=f"{where}[{index}]", data=data)
+        for index, data in enumerate(images)
     ]
     return [*sources, {"type": "text", "text": text}] if text else sources
 
 
 def _calls(calls: Any, index: int) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
-        raise bad_field("messages", f"messages[{index}].tool_calls: a list is expected")
-    made = []
-    for place, call in enumerate(calls):
+        raise bad_field("messages", f"messages[{index}].tool_calls must be a list")
+    converted = []
+    for position, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         table = function if isinstance(function, dict) else {}
-        named, arguments = table.get("name"), table.get("arguments", {})
-        if not isinstance(named, str) or not isinstance(arguments, dict):
-            where = f"messages[{index}].tool_calls[{place}].function"
-            raise bad_field("messages", f"{where}: a name and an object of arguments are expected")
-        made.append(
+        name, arguments = table.get("name"), table.get("arguments", {})
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            where = f"messages[{index}].tool_calls[{position}].function"
+            raise bad_field("messages", f"{where} must have a name and an object of arguments")
+        converted.append(
             {
-                "id": f"call_{index}_{place}",
+                "id": f"call_{index}_{position}",
                 "type": "function",
-                "function": {"name": named, "arguments": arguments},
+                "function": {"name": name, "arguments": arguments},
             }
         )
-    return made
+    return converted
 
 
-def _answered(waiting: list[tuple[str, str]], name: Any, index: int) -> str:
-    """The id of the call that a result belongs to: the next one of that name, or the next."""
-    found = next((one for one in waiting if one[0] == name), waiting[0] if waiting else None)
-    if found is None:
+def _matching_call_id(waiting: list[tuple[str, str]], name: Any, index: int) -> str:
+    """The id of the call that a result belongs to: the next one of its name, or any next one."""
+    match = next((one for one in waiting if one[0] == name), waiting[0] if waiting else None)
+    if match is None:
         return f"call_{index}"
-    waiting.remove(found)
-    return found[1]
+    waiting.remove(match)
+    return match[1]

@@ -1,4 +1,4 @@
-"""What completions and chat answers have in common: ids, usage, log probabilities."""
+"""Common parts of completion and chat responses: ids, usage, log probabilities."""
 
 from __future__ import annotations
 
@@ -41,24 +41,26 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
-_Shown = TypeVar("_Shown")
+_Formatted = TypeVar("_Formatted")
 
 
-async def paced(found: Sequence[_T], show: Callable[[_T], _Shown]) -> AsyncIterator[_Shown]:
-    """Choices as they are shown; others have their turn on the event loop between two."""
-    for place, each in enumerate(found):
-        if place:
+async def paced(
+    choices: Sequence[_T], show: Callable[[_T], _Formatted]
+) -> AsyncIterator[_Formatted]:
+    """Format choices one by one, yielding to the event loop in between."""
+    for index, each in enumerate(choices):
+        if index:
             await asyncio.sleep(0)
         yield show(each)
 
 
 def answer_id(prefix: str, request: Request, body: SamplingFields) -> str:
-    """The id of an answer: what the client calls its request, else a fresh one."""
+    """The id of a response: from the client's request id, or a new one."""
     return f"{prefix}-{safe_id(body.request_id or '') or request.scope['modulm.id']}"
 
 
 def fingerprint(config: Any, engine: Any) -> str | None:
-    """`system_fingerprint`, as --fingerprint-mode wants it."""
+    """`system_fingerprint`, by --fingerprint-mode."""
     server = config.group(ServerConfig)
     if server.fingerprint_mode == "custom":
         text: str | None = server.fingerprint_value
@@ -70,17 +72,17 @@ def fingerprint(config: Any, engine: Any) -> str | None:
 
 
 def check_priority(config: Any, priority: int | None) -> int:
-    """A priority needs a scheduler that looks at it. Raises ApiError(400)."""
+    """Validate a request's priority. Raises ApiError(400) if the scheduler ignores priorities."""
     if priority and config.scheduler.scheduling_policy == "fcfs":
         raise bad_field(
-            "priority", "priority: this server takes requests in order of arrival; "
-            "it would need --scheduling-policy priority"
+            "priority", "priority is not enabled: start the server with "
+            "--scheduling-policy priority"
         )  # fmt: skip
     return priority or 0
 
 
 def usage(prompt: int, generated: int, cached: int | None, reasoning: int | None = None) -> Usage:
-    """OpenAI's usage; `cached` where the server shows it, `reasoning` where it reads thoughts."""
+    """OpenAI's usage, with cached and reasoning tokens if known."""
     counted: Usage = {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
@@ -94,20 +96,20 @@ def usage(prompt: int, generated: int, cached: int | None, reasoning: int | None
 
 
 def draft_metrics(body: SamplingFields, config: Any, single: RequestOutput | None) -> Measured:
-    """`metrics` of an answer, where the server or the request asks for it: what became of its
-    drafts, null where nothing drafts. single: the last output of an answer that has one choice.
+    """`metrics` of a response, if the server or the request enables it: speculative decoding
+    metrics, null without a drafter. single: the last output of a response with one choice.
     """
     level = config.group(ServerConfig).per_request_spec_decode_metrics
     if level == "none" and not body.include_metrics:
         return {}
     choices = () if single is None else single.outputs
-    found = choices[0].spec_decode_metrics if choices else None
-    shown = None if found is None else found.to_dict(detailed=level == "detailed")
-    return {"metrics": {"speculative_decoding": shown}}
+    metrics = choices[0].spec_decode_metrics if choices else None
+    report = None if metrics is None else metrics.to_dict(detailed=level == "detailed")
+    return {"metrics": {"speculative_decoding": report}}
 
 
 class StreamUsage:
-    """Usage of a stream: in every chunk, in a last one without choices, in both, or not at all."""
+    """Tracks the usage of a stream, which is sent in every chunk, in a last one, or not at all."""
 
     def __init__(self, body: SamplingFields, config: Any) -> None:
         options = body.stream_options
@@ -118,23 +120,23 @@ class StreamUsage:
         self._prompts: dict[int, tuple[int, int | None]] = {}
         self._generated: dict[int, int] = {}
 
-    def prompt(self, place: int, tokens: int, cached: int | None) -> None:
-        """What is known of a prompt."""
-        self._prompts[place] = (tokens, cached)
+    def prompt(self, prompt_index: int, tokens: int, cached: int | None) -> None:
+        """Record the tokens of a prompt."""
+        self._prompts[prompt_index] = (tokens, cached)
 
     def generated(self, index: int, tokens: int) -> None:
-        """How many tokens a choice has so far."""
+        """Record the number of tokens of a choice so far."""
         self._generated[index] = tokens
 
     def total(self, reasoning: int | None = None) -> Usage:
-        """Of all prompts and choices so far; reasoning: tokens that were thoughts."""
+        """The usage of all prompts and choices so far. reasoning: thinking tokens."""
         cached = sum(hit or 0 for _, hit in self._prompts.values()) if self._details else None
         prompt = sum(tokens for tokens, _ in self._prompts.values())
         return usage(prompt, sum(self._generated.values()), cached, reasoning)
 
-    def now(self, index: int, place: int = 0) -> Usage:
-        """Of one choice so far."""
-        return usage(self._prompts[place][0], self._generated.get(index, 0), None)
+    def now(self, index: int, prompt_index: int = 0) -> Usage:
+        """The usage of one choice so far."""
+        return usage(self._prompts[prompt_index][0], self._generated.get(index, 0), None)
 
 
 def chat_logprobs(
@@ -159,11 +161,11 @@ def completion_logprobs(
 ) -> CompletionLogprobs | None:
     """`logprobs` of a completion; `offset`: characters before the first token.
 
-    text_of: the text of a token that has no probability, as the first one of a prompt.
+    text_of: the text of a token without a probability, such as the prompt's first one.
     """
     if positions is None:
         return None
-    shown: CompletionLogprobs = {
+    logprobs: CompletionLogprobs = {
         "text_offset": [],
         "token_logprobs": [],
         "tokens": [],
@@ -173,12 +175,14 @@ def completion_logprobs(
         entry = None if position is None else position[token]
         entry_name = text_of(token) if not as_ids else f"token_id:{token}"
         name = entry_name if entry is None else token_name(token, entry, as_ids)
-        shown["text_offset"].append(offset)
-        shown["tokens"].append(name)
-        shown["token_logprobs"].append(None if entry is None else max(entry.logprob, MIN_LOGPROB))
-        shown["top_logprobs"].append(_best(position, token, top, as_ids))
+        logprobs["text_offset"].append(offset)
+        logprobs["tokens"].append(name)
+        logprobs["token_logprobs"].append(
+            None if entry is None else max(entry.logprob, MIN_LOGPROB)
+        )
+        logprobs["top_logprobs"].append(_best(position, token, top, as_ids))
         offset += len(name)
-    return shown
+    return logprobs
 
 
 def _best(
@@ -186,14 +190,14 @@ def _best(
 ) -> dict[str, float] | None:
     if position is None:
         return None
-    wanted = {t: e for t, e in position.items() if t == token or (e.rank or 0) <= top}
-    return {token_name(t, e, as_ids): max(e.logprob, MIN_LOGPROB) for t, e in wanted.items()}
+    selected = {t: e for t, e in position.items() if t == token or (e.rank or 0) <= top}
+    return {token_name(t, e, as_ids): max(e.logprob, MIN_LOGPROB) for t, e in selected.items()}
 
 
 def prompt_logprobs(
     positions: Sequence[Mapping[int, Any] | None] | None,
 ) -> list[dict[str, PromptLogprob] | None] | None:
-    """`prompt_logprobs` as vLLM shows them: per token an object keyed by token id."""
+    """`prompt_logprobs` in vLLM's form: an object per position, keyed by token id."""
     if positions is None:
         return None
     return [

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: conversations with tools, reasoning, formats, streamed or whole."""
+"""`/v1/chat/completions`: chat with tools, reasoning and response formats."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "functio
 
 @frozen
 class _Job:
-    """One request, checked and rendered."""
+    """A validated request with its rendered prompt."""
 
     id: str
     created: int
@@ -92,7 +92,7 @@ class Chat:
         self._parsers = Parsers.of(context.config)
 
     async def answer(self, request: Request, body: ChatRequest) -> Response:
-        """The answer to one request."""
+        """Answer a request, streamed or whole."""
         job = await self._job(request, body)
         started = await job.turn.start()
         if body.stream:
@@ -101,7 +101,7 @@ class Chat:
         return json_response(await self._whole(job, started))
 
     async def rendered(self, request: Request, body: ChatRequest) -> Response:
-        """The request as the engine would get it."""
+        """Render the request as an engine request."""
         job = await self._job(request, body)
         turn, tokenizer = job.turn, self._generation.tokenizer
         return json_response(
@@ -113,7 +113,7 @@ class Chat:
     async def _job(self, request: Request, body: ChatRequest) -> _Job:
         model = await self._generation.find_model(body.model)
         self._generation.check_open()
-        self._refuse(body)
+        self._check_supported(body)
         _check_messages(body.messages)
         tools = check_tools(body.tools)
         choice, allowed = allowed_tools(body.tool_choice or ("auto" if tools else "none"), tools)
@@ -160,21 +160,21 @@ class Chat:
             echo=_last_text(body.messages) if body.echo else "",
         )
 
-    def _refuse(self, body: ChatRequest) -> None:
-        """What is understood but not there."""
+    def _check_supported(self, body: ChatRequest) -> None:
+        """Raise ApiError(400) for unsupported fields and values."""
         reject_unsupported(body, "audio", "prediction", "web_search_options")
         reject_unsupported(body, "functions", "function_call")
         if body.modalities not in (None, ["text"]):
-            raise bad_field("modalities", 'modalities: this model gives ["text"]')
+            raise bad_field("modalities", 'modalities must be ["text"]')
         if body.service_tier not in (None, "auto", "default"):
-            raise bad_field("service_tier", "service_tier: auto or default")
+            raise bad_field("service_tier", "service_tier must be auto or default")
         if body.top_logprobs and not body.logprobs:
-            raise bad_field("top_logprobs", "top_logprobs: only with logprobs: true")
+            raise bad_field("top_logprobs", "top_logprobs needs logprobs: true")
         trusted = self._context.config.group(ServerConfig).trust_request_chat_template
         if body.chat_template is not None and not trusted:
             raise bad_field(
                 "chat_template",
-                "chat_template: this server renders only its own; it would need "
+                "chat_template is not allowed in requests: start the server with "
                 "--trust-request-chat-template",
             )
 
@@ -262,7 +262,7 @@ class Chat:
         parsed = message.parsed
         calls = parsed.tool_calls[:1] if job.single_call else parsed.tool_calls
         content = job.echo + parsed.content if parsed.content else job.echo or None
-        shown: ChatMessage = {
+        message_object: ChatMessage = {
             "role": job.role,
             "content": content if content or calls else content or "",
             "refusal": None,
@@ -270,10 +270,10 @@ class Chat:
             "reasoning_content": parsed.reasoning,
         }
         if calls:
-            shown["tool_calls"] = [call.as_openai() for call in calls]
+            message_object["tool_calls"] = [call.as_openai() for call in calls]
         choice: ChatChoice = {
             "index": message.index,
-            "message": shown,
+            "message": message_object,
             "logprobs": self._logprobs(job, message.logprobs, message.token_ids),
             "finish_reason": _reason(job, message.finish_reason, bool(calls)),
             "stop_reason": message.stop_reason,
@@ -321,13 +321,13 @@ class Chat:
         yield DONE
 
     def _pieces(self, job: _Job, new: Delta, deltas: _Deltas) -> Iterator[ChatChunkChoice]:
-        """The choices of the chunks that tell what is new; mostly one."""
-        *others, last = _in_order(new.events)
+        """The chunk choices of a delta, mostly one."""
+        *others, last = _split_in_order(new.events)
         for events in others:
-            delta = deltas.of(events)
+            delta = deltas.convert(events)
             if delta:
                 yield {"index": new.index, "delta": delta, "logprobs": None, "finish_reason": None}
-        delta = deltas.of(last)
+        delta = deltas.convert(last)
         ids = job.body.return_token_ids and new.token_ids
         if not (delta or new.finish_reason or new.logprobs or ids):
             return
@@ -346,14 +346,14 @@ class Chat:
 
 
 class _Deltas:
-    """Events of one choice as OpenAI's deltas."""
+    """Converts the parser events of one choice to OpenAI's deltas."""
 
     def __init__(self, job: _Job) -> None:
         self._job = job
         self.called = False
 
-    def of(self, events: Sequence[Event]) -> ChatDelta:
-        """One delta for all of them."""
+    def convert(self, events: Sequence[Event]) -> ChatDelta:
+        """Merge events into one delta."""
         delta: ChatDelta = {}
         for event in events:
             match event:
@@ -362,35 +362,33 @@ class _Deltas:
                 case Reasoning(text):
                     thought = delta.get("reasoning", "") + text
                     delta["reasoning"] = delta["reasoning_content"] = thought
-                case ToolStart(index, name, call_id) if self._wanted(index):
+                case ToolStart(index, name, call_id) if self._includes(index):
                     self.called = True
                     function: FunctionDelta = {"name": name, "arguments": ""}
                     called = call_id or new_call_id()
                     delta.setdefault("tool_calls", []).append(
                         {"index": index, "id": called, "type": "function", "function": function}
                     )
-                case ToolArguments(index, text) if self._wanted(index):
+                case ToolArguments(index, text) if self._includes(index):
                     _add_arguments(delta.setdefault("tool_calls", []), index, text)
         return delta
 
-    def _wanted(self, index: int) -> bool:
+    def _includes(self, index: int) -> bool:
         return index == 0 or not self._job.single_call
 
 
-def _in_order(events: Sequence[Event]) -> list[Sequence[Event]]:
-    """Runs of events that a delta each can tell: its reasoning comes before its content, and that
-    before its calls.
-    """
+def _split_in_order(events: Sequence[Event]) -> list[Sequence[Event]]:
+    """Split events into runs that fit into one delta each: reasoning, then content, then calls."""
     if len(events) < 2:
         return [events]
     runs: list[list[Event]] = [[]]
     last = 0
     for event in events:
-        place = 0 if isinstance(event, Reasoning) else 1 if isinstance(event, Content) else 2
-        if place < last:
+        rank = 0 if isinstance(event, Reasoning) else 1 if isinstance(event, Content) else 2
+        if rank < last:
             runs.append([])
         runs[-1].append(event)
-        last = place
+        last = rank
     return list(runs)
 
 
@@ -407,9 +405,9 @@ def _opening(job: _Job, index: int) -> ChatChunkChoice:
 
 
 def _reason(job: _Job, reason: str, called: bool) -> str:
-    """ "tool_calls" where the model chose to call; a call that was named ends with "stop"."""
-    named = not isinstance(job.turn.tool_choice, str)
-    return "tool_calls" if called and reason == "stop" and not named else reason
+    """ "tool_calls" if the model chose to call; "stop" for a tool named by the request."""
+    is_named = not isinstance(job.turn.tool_choice, str)
+    return "tool_calls" if called and reason == "stop" and not is_named else reason
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
@@ -417,13 +415,13 @@ def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
         role = message.get("role")
         if not isinstance(role, str) or role not in _ROLES:
             raise bad_field(
-                "messages", f"messages[{index}].role: one of {', '.join(sorted(_ROLES))}"
+                "messages", f"messages[{index}].role must be one of {', '.join(sorted(_ROLES))}"
             )
         if role == "tool" and not isinstance(message.get("tool_call_id"), str):
-            raise bad_field("messages", f"messages[{index}].tool_call_id: a string is needed")
+            raise bad_field("messages", f"messages[{index}].tool_call_id must be a string")
         optional = role == "assistant" or role == "function"
         if message.get("content") is None and not optional:
-            raise bad_field("messages", f"messages[{index}].content: is missing")
+            raise bad_field("messages", f"messages[{index}].content is missing")
 
 
 def _last_text(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""`/v1/completions`: prompts in any form, several at once, streamed or whole."""
+"""`/v1/completions`: one or several prompts in any form."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ if TYPE_CHECKING:
 
 __all__ = ["Completions"]
 
-#: Prompts that are handed in without a break.
+#: Prompts to submit per turn of the event loop.
 _TOGETHER = 16
-#: OpenAI's default for completions, which are not bounded by a chat template's end of turn.
+#: OpenAI's default for completions, where no end of turn limits the output.
 _MAX_TOKENS = 16
-#: Tensors that one request may bring.
+#: Maximum tensors of one request.
 _MOST_EMBEDS = 128
 
 
 @frozen
 class _Job:
-    """One request, checked and tokenized.
+    """A validated request with its tokenized prompts.
 
-    `nothing`: no token is wanted, only the prompt's echo. `fields`: what the request calls a field
-    of the engine's.
+    nothing: no token is requested, only the prompt's echo. fields: the API's names of engine
+    fields.
     """
 
     id: str
@@ -90,7 +90,7 @@ class Completions:
         self._generation = context.generation
 
     async def answer(self, request: Request, body: CompletionRequest) -> Response:
-        """The answer to one request."""
+        """Answer a request, streamed or whole."""
         job = await self._job(request, body)
         runs = await self._start(job)
         if body.stream:
@@ -99,26 +99,26 @@ class Completions:
         return json_response(await self._whole(job, runs))
 
     async def rendered(self, request: Request, body: CompletionRequest) -> Response:
-        """The requests, one per prompt, as the engine would get them."""
+        """Render the request as engine requests, one per prompt."""
         job = await self._job(request, body)
         tokenizer = self._generation.tokenizer
         prompts = enumerate(job.prompts)
-        told = (
+        requests = (
             rendered(f"{job.id}-{n}", job.model, body, prompt, job.params, tokenizer)
             for n, prompt in prompts
         )
-        return json_response(list(told))
+        return json_response(list(requests))
 
     async def _job(self, request: Request, body: CompletionRequest) -> _Job:
         model = await self._generation.find_model(body.model)
         self._generation.check_open()
         if body.suffix:
-            raise bad_field("suffix", "suffix: this model cannot fill in the middle")
+            raise bad_field("suffix", "suffix is not supported by this model")
         if body.prompt_embeds is not None:
             self._check_embeds(body)
         nothing = body.max_tokens == 0
         if nothing and not body.echo:
-            raise bad_field("max_tokens", "max_tokens: at least 1, or 0 with echo: true")
+            raise bad_field("max_tokens", "max_tokens must be at least 1, or 0 with echo: true")
         constraint = single_constraint(**requested_constraints(body))
         params = self._params(body, nothing, None if constraint is None else constraint[1])
         if body.prompt_embeds is not None:
@@ -153,24 +153,24 @@ class Completions:
         )
         if isinstance(params, BeamSearchParams):
             if body.echo and body.logprobs is not None:
-                raise bad_field("echo", "echo: without logprobs where use_beam_search is true")
+                raise bad_field("echo", "echo with logprobs is not supported with use_beam_search")
             return params
         if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
             params = params.with_(prompt_logprobs=body.logprobs)
         return params
 
     async def _prompts(self, body: CompletionRequest) -> tuple[Prompt, ...]:
-        given = body.prompt
-        many = given if isinstance(given, list) and not _is_ids(given) else [given]
+        value = body.prompt
+        many = value if isinstance(value, list) and not _is_ids(value) else [value]
         if not 0 < len(many) <= LIMITS.prompts:
-            raise bad_field("prompt", f"prompt: 1 to {LIMITS.prompts} prompts")
-        for one in many:
-            if not isinstance(one, str) and not _is_ids(one):
+            raise bad_field("prompt", f"prompt must have 1 to {LIMITS.prompts} prompts")
+        for item in many:
+            if not isinstance(item, str) and not _is_ids(item):
                 raise bad_field(
-                    "prompt", "prompt: a string, a list of token ids, or a list of either"
+                    "prompt", "prompt must be a string, a list of token ids, or a list of either"
                 )
-        if len({isinstance(one, str) for one in many}) > 1:
-            raise bad_field("prompt", "prompt: either texts or lists of token ids, not both")
+        if len({isinstance(item, str) for item in many}) > 1:
+            raise bad_field("prompt", "prompt must be either texts or lists of token ids, not both")
         if not isinstance(many[0], str):
             return tuple(map(Prompt, many))
         return await self._generation.tokenize(
@@ -182,19 +182,19 @@ class Completions:
     def _check_embeds(self, body: CompletionRequest) -> None:
         refuse_embeds(self._context.engine.info, "prompt_embeds")
         if body.prompt:
-            raise bad_field("prompt", "prompt: not together with prompt_embeds")
+            raise bad_field("prompt", "prompt cannot be combined with prompt_embeds")
         if body.echo:
-            raise bad_field("echo", "echo: embeddings have no text")
+            raise bad_field("echo", "echo is not supported for prompt_embeds")
 
-    async def _embeds(self, given: Any) -> tuple[Prompt, ...]:
-        """One tensor, or several, one after the other: each takes room of its own."""
-        many = given if isinstance(given, list) else [given]
+    async def _embeds(self, value: Any) -> tuple[Prompt, ...]:
+        """Read one or several tensors, one after the other to limit memory."""
+        many = value if isinstance(value, list) else [value]
         if not 0 < len(many) <= _MOST_EMBEDS:
-            raise bad_field("prompt_embeds", f"prompt_embeds: 1 to {_MOST_EMBEDS} tensors")
+            raise bad_field("prompt_embeds", f"prompt_embeds must have 1 to {_MOST_EMBEDS} tensors")
         return tuple([await self._generation.embeds(one) for one in many])
 
     async def _start(self, job: _Job) -> list[Running]:
-        """All prompts handed to the engine, or none."""
+        """Submit all prompts to the engine, or none."""
         priority = check_priority(self._context.config, job.body.priority)
         tasks: list[asyncio.Task[Running]] = []
         try:
@@ -209,7 +209,7 @@ class Completions:
                 )
                 tasks.append(asyncio.ensure_future(start))
                 if len(tasks) % _TOGETHER == 0:
-                    await asyncio.sleep(0)  # others have their turn
+                    await asyncio.sleep(0)  # keeps the event loop responsive
             await asyncio.wait(tasks)
             return [task.result() for task in tasks]
         except BaseException:
@@ -225,17 +225,24 @@ class Completions:
             for run in runs:
                 stack.push_async_callback(run.aclose)
             outputs = await asyncio.gather(*(run.last() for run in runs))
-        found = [
-            (output, choice, place * job.n + choice.index)
-            for place, output in enumerate(outputs)
+        indexed_choices = [
+            (output, choice, prompt_index * job.n + choice.index)
+            for prompt_index, output in enumerate(outputs)
             for choice in output.outputs
         ]
-        choices = [made async for made in paced(found, lambda given: self._choice(job, *given))]
-        generated = 0 if job.nothing else sum(len(choice.token_ids) for _, choice, _ in found)
+        choices = [
+            formatted
+            async for formatted in paced(
+                indexed_choices, lambda arguments: self._choice(job, *arguments)
+            )
+        ]
+        generated = (
+            0 if job.nothing else sum(len(choice.token_ids) for _, choice, _ in indexed_choices)
+        )
         details = self._context.config.group(ServerConfig).enable_prompt_tokens_details
         cached = sum(output.num_cached_tokens or 0 for output in outputs) if details else None
         tokens = sum(len(output.prompt_token_ids) for output in outputs)
-        single = outputs[0] if len(found) == 1 else None
+        single = outputs[0] if len(indexed_choices) == 1 else None
         return {
             **self._head(job),
             "choices": choices,
@@ -262,7 +269,7 @@ class Completions:
             if positions is not None and output.prompt_logprobs is not None:
                 positions = [*output.prompt_logprobs, *positions]
                 ids = [*output.prompt_token_ids, *ids]
-        shown: CompletionChoice = {
+        choice_object: CompletionChoice = {
             "index": index,
             "text": text,
             "logprobs": self._logprobs(job, positions, ids, 0),
@@ -270,11 +277,11 @@ class Completions:
             "stop_reason": None if job.nothing else choice.stop_reason,
         }
         if job.body.prompt_logprobs is not None:
-            shown["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+            choice_object["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         if job.body.return_token_ids:
-            shown["prompt_token_ids"] = list(output.prompt_token_ids)
-            shown["token_ids"] = [] if job.nothing else list(choice.token_ids)
-        return shown
+            choice_object["prompt_token_ids"] = list(output.prompt_token_ids)
+            choice_object["token_ids"] = [] if job.nothing else list(choice.token_ids)
+        return choice_object
 
     def _logprobs(
         self, job: _Job, positions: Any, ids: Sequence[int], offset: int
@@ -301,16 +308,16 @@ class Completions:
         totals: dict[int, int] = {}
         last: RequestOutput | None = None
 
-        def chunks(place: int, output: RequestOutput) -> Iterator[bytes]:
-            counted.prompt(place, len(output.prompt_token_ids), output.num_cached_tokens)
+        def chunks(prompt_index: int, output: RequestOutput) -> Iterator[bytes]:
+            counted.prompt(prompt_index, len(output.prompt_token_ids), output.num_cached_tokens)
             for choice in output.outputs:
-                index = place * job.n + choice.index
+                index = prompt_index * job.n + choice.index
                 chunk = self._piece(job, output, choice, index, index not in totals, sent)
                 totals[index] = totals.get(index, 0) + len(choice.token_ids)
                 counted.generated(index, 0 if job.nothing else totals[index])
                 body: CompletionChunk = {**head, "choices": [chunk]}
                 if counted.each:
-                    body["usage"] = counted.now(index, place)
+                    body["usage"] = counted.now(index, prompt_index)
                 yield frame(body)
 
         async with AsyncExitStack() as stack:
@@ -322,8 +329,8 @@ class Completions:
                     for data in chunks(0, output):
                         yield data
             else:
-                async for place, output in merged(runs):
-                    for data in chunks(place, output):
+                async for prompt_index, output in merged(runs):
+                    for data in chunks(prompt_index, output):
                         yield data
         if counted.last:
             metrics = draft_metrics(job.body, self._context.config, last)
@@ -333,7 +340,7 @@ class Completions:
     def _piece(
         self, job: _Job, output: Any, choice: Any, index: int, first: bool, sent: dict[int, int]
     ) -> CompletionChoice:
-        """A chunk's choice; the first one carries the echo."""
+        """Build a chunk's choice. The first one includes the echo."""
         text, ids, positions = choice.text, list(choice.token_ids), choice.logprobs
         if job.nothing:
             text, ids, positions = "", [], None if positions is None else []
@@ -342,7 +349,7 @@ class Completions:
             if positions is not None and output.prompt_logprobs is not None:
                 positions = [*output.prompt_logprobs, *positions]
                 ids = [*output.prompt_token_ids, *ids]
-        shown: CompletionChoice = {
+        choice_object: CompletionChoice = {
             "index": index,
             "text": text,
             "logprobs": self._logprobs(job, positions, ids, sent.get(index, 0)),
@@ -351,12 +358,12 @@ class Completions:
         }
         sent[index] = sent.get(index, 0) + len(text)
         if job.body.return_token_ids:
-            shown["token_ids"] = [] if job.nothing else list(choice.token_ids)
+            choice_object["token_ids"] = [] if job.nothing else list(choice.token_ids)
             if first:
-                shown["prompt_token_ids"] = list(output.prompt_token_ids)
-        return shown
+                choice_object["prompt_token_ids"] = list(output.prompt_token_ids)
+        return choice_object
 
 
 def _is_ids(value: Any) -> bool:
-    """A list that can only be meant as one prompt of token ids; what is in it is checked later."""
+    """Whether a value is one prompt of token ids. The ids are validated later."""
     return isinstance(value, list) and set(map(type, value)) == {int}

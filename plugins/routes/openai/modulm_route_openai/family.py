@@ -1,4 +1,4 @@
-"""The route family: what is served where."""
+"""The route family of OpenAI's models, completions and chat."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["OpenAI"]
 
 
 class _Refusal(ErrorAnswer):
-    """OpenAI's error, or Anthropic's, which says that it is one."""
+    """OpenAI's error, or Anthropic's, which has a `type`."""
 
     type: NotRequired[Literal["error"]]
 
@@ -71,7 +71,7 @@ class OpenAI(RouteFamily):
             responses=response_docs(Completion, events=CompletionChunk | ErrorAnswer),
         )
         async def complete(request: Request) -> Response:
-            """Go on with a prompt."""
+            """Complete a prompt."""
             return await completions.answer(request, await read(request, CompletionRequest))
 
         @router.post(
@@ -80,7 +80,7 @@ class OpenAI(RouteFamily):
             responses=response_docs(ChatCompletion, events=ChatChunk | ErrorAnswer),
         )
         async def converse(request: Request) -> Response:
-            """Answer a conversation."""
+            """Generate the next message of a conversation."""
             return await chat.answer(request, await read(request, ChatRequest))
 
         @router.post(
@@ -89,7 +89,7 @@ class OpenAI(RouteFamily):
             responses=response_docs(list[Rendered]),
         )
         async def render_completion(request: Request) -> Response:
-            """The prompts and parameters that a completion request becomes."""
+            """Render a completion request into engine requests, without running them."""
             return await completions.rendered(request, await read(request, CompletionRequest))
 
         @router.post(
@@ -98,7 +98,7 @@ class OpenAI(RouteFamily):
             responses=response_docs(Rendered),
         )
         async def render_chat(request: Request) -> Response:
-            """The prompt and parameters that a chat request becomes."""
+            """Render a chat request into an engine request, without running it."""
             return await chat.rendered(request, await read(request, ChatRequest))
 
         return router

@@ -1,4 +1,4 @@
-"""The models that are served, as clients of OpenAI and as those of Anthropic read them."""
+"""The served models, in OpenAI's form and in Anthropic's."""
 
 from __future__ import annotations
 
@@ -24,47 +24,47 @@ _PAGE = 1000
 
 
 class Models:
-    """`/v1/models`. Both APIs have this path: who sends `anthropic-version` gets Anthropic's shape
-    (https://docs.anthropic.com/en/api/models-list).
+    """`/v1/models`. Both APIs use this path: clients that send `anthropic-version` get Anthropic's
+    form (https://docs.anthropic.com/en/api/models-list).
     """
 
     def __init__(self, context: RouteContext) -> None:
         self._context = context
 
     async def listed(self, request: Request) -> Response:
-        """The models that are served."""
+        """List the served models."""
         names = self._names
-        if not _anthropic(request):
+        if not _is_anthropic(request):
             cards: ModelList = {"object": "list", "data": [self._card(name) for name in names]}
             return json_response(cards)
         try:
-            shown, more = _page(names, request.query_params)
+            page_names, more = _page(names, request.query_params)
         except ApiError as error:
-            return _refused(error)
+            return _anthropic_error(error)
         page: ModelPage = {
-            "data": [self._info(name) for name in shown],
-            "first_id": shown[0] if shown else None,
-            "last_id": shown[-1] if shown else None,
+            "data": [self._info(name) for name in page_names],
+            "first_id": page_names[0] if page_names else None,
+            "last_id": page_names[-1] if page_names else None,
             "has_more": more,
         }
         return json_response(page)
 
     async def one(self, request: Request, model: str) -> Response:
-        """One model."""
+        """Describe a model."""
         known = model in self._names
-        if not _anthropic(request):
+        if not _is_anthropic(request):
             if not known:
                 raise model_error(model)
             return json_response(self._card(model))
-        return json_response(self._info(model)) if known else _refused(model_error(model))
+        return json_response(self._info(model)) if known else _anthropic_error(model_error(model))
 
     @property
     def _names(self) -> tuple[str, ...]:
-        """The model's names, and the adapters'."""
+        """The names of the model and of the adapters."""
         return (*self._context.models, *self._context.engine.adapters)
 
     def _card(self, name: str) -> ModelCard:
-        """An adapter's parent is the model that it changes, its root is where it is from."""
+        """OpenAI's model object. For adapters: parent is the base model, root the source."""
         adapter = self._context.engine.adapters.get(name)
         root, parent = self._context.models[0], None
         if adapter is not None:
@@ -94,23 +94,27 @@ class Models:
         }
 
 
-def _anthropic(request: Request) -> bool:
+def _is_anthropic(request: Request) -> bool:
     return "anthropic-version" in request.headers
 
 
-def _refused(error: ApiError) -> Response:
+def _anthropic_error(error: ApiError) -> Response:
     return json_response({"type": "error", **error_body(error)}, error.status, error.headers)
 
 
 def _page(names: tuple[str, ...], query: Mapping[str, str]) -> tuple[tuple[str, ...], bool]:
-    """(what is wanted of the names, whether there is more that way). Raises ApiError(400)."""
-    given = query.get("limit", "20")
-    if not given.isascii() or not given.isdigit() or not 1 <= int(given[:9]) <= _PAGE:
-        raise bad_field("limit", f"limit: a number from 1 to {_PAGE}")
-    limit = int(given)
+    """Select a page of names; returns (names, whether there are more). Raises ApiError(400)."""
+    limit_text = query.get("limit", "20")
+    if (
+        not limit_text.isascii()
+        or not limit_text.isdigit()
+        or not 1 <= int(limit_text[:9]) <= _PAGE
+    ):
+        raise bad_field("limit", f"limit must be a number from 1 to {_PAGE}")
+    limit = int(limit_text)
     for cursor in ("after_id", "before_id"):
         if cursor in query and query[cursor] not in names:
-            raise bad_field(cursor, f"{cursor}: no model here has this id")
+            raise bad_field(cursor, f"{cursor}: no model has this id")
     if "before_id" in query:
         before = names[: names.index(query["before_id"])]
         return before[-limit:], len(before) > limit

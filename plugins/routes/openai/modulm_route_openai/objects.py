@@ -36,19 +36,19 @@ __all__ = [
 
 
 class PromptTokens(TypedDict):
-    """Tokens of the prompt that were found in the cache."""
+    """Prompt tokens found in the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionTokens(TypedDict):
-    """Tokens of the answer that were thoughts."""
+    """Thinking tokens of the output."""
 
     reasoning_tokens: int
 
 
 class Usage(TypedDict):
-    """What was read and written, in tokens."""
+    """Token counts of prompt and output."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -58,19 +58,19 @@ class Usage(TypedDict):
 
 
 class Metrics(TypedDict):
-    """What was measured of an answer with one choice; null where nothing drafts."""
+    """Metrics of a response with one choice; null without a drafter."""
 
     speculative_decoding: SpecDecodeFigures | None
 
 
 class Measured(TypedDict, total=False):
-    """What answers have where the server or the request asks for it."""
+    """Optional metrics of a response."""
 
     metrics: Metrics
 
 
 class PromptLogprob(TypedDict):
-    """A token at a place of the prompt."""
+    """A candidate token at a position of the prompt."""
 
     logprob: float
     rank: int | None
@@ -78,7 +78,7 @@ class PromptLogprob(TypedDict):
 
 
 class _Head(TypedDict):
-    """What all answers and chunks begin with."""
+    """The common fields of responses and chunks."""
 
     id: str
     created: int
@@ -87,7 +87,7 @@ class _Head(TypedDict):
 
 
 class CompletionLogprobs(TypedDict):
-    """Per token: where its text begins, its probability, itself, and the best of its place."""
+    """Per token: its text offset, log probability, text, and the top candidates."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -96,7 +96,7 @@ class CompletionLogprobs(TypedDict):
 
 
 class CompletionChoice(TypedDict):
-    """One completion of one prompt, or a piece of it."""
+    """A completion of a prompt, or a delta of it."""
 
     index: int
     text: str
@@ -109,7 +109,7 @@ class CompletionChoice(TypedDict):
 
 
 class Completion(_Head, Measured):
-    """The answer of `POST /v1/completions`."""
+    """The response of `POST /v1/completions`."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
@@ -117,7 +117,7 @@ class Completion(_Head, Measured):
 
 
 class CompletionChunk(_Head, Measured):
-    """A chunk of a streamed completion; the last one has no choices, if usage was asked for."""
+    """A chunk of a streamed completion. With usage, the last one has no choices."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
@@ -131,7 +131,7 @@ class ChatLogprobs(TypedDict):
 
 
 class ChatMessage(TypedDict):
-    """What the model said."""
+    """The message of the model."""
 
     role: str
     content: str | None
@@ -142,7 +142,7 @@ class ChatMessage(TypedDict):
 
 
 class ChatChoice(TypedDict):
-    """One answer of the model."""
+    """A choice of a chat response."""
 
     index: int
     message: ChatMessage
@@ -153,7 +153,7 @@ class ChatChoice(TypedDict):
 
 
 class ChatCompletion(_Head, Measured):
-    """The answer of `POST /v1/chat/completions`."""
+    """The response of `POST /v1/chat/completions`."""
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
@@ -163,14 +163,14 @@ class ChatCompletion(_Head, Measured):
 
 
 class FunctionDelta(TypedDict):
-    """More of a function to call."""
+    """A delta of a function call."""
 
     name: NotRequired[str]
     arguments: str
 
 
 class ToolCallDelta(TypedDict):
-    """More of a call; the first of its deltas has `id`, `type` and the name."""
+    """A delta of a tool call. Its first delta has `id`, `type` and the name."""
 
     index: int
     id: NotRequired[str]
@@ -179,7 +179,7 @@ class ToolCallDelta(TypedDict):
 
 
 class ChatDelta(TypedDict, total=False):
-    """What is new of a message."""
+    """A delta of a message."""
 
     role: str
     content: str
@@ -189,7 +189,7 @@ class ChatDelta(TypedDict, total=False):
 
 
 class ChatChunkChoice(TypedDict):
-    """What is new of a choice."""
+    """A delta of a choice."""
 
     index: int
     delta: ChatDelta
@@ -200,7 +200,7 @@ class ChatChunkChoice(TypedDict):
 
 
 class ChatChunk(_Head, Measured):
-    """A chunk of a streamed answer; the last one has no choices, if usage was asked for."""
+    """A chunk of a streamed chat response. With usage, the last one has no choices."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
@@ -208,7 +208,7 @@ class ChatChunk(_Head, Measured):
 
 
 class Rendered(TypedDict):
-    """A request as the engine would get it."""
+    """A request in the engine's form."""
 
     request_id: str
     model: str
@@ -222,7 +222,7 @@ class Rendered(TypedDict):
 
 
 class ModelCard(TypedDict):
-    """A model, as OpenAI shows it."""
+    """A model in OpenAI's form."""
 
     id: str
     object: Literal["model"]
@@ -234,14 +234,14 @@ class ModelCard(TypedDict):
 
 
 class ModelList(TypedDict):
-    """The models, as OpenAI lists them."""
+    """The list of models in OpenAI's form."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
 class ModelInfo(TypedDict):
-    """A model, as Anthropic shows it."""
+    """A model in Anthropic's form."""
 
     type: Literal["model"]
     id: str
@@ -253,7 +253,7 @@ class ModelInfo(TypedDict):
 
 
 class ModelPage(TypedDict):
-    """The models, as Anthropic lists them."""
+    """The list of models in Anthropic's form."""
 
     data: list[ModelInfo]
     first_id: str | None

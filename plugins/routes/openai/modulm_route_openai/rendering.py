@@ -1,4 +1,4 @@
-"""`.../render`: a request as the engine would get it. Nothing is generated."""
+"""`.../render`: shows a request as the engine gets it, without generating."""
 
 from __future__ import annotations
 
@@ -26,10 +26,7 @@ def rendered(
     params: SamplingParams | BeamSearchParams,
     tokenizer: Tokenizer,
 ) -> Rendered:
-    """One prompt in vLLM's form, a request of tokens; `prompt` is its text.
-
-    A prompt with embeddings has id 0 in their places.
-    """
+    """Render one prompt in vLLM's form, with token ids and text. Ids of embeddings are 0."""
     ids = list(prompt.ids)
     text = tokenizer.decode(ids, skip_special_tokens=False) if prompt.text is None else prompt.text
     return {
@@ -46,7 +43,7 @@ def rendered(
 
 
 def _written(params: SamplingParams | BeamSearchParams) -> dict[str, Any]:
-    """The parameters that are set, without those that say how answers are handed out."""
+    """The parameters that are set, without the output kind."""
     return attrs.asdict(
         params,
         filter=lambda field, value: value not in (None, ()) and field.name != "output_kind",

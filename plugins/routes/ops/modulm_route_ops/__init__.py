@@ -1,4 +1,4 @@
-"""Signs of life and numbers: /health, /ready, /ping, /load, /version, /metrics, /server_info."""
+"""Health checks and metrics: /health, /ready, /ping, /load, /version, /metrics, /server_info."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["Ops"]
 
 
 class Load(TypedDict):
-    """How many requests are being answered."""
+    """The number of requests in progress."""
 
     server_load: int
 
 
 class Replica(TypedDict):
-    """One of several engines: ok, stalled, starting or dead; why is in the log."""
+    """A replica's status: ok, stalled, starting or dead. The log has the reason."""
 
     rank: int
     status: str
@@ -33,8 +33,8 @@ class Replica(TypedDict):
 
 
 class Health(TypedDict):
-    """What llama.cpp's clients look for; the status of the answer says it all. "degraded": some of
-    several replicas work, and the others are started again.
+    """The server's health, for llama.cpp's clients; the HTTP status has the same information.
+    "degraded": some replicas work, and the others are being restarted.
     """
 
     status: str
@@ -48,7 +48,7 @@ class Version(TypedDict):
 
 
 class ServerInfo(Version):
-    """What is served, and every flag that differs from its default."""
+    """The served model, and every flag that differs from its default."""
 
     models: list[str]
     max_model_len: int
@@ -57,22 +57,26 @@ class ServerInfo(Version):
 
 
 class Ops(RouteFamily):
-    """Routes for those who operate the server."""
+    """Routes for operators of the server."""
 
     name = "ops"
     api = 2
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["Operations"])
-        for path, sign, shown in (
+        for path, check, answer_type in (
             ("/health", self.health, Health),
             ("/ping", self.health, Health),
             ("/ready", self.ready, None),
         ):
             router.add_api_route(
-                path, sign, methods=["GET"], response_class=Response, responses=response_docs(shown)
+                path,
+                check,
+                methods=["GET"],
+                response_class=Response,
+                responses=response_docs(answer_type),
             )
-            router.add_api_route(path, sign, methods=["HEAD"], include_in_schema=False)
+            router.add_api_route(path, check, methods=["HEAD"], include_in_schema=False)
         router.add_api_route("/ping", self.health, methods=["POST"], include_in_schema=False)
         for path, endpoint, answer in (
             ("/load", self.load, Load),
@@ -90,19 +94,19 @@ class Ops(RouteFamily):
         return router
 
     async def health(self) -> Response:
-        """200 while an engine lives, 503 when none does."""
+        """Health check: 200 while an engine works, else 503."""
         await self.context.engine.check_health()
-        told: Health = {"status": "ok"}
+        status: Health = {"status": "ok"}
         if replicas := self.context.engine.replicas:
             if any(replica.status != "ok" for replica in replicas):
-                told["status"] = "degraded"
-            told["replicas"] = [
+                status["status"] = "degraded"
+            status["replicas"] = [
                 {"rank": r.rank, "status": r.status, "restarts": r.restarts} for r in replicas
             ]
-        return json_response(told)
+        return json_response(status)
 
     async def ready(self) -> Response:
-        """200 while new requests are welcome: alive, and neither going down nor full."""
+        """Readiness check: 200 while the server accepts requests."""
         self.context.generation.check_open()
         await self.context.engine.check_health()
         full = self.context.config.scheduler.max_num_queued_reqs
@@ -117,17 +121,17 @@ class Ops(RouteFamily):
         return 0 if stats is None else int(stats.waiting)
 
     async def load(self) -> Response:
-        """How many requests are being answered."""
-        told: Load = {"server_load": self.context.engine.active}
-        return json_response(told)
+        """The number of requests in progress."""
+        load: Load = {"server_load": self.context.engine.active}
+        return json_response(load)
 
     async def version(self) -> Response:
         """The version of modulm."""
-        told: Version = {"version": modulm.__version__}
-        return json_response(told)
+        version: Version = {"version": modulm.__version__}
+        return json_response(version)
 
     async def metrics(self) -> Response:
-        """Metrics of engine and server, all of its processes, in Prometheus' text format."""
+        """Metrics of the engine and of all server processes, in Prometheus' text format."""
         body, kind = exposition(self.context.registry)
         engine = self.context.engine
         others = await engine.reports()
@@ -136,25 +140,25 @@ class Ops(RouteFamily):
         return Response(body, media_type=None, headers={"Content-Type": kind})
 
     async def server_info(self) -> Response:
-        """The configuration: every flag that differs from its default, secrets left out."""
+        """Show every flag that differs from its default, without secrets."""
         config = self.context.config
         changed = {name: _plain(value) for name, value in config.changed().items()}
         for secret in ("api_key", "api_key_file", "hf_token", "ssl_keyfile"):
             if secret in changed:
                 changed[secret] = "(set)"
         info = self.context.engine.info
-        told: ServerInfo = {
+        answer: ServerInfo = {
             "version": modulm.__version__,
             "models": list(self.context.models),
             "max_model_len": info.max_model_len,
             "dtype": str(info.dtype),
             "config": changed,
         }
-        return json_response(told)
+        return json_response(answer)
 
 
 def _plain(value: Any) -> Any:
-    """A flag's value as JSON."""
+    """Convert a flag's value to JSON."""
     if isinstance(value, str | int | float | bool | None):
         return value
     if isinstance(value, dict):

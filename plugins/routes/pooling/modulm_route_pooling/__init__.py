@@ -1,4 +1,4 @@
-"""What pooling models give: embeddings, scores, ranks, classes, and their raw vectors."""
+"""Routes of pooling models: embeddings, scores, reranking, classification, raw vectors."""
 
 from modulm_route_pooling.family import Pooling
 

@@ -1,4 +1,4 @@
-"""Cohere's shape of embeddings (https://docs.cohere.com/reference/embed)."""
+"""Cohere's embedding API (https://docs.cohere.com/reference/embed)."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _ENCODINGS: dict[str, Callable[[np.ndarray], Any]] = {
 
 
 def refuse_images(body: CohereEmbedRequest) -> None:
-    """Raise ApiError(400) for what only models of images could embed."""
+    """Raise ApiError(400) for images, which are not supported yet."""
     if body.images:
-        raise bad_field("images", "images: not yet")
+        raise bad_field("images", "Not supported yet: images")
 
 
-#: What Cohere calls a task, and the names that checkpoints have for its prompt.
+#: Cohere's task names, and the names of their prompts in checkpoints.
 _TASKS: dict[str, tuple[str, ...]] = {
     "search_query": ("query", "retrieval.query"),
     "search_document": ("document", "passage", "retrieval.passage"),
@@ -41,32 +41,31 @@ _TASKS: dict[str, tuple[str, ...]] = {
 
 
 def prompt_of(body: CohereEmbedRequest, prompts: Collection[str]) -> str | None:
-    """Which of the checkpoint's prompts goes before the texts.
+    """The name of the checkpoint's prompt for the request's `input_type`, or None.
 
-    Clients must send an `input_type`: on a checkpoint without prompts it changes nothing. Raises
-    ApiError(400) for one that is neither Cohere's nor the name of a prompt, or that should have a
-    prompt of this checkpoint and has none.
+    Clients always send an `input_type`; for a checkpoint without prompts it has no effect. Raises
+    ApiError(400) for an unknown one, or one without a prompt in a checkpoint that has prompts.
     """
     kind = body.input_type
     if kind is None or kind in prompts:
         return kind
-    found = next((name for name in _TASKS.get(kind, ()) if name in prompts), None)
-    if found is None and (prompts or kind not in _TASKS):
+    prompt_name = next((name for name in _TASKS.get(kind, ()) if name in prompts), None)
+    if prompt_name is None and (prompts or kind not in _TASKS):
         known = ", ".join(prompts or _TASKS)
         raise bad_field("input_type", f"input_type: {kind!r:.60} is not one of {known}")
-    return found
+    return prompt_name
 
 
-def question(body: CohereEmbedRequest, longest: int, prompts: Collection[str]) -> EmbedRequest:
-    """What is asked in OpenAI's shape; longest: of a text, in tokens; prompts: the names of the
-    checkpoint's. Raises ApiError(400).
+def question(body: CohereEmbedRequest, max_tokens: int, prompts: Collection[str]) -> EmbedRequest:
+    """Convert to OpenAI's request. max_tokens: the model's limit. prompts: the names of the
+    checkpoint's prompts. Raises ApiError(400).
     """
     if (body.texts is None) == (body.inputs is None):
-        raise bad_field("texts", "texts: exactly one of texts and inputs is needed")
-    given = body.texts if body.texts is not None else body.inputs
-    limit = None if body.truncate == "NONE" else min(body.max_tokens or longest, longest)
+        raise bad_field("texts", "send exactly one of texts and inputs")
+    texts = body.texts if body.texts is not None else body.inputs
+    limit = None if body.truncate == "NONE" else min(body.max_tokens or max_tokens, max_tokens)
     return EmbedRequest(
-        input=[text_of("inputs", one) for one in given or []],
+        input=[text_of("inputs", one) for one in texts or []],
         dimensions=body.output_dimension,
         truncate_prompt_tokens=limit,
         truncation_side="left" if body.truncate == "START" else "right",
@@ -78,7 +77,7 @@ def question(body: CohereEmbedRequest, longest: int, prompts: Collection[str]) -
 def answer(
     body: CohereEmbedRequest, texts: Sequence[str], vectors: Sequence[np.ndarray], tokens: int
 ) -> CohereEmbeddings:
-    """The vectors in every type that was asked for."""
+    """Build the response with all requested embedding types."""
     wanted = body.embedding_types or ["float"]
     embeddings = {kind: [_ENCODINGS[kind](vector) for vector in vectors] for kind in wanted}
     return {

@@ -1,4 +1,4 @@
-"""The route family."""
+"""The route family of pooling models."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from modulm_route_pooling.schema import (
     RerankRequest,
     ScoreRequest,
 )
-from modulm_route_pooling.vectors import bytes_response, is_binary, shown
+from modulm_route_pooling.vectors import bytes_response, encode_vector, is_binary
 from modulm_server.generation import ServedModel
 from modulm_server.json_body import bad_field, json_response, read, request_docs
 from modulm_server.media_service import RequestMedia
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 __all__ = ["Pooling"]
 
 _BYTES = "application/octet-stream"
-#: Tasks whose vectors are embeddings, or of which scores can be made.
+#: Tasks from which scores can be computed.
 _PAIRS = ("score", "embed", "token_embed")
 
 
@@ -114,36 +114,36 @@ class Pooling(RouteFamily):
         return router
 
     async def embed(self, request: Request) -> Response:
-        """One vector per text."""
+        """Compute one embedding per text."""
         body = await read(request, EmbedRequest)
         model = await self._model(body.model, ("embed",))
-        outputs = await self._vectors(body, "embed", model)
+        outputs = await self._embed_all(body, "embed", model)
         return _vectors("embd", "embedding", "embedding", model.name, outputs, body)
 
     async def cohere_embed(self, request: Request) -> Response:
-        """The same in Cohere's shape."""
+        """Compute embeddings, in Cohere's form."""
         body = await read(request, CohereEmbedRequest)
         refuse_images(body)
         model = await self._model(body.model, ("embed",))
         info = self.context.engine.info
-        asked = question(body, info.max_model_len, info.texts.prompts)
-        outputs = await self._vectors(asked, "embed", model)
-        texts = [text_of("inputs", given) for given in asked.input]
+        embed_request = question(body, info.max_model_len, info.texts.prompts)
+        outputs = await self._embed_all(embed_request, "embed", model)
+        texts = [text_of("inputs", text) for text in embed_request.input]
         vectors = [np.asarray(output.outputs.data) for output in outputs]
         return json_response(cohere.answer(body, texts, vectors, _usage(outputs)["prompt_tokens"]))
 
     async def pool(self, request: Request) -> Response:
-        """The model's vectors as they are."""
+        """Return the model's raw vectors."""
         body = await read(request, PoolRequest)
         tasks = [task for task in self.context.engine.info.tasks if task != "generate"]
         model = await self._model(
             body.model, (body.task,) if body.task else tuple(tasks) or ("pool",)
         )
-        outputs = await self._vectors(body, body.task or tasks[0], model)
+        outputs = await self._embed_all(body, body.task or tasks[0], model)
         return _vectors("pool", "pooling", "data", model.name, outputs, body)
 
     async def classify(self, request: Request) -> Response:
-        """The probability of each class."""
+        """Compute class probabilities."""
         body = await read(request, ClassifyRequest)
         model = await self._model(body.model, ("classify",))
         outputs = await self._pooled(body, _params(body, task="classify"), model)
@@ -167,7 +167,7 @@ class Pooling(RouteFamily):
         return json_response(answer)
 
     async def score(self, request: Request) -> Response:
-        """How well texts go together."""
+        """Score pairs of texts."""
         body = await read(request, ScoreRequest)
         model = await self._model(body.model, _PAIRS)
         sides = await pairs_of(self.context.generation, self._texts, body)
@@ -180,32 +180,34 @@ class Pooling(RouteFamily):
         return json_response(answer)
 
     async def rerank(self, request: Request) -> Response:
-        """Documents, the best for a query first."""
+        """Rank documents by relevance to a query."""
         body = await read(request, RerankRequest)
         model = await self._model(body.model, _PAIRS)
         sides = await pairs_of(self.context.generation, self._texts, body)
         scores, usage = await self._scores(*sides, body, model)
-        order = sorted(range(len(scores)), key=lambda place: -scores[place])
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])
         results: list[Ranked] = [
             {"index": i, "relevance_score": scores[i]} for i in order[: body.top_n or len(order)]
         ]
         if body.return_documents is not False:
             for result in results:
-                given = body.documents[result["index"]]
-                result["document"] = shown_document(given, body.return_documents is True)
+                document = body.documents[result["index"]]
+                result["document"] = shown_document(document, body.return_documents is True)
         answer: RankList = {**_head("rerank", model.name, body), "results": results, "usage": usage}
         return json_response(answer)
 
-    # How it is done.
+    # Internals.
 
     @cached_property
     def _labels(self) -> Mapping[str, str]:
-        """The names of the classes by their numbers, as config.json or --hf-overrides has them."""
+        """The class labels by index, from config.json or --hf-overrides."""
         info = self.context.engine.info
         file = Path(info.path) / "config.json"
         table = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        named: Mapping[str, str] = {**table, **info.config.model.hf_overrides}.get("id2label") or {}
-        return named
+        labels: Mapping[str, str] = {**table, **info.config.model.hf_overrides}.get(
+            "id2label"
+        ) or {}
+        return labels
 
     @property
     def _texts(self) -> PoolingInputs:
@@ -214,7 +216,7 @@ class Pooling(RouteFamily):
         return pooler.inputs(engine.info, engine.tokenizer, self.context.generation.template)
 
     async def _model(self, name: Any, tasks: Sequence[str]) -> ServedModel:
-        """The served model, if it is for one of the tasks. Raises ApiError(400) naming `model`."""
+        """Find the model and check that it supports one of the tasks. Raises ApiError(400)."""
         model: ServedModel = await self.context.generation.find_model(name)
         self.context.generation.check_open()
         offered = self.context.engine.info.tasks
@@ -222,12 +224,12 @@ class Pooling(RouteFamily):
             raise bad_field(
                 "model",
                 f"{model.name} is served for {', '.join(offered)}, not for {' or '.join(tasks)}: "
-                "start a pooling model, or this one with --runner pooling",
+                "serve a pooling model, or this one with --runner pooling",
                 "unsupported",
             )
         return model
 
-    async def _vectors(self, body: EmbedRequest, task: str, model: ServedModel) -> list[Any]:
+    async def _embed_all(self, body: EmbedRequest, task: str, model: ServedModel) -> list[Any]:
         wishes = {"dimensions": body.dimensions, "normalize": body.normalize}
         return await self._pooled(body, _params(body, task=task, **wishes), model)
 
@@ -238,9 +240,9 @@ class Pooling(RouteFamily):
         return await self._run(parts, body.priority or 0, model)
 
     async def _run(self, parts: Sequence[Part], priority: int, model: ServedModel) -> list[Any]:
-        """All prompts at once; the first failure ends the others."""
+        """Run all prompts concurrently. The first failure cancels the others."""
         encode = partial(self.context.generation.encode, priority=priority, adapter=model.adapter)
-        tasks = [asyncio.ensure_future(encode(_prompt(given), own)) for given, own in parts]
+        tasks = [asyncio.ensure_future(encode(_prompt(prompt), params)) for prompt, params in parts]
         try:
             return list(await asyncio.gather(*tasks))
         except RequestError as error:
@@ -257,49 +259,55 @@ class Pooling(RouteFamily):
         self,
         left: Sequence[Side],
         right: Sequence[Side],
-        taken: RequestMedia,
+        media: RequestMedia,
         body: ScoreRequest | RerankRequest,
         model: ServedModel,
     ) -> tuple[list[float], Usage]:
-        """One score per pair, and what was computed for them."""
+        """Score pairs; returns (scores, token usage)."""
         wanted = {"variables": body.chat_template_kwargs}
         pairs = self._texts.pairs
         amount = sum(map(size, [*left, *right]))
         generation = self.context.generation
         job = await generation.work.run(amount, pairs, left, right, _params(body), **wanted)
         parts = list(job.parts)
-        seen = [at for at, (given, _) in enumerate(parts) if isinstance(given, Mapping)]
-        if seen:
-            asked = [cast("Mapping[str, Any]", parts[at][0]) for at in seen]
-            prompts = [(one["prompt_token_ids"], one["multi_modal_data"]) for one in asked]
-            for at, prompt in zip(seen, await generation.with_media(prompts, taken), strict=True):
-                parts[at] = (prompt, parts[at][1])
+        media_indices = [
+            index for index, (part, _) in enumerate(parts) if isinstance(part, Mapping)
+        ]
+        if media_indices:
+            mappings = [cast("Mapping[str, Any]", parts[index][0]) for index in media_indices]
+            prompts = [
+                (mapping["prompt_token_ids"], mapping["multi_modal_data"]) for mapping in mappings
+            ]
+            for index, prompt in zip(
+                media_indices, await generation.with_media(prompts, media), strict=True
+            ):
+                parts[index] = (prompt, parts[index][1])
         outputs = await self._run(parts, body.priority or 0, model)
         usage = _usage(outputs)
         return [output.outputs.score for output in job.join(outputs)], usage
 
 
-def _params(body: Any, **own: Any) -> PoolingParams:
-    """What every route takes of a body, and a route's own parameters."""
+def _params(body: Any, **extra: Any) -> PoolingParams:
+    """Build pooling parameters from a body's common fields and a route's own ones."""
     return PoolingParams(
         use_activation=body.use_activation,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         truncation_side=body.truncation_side,
         prompt_name=body.prompt_name,
-        **own,
+        **extra,
     )
 
 
 def _vectors(
     prefix: str, noun: str, key: str, model: str, outputs: Sequence[Any], body: EmbedRequest
 ) -> Response:
-    """Vectors in the form that was asked for; `key` names them in JSON."""
+    """Build a response of vectors in the requested encoding. key: their field in JSON."""
     head, usage = _head(prefix, model, body), _usage(outputs)
     vectors = [np.asarray(output.outputs.data, dtype=np.float32) for output in outputs]
     if is_binary(body):
         return bytes_response(vectors, body, {**head, "usage": usage})
     data = [
-        {"object": noun, "index": index, key: shown(vector, body)}
+        {"object": noun, "index": index, key: encode_vector(vector, body)}
         for index, vector in enumerate(vectors)
     ]
     return json_response({**head, "data": data, "usage": usage})
@@ -315,6 +323,6 @@ def _usage(outputs: Sequence[Any]) -> Usage:
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
-def _prompt(given: Prompt | PromptLike) -> Prompt:
-    """The prompt of a part, which is one already or token ids."""
-    return given if isinstance(given, Prompt) else Prompt(cast("Sequence[int]", given))
+def _prompt(prompt: Prompt | PromptLike) -> Prompt:
+    """Convert token ids to a prompt."""
+    return prompt if isinstance(prompt, Prompt) else Prompt(cast("Sequence[int]", prompt))

@@ -1,4 +1,4 @@
-"""What is answered: lists of vectors, classes, scores and ranks."""
+"""Response objects: lists of vectors, classes, scores and ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Usage(TypedDict):
 
 
 class Head(TypedDict):
-    """What all lists begin with."""
+    """The common fields of all lists."""
 
     id: str
     object: Literal["list"]
@@ -52,7 +52,7 @@ class Embedding(TypedDict):
 
 
 class Pooled(TypedDict):
-    """What a model made of a text: numbers, a row of them for each token, or base64."""
+    """A model's output for a text: numbers, rows of numbers per token, or base64."""
 
     object: Literal["pooling"]
     index: int
@@ -60,7 +60,7 @@ class Pooled(TypedDict):
 
 
 class Classified(TypedDict):
-    """The probability of each class, and the name of the likeliest."""
+    """The class probabilities, and the label of the most likely class."""
 
     index: int
     label: str | None
@@ -69,7 +69,7 @@ class Classified(TypedDict):
 
 
 class Scored(TypedDict):
-    """How well two texts go together."""
+    """The score of a pair of texts."""
 
     index: int
     object: Literal["score"]
@@ -84,7 +84,7 @@ class Document(TypedDict):
 
 
 class Ranked(TypedDict):
-    """A document's place in the request, and how well it answers the query."""
+    """A document's index in the request, and its relevance to the query."""
 
     index: int
     relevance_score: float
@@ -92,7 +92,7 @@ class Ranked(TypedDict):
 
 
 class RankList(Head):
-    """Documents, the best first."""
+    """The ranked documents, best first."""
 
     results: list[Ranked]
     usage: Usage
@@ -117,7 +117,7 @@ class Billed(TypedDict):
 
 
 class Meta(TypedDict):
-    """About an answer in Cohere's shape."""
+    """The metadata of Cohere's response."""
 
     api_version: Version
     billed_units: Billed

@@ -1,4 +1,4 @@
-"""From a body to prompts: one for each input, or the pairs of texts to compare."""
+"""Builds the prompts of a request: one per input, or pairs of texts to compare."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from modulm_server.sampling import LIMITS
 
 __all__ = ["Part", "Side", "pairs_of", "prompts_of", "shown_document", "size", "text_of"]
 
-#: Texts of the greatest length that all pairs of a request may have together.
+#: The limit on the text of all pairs, in multiples of the longest text.
 _PAIRED = 8
 
 Side: TypeAlias = "str | PairContent"
 Part: TypeAlias = "tuple[Prompt | PromptLike, PoolingParams]"
 
-#: The names under which clients send the two sides of pairs.
+#: The fields in which clients send the two sides of pairs.
 _SIDES = (
     ("text_1", "text_2"),
     ("data_1", "data_2"),
@@ -41,7 +41,7 @@ async def prompts_of(
     body: EmbedRequest | ClassifyRequest,
     params: PoolingParams,
 ) -> list[Part]:
-    """The ids of every input. Raises ApiError(400) naming the field."""
+    """Tokenize every input. Raises ApiError(400) naming the field."""
     if body.messages is not None:
         options = ChatOptions(
             add_generation_prompt=body.add_generation_prompt,
@@ -52,14 +52,14 @@ async def prompts_of(
             mm_processor_kwargs=body.mm_processor_kwargs,
         )
         return [(await generation.from_messages(body.messages, options), params)]
-    given = body.input
-    many = given if isinstance(given, list) and not _is_ids(given) else [given]
+    value = body.input
+    many = value if isinstance(value, list) and not _is_ids(value) else [value]
     if not 0 < len(many) <= LIMITS.prompts:
-        raise bad_field("input", f"input: 1 to {LIMITS.prompts} texts")
+        raise bad_field("input", f"input must have 1 to {LIMITS.prompts} texts")
     if not all(isinstance(one, str) or _is_ids(one) for one in many):
-        raise bad_field("input", "input: text, a list of token ids, or a list of either")
+        raise bad_field("input", "input must be text, a list of token ids, or a list of either")
     if len({isinstance(one, str) for one in many}) > 1:
-        raise bad_field("input", "input: either texts or lists of token ids, not both")
+        raise bad_field("input", "input must be either texts or lists of token ids, not both")
     special = body.add_special_tokens is not False
 
     def read() -> list[Part]:
@@ -78,16 +78,16 @@ async def prompts_of(
 async def pairs_of(
     generation: GenerationService, texts: PoolingInputs, body: ScoreRequest | RerankRequest
 ) -> tuple[Sequence[Side], Sequence[Side], RequestMedia]:
-    """Both sides, one pair for each score, and their media. Raises ApiError(400), RequestError."""
+    """Read both sides of pairs and their media. Raises ApiError(400), RequestError."""
     if isinstance(body, RerankRequest):
         names, first, second = ("query", "documents"), body.query, body.documents
     else:
         names, first, second = _sides(body)
     for name, value in zip(names, (first, second), strict=True):
         if isinstance(value, list) and not 0 < len(value) <= LIMITS.prompts:
-            raise bad_field(name, f"{name}: 1 to {LIMITS.prompts} texts")
+            raise bad_field(name, f"{name} must have 1 to {LIMITS.prompts} texts")
     ways = body.media_io_kwargs, body.mm_processor_kwargs
-    sides, taken = await generation.media.read_pairs(
+    sides, media = await generation.media.read_pairs(
         dict(zip(names, (first, second), strict=True)), *ways
     )
     left, right = sides
@@ -108,8 +108,10 @@ async def pairs_of(
         raise bad_field(names[1], error.message) from error
     total = sum(size(one) + size(other) for one, other in zip(*pairs, strict=True))
     if total > _PAIRED * generation.work.max_characters:
-        raise bad_field(names[1], f"{names[1]}: the pairs have {total} characters together")
-    return (*pairs, taken)
+        raise bad_field(
+            names[1], f"{names[1]}: all pairs together have too many characters ({total})"
+        )
+    return (*pairs, media)
 
 
 def _sides(body: ScoreRequest) -> tuple[tuple[str, str], Any, Any]:
@@ -117,47 +119,47 @@ def _sides(body: ScoreRequest) -> tuple[tuple[str, str], Any, Any]:
         one, other = getattr(body, first), getattr(body, second)
         if one is not None and other is not None:
             return (first, second), one, other
-    given = [name for names in _SIDES for name in names if getattr(body, name) is not None]
+    sent = [name for names in _SIDES for name in names if getattr(body, name) is not None]
     missing = {other: one for one, other in _SIDES} | dict(_SIDES)
-    name = missing[given[0]] if given else "text_1"
-    raise bad_field(name, f"{name}: a text or a list of texts is needed")
+    name = missing[sent[0]] if sent else "text_1"
+    raise bad_field(name, f"{name} must be text or a list of texts")
 
 
-def text_of(name: str, given: Any) -> str:
-    """A text that came as such, as {"text": ...}, or as {"content": [{"type": "text", ...}]}."""
-    if isinstance(given, Mapping):
-        parts = given.get("content", given.get("text"))
+def text_of(name: str, value: Any) -> str:
+    """Read a text, {"text": ...}, or {"content": [{"type": "text", ...}]}."""
+    if isinstance(value, Mapping):
+        parts = value.get("content", value.get("text"))
         if isinstance(parts, list):
             parts = "\n".join(text_of(name, part) for part in parts)
-        given = parts
-    if not isinstance(given, str):
-        raise bad_field(name, f"{name}: a text, or an object with one in text or content")
-    return given
+        value = parts
+    if not isinstance(value, str):
+        raise bad_field(name, f"{name} must be text, or an object with text or content")
+    return value
 
 
 def size(side: Side) -> int:
-    """Characters of one side."""
+    """The number of characters of one side."""
     return len(side.text if isinstance(side, PairContent) else side)
 
 
 def _short(
     texts: PoolingInputs, text: Side, body: ScoreRequest | RerankRequest, field: str
 ) -> Side:
-    """The first tokens of a text, as many as a field of the request says; 0 for all."""
+    """Truncate a text to the number of tokens in a request field; 0 means no limit."""
     most: int = getattr(body, field)
     if not most:
         return text
     if isinstance(text, PairContent):
-        raise bad_field(field, f"{field}: what has media in it cannot be cut")
+        raise bad_field(field, f"{field}: texts with media cannot be truncated")
     ids = texts.tokenizer.encode(text, add_special_tokens=False)
     return text if len(ids) <= most else texts.tokenizer.decode(ids[:most])
 
 
-def shown_document(given: Any, whole: bool) -> Document:
-    """A document as an answer has it: its text, and if it is wanted `whole` its media beside."""
-    content = given.get("content") if isinstance(given, Mapping) else None
+def shown_document(document: Any, whole: bool) -> Document:
+    """A document for the response: its text and, if `whole`, its media."""
+    content = document.get("content") if isinstance(document, Mapping) else None
     if not isinstance(content, list) or not any(map(part_kind, content)):
-        return {"text": text_of("documents", given)}
+        return {"text": text_of("documents", document)}
     texts = [text_of("documents", part) for part in content if part_kind(part) is None]
     text = "\n".join(texts)
     return {"text": text, "multi_modal": content} if whole else {"text": text}

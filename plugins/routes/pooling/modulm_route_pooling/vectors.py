@@ -1,4 +1,4 @@
-"""Vectors in an answer: numbers in JSON, base64 in JSON, or bytes."""
+"""Encodes vectors: as JSON numbers, base64 in JSON, or bytes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from modulm_route_pooling.schema import EmbedRequest
 from modulm_server.errors import ApiError
 from modulm_server.json_body import bad_field
 
-__all__ = ["bits", "bytes_response", "is_binary", "shown"]
+__all__ = ["bits", "bytes_response", "is_binary", "encode_vector"]
 
-#: embed_dtype -> the name that torch has for it; the others are numpy's.
+#: embed_dtype -> torch dtype; the others are numpy's.
 _BY_TORCH = {"bfloat16": "bfloat16", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 
 def is_binary(body: EmbedRequest) -> bool:
-    """Whether the answer is bytes and not JSON."""
+    """Whether the response is bytes, not JSON."""
     return body.encoding_format in ("bytes", "bytes_only")
 
 
-def shown(vector: np.ndarray, body: EmbedRequest) -> Any:
-    """A vector in JSON: as numbers, or as the base64 of its bytes."""
+def encode_vector(vector: np.ndarray, body: EmbedRequest) -> Any:
+    """Encode a vector for JSON: as numbers, or as base64 of its bytes."""
     if body.encoding_format == "base64":
         return base64.b64encode(_packed(vector, body)).decode()
     return vector.tolist()
@@ -36,9 +36,9 @@ def shown(vector: np.ndarray, body: EmbedRequest) -> Any:
 def bytes_response(
     vectors: Sequence[np.ndarray], body: EmbedRequest, head: Mapping[str, Any]
 ) -> Response:
-    """The vectors end to end; where each lies is in the header `metadata`, for "bytes".
+    """Build a response of concatenated vectors. For "bytes", the header `metadata` has offsets.
 
-    head: what the answer in JSON would begin with.
+    head: the fields that a JSON response would start with.
     """
     parts = [_packed(vector, body) for vector in vectors]
     if body.encoding_format == "bytes_only":
@@ -55,13 +55,13 @@ def bytes_response(
 
 
 def bits(vector: np.ndarray, signed: bool) -> list[int]:
-    """One bit per value, 1 if it is not negative, eight in an integer; `signed` takes 128 off.
+    """Pack the signs of values into bytes: bit 1 for values >= 0. signed: subtract 128.
 
-    Raises ApiError(400) if their number is no multiple of eight.
+    Raises ApiError(400) if the number of values is not a multiple of eight.
     """
     if len(vector) % 8:
         raise bad_field(
-            "embedding_types", f"embedding_types: {len(vector)} values are no multiple of 8"
+            "embedding_types", f"embedding_types: {len(vector)} values are not a multiple of 8"
         )
     packed = np.packbits(vector >= 0).astype(np.int16)
     listed: list[int] = (packed - 128 * signed).tolist()
@@ -79,12 +79,12 @@ def _packed(vector: np.ndarray, body: EmbedRequest) -> bytes:
 
 
 def _converted(values: np.ndarray, dtype: str) -> np.ndarray:
-    """The bits of the values in a format that numpy lacks, as integers."""
+    """Convert values to a format that numpy lacks; returns its bits as integers."""
     try:
         import torch
     except ImportError as error:
         raise ApiError(400, f"embed_dtype: {dtype} needs torch", param="embed_dtype") from error
-    found = torch.from_numpy(values).to(getattr(torch, dtype))
-    bits = torch.int16 if found.element_size() == 2 else torch.uint8
-    converted: np.ndarray = found.view(bits).numpy()
+    tensor = torch.from_numpy(values).to(getattr(torch, dtype))
+    bits = torch.int16 if tensor.element_size() == 2 else torch.uint8
+    converted: np.ndarray = tensor.view(bits).numpy()
     return converted

@@ -1,4 +1,4 @@
-"""What a request may ask for, and the response object that answers it."""
+"""Checks of requests, and the response object."""
 
 from __future__ import annotations
 
@@ -16,33 +16,31 @@ if TYPE_CHECKING:
 
 __all__ = ["refuse", "response", "usage"]
 
-#: What may be included; reasoning is never encrypted here, it is in the items as it is.
+#: Supported values of `include`. Reasoning is never encrypted; items include it as text.
 _INCLUDES = frozenset({LOGPROBS, "reasoning.encrypted_content"})
 
 
 def refuse(body: ResponsesRequest) -> None:
-    """Raise ApiError(400) for what is understood but not there."""
+    """Raise ApiError(400) for unsupported fields and combinations."""
     if body.conversation is not None and body.previous_response_id is not None:
-        raise bad_field("conversation", "conversation: not together with previous_response_id")
+        raise bad_field("conversation", "conversation cannot be combined with previous_response_id")
     if unknown := set(body.include or ()) - _INCLUDES:
-        raise bad_field(
-            "include", f"include: {min(unknown)[:64]!r} is nothing that this server makes"
-        )
+        raise bad_field("include", f"include: {min(unknown)[:64]!r} is not supported")
     if body.truncation not in (None, "auto", "disabled"):
-        raise bad_field("truncation", "truncation: auto or disabled")
+        raise bad_field("truncation", "truncation must be auto or disabled")
     if body.background and body.store is False:
-        raise bad_field("store", "store: a response in the background must be stored")
+        raise bad_field("store", "store must be true for background responses")
     if body.stream_options is not None and not body.stream:
-        raise bad_field("stream_options", "stream_options: only with stream: true")
+        raise bad_field("stream_options", "stream_options needs stream: true")
     if body.service_tier not in (None, "auto", "default"):
-        raise bad_field("service_tier", "service_tier: auto or default")
+        raise bad_field("service_tier", "service_tier must be auto or default")
 
 
 def response(body: ResponsesRequest, model: str, params: SamplingParams) -> ResponseObject:
-    """The response before anything was said.
+    """Create the response object, without output.
 
-    `max_tool_calls` bounds calls of tools that a server runs itself; there are none here, so that
-    every bound holds and is only shown.
+    `max_tool_calls` limits tools that the server runs itself. There are none, so it is only
+    returned.
     """
     return {
         "id": f"resp_{uuid4().hex}",
@@ -77,7 +75,7 @@ def response(body: ResponsesRequest, model: str, params: SamplingParams) -> Resp
 
 
 def usage(output: Any, generated: int, reasoning: int) -> Usage:
-    """Token counts of a response; `reasoning` of the generated ones were reasoning."""
+    """Token usage of a response. reasoning: thinking tokens among the generated ones."""
     prompt = len(output.prompt_token_ids)
     return {
         "input_tokens": prompt,

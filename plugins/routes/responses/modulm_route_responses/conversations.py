@@ -1,7 +1,7 @@
-"""Conversations that responses go on with: `/v1/conversations` and below.
+"""Conversations that responses continue: `/v1/conversations` and below.
 
-https://platform.openai.com/docs/api-reference/conversations. They are kept in memory, in bounded
-number, and only their owner sees them.
+See https://platform.openai.com/docs/api-reference/conversations. A limited number is stored in
+memory, accessible only to their owners.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Conversation", "Conversations"]
 
 _MOST = 1_000
-#: Items of one conversation, and of one request.
+#: Maximum items of a conversation, and of a request.
 _ITEMS, _AT_ONCE = 10_000, 20
 
 Items = Annotated[list[dict[str, Any]], Meta(max_length=_AT_ONCE)]
@@ -60,7 +60,7 @@ class ItemsRequest(Struct, kw_only=True):
 
 @define(eq=False)
 class Conversation:
-    """One conversation; items: what was said in it, the oldest first."""
+    """A conversation. items: oldest first."""
 
     owner: str
     metadata: dict[str, str]
@@ -78,7 +78,7 @@ class Conversation:
         }
 
     def add(self, items: Sequence[dict[str, Any]]) -> None:
-        """More was said; where that is too much, the oldest items go."""
+        """Append items. Beyond the limit, drops the oldest ones."""
         self.items += items
         del self.items[:-_ITEMS]
 
@@ -86,12 +86,12 @@ class Conversation:
 class Conversations:
     """The newest conversations, and their routes."""
 
-    def __init__(self, most: int = _MOST) -> None:
-        self._most = most
-        self._held: OrderedDict[str, Conversation] = OrderedDict()
+    def __init__(self, max_conversations: int = _MOST) -> None:
+        self._max_conversations = max_conversations
+        self._conversations: OrderedDict[str, Conversation] = OrderedDict()
 
     def add_routes(self, router: APIRouter) -> None:
-        """Put the routes on a router whose prefix is /v1."""
+        """Add the routes to a router with the prefix /v1."""
         one = "/conversations/{conversation_id}"
         items, item = f"{one}/items", f"{one}/items/{{item_id}}"
         for path, endpoint, schema, answer in (
@@ -115,85 +115,91 @@ class Conversations:
         ):
             router.add_api_route(path, plain, methods=[method], responses=response_docs(card))
 
-    def named(self, given: Any, owner: str) -> Conversation | None:
-        """The conversation that a request is part of: its id, or an object with it.
+    def find(self, reference: Any, owner: str) -> Conversation | None:
+        """Find the conversation of a request, by its id or an object with the id.
 
-        Raises ApiError: 400 for anything else, 404 for one that is not there or somebody else's.
+        Raises ApiError: 400 for any other value, 404 for an unknown one or another owner's.
         """
-        if given is None:
+        if reference is None:
             return None
-        name = given.get("id") if isinstance(given, dict) else given
+        name = reference.get("id") if isinstance(reference, dict) else reference
         if not isinstance(name, str):
-            raise bad_field("conversation", "conversation: an id, or an object with one")
+            raise bad_field("conversation", "conversation must be an id, or an object with one")
         return self._get(name, owner, "conversation")
 
     async def create(self, request: Request) -> Response:
-        """Begin a conversation."""
+        """Create a conversation."""
         body = await read(request, ConversationRequest)
-        made = Conversation(owner_of(request), body.metadata or {}, _checked(body.items or []))
-        self._held[made.id] = made
-        while len(self._held) > self._most:
-            del self._held[surplus({name: held.owner for name, held in self._held.items()})]
-        return json_response(made.card())
+        conversation = Conversation(
+            owner_of(request), body.metadata or {}, _checked(body.items or [])
+        )
+        self._conversations[conversation.id] = conversation
+        while len(self._conversations) > self._max_conversations:
+            del self._conversations[
+                surplus({name: stored.owner for name, stored in self._conversations.items()})
+            ]
+        return json_response(conversation.card())
 
     async def retrieve(self, request: Request, conversation_id: str) -> Response:
-        """A conversation."""
+        """Retrieve a conversation."""
         return json_response(self._get(conversation_id, owner_of(request)).card())
 
     async def update(self, request: Request, conversation_id: str) -> Response:
-        """Give a conversation other metadata."""
-        found = self._get(conversation_id, owner_of(request))
-        found.metadata = (await read(request, UpdateRequest)).metadata
-        return json_response(found.card())
+        """Replace the metadata of a conversation."""
+        conversation = self._get(conversation_id, owner_of(request))
+        conversation.metadata = (await read(request, UpdateRequest)).metadata
+        return json_response(conversation.card())
 
     async def delete(self, request: Request, conversation_id: str) -> Response:
-        """Forget a conversation; responses that were part of it stay."""
-        del self._held[self._get(conversation_id, owner_of(request)).id]
-        gone: Deleted = {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
-        return json_response(gone)
+        """Delete a conversation. Its responses are kept."""
+        del self._conversations[self._get(conversation_id, owner_of(request)).id]
+        deleted: Deleted = {
+            "id": conversation_id,
+            "object": "conversation.deleted",
+            "deleted": True,
+        }
+        return json_response(deleted)
 
     async def add_items(self, request: Request, conversation_id: str) -> Response:
-        """Say more in a conversation."""
-        found = self._get(conversation_id, owner_of(request))
+        """Add items to a conversation."""
+        conversation = self._get(conversation_id, owner_of(request))
         items = _checked((await read(request, ItemsRequest)).items)
         if not items:
-            raise bad_field("items", f"items: 1 to {_AT_ONCE} items")
-        found.add(items)
+            raise bad_field("items", f"items must have 1 to {_AT_ONCE} items")
+        conversation.add(items)
         return json_response(page(items, {"order": "asc"}))
 
     async def list_items(self, request: Request, conversation_id: str) -> Response:
-        """What was said in a conversation, the newest first."""
-        found = self._get(conversation_id, owner_of(request))
-        return json_response(page(found.items, request.query_params))
+        """List the items of a conversation, newest first."""
+        conversation = self._get(conversation_id, owner_of(request))
+        return json_response(page(conversation.items, request.query_params))
 
     async def item(self, request: Request, conversation_id: str, item_id: str) -> Response:
-        """One item of a conversation."""
+        """Retrieve an item of a conversation."""
         return json_response(_item(self._get(conversation_id, owner_of(request)), item_id))
 
     async def delete_item(self, request: Request, conversation_id: str, item_id: str) -> Response:
-        """Take an item out of a conversation."""
-        found = self._get(conversation_id, owner_of(request))
-        found.items.remove(_item(found, item_id))
-        return json_response(found.card())
+        """Delete an item of a conversation."""
+        conversation = self._get(conversation_id, owner_of(request))
+        conversation.items.remove(_item(conversation, item_id))
+        return json_response(conversation.card())
 
     def _get(self, name: str, owner: str, param: str | None = None) -> Conversation:
-        found = self._held.get(name)
-        if found is None or found.owner != owner:
-            raise ApiError(
-                404, f"there is no conversation {name[:64]!r}", param=param, code="not_found"
-            )
-        return found
+        conversation = self._conversations.get(name)
+        if conversation is None or conversation.owner != owner:
+            raise ApiError(404, f"no conversation {name[:64]!r}", param=param, code="not_found")
+        return conversation
 
 
 def _item(conversation: Conversation, name: str) -> dict[str, Any]:
     for item in conversation.items:
         if item["id"] == name:
             return item
-    raise ApiError(404, f"there is no item {name[:64]!r}", code="not_found")
+    raise ApiError(404, f"no item {name[:64]!r}", code="not_found")
 
 
 def _checked(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items with ids, of kinds that a prompt can be made of. Raises ApiError(400)."""
+    """Validate items and add ids. Raises ApiError(400)."""
     try:
         messages_of(items, needed=False)
     except ApiError as error:

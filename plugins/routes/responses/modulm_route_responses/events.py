@@ -1,4 +1,4 @@
-"""The events of a response that is made in the background: kept, so that anyone can read them."""
+"""Stores the events of a background response for its readers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["Log"]
 
 
 class Log:
-    """Frames in order; the place of a frame is its sequence number.
+    """Frames in order of their sequence numbers.
 
-    Readers begin where they like and wait for what is still to come, until the log is closed.
+    Readers start at any frame and wait for new ones until the log is closed.
     """
 
     def __init__(self) -> None:
@@ -28,16 +28,16 @@ class Log:
         self._wake()
 
     def close(self) -> None:
-        """No frame will follow."""
+        """Close the log: no frame will follow."""
         self.closed = True
         self._wake()
 
-    async def read(self, place: int = 0) -> AsyncGenerator[bytes, None]:
-        """The frames from `place` on."""
+    async def read(self, index: int = 0) -> AsyncGenerator[bytes, None]:
+        """Yield the frames from `index` on."""
         while True:
-            while place < len(self.frames):
-                yield self.frames[place]
-                place += 1
+            while index < len(self.frames):
+                yield self.frames[index]
+                index += 1
             if self.closed:
                 return
             await self._news.wait()

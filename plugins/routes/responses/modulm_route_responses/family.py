@@ -1,4 +1,4 @@
-"""The route family: requests in, responses or events out."""
+"""The route family of OpenAI's responses API."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ log = logging.getLogger("modulm_server")
 
 @frozen
 class _Job:
-    """One request, ready to run; `stored.body` is the response as it grows. pieces: the engine
-    tells the answer as it grows. asked: the items of this request.
+    """A validated request. `stored.body` is the response so far. pieces: the engine's outputs are
+    deltas. request_items: the input items of this request.
     """
 
     turn: ChatTurn
@@ -71,7 +71,7 @@ class _Job:
     keep: bool = True
     pieces: bool = False
     conversation: Conversation | None = None
-    asked: Sequence[dict[str, Any]] = ()
+    request_items: Sequence[dict[str, Any]] = ()
     numbers: Iterator[int] = field(factory=count)
 
     @property
@@ -79,16 +79,16 @@ class _Job:
         return self.stored.body
 
     def frame(self, value: dict[str, Any]) -> bytes:
-        """An event with its number, as it goes over the wire."""
+        """Encode an event with its sequence number."""
         return event(value["type"], {**value, "sequence_number": next(self.numbers)})
 
     def state(self, name: str) -> bytes:
-        """The event that shows the whole response as it is now."""
+        """Encode an event with the whole response so far."""
         return self.frame({"type": f"response.{name}", "response": self.body})
 
-    def failed(self, told: ApiError) -> bytes:
-        """The last event of a stream that cannot go on."""
-        error = {"code": told.code, "message": told.message, "param": told.param}
+    def failed(self, api_error: ApiError) -> bytes:
+        """Encode the error event at the end of a failed stream."""
+        error = {"code": api_error.code, "message": api_error.message, "param": api_error.param}
         return self.frame({"type": "error", **error})
 
 
@@ -104,9 +104,9 @@ class Responses(RouteFamily):
         self._conversations = Conversations()
         self._prompts = StoredPrompts.of(self.context.config.group(ResponsesConfig))
         router = APIRouter(prefix="/v1", tags=["Responses"])
-        told = response_docs(ResponseObject, events=Event)
+        stream_docs = response_docs(ResponseObject, events=Event)
         for path, endpoint, answers in (
-            ("/responses", self.create, told),
+            ("/responses", self.create, stream_docs),
             ("/responses/input_tokens", self.count, response_docs(InputTokens)),
         ):
             router.add_api_route(
@@ -118,7 +118,7 @@ class Responses(RouteFamily):
             )
         one = "/responses/{response_id}"
         for method, path, plain, answers in (
-            ("GET", one, self.retrieve, told),
+            ("GET", one, self.retrieve, stream_docs),
             ("DELETE", one, self.delete, response_docs(Deleted)),
             ("POST", f"{one}/cancel", self.cancel, response_docs(ResponseObject)),
             ("GET", f"{one}/input_items", self.input_items, response_docs(Page[dict[str, Any]])),
@@ -131,10 +131,10 @@ class Responses(RouteFamily):
         await self._store.stop()
 
     async def create(self, request: Request) -> Response:
-        """Answer."""
+        """Create a response."""
         job, body = await self._job(request, await read(request, ResponsesRequest))
         if body.background:
-            return self._later(job, stream=bool(body.stream))
+            return self._start_background(job, stream=bool(body.stream))
         started = await job.turn.start()
         if body.stream:
             quiet = self.context.config.group(ServerConfig).sse_keep_alive_interval
@@ -143,74 +143,79 @@ class Responses(RouteFamily):
         return json_response(job.body)
 
     async def count(self, request: Request) -> Response:
-        """How many tokens the input would be; nothing is answered or stored."""
+        """Count the tokens of a request's input. Generates and stores nothing."""
         job, _ = await self._job(request, await read(request, ResponsesRequest))
         tokens = len(job.turn.prompt.ids)
         counted: InputTokens = {"object": "response.input_tokens", "input_tokens": tokens}
         return json_response(counted)
 
     async def retrieve(self, request: Request, response_id: str) -> Response:
-        """A response that was stored, or its events from `starting_after` on."""
+        """Retrieve a stored response, or stream its events after `starting_after`."""
         stored = self._store.get(response_id, owner_of(request))
-        place = _place(request.query_params.get("starting_after"))
+        start = _start_index(request.query_params.get("starting_after"))
         if request.query_params.get("stream") != "true":
-            if place:
-                raise bad_field("starting_after", "starting_after: only with stream=true")
+            if start:
+                raise bad_field("starting_after", "starting_after needs stream=true")
             return json_response(stored.body)
         if stored.log is None:
             raise bad_field(
                 "stream",
-                "stream: the events of this response are not kept; they are for a while if it is "
-                "created with background: true and stream: true",
+                "stream: the events of this response are not stored; create it with "
+                "background: true and stream: true",
             )
-        return self._stream(stored.log, place)
+        return self._stream(stored.log, start)
 
     async def input_items(self, request: Request, response_id: str) -> Response:
-        """What a response answers, the conversation before it included."""
+        """List the input items of a response, including the conversation before it."""
         stored = self._store.get(response_id, owner_of(request))
         return json_response(page(stored.items, request.query_params))
 
     async def delete(self, request: Request, response_id: str) -> Response:
-        """Forget a response."""
+        """Delete a stored response."""
         stored = self._store.get(response_id, owner_of(request))
         await _end(stored)
         self._store.remove(response_id)
-        gone: Deleted = {"id": response_id, "object": "response", "deleted": True}
-        return json_response(gone)
+        deleted: Deleted = {"id": response_id, "object": "response", "deleted": True}
+        return json_response(deleted)
 
     async def cancel(self, request: Request, response_id: str) -> Response:
-        """End a response that is made in the background."""
+        """Cancel a background response."""
         stored = self._store.get(response_id, owner_of(request))
         if not stored.body["background"]:
-            raise ApiError(400, "only a response in the background can be cancelled")
+            raise ApiError(400, "only background responses can be cancelled")
         await _end(stored)
         return json_response(stored.body)
 
     # Reading the request.
 
     async def _job(self, request: Request, body: ResponsesRequest) -> tuple[_Job, ResponsesRequest]:
-        """What is to be done, and the request with what its stored prompt says."""
+        """Validate and render a request; returns it with its stored prompt applied."""
         generation = self.context.generation
         model = await generation.find_model(body.model)
         generation.check_open()
         refuse(body)
-        body, said = self._prompts.apply(body)
+        body, prompt_messages = self._prompts.apply(body)
         owner = owner_of(request)
-        conversation = self._conversations.named(body.conversation, owner)
+        conversation = self._conversations.find(body.conversation, owner)
         before: Stored | None = None
         if body.previous_response_id is not None:
             before = self._store.get(body.previous_response_id, owner, "previous_response_id")
             if before.body["status"] in ("queued", "in_progress"):
                 raise bad_field(
-                    "previous_response_id", "previous_response_id: this response is not done yet"
+                    "previous_response_id",
+                    "previous_response_id: this response is not complete yet",
                 )
         earlier = conversation.items if conversation is not None else []
-        spoken = messages_of([*earlier, *said], needed=False)
-        said_before = before.messages if before else []
-        messages = [*said_before, *spoken, *messages_of(body.input, needed=not spoken)]
-        asked = [*items_of(said), *items_of(body.input)]
-        there: list[Any] = [*before.items, *before.body["output"]] if before else []
-        items = [*there, *earlier, *asked]
+        new_messages = messages_of([*earlier, *prompt_messages], needed=False)
+        earlier_messages = before.messages if before else []
+        messages = [
+            *earlier_messages,
+            *new_messages,
+            *messages_of(body.input, needed=not new_messages),
+        ]
+        input_items = [*items_of(prompt_messages), *items_of(body.input)]
+        earlier_items: list[Any] = [*before.items, *before.body["output"]] if before else []
+        items = [*earlier_items, *earlier, *input_items]
         turn, params = await self._turn(body, messages, model)
         stored = Stored(owner, response(body, model.name, params), messages, items)
         if conversation is not None:
@@ -228,13 +233,13 @@ class Responses(RouteFamily):
             keep=body.store is not False,
             pieces=in_pieces(body),
             conversation=conversation,
-            asked=asked,
+            request_items=input_items,
         )
         return job, body
 
     @property
     def _generation_tokens(self) -> frozenset[int]:
-        """Tokens that are no part of a text."""
+        """The ids of special tokens."""
         return frozenset(self.context.generation.tokenizer.special_ids)
 
     async def _turn(
@@ -293,7 +298,7 @@ class Responses(RouteFamily):
     async def _prompt(
         self, body: ResponsesRequest, messages: list[dict[str, Any]], options: ChatOptions
     ) -> Prompt:
-        """The messages as a prompt; with `truncation: auto` the oldest go until the rest fits."""
+        """Render the prompt. With `truncation: auto`, drop the oldest messages until it fits."""
         generation = self.context.generation
         system = [] if body.instructions is None else [_system(body.instructions)]
         prompt: Prompt = await generation.from_messages([*system, *messages], options)
@@ -304,8 +309,8 @@ class Responses(RouteFamily):
         few, most = 0, len(starts)
         while few < most:
             middle = (few + most) // 2
-            kept = [*system, *messages[starts[middle] :]]
-            shorter = await generation.from_messages(kept, options)
+            shortened = [*system, *messages[starts[middle] :]]
+            shorter = await generation.from_messages(shortened, options)
             if len(shorter.ids) <= room:
                 prompt, most = shorter, middle
             else:
@@ -314,20 +319,20 @@ class Responses(RouteFamily):
 
     # Running it.
 
-    def _later(self, job: _Job, *, stream: bool) -> Response:
-        """Answer in the background; what is told meanwhile is kept if it is to be streamed."""
+    def _start_background(self, job: _Job, *, stream: bool) -> Response:
+        """Start a background response. Its events are stored if it is streamed."""
         stored = job.stored
         self._store.put(stored)
         stored.log = Log() if stream else None
-        stored.task = asyncio.get_running_loop().create_task(self._behind(job))
+        stored.task = asyncio.get_running_loop().create_task(self._run_in_background(job))
         return self._stream(stored.log) if stored.log else json_response(stored.body)
 
-    def _stream(self, events: Log, place: int = 0) -> Response:
+    def _stream(self, events: Log, start: int = 0) -> Response:
         quiet = self.context.config.group(ServerConfig).sse_keep_alive_interval
-        return EventStream(events.read(place), quiet=quiet)
+        return EventStream(events.read(start), quiet=quiet)
 
-    async def _behind(self, job: _Job) -> None:
-        """A response in the background: its end is kept, whatever it is."""
+    async def _run_in_background(self, job: _Job) -> None:
+        """Run a background response and store its result or error."""
         stored, body = job.stored, job.body
         events = stored.log
         try:
@@ -344,9 +349,9 @@ class Responses(RouteFamily):
             _stopped(job, "cancelled")
             raise
         except Exception as error:
-            told = describe(error, body["id"])
-            log.error("response %s failed: %s", body["id"], escape(str(error)))
-            body["error"] = {"code": told.code or "server_error", "message": told.message}
+            api_error = describe(error, body["id"])
+            log.error("Response %s failed: %s", body["id"], escape(str(error)))
+            body["error"] = {"code": api_error.code or "server_error", "message": api_error.message}
             _stopped(job, "failed")
         finally:
             stored.task = None
@@ -368,9 +373,9 @@ class Responses(RouteFamily):
     def _finish(
         self, job: _Job, output: Any, reason: str, counts: tuple[int, int]
     ) -> list[dict[str, Any]]:
-        """Complete the response, keep it; what closing the last item sends.
+        """Complete and store the response; returns the events that close its last item.
 
-        counts: tokens that were generated, and those of them that were thoughts.
+        counts: generated tokens, and thinking tokens among them.
         """
         cut = reason == "length"
         status: Literal["incomplete", "completed"] = "incomplete" if cut else "completed"
@@ -385,7 +390,7 @@ class Responses(RouteFamily):
         if job.keep:
             self._store.put(job.stored)
         if job.conversation is not None:
-            job.conversation.add([*job.asked, *job.output.items])
+            job.conversation.add([*job.request_items, *job.output.items])
         return last
 
     async def _frames(self, job: _Job, started: RunningTurn) -> AsyncGenerator[bytes, None]:
@@ -411,21 +416,21 @@ def _system(text: str) -> dict[str, Any]:
 
 
 def _starts(messages: list[dict[str, Any]]) -> list[int]:
-    """Places where a conversation may begin: not with the result of a call that is cut off."""
-    return [place for place, message in enumerate(messages) if message["role"] != "tool"][1:]
+    """Indices where a truncated conversation may start: not at a tool result."""
+    return [index for index, message in enumerate(messages) if message["role"] != "tool"][1:]
 
 
-def _place(after: str | None) -> int:
-    """The place of the first event that is wanted. Raises ApiError(400)."""
+def _start_index(after: str | None) -> int:
+    """The index of the first event to send. Raises ApiError(400)."""
     if after is None:
         return 0
     if not after.isascii() or not after.isdigit() or len(after) > 9:
-        raise bad_field("starting_after", "starting_after: the sequence number of an event")
+        raise bad_field("starting_after", "starting_after must be the sequence number of an event")
     return int(after) + 1
 
 
 def _stopped(job: _Job, status: Literal["cancelled", "failed"]) -> None:
-    """A response that did not come to its end; it keeps what was said so far."""
+    """End an incomplete response, with its output so far."""
     for _ in job.output.close("incomplete"):
         pass
     job.body["output"] = job.output.items
@@ -435,7 +440,7 @@ def _stopped(job: _Job, status: Literal["cancelled", "failed"]) -> None:
 
 
 async def _end(stored: Stored) -> None:
-    """Stop making a response. One whose task had not begun knows nothing of it: it is told here."""
+    """Cancel a response's task. Sets the status here, as the task may not have started."""
     task = stored.task
     if task is None:
         return

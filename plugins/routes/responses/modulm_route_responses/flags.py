@@ -15,5 +15,5 @@ class ResponsesConfig(FlagGroup):
     server = True
 
     stored_prompts: str | None = flag(
-        None, "Folder of prompts, ID.json, that responses may name (`prompt`).", unit="path"
+        None, "Folder of stored prompts (ID.json) for the `prompt` field of responses.", unit="path"
     )

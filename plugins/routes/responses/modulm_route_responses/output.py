@@ -1,4 +1,4 @@
-"""What the model said as output items, and the events that announce them as they grow."""
+"""Builds the output items of a response, and the events of their stream."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ __all__ = ["LogprobsOf", "Output"]
 
 
 class LogprobsOf:
-    """Finds the log probabilities of what is text for the user.
+    """Finds the log probabilities of the text for the user.
 
-    Parsers tell text, not tokens: tokens of a delta that is nothing but such text are its own;
-    where a text begins in the middle of a delta, or something was held back before it, it has the
-    last tokens that spell it. special: tokens that are no part of a text; top: how many of each
-    position are shown.
+    Parsers return text without token boundaries. If a delta is only text, the text gets all its
+    tokens. If the text starts within a delta, or earlier text was held back, it gets the last
+    tokens that spell it. special: ids of special tokens. top: top candidates per position.
     """
 
     def __init__(self, special: frozenset[int], top: int) -> None:
         self._special = special
         self._top = top
-        self._held: list[tuple[int, Position]] = []
+        self._pending: list[tuple[int, Position]] = []
 
-    def of(self, events: Sequence[Event], delta: Delta) -> list[TokenLogprob]:
-        """What the text among the events gets."""
-        whole = not self._held and all(isinstance(event, Content) for event in events)
-        self._held += [
+    def match(self, events: Sequence[Event], delta: Delta) -> list[TokenLogprob]:
+        """The log probabilities of the text among the events."""
+        whole = not self._pending and all(isinstance(event, Content) for event in events)
+        self._pending += [
             pair
             for pair in zip(delta.token_ids, delta.logprobs or (), strict=False)
             if pair[0] not in self._special
@@ -44,21 +43,21 @@ class LogprobsOf:
         text = "".join(event.text for event in events if isinstance(event, Content))
         if not events:
             return []
-        held, self._held = self._held, []
+        pending, self._pending = self._pending, []
         if not text:
             return []
         if not whole:
-            held = held[
-                _last_spelling([pos[token].decoded_token or "" for token, pos in held], text) :
+            pending = pending[
+                _last_spelling([pos[token].decoded_token or "" for token, pos in pending], text) :
             ]
-        positions = [position for _, position in held]
-        return token_logprobs(positions, [token for token, _ in held], self._top, False)
+        positions = [position for _, position in pending]
+        return token_logprobs(positions, [token for token, _ in pending], self._top, False)
 
 
 def _last_spelling(tokens: Sequence[str], text: str) -> int:
-    """The place of the first of the last tokens that spell the text.
+    """The index from which the last tokens spell the text.
 
-    Tokens that are parts of a character have no text of their own: all in a row belong together.
+    Tokens that are parts of a character belong together.
     """
     first, length = len(tokens), 0
     while first and (length < len(text) or "\ufffd" in tokens[first - 1]):
@@ -68,9 +67,9 @@ def _last_spelling(tokens: Sequence[str], text: str) -> int:
 
 
 class Output:
-    """The items of one response. Feeding events gives what a stream sends for them.
+    """The output items of a response. `feed` converts parser events to stream events.
 
-    single: only the first tool call counts. logprobs: finds those of texts, where they are wanted.
+    single: keep only the first tool call. logprobs: finds log probabilities, if requested.
     """
 
     def __init__(self, single: bool = False, logprobs: LogprobsOf | None = None) -> None:
@@ -80,29 +79,31 @@ class Output:
         self._open: str | None = None
 
     def feed(self, events: Sequence[Event], delta: Delta | None = None) -> Iterator[dict[str, Any]]:
-        """Take events, and the delta that they came with; the generator must be used up."""
-        found = [] if self._logprobs is None or delta is None else self._logprobs.of(events, delta)
+        """Convert the events of a delta. The returned generator must be exhausted."""
+        logprobs = (
+            [] if self._logprobs is None or delta is None else self._logprobs.match(events, delta)
+        )
         for event in events:
             match event:
                 case Content(text):
                     yield from self._message()
-                    if found:
-                        self.items[-1]["content"][0]["logprobs"] += found
-                    yield self._grow(0, text, "response.output_text.delta", logprobs=found)
-                    found = []
+                    if logprobs:
+                        self.items[-1]["content"][0]["logprobs"] += logprobs
+                    yield self._grow(0, text, "response.output_text.delta", logprobs=logprobs)
+                    logprobs = []
                 case Reasoning(text):
                     yield from self._reasoning()
                     yield self._grow(0, text, "response.reasoning_text.delta")
-                case ToolStart(index, name, call_id) if self._wanted(index):
+                case ToolStart(index, name, call_id) if self._includes(index):
                     yield from self._call(index, name, call_id or new_call_id())
-                case ToolArguments(index, text) if self._wanted(index):
+                case ToolArguments(index, text) if self._includes(index):
                     self.items[-1]["arguments"] += text
                     yield self._about("response.function_call_arguments.delta", delta=text)
-                case ToolEnd(index) if self._wanted(index):
+                case ToolEnd(index) if self._includes(index):
                     yield from self.close()
 
     def close(self, status: str = "completed") -> Iterator[dict[str, Any]]:
-        """End the item that is open."""
+        """Close the open item."""
         kind, self._open = self._open, None
         if kind is None:
             return
@@ -119,9 +120,9 @@ class Output:
         else:
             done = {"name": item["name"], "arguments": item["arguments"]}
             yield self._about("response.function_call_arguments.done", **done)
-        yield {**self._place("response.output_item.done"), "item": _copy(item)}
+        yield {**self._item_position("response.output_item.done"), "item": _copy(item)}
 
-    def _wanted(self, index: int) -> bool:
+    def _includes(self, index: int) -> bool:
         return index == 0 or not self._single
 
     def _message(self) -> Iterator[dict[str, Any]]:
@@ -159,16 +160,16 @@ class Output:
         yield from self.close()
         self._open = kind
         self.items.append({**item, "status": "in_progress"})
-        yield {**self._place("response.output_item.added"), "item": _copy(self.items[-1])}
+        yield {**self._item_position("response.output_item.added"), "item": _copy(self.items[-1])}
 
     def _grow(self, part: int, text: str, kind: str, **fields: Any) -> dict[str, Any]:
         self.items[-1]["content"][part]["text"] += text
         return self._about(kind, content_index=part, delta=text, **fields)
 
     def _about(self, kind: str, **fields: Any) -> dict[str, Any]:
-        return {**self._place(kind), "item_id": self.items[-1]["id"], **fields}
+        return {**self._item_position(kind), "item_id": self.items[-1]["id"], **fields}
 
-    def _place(self, kind: str) -> dict[str, Any]:
+    def _item_position(self, kind: str) -> dict[str, Any]:
         return {"type": kind, "output_index": len(self.items) - 1}
 
 

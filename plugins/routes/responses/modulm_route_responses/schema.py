@@ -92,32 +92,34 @@ class ResponsesRequest(Struct, kw_only=True):
 
 def effort_of(body: ResponsesRequest) -> str | None:
     """`reasoning.effort`. Raises ApiError(400)."""
-    given = body.reasoning or {}
-    effort = given.get("effort")
+    reasoning = body.reasoning or {}
+    effort = reasoning.get("effort")
     if not isinstance(effort, str | None):
-        raise bad_field("reasoning", "reasoning.effort: a string is expected")
-    if given.get("summary") not in (None, "auto", "concise", "detailed"):
-        raise bad_field("reasoning", "reasoning.summary: auto, concise or detailed")
+        raise bad_field("reasoning", "reasoning.effort must be a string")
+    if reasoning.get("summary") not in (None, "auto", "concise", "detailed"):
+        raise bad_field("reasoning", "reasoning.summary must be auto, concise or detailed")
     return effort
 
 
-def messages_of(given: Any, *, needed: bool = True) -> list[dict[str, Any]]:
-    """`input` as chat messages; `needed`: whether there must be some. Raises ApiError(400)."""
-    if not needed and not given and given != "":
+def messages_of(request_input: Any, *, needed: bool = True) -> list[dict[str, Any]]:
+    """Convert `input` to chat messages. needed: reject an empty input. Raises ApiError(400)."""
+    if not needed and not request_input and request_input != "":
         return []
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    if not isinstance(given, list) or not 0 < len(given) <= LIMITS.messages:
-        raise bad_field("input", f"input: a string, or a list of 1 to {LIMITS.messages} items")
+    if isinstance(request_input, str):
+        return [{"role": "user", "content": request_input}]
+    if not isinstance(request_input, list) or not 0 < len(request_input) <= LIMITS.messages:
+        raise bad_field(
+            "input", f"input must be a string, or a list of 1 to {LIMITS.messages} items"
+        )
     messages: list[dict[str, Any]] = []
-    for index, item in enumerate(given):
+    for index, item in enumerate(request_input):
         _add(messages, index, item)
     return messages
 
 
 def _add(messages: list[dict[str, Any]], index: int, item: Any) -> None:
     if not isinstance(item, dict):
-        raise bad_field("input", f"input[{index}]: an object is expected")
+        raise bad_field("input", f"input[{index}] must be an object")
     kind = item.get("type", "message")
     if kind == "message":
         message = _message(index, item)
@@ -126,13 +128,13 @@ def _add(messages: list[dict[str, Any]], index: int, item: Any) -> None:
         else:
             messages.append(message)
     elif kind == "function_call":
-        call = _named(index, item, "call_id", "name", "arguments")
+        call = _check_strings(index, item, "call_id", "name", "arguments")
         function = {"name": call["name"], "arguments": call["arguments"]}
         _assistant(messages).setdefault("tool_calls", []).append(
             {"id": call["call_id"], "type": "function", "function": function}
         )
     elif kind == "function_call_output":
-        call_id = _named(index, item, "call_id")["call_id"]
+        call_id = _check_strings(index, item, "call_id")["call_id"]
         content = _content(index, item.get("output"))
         messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
     elif kind == "reasoning":
@@ -140,24 +142,30 @@ def _add(messages: list[dict[str, Any]], index: int, item: Any) -> None:
         if thought:
             _think(messages, thought)
     else:
-        raise bad_field("input", f"input[{index}]: items of type {str(kind)[:64]!r} are not there")
+        raise bad_field(
+            "input", f"input[{index}]: items of type {str(kind)[:64]!r} are not supported"
+        )
 
 
-def items_of(given: Any) -> list[dict[str, Any]]:
-    """`input` as items with ids, for `GET /v1/responses/{id}/input_items`."""
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+def items_of(request_input: Any) -> list[dict[str, Any]]:
+    """Convert `input` to items with ids, for `GET /v1/responses/{id}/input_items`."""
+    items = (
+        [{"role": "user", "content": request_input}]
+        if isinstance(request_input, str)
+        else request_input
+    )
     return [_item(item) for item in items or ()]
 
 
 def _item(item: Mapping[str, Any]) -> dict[str, Any]:
     kind = item.get("type", "message")
-    made = {**item, "type": kind, "id": item.get("id") or f"{_PREFIXES[kind]}_{uuid4().hex}"}
+    item_object = {**item, "type": kind, "id": item.get("id") or f"{_PREFIXES[kind]}_{uuid4().hex}"}
     if kind == "message":
-        made.setdefault("status", "completed")
-        if isinstance(made["content"], str):
-            part = "output_text" if made["role"] == "assistant" else "input_text"
-            made["content"] = [{"type": part, "text": made["content"]}]
-    return made
+        item_object.setdefault("status", "completed")
+        if isinstance(item_object["content"], str):
+            part = "output_text" if item_object["role"] == "assistant" else "input_text"
+            item_object["content"] = [{"type": part, "text": item_object["content"]}]
+    return item_object
 
 
 _PREFIXES = {
@@ -169,14 +177,14 @@ _PREFIXES = {
 
 
 def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The assistant's message that a call belongs to."""
+    """The assistant's message to add a call to."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
 
 
 def _think(messages: list[dict[str, Any]], thought: str) -> None:
-    """A thought, which what comes next belongs to."""
+    """Add a thought, which belongs to the next content or call."""
     if _only_thought(messages):
         messages[-1]["reasoning_content"] += thought
     else:
@@ -184,7 +192,7 @@ def _think(messages: list[dict[str, Any]], thought: str) -> None:
 
 
 def _only_thought(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the conversation ends with a thought that nothing was said or called after."""
+    """Whether the conversation ends with a thought without content or calls."""
     last = messages[-1] if messages else {}
     return "reasoning_content" in last and not (last["content"] or last.get("tool_calls"))
 
@@ -192,14 +200,16 @@ def _only_thought(messages: Sequence[Mapping[str, Any]]) -> bool:
 def _message(index: int, item: Mapping[str, Any]) -> dict[str, Any]:
     role = item.get("role")
     if role not in ("user", "assistant", "system", "developer"):
-        raise bad_field("input", f"input[{index}].role: user, assistant, system or developer")
+        raise bad_field(
+            "input", f"input[{index}].role must be user, assistant, system or developer"
+        )
     if role == "user":
         return {"role": role, "content": _content(index, item.get("content"))}
     return {"role": role, "content": _text(index, item.get("content"))}
 
 
 def _content(index: int, content: Any) -> Any:
-    """Text, or text and images, sound and video where there are some."""
+    """Convert content to text, or to parts if it has media."""
     kinds = [_kind(part) for part in content] if isinstance(content, list) else []
     if not any(kinds):
         return _text(index, content)
@@ -218,20 +228,20 @@ def _kind(part: Any) -> MediaKind | None:
 def _source(index: int, at: int, part: Mapping[str, Any]) -> MediaSource:
     where = f"input[{index}].content[{at}]"
     if part.get("file_id") is not None:
-        raise bad_field("input", f"{where}.file_id: files of the server are no media; send them")
+        raise bad_field("input", f"{where}.file_id is not supported; send the file itself")
     if part.get("type") != "input_file":
         return source_of(_kind(part) or "image", part, where)
     for name in ("file_data", "file_url"):
         url = part.get(name)
         if isinstance(url, str):
             return MediaSource(kind="image", field=f"{where}.{name}", url=url)
-    raise bad_field("input", f"{where}: an image is expected in file_data or file_url")
+    raise bad_field("input", f"{where} must have an image in file_data or file_url")
 
 
-def _named(index: int, item: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+def _check_strings(index: int, item: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
     for name in names:
         if not isinstance(item.get(name), str):
-            raise bad_field("input", f"input[{index}].{name}: a string is needed")
+            raise bad_field("input", f"input[{index}].{name} must be a string")
     return item
 
 
@@ -242,27 +252,27 @@ def _text(index: int, content: Any) -> str:
     for part in content if isinstance(content, list) else [None]:
         text = part.get("text") if isinstance(part, dict) else None
         if not isinstance(text, str):
-            raise bad_field("input", f"input[{index}]: text, or a list of text parts is expected")
+            raise bad_field("input", f"input[{index}] must be text or a list of text parts")
         texts.append(text)
     return "".join(texts)
 
 
 def tools_of(body: ResponsesRequest) -> tuple[dict[str, Any], ...]:
-    """Tools in the form of the chat API."""
-    made = []
+    """Convert tools to the form of the chat API."""
+    chat_tools = []
     for index, tool in enumerate(body.tools or ()):
         if tool.get("type") != "function":
-            raise bad_field("tools", f"tools[{index}]: only tools of type function are there")
+            raise bad_field("tools", f"tools[{index}]: only tools of type function are supported")
         known = ("name", "description", "parameters", "strict")
         function = {key: tool[key] for key in known if tool.get(key) is not None}
-        made.append({"type": "function", "function": function})
-    return check_tools(made)
+        chat_tools.append({"type": "function", "function": function})
+    return check_tools(chat_tools)
 
 
 def choice_of(
     body: ResponsesRequest, tools: Sequence[Mapping[str, Any]]
 ) -> tuple[Any, tuple[Mapping[str, Any], ...]]:
-    """(the tool choice in the form of the chat API, the tools that may be called)."""
+    """Convert the tool choice; returns (choice in the chat API's form, callable tools)."""
     choice, allowed = allowed_tools(body.tool_choice or ("auto" if tools else "none"), tools)
     if not isinstance(choice, str):
         choice = {"type": "function", "function": {"name": choice.get("name")}}
@@ -272,10 +282,10 @@ def choice_of(
 def constraint_of(
     body: ResponsesRequest, forced_calls: ForcedCalls
 ) -> tuple[str, StructuredOutputs] | None:
-    """The one constraint, with the field it comes from."""
+    """The request's constraint with its field, or None."""
     format_ = (body.text or {}).get("format") or {"type": "text"}
     if not isinstance(format_, dict):
-        raise bad_field("text", "text.format: an object is expected")
+        raise bad_field("text", "text.format must be an object")
     if format_.get("type") == "json_schema":
         format_ = {"type": "json_schema", "json_schema": format_}
     return forced_calls.combine(text=from_response_format(format_, "text"))
@@ -297,9 +307,9 @@ _SAMPLING = (
 def params_of(
     body: ResponsesRequest, defaults: Mapping[str, Any], constraint: StructuredOutputs | None
 ) -> SamplingParams:
-    """Sampling parameters; `defaults` are those of the model."""
-    given = {name: getattr(body, name) for name in _SAMPLING}
-    chosen = {name: value for name, value in given.items() if value is not None}
+    """Build sampling parameters. defaults: the model's."""
+    values = {name: getattr(body, name) for name in _SAMPLING}
+    chosen = {name: value for name, value in values.items() if value is not None}
     return SamplingParams(
         **{
             "max_tokens": None,
@@ -314,10 +324,10 @@ def params_of(
 
 
 def wants_logprobs(body: ResponsesRequest) -> bool:
-    """Whether answers come with log probabilities."""
+    """Whether log probabilities are requested."""
     return bool(body.top_logprobs) or LOGPROBS in (body.include or ())
 
 
 def in_pieces(body: ResponsesRequest) -> bool:
-    """Whether the answer is read as it grows: to be streamed, or to see which tokens are text."""
+    """Whether to request deltas from the engine: for streaming, or to match tokens to text."""
     return bool(body.stream) or wants_logprobs(body)

@@ -1,4 +1,4 @@
-"""Responses that can be asked for again: in memory, of bounded number, and only by their owner."""
+"""Stores a limited number of responses in memory, accessible only to their owners."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 __all__ = ["Store", "Stored", "surplus"]
 
 _MOST = 1_000
-#: Events of finished responses that are kept, in all: some 100 MB.
+#: Maximum stored events of finished responses, about 100 MB.
 _MOST_FRAMES = 200_000
 
 
 @define(eq=False)
 class Stored:
-    """A response, and the conversation it belongs to.
+    """A stored response and its conversation.
 
-    owner: digest of the key it was made with. messages: the conversation as chat messages, its own
-    answer included. items: the same as input items, without its own answer. task: what makes it,
-    in the background. log: its events, if it was asked for with `background` and `stream`.
+    owner: digest of the API key. messages: the conversation as chat messages, including the
+    output. items: the conversation as input items, without the output. task: generates it in the
+    background. log: its events, if it was created with `background` and `stream`.
     """
 
     owner: str
@@ -41,52 +41,53 @@ class Stored:
 
     @property
     def over(self) -> bool:
-        """Whether nothing will change any more."""
+        """Whether the response is final."""
         return self.body["status"] not in ("queued", "in_progress")
 
 
 def surplus(owners: Mapping[str, str]) -> str:
-    """Of names and their owners, the oldest first, the one that goes: the oldest of who has most,
-    so that nobody pushes out what others have.
+    """The name to evict: the oldest one of the owner with the most entries.
+
+    owners: owners by name, oldest first. No owner can thus evict the entries of others.
     """
     ((owner, _),) = Counter(owners.values()).most_common(1)
     return next(name for name, whose in owners.items() if whose == owner)
 
 
 class Store:
-    """The newest responses; when there are too many, the oldest one goes of who has most."""
+    """The newest responses. Beyond the limit, evicts the oldest of the owner with the most."""
 
-    def __init__(self, most: int = _MOST, most_frames: int = _MOST_FRAMES) -> None:
-        self._most = most
-        self._most_frames = most_frames
-        self._held: OrderedDict[str, Stored] = OrderedDict()
+    def __init__(self, max_responses: int = _MOST, max_frames: int = _MOST_FRAMES) -> None:
+        self._max_responses = max_responses
+        self._max_frames = max_frames
+        self._responses: OrderedDict[str, Stored] = OrderedDict()
 
     def put(self, stored: Stored) -> None:
-        """Keep a response."""
-        self._held[stored.body["id"]] = stored
-        if len(self._held) <= self._most:
+        """Store a response."""
+        self._responses[stored.body["id"]] = stored
+        if len(self._responses) <= self._max_responses:
             return
-        owners = {name: held.owner for name, held in self._held.items() if held.task is None}
+        owners = {
+            name: other.owner for name, other in self._responses.items() if other.task is None
+        }
         if owners:
-            del self._held[surplus(owners)]
+            del self._responses[surplus(owners)]
 
     def get(self, name: str, owner: str, param: str | None = None) -> Stored:
-        """A response by its whole id. Raises ApiError(404), also for somebody else's."""
-        found = self._held.get(name)
-        if found is None or found.owner != owner:
-            raise ApiError(
-                404, f"there is no response {name[:64]!r}", param=param, code="not_found"
-            )
-        return found
+        """A response by its id. Raises ApiError(404), also for another owner's response."""
+        stored = self._responses.get(name)
+        if stored is None or stored.owner != owner:
+            raise ApiError(404, f"no response {name[:64]!r}", param=param, code="not_found")
+        return stored
 
     def remove(self, name: str) -> None:
-        """Forget a response."""
-        self._held.pop(name, None)
+        """Remove a response."""
+        self._responses.pop(name, None)
 
     def trim(self) -> None:
-        """Forget the events of the oldest finished responses, first of who has most of them."""
-        logs = [stored for stored in self._held.values() if stored.log is not None]
-        excess = sum(len(stored.log.frames) for stored in logs if stored.log) - self._most_frames
+        """Drop events of finished responses beyond the limit, of the largest owners first."""
+        logs = [stored for stored in self._responses.values() if stored.log is not None]
+        excess = sum(len(stored.log.frames) for stored in logs if stored.log) - self._max_frames
         if excess <= 0:
             return
         frames: Counter[str] = Counter()
@@ -101,11 +102,11 @@ class Store:
                 stored.log = None
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._responses)
 
     async def stop(self) -> None:
-        """End what still runs in the background."""
-        tasks = [stored.task for stored in self._held.values() if stored.task is not None]
+        """Cancel all background responses."""
+        tasks = [stored.task for stored in self._responses.values() if stored.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Text to token ids and back: /tokenize, /detokenize, /tokenizer_info."""
+"""Tokenizer routes: /tokenize, /detokenize, /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -24,17 +24,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Tokens"]
 
-#: How vocabularies that fall back to bytes write one.
+#: A byte token of vocabularies with byte fallback.
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-#: Ids that are detokenized at once, where the model's context is not longer.
+#: Maximum ids per /detokenize request, unless the model's context is longer.
 _MOST_TOKENS = 1 << 18
 Id = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
 class TokenizeRequest(Struct, kw_only=True):
-    """`POST /tokenize`: a prompt, or messages.
-
-    In llama.cpp's words it is `content`, with the three fields after that.
+    """`POST /tokenize`: a prompt, or messages. llama.cpp's clients send `content` and the three
+    fields after it.
     """
 
     model: str | UnsetType = UNSET
@@ -63,7 +62,7 @@ class DetokenizeRequest(Struct, kw_only=True):
 
 
 class Tokenized(TypedDict):
-    """The ids of a prompt, and their texts where these were asked for."""
+    """The token ids of a prompt, and their texts if requested."""
 
     count: int
     max_model_len: int
@@ -72,27 +71,27 @@ class Tokenized(TypedDict):
 
 
 class Piece(TypedDict):
-    """A token and its text; its bytes where these are none."""
+    """A token and its text, or its bytes if they are not text."""
 
     id: int
     piece: str | list[int]
 
 
 class Pieces(TypedDict):
-    """The ids of a text, as llama.cpp's clients read them."""
+    """The token ids of a text, in llama.cpp's form."""
 
     tokens: list[int] | list[Piece]
 
 
 class Detokenized(TypedDict):
-    """The text of token ids, by vLLM's name and by llama.cpp's."""
+    """The text of token ids, in vLLM's field and in llama.cpp's."""
 
     prompt: str
     content: str
 
 
 class TokenizerInfo(TypedDict):
-    """What the tokenizer is."""
+    """Facts about the tokenizer."""
 
     tokenizer_class: str
     vocab_size: int
@@ -102,7 +101,7 @@ class TokenizerInfo(TypedDict):
 
 
 class Tokens(RouteFamily):
-    """What the tokenizer does, over HTTP."""
+    """The tokenizer over HTTP."""
 
     name = "tokens"
     api = 2
@@ -136,14 +135,14 @@ class Tokens(RouteFamily):
         return router
 
     async def tokenize(self, request: Request) -> Response:
-        """The ids that a prompt or a conversation becomes."""
+        """Tokenize a prompt or a conversation."""
         body = await read(request, TokenizeRequest)
         generation = self.context.generation
         await generation.find_model(body.model)
         if body.content is not None:
             return await self._pieces(body)
         if (body.prompt is None) == (body.messages is None):
-            raise bad_field("prompt", "either prompt or messages is needed")
+            raise bad_field("prompt", "send either prompt or messages")
         if body.prompt is not None:
             (prompt,) = await generation.tokenize(
                 body.prompt, add_special_tokens=body.add_special_tokens is not False
@@ -155,7 +154,7 @@ class Tokens(RouteFamily):
         def strings() -> list[str | None]:
             return [generation.tokenizer.id_to_token(index) for index in ids]
 
-        told: Tokenized = {
+        answer: Tokenized = {
             "count": len(ids),
             "max_model_len": self.context.engine.info.max_model_len,
             "tokens": ids,
@@ -163,28 +162,31 @@ class Tokens(RouteFamily):
             if body.return_token_strs
             else None,
         }
-        return json_response(told)
+        return json_response(answer)
 
     async def _pieces(self, body: TokenizeRequest) -> Response:
-        """The answer to a request in llama.cpp's words."""
+        """Answer a request in llama.cpp's form."""
         if not body.parse_special:
-            raise bad_field("parse_special", "parse_special: tokens that are written out are read")
+            raise bad_field(
+                "parse_special",
+                "parse_special must be true: special tokens in the text are always parsed",
+            )
         if body.prompt is not None or body.messages is not None:
-            raise bad_field("content", "content: not together with prompt or messages")
+            raise bad_field("content", "content cannot be combined with prompt or messages")
         generation = self.context.generation
         (prompt,) = await generation.tokenize(
             body.content or "", add_special_tokens=body.add_special
         )
         ids = list(prompt.ids)
         if not body.with_pieces:
-            told: Pieces = {"tokens": ids}
-            return json_response(told)
+            answer: Pieces = {"tokens": ids}
+            return json_response(answer)
 
         def pieces() -> Pieces:
-            found: list[Piece] = [
+            tokens: list[Piece] = [
                 {"id": one, "piece": _piece(generation.tokenizer, one)} for one in ids
             ]
-            return {"tokens": found}
+            return {"tokens": tokens}
 
         return json_response(await generation.work.run(len(ids), pieces))
 
@@ -193,7 +195,7 @@ class Tokens(RouteFamily):
         if body.chat_template is not None and not trusted:
             raise bad_field(
                 "chat_template",
-                "chat_template: this server renders only its own; it would need "
+                "chat_template is not allowed in requests: start the server with "
                 "--trust-request-chat-template",
             )
         return ChatOptions(
@@ -209,37 +211,37 @@ class Tokens(RouteFamily):
         )
 
     async def detokenize(self, request: Request) -> Response:
-        """The text of token ids."""
+        """Detokenize token ids."""
         body = await read(request, DetokenizeRequest)
         generation = self.context.generation
         await generation.find_model(body.model)
         size = max(len(generation.tokenizer), self.context.engine.info.vocabulary)
         most = max(_MOST_TOKENS, self.context.engine.info.max_model_len)
         if len(body.tokens) > most:
-            raise bad_field("tokens", f"tokens: at most {most}")
+            raise bad_field("tokens", f"tokens: at most {most} are allowed")
         wrong = max(body.tokens, default=0)
         if wrong >= size:
             raise bad_field("tokens", f"tokens: {wrong} is out of vocabulary (0 to {size - 1})")
         decode = generation.tokenizer.decode
         text = await generation.work.run(len(body.tokens), decode, body.tokens, False)
-        told: Detokenized = {"prompt": text, "content": text}
-        return json_response(told)
+        answer: Detokenized = {"prompt": text, "content": text}
+        return json_response(answer)
 
     async def info(self) -> Response:
-        """What the tokenizer is."""
+        """Facts about the tokenizer."""
         tokenizer = self.context.generation.tokenizer
-        told: TokenizerInfo = {
+        answer: TokenizerInfo = {
             "tokenizer_class": type(tokenizer.backend).__name__,
             "vocab_size": len(tokenizer),
             "special_tokens": dict(tokenizer.special),
             "stop_token_ids": list(tokenizer.stop_ids),
             "chat_template": tokenizer.chat_template,
         }
-        return json_response(told)
+        return json_response(answer)
 
 
 def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
-    """The text of a token, or its bytes where it is a part of a character."""
+    """The text of a token, or its bytes if it is a part of a character."""
     text: str = tokenizer.decode([token], False)
     if "\ufffd" not in text:
         return text

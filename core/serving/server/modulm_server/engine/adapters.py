@@ -252,7 +252,7 @@ class AdapterRegistry:
             if not isinstance(error, ModulmError):
                 log.exception("an adapter's requests could not be handed in")
             ends = [Finish(request.id, "error", None, error) for request in requests]
-            self.finished(ends)
+            self.release(ends)
             self._deliver(StepEvents(finished=ends))
 
     def _hold(self, version: _Version) -> None:
@@ -268,7 +268,7 @@ class AdapterRegistry:
         except CheckpointError as error:
             raise _unusable(version.adapter, error, "model") from error
 
-    def finished(self, ends: Sequence[Finish]) -> None:
+    def release(self, ends: Sequence[Finish]) -> None:
         """Release the adapters of requests that have ended."""
         if self._using:
             for end in ends:

@@ -427,7 +427,7 @@ class AsyncLLM(EngineClient):
         """End a request that has not ended by itself, or whose end nobody has seen."""
         if not state.finished or not state.end_taken:
             if len(self._each) > 1:
-                self._count_for(self._core.place(state.ids))
+                self._count_for(self._core.replica_index(state.ids))
             for identity in self._output_processor.abort(state):
                 self._core.abort(identity)
             changed.set()
@@ -474,7 +474,7 @@ class AsyncLLM(EngineClient):
                 self._restart_lost(item)
                 continue
             if isinstance(item, ReplicaEvents):
-                self._count_for(item.place)
+                self._count_for(item.replica)
                 item = item.events
             states, stopped = self._output_processor.process(item)
             for identity in stopped:
@@ -490,9 +490,9 @@ class AsyncLLM(EngineClient):
         """A replica is gone: requests of which nobody has seen anything begin again elsewhere,
         unless they were running when two replicas died: one of them may be what kills.
         """
-        self._count_for(lost.place)
+        self._count_for(lost.replica)
         if isinstance(lost.error, EngineDead):
-            self._each[lost.place].forget_now()
+            self._each[lost.replica].forget_now()
         for state in self._output_processor.requests_of(lost.sequences):
             requests, starts = self._restartable.get(state.id, ((), 0))
             starts += state.cached is not None

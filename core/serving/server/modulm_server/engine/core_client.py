@@ -42,7 +42,7 @@ _GRACE = 0.5
 class ReplicaEvents:
     """A step's events of the replica at this index."""
 
-    place: int
+    replica: int
     events: StepEvents
 
 
@@ -50,7 +50,7 @@ class ReplicaEvents:
 class ReplicaLost:
     """Sequences that the replica at this index no longer runs."""
 
-    place: int
+    replica: int
     sequences: tuple[str, ...]
     error: EngineError
 
@@ -80,7 +80,7 @@ class EngineCoreClient(ABC):
         """Why no request can be run now; None if requests can be run."""
         return None
 
-    def place(self, sequences: Sequence[str]) -> int:
+    def replica_index(self, sequences: Sequence[str]) -> int:
         """The index of the replica that runs one of these sequences; 0 if none does."""
         return 0
 
@@ -201,7 +201,7 @@ class ThreadCoreClient(EngineCoreClient):
     def events(self, events: StepEvents) -> None:
         """A step is done (see `loop.Listener`)."""
         if events.finished:
-            self._registry.finished(events.finished)
+            self._registry.release(events.finished)
         self._tell(events)
 
     def _adapters_changed(self, adapters: Sequence[Adapter]) -> None:

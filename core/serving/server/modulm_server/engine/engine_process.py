@@ -235,7 +235,7 @@ class _SocketServer:
     def events(self, events: StepEvents) -> None:
         """A step is done (see `loop.Listener`)."""
         if events.finished and self._registry is not None:
-            self._registry.finished(events.finished)
+            self._registry.release(events.finished)
         self._later(self._deliver, events)
 
     def died(self, error: EngineDead) -> None:

@@ -24,7 +24,7 @@ from modulm.errors import EngineDead, EngineError, EngineStalled
 from modulm_fleet.announce import Announcements
 from modulm_fleet.placement import Placement
 from modulm_fleet.router import Router
-from modulm_server.engine.asked import ask_all, nothing, then
+from modulm_server.engine.engine_calls import call_all, then, without_result
 from modulm_server.engine.client import ReplicaHealth
 from modulm_server.engine.core_client import EngineCoreClient, ReplicaEvents, ReplicaLost
 from modulm_server.engine.process_client import ProcessCoreClient
@@ -264,7 +264,7 @@ class ReplicaSet(EngineCoreClient):
             replica.starting, replica.stalled, replica.mute = False, None, False
             replica.since, replica.due, replica.failed = time.monotonic(), None, 0
             replica.up = True
-            self._router.up(index)
+            self._router.enable(index)
         if ended.is_set():
             self._handle_death(index, ended, EngineDead("the engine's process is gone"))
 
@@ -304,7 +304,7 @@ class ReplicaSet(EngineCoreClient):
         replica.deaths = replica.deaths + 1 if lived < _MOST else 1
         wait = min(_MOST, _BACKOFF * 2 ** (replica.deaths - 1)) if replica.start else _AGAIN
         replica.due = time.monotonic() + wait
-        return tuple(self.router.lost(index))
+        return tuple(self.router.remove(index))
 
     def _watch(self) -> None:
         """Look after replicas until the end; the body of a thread."""
@@ -413,9 +413,9 @@ class ReplicaSet(EngineCoreClient):
             log.error("%s", error)
             with self._lock:
                 replica.up, replica.stalled, replica.reason = False, now, trouble
-                self.router.down(index)
+                self.router.disable(index)
                 replica.mute = watchdog.action != "report"
-                sequences = self.router.lost(index) if replica.mute else []
+                sequences = self.router.remove(index) if replica.mute else []
             for sequence in sequences:
                 client.abort(sequence)
             if watchdog.dump_stacks:
@@ -439,7 +439,7 @@ class ReplicaSet(EngineCoreClient):
             replica = self._replicas[index]
             if answer.exception() is None and replica.client is not None:
                 replica.up, replica.mute, replica.reason = True, False, None
-                self.router.up(index)
+                self.router.enable(index)
 
     def _handle_events(self, index: int, events: StepEvents) -> None:
         """Report a replica's step. Runs on its client's thread."""
@@ -448,14 +448,14 @@ class ReplicaSet(EngineCoreClient):
         with self._lock:
             router = self._router
             if router is not None:
-                router.gave(index, events.requests)
+                router.record_tokens(index, events.requests)
                 for finish in events.finished:
-                    router.ended(finish.request)
+                    router.record_end(finish.request)
                 if events.stats is not None:
-                    router.heard(index, events.stats.running + events.stats.waiting)
+                    router.record_load(index, events.stats.running + events.stats.waiting)
         self._tell(ReplicaEvents(index, events))
 
-    # What front ends ask.
+    # Called by front ends.
 
     @property
     def replicas(self) -> Sequence[ReplicaHealth]:
@@ -494,14 +494,14 @@ class ReplicaSet(EngineCoreClient):
                 with self._lock:
                     if self.router.replica(requests[0].id) != index:
                         return  # it was seen to be dead: `ReplicaLost` tells of them
-                    self.router.down(index)
+                    self.router.disable(index)
                     for request in requests:
-                        self.router.ended(request.id)
+                        self.router.record_end(request.id)
 
     def abort(self, request: str) -> None:
         with self._lock:
             index = self.router.replica(request)
-            self.router.ended(request)
+            self.router.record_end(request)
             client = None if index is None else self._replicas[index].client
         if client is not None:
             client.abort(request)
@@ -513,48 +513,48 @@ class ReplicaSet(EngineCoreClient):
 
     def _all(
         self,
-        ask: Callable[[ProcessCoreClient], Future[T]],
+        call: Callable[[ProcessCoreClient], Future[T]],
         undo: Callable[[ProcessCoreClient], object] | None = None,
     ) -> Future[list[T]]:
         """Call all replicas that take requests. undo: called for the others if one fails."""
-        answers = ask_all([client for _, client in self._available()], ask, undo)
+        answers = call_all([client for _, client in self._available()], call, undo)
         if answers is None:
             answers = Future()
             answers.set_exception(self.down or EngineStalled("no replica takes requests"))
         return answers
 
     def refresh_adapters(self) -> Future[None]:
-        return nothing(self._all(lambda client: client.refresh_adapters()))
+        return without_result(self._all(lambda client: client.refresh_adapters()))
 
     def load_adapter(self, adapter: Adapter, replace: bool) -> Future[None]:
         known = adapter.name in self.adapters
         undo = None if known else partial(_forget_adapter, adapter.name)
-        return nothing(self._all(lambda client: client.load_adapter(adapter, replace), undo))
+        return without_result(self._all(lambda client: client.load_adapter(adapter, replace), undo))
 
     def unload_adapter(self, name: str) -> Future[None]:
-        return nothing(self._all(lambda client: client.unload_adapter(name)))
+        return without_result(self._all(lambda client: client.unload_adapter(name)))
 
     def reset_prefix_cache(self) -> Future[None]:
         with self._lock:
             self.router.forget_prefixes()
-        return nothing(self._all(lambda client: client.reset_prefix_cache()))
+        return without_result(self._all(lambda client: client.reset_prefix_cache()))
 
     def sleep(self, level: int) -> Future[None]:
         with self._lock:
             self.router.forget_prefixes()
-        return nothing(self._all(lambda client: client.sleep(level), lambda c: c.wake_up()))
+        return without_result(self._all(lambda client: client.sleep(level), lambda c: c.wake_up()))
 
     def wake_up(self) -> Future[None]:
-        return nothing(self._all(lambda client: client.wake_up()))
+        return without_result(self._all(lambda client: client.wake_up()))
 
     def is_sleeping(self) -> Future[bool]:
         return then(self._all(lambda client: client.is_sleeping()), all)
 
     def start_profile(self) -> Future[None]:
-        return nothing(self._all(lambda c: c.start_profile(), lambda c: c.stop_profile()))
+        return without_result(self._all(lambda c: c.start_profile(), lambda c: c.stop_profile()))
 
     def stop_profile(self) -> Future[None]:
-        return nothing(self._all(lambda client: client.stop_profile()))
+        return without_result(self._all(lambda client: client.stop_profile()))
 
     def reports(self) -> Future[list[str]]:
         for _, client in self._available():  # each knows all front ends

@@ -10,16 +10,16 @@ from typing import Any, TypeVar
 
 from modulm.errors import EngineDead
 
-__all__ = ["ask_all", "nothing", "then"]
+__all__ = ["call_all", "then", "without_result"]
 
 C = TypeVar("C")
 T = TypeVar("T")
 R = TypeVar("R")
 
 
-def ask_all(
+def call_all(
     clients: Sequence[C],
-    ask: Callable[[C], Future[T]],
+    call: Callable[[C], Future[T]],
     undo: Callable[[C], object] | None = None,
 ) -> Future[list[T]] | None:
     """Call all clients: their results, or the first error once all have answered. None if no client
@@ -30,7 +30,7 @@ def ask_all(
     calls: list[tuple[C, Future[T]]] = []
     for client in clients:
         with suppress(EngineDead):
-            calls.append((client, ask(client)))
+            calls.append((client, call(client)))
     if not calls:
         return None
     together = Future[list[T]]()
@@ -84,6 +84,6 @@ def then(answers: Future[list[T]], join: Callable[[list[T]], R]) -> Future[R]:
     return joined
 
 
-def nothing(answers: Future[list[Any]]) -> Future[None]:
+def without_result(answers: Future[list[Any]]) -> Future[None]:
     """The same future without a result."""
     return then(answers, lambda _: None)
