@@ -206,12 +206,12 @@ class ByPrefix(Choice):
 
     def gave(self, replica: int, name: str) -> None:
         began = time.perf_counter()
-        self.router.gave(replica, (name,))
+        self.router.record_tokens(replica, (name,))
         self.seconds += time.perf_counter() - began
 
     def ended(self, replica: int, name: str) -> None:
         began = time.perf_counter()
-        self.router.ended(name)
+        self.router.record_end(name)
         self.seconds += time.perf_counter() - began
 
 

@@ -11,7 +11,7 @@ from modulm.contracts.requests import Request
 from modulm.contracts.sampling import PoolingParams, SamplingParams
 from modulm.engine.kv_cache.prefix_index import Chain, hasher
 from modulm.errors import EngineStalled
-from modulm_fleet.prefixes import HeldPrefixes, PrefixNames
+from modulm_fleet.prefixes import CachedPrefixes, PrefixHasher
 from modulm_fleet.router import Router
 
 BLOCK = 16
@@ -33,24 +33,24 @@ def test_pieces_are_named_as_the_engines_blocks_are() -> None:
     request = asked("a", prompt(1), salt="s", adapter="poet")
     chain = Chain(request, BLOCK, hasher("sha256"))
     chain.extend(request.prompt.astype(np.int32))
-    names, ends = PrefixNames(BLOCK)(request)
+    names, ends = PrefixHasher(BLOCK)(request)
     assert names[:8] == chain.names[:8]
     assert ends[:10] == [16, 32, 48, 64, 80, 96, 112, 128, 160, 192]
     assert len(names) == 8 + 6
 
 
 def test_prompts_of_other_tenants_and_adapters_have_other_names() -> None:
-    naming, tokens = PrefixNames(BLOCK, "builtin"), prompt(1)
+    naming, tokens = PrefixHasher(BLOCK, "builtin"), prompt(1)
     found = [
         naming(asked("a", tokens, **fields))[0][0]
         for fields in ({}, {"salt": "s"}, {"salt": "t"}, {"adapter": "poet"})
     ]
     assert len(set(found)) == 4
-    assert PrefixNames(BLOCK)(asked("b", tokens))[0][0] == found[0]
+    assert PrefixHasher(BLOCK)(asked("b", tokens))[0][0] == found[0]
 
 
 def test_a_long_prompt_has_few_pieces() -> None:
-    names, _ = PrefixNames(BLOCK)(asked("a", prompt(1, 100_000)))
+    names, _ = PrefixHasher(BLOCK)(asked("a", prompt(1, 100_000)))
     assert len(names) < 90
 
 
@@ -59,7 +59,7 @@ def test_a_request_goes_where_its_prefix_lies() -> None:
     first = [fleet.send((asked(str(n), prompt(n)),)) for n in range(40)]
     assert set(first) == {0, 1, 2, 3}
     for n in range(40):
-        fleet.ended(str(n))
+        fleet.record_end(str(n))
     again = [fleet.send((asked(f"b{n}", [*prompt(n), 5, 6]),)) for n in range(40)]
     assert again == first
 
@@ -68,10 +68,10 @@ def test_a_request_goes_where_its_prefix_lies() -> None:
 def test_unless_another_replica_would_have_computed_it_sooner(waiting: int, stays: bool) -> None:
     fleet = router(2)
     place = fleet.send((asked("a", prompt(1, 321)),))
-    fleet.ended("a")
-    fleet.down(1 - place)
+    fleet.record_end("a")
+    fleet.disable(1 - place)
     fleet.send((asked("other", prompt(2, waiting - 16)),))
-    fleet.up(1 - place)
+    fleet.enable(1 - place)
     assert (fleet.send((asked("b", prompt(1, 321)),)) == place) is stays
 
 
@@ -79,13 +79,13 @@ def test_what_is_computed_and_what_has_ended_weighs_nothing() -> None:
     fleet = router(2)
     place = fleet.send((asked("a", prompt(1)), asked("b", prompt(1))))
     assert fleet.loads[place] == 320 + 2 * 16
-    fleet.gave(1 - place, ["a"])
+    fleet.record_tokens(1 - place, ["a"])
     assert fleet.loads[place] == 320 + 2 * 16
-    fleet.gave(place, ["b", "a", "unknown"])
+    fleet.record_tokens(place, ["b", "a", "unknown"])
     assert fleet.loads[place] == 2 * 16
-    fleet.ended("a")
-    fleet.ended("a")
-    fleet.ended("b")
+    fleet.record_end("a")
+    fleet.record_end("a")
+    fleet.record_end("b")
     assert list(fleet.loads) == [0, 0]
     assert len(fleet) == 0
     assert fleet.replica("a") is None
@@ -94,19 +94,19 @@ def test_what_is_computed_and_what_has_ended_weighs_nothing() -> None:
 def test_a_dead_replica_gets_nothing_and_is_known_to_hold_nothing() -> None:
     fleet = router(2)
     place = fleet.send((asked("a", prompt(1)),))
-    assert fleet.lost(place) == ["a"]
+    assert fleet.remove(place) == ["a"]
     assert fleet.loads[place] == 0
     assert fleet.send((asked("a", prompt(1)),)) == 1 - place
-    fleet.up(place)
-    fleet.ended("a")
+    fleet.enable(place)
+    fleet.record_end("a")
     assert fleet.send((asked("b", prompt(1)),)) == 1 - place
-    fleet.lost(0), fleet.lost(1)
+    fleet.remove(0), fleet.remove(1)
     with pytest.raises(EngineStalled):
         fleet.send((asked("c", prompt(1)),))
 
 
 def test_a_cache_that_is_full_forgets_what_was_used_longest_ago() -> None:
-    held, naming = HeldPrefixes(1, 640), PrefixNames(BLOCK)
+    held, naming = CachedPrefixes(1, 640), PrefixHasher(BLOCK)
     old, new, third = (naming(asked("a", prompt(n))) for n in (1, 2, 3))
     for names, ends in (old, new, old, third):
         held.add(0, names, ends)
@@ -123,18 +123,18 @@ def test_front_ends_agree_where_a_new_prefix_belongs() -> None:
     one, two = router(8, shared=True), router(8, shared=True)
     for n in range(8):
         two.send((asked(f"x{n}", prompt(900 + n, 20)),))
-    places = [(one.send((r := asked(str(n), prompt(n)),)), two.send((r,)), one.ended(r.id),
-               two.ended(r.id)) for n in range(50)]  # fmt: skip
+    places = [(one.send((r := asked(str(n), prompt(n)),)), two.send((r,)), one.record_end(r.id),
+               two.record_end(r.id)) for n in range(50)]  # fmt: skip
     assert sum(first == second for first, second, *_ in places) >= 40
     assert len({first for first, *_ in places}) == 8
 
 
 def test_what_other_front_ends_sent_counts() -> None:
     fleet = router(2)
-    fleet.heard(0, 3)
+    fleet.record_load(0, 3)
     assert fleet.send((asked("a", prompt(1)),)) == 1
-    fleet.heard(0, 0)
-    fleet.heard(1, 1)
+    fleet.record_load(0, 0)
+    fleet.record_load(1, 1)
     assert list(fleet.loads) == [0, 320 + 16]
 
 
@@ -159,24 +159,26 @@ def test_whatever_happens_the_books_are_right(seed: int) -> None:
             assert place not in down
             live |= dict.fromkeys(names, place)
         elif act < 0.6:
-            fleet.gave(place := rng.randrange(5), [n for n, at in live.items() if at == place])
+            fleet.record_tokens(
+                place := rng.randrange(5), [n for n, at in live.items() if at == place]
+            )
         elif act < 0.9 and live:
             name = rng.choice(list(live))
-            fleet.ended(name)
+            fleet.record_end(name)
             del live[name]
         elif act < 0.95:
             place = rng.randrange(5)
-            gone = fleet.lost(place)
+            gone = fleet.remove(place)
             assert sorted(gone) == sorted(n for n, at in live.items() if at == place)
             live = {n: at for n, at in live.items() if at != place}
             down.add(place)
         elif down:
-            fleet.up(place := down.pop())
+            fleet.enable(place := down.pop())
         assert all(fleet.replica(name) == place for name, place in live.items())
     for name in live:
-        fleet.ended(name)
+        fleet.record_end(name)
     assert list(fleet.loads) == [0] * 5
     for place in range(5):
         assert fleet.prefixes._tokens[place] == sum(fleet.prefixes._pieces[place].values()) <= 600
-        fleet.lost(place)
+        fleet.remove(place)
     assert len(fleet.prefixes) == 0

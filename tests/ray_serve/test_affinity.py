@@ -33,20 +33,20 @@ def test_a_prompt_goes_where_its_beginning_lies() -> None:
     for number in range(12):
         one = asked(f"{number} {SYSTEM}")
         places[number] = fleet.choose(one)
-        one.gave()
-        one.ended()
+        one.mark_answering()
+        one.finish()
     assert set(places.values()) == set(REPLICAS)
     for number, place in places.items():
         again = asked(f"{number} {SYSTEM}", temperature=0.5)
         assert fleet.choose(again) == place
-        again.ended()
+        again.finish()
 
 
 def test_a_busy_replica_is_passed_over() -> None:
     fleet = affinity()
     first = asked()
     home = fleet.choose(first)
-    first.gave()
+    first.mark_answering()
     assert {fleet.choose(asked()) for _ in range(5)} == {home}
     assert {fleet.choose(asked()) for _ in range(200)} == set(REPLICAS)
 
@@ -102,13 +102,13 @@ def test_a_dead_replica_gets_nothing_more() -> None:
     fleet = affinity()
     one = asked()
     first = fleet.choose(one)
-    one.dead()
+    one.mark_dead()
     second = fleet.choose(one)
     assert second not in (None, first)
-    one.dead()
+    one.mark_dead()
     third = fleet.choose(one)
     assert {first, second, third} == set(REPLICAS)
-    one.dead()
+    one.mark_dead()
     assert fleet.choose(one) is None
 
 
@@ -117,12 +117,12 @@ def test_one_that_was_full_is_not_charged() -> None:
     one = asked()
     chosen = fleet.choose(one)
     (other, *_) = REPLICAS.keys() - {chosen}
-    fleet.sent(one, other)
+    fleet.record_sent(one, other)
     assert one.replica == other
     assert sum(load > 0 for load in fleet._router.loads) == 1
     assert fleet.choose(asked("new")) != other
-    one.ended()
-    fleet.heard(other, 500)
+    one.finish()
+    fleet.record_load(other, 500)
     assert {fleet.choose(asked(str(n))) for n in range(30)} == REPLICAS.keys() - {other}
 
 
@@ -132,7 +132,7 @@ def test_a_request_that_went_nowhere_leaves_nothing() -> None:
         one = asked()
         fleet.choose(one)
         fleet.choose(one)  # Ray Serve asks again while replicas are full
-        one.ended()
+        one.finish()
     assert not fleet._router.loads[0]
     assert not any(fleet._router.loads)
     assert not len(fleet._router)
@@ -143,6 +143,6 @@ def test_the_replica_gets_no_names() -> None:
     affinity().choose(one)
     sent = pickle.loads(pickle.dumps(one))
     assert (sent.names, sent.tokens, sent.affinity) == ([], 0, None)
-    sent.gave()
-    sent.ended()
-    sent.dead()
+    sent.mark_answering()
+    sent.finish()
+    sent.mark_dead()

@@ -113,7 +113,7 @@ class Setting:
     def run(self) -> None:
         while self.loop.tick():
             for events in self.seen.steps[-1:]:
-                self.registry.finished(events.finished)
+                self.registry.release(events.finished)
 
     def answer(self, name: str, adapter: str | None, prompt: Any = (9,), tokens: int = 4) -> None:
         self.ask(name, adapter, prompt, tokens)
@@ -177,7 +177,7 @@ def test_what_is_unloaded_while_in_use_is_kept_until_the_last_one_ends(setting: 
     assert setting.executor.held
     while "one" not in setting.seen.finished:
         setting.loop.tick()
-        setting.registry.finished(setting.seen.steps[-1].finished)
+        setting.registry.release(setting.seen.steps[-1].finished)
     setting.settled()
     assert setting.executor.held
     setting.run()

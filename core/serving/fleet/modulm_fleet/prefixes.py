@@ -17,14 +17,14 @@ from modulm.engine.kv_cache.prefix_index import block_extra, hasher
 if TYPE_CHECKING:
     from modulm.contracts.requests import Request
 
-__all__ = ["HeldPrefixes", "PrefixNames"]
+__all__ = ["CachedPrefixes", "PrefixHasher"]
 
 #: Pieces of equal length before the length doubles, so a shared prefix is found to within an
 #: eighth of its length.
 _ALIKE = 8
 
 
-class PrefixNames:
+class PrefixHasher:
     """Hashes the pieces of prompts. block: tokens of a block of the engine's cache."""
 
     def __init__(self, block: int, algorithm: str = "sha256") -> None:
@@ -49,7 +49,7 @@ class PrefixNames:
             start = end
         return names, ends
 
-    def words(self, data: bytes, extra: bytes) -> tuple[list[bytes], list[int]]:
+    def hash_text(self, data: bytes, extra: bytes) -> tuple[list[bytes], list[int]]:
         """The same for a prompt of which only the text is known: four bytes of `data` stand for a
         token. extra: what else the cached content depends on.
         """
@@ -73,7 +73,7 @@ class PrefixNames:
 
 
 @define(eq=False)
-class HeldPrefixes:
+class CachedPrefixes:
     """The pieces that each replica has cached, as far as one front end knows.
 
     The least recently used pieces of a replica are dropped when they exceed its cache (capacity, in

@@ -13,7 +13,7 @@ import numpy as np
 from attrs import frozen
 
 from modulm.errors import EngineStalled
-from modulm_fleet.prefixes import HeldPrefixes, PrefixNames
+from modulm_fleet.prefixes import CachedPrefixes, PrefixHasher
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,8 +51,8 @@ class Router:
         self, replicas: int, block: int, capacity: int, algorithm: str = "sha256",
         shared: bool = False,
     ) -> None:  # fmt: skip
-        self.names = PrefixNames(block, algorithm)
-        self.prefixes = HeldPrefixes(replicas, capacity)
+        self.names = PrefixHasher(block, algorithm)
+        self.prefixes = CachedPrefixes(replicas, capacity)
         self._shared = shared
         self._loads = [0.0] * replicas
         # The loads as an array; infinite for replicas that take no requests.
@@ -99,7 +99,7 @@ class Router:
         self._count(replica, sequences, names, ends, missing)
         return replica
 
-    def sent(
+    def record_sent(
         self,
         replica: int,
         sequences: Sequence[str],
@@ -172,7 +172,7 @@ class Router:
         scores = (self._salts[candidates] ^ np.uint64(key)) * _SPREAD
         return int(candidates[(scores ^ scores >> np.uint64(32)).argmax()])
 
-    def gave(self, replica: int, sequences: Sequence[str]) -> None:
+    def record_tokens(self, replica: int, sequences: Sequence[str]) -> None:
         """Record that sequences have produced a token, so their prompts are computed."""
         computing = self._computing[replica]
         if computing:
@@ -182,7 +182,7 @@ class Router:
                 self._open[sequence] = _Charge(replica, 0.0)
                 self._charge(replica, -charge.missing)
 
-    def ended(self, sequence: str) -> None:
+    def record_end(self, sequence: str) -> None:
         """Record the end of a sequence. Unknown ones are ignored."""
         charge = self._open.pop(sequence, None)
         if charge is not None:
@@ -190,26 +190,26 @@ class Router:
             self._computing[charge.replica].discard(sequence)
             self._charge(charge.replica, -charge.missing - _RUNNING)
 
-    def heard(self, replica: int, sequences: int) -> None:
+    def record_load(self, replica: int, sequences: int) -> None:
         """Record how many sequences a replica has, of all front ends."""
         foreign = max(0, sequences - self._sent[replica])
         if foreign != self._foreign[replica]:
             self._charge(replica, _FOREIGN * (foreign - self._foreign[replica]))
             self._foreign[replica] = foreign
 
-    def up(self, replica: int) -> None:
+    def enable(self, replica: int) -> None:
         """Send requests to a replica from now on."""
         self._up[replica] = True
         self._all[replica] = self._loads[replica]
 
-    def down(self, replica: int) -> None:
-        """Send no requests to a replica until `up`; its sequences continue."""
+    def disable(self, replica: int) -> None:
+        """Send no requests to a replica until `enable`; its sequences continue."""
         self._up[replica] = False
         self._all[replica] = np.inf
 
-    def lost(self, replica: int) -> list[str]:
+    def remove(self, replica: int) -> list[str]:
         """Forget all that a dead replica held; returns its sequences."""
-        self.down(replica)
+        self.disable(replica)
         self.prefixes.forget(replica)
         sequences = [name for name, charge in self._open.items() if charge.replica == replica]
         for name in sequences:

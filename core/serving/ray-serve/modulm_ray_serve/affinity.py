@@ -17,7 +17,7 @@ from attrs import define, field
 
 from modulm.engine.kv_cache.prefix_index import hasher
 from modulm.errors import EngineStalled
-from modulm_fleet.prefixes import PrefixNames
+from modulm_fleet.prefixes import PrefixHasher
 from modulm_fleet.router import Router
 
 __all__ = ["Affinity", "Route", "route"]
@@ -36,7 +36,7 @@ _TEXTS = (
     "documents", "text_2",
 )  # fmt: skip
 
-_names = PrefixNames(_BLOCK)
+_names = PrefixHasher(_BLOCK)
 _name = hasher("sha256")
 
 
@@ -58,20 +58,20 @@ class Route:
     def __reduce__(self) -> tuple[Any, ...]:
         return Route, ([], [], 0, "")
 
-    def gave(self) -> None:
+    def mark_answering(self) -> None:
         """Record that the replica has begun to answer, so the prompt is computed."""
         if self.affinity is not None:
-            self.affinity.gave(self)
+            self.affinity.record_tokens(self)
 
-    def ended(self) -> None:
+    def finish(self) -> None:
         """Record the end of the request."""
         if self.affinity is not None:
-            self.affinity.ended(self)
+            self.affinity.record_end(self)
 
-    def dead(self) -> None:
+    def mark_dead(self) -> None:
         """Send the replica no more requests, because its engine is dead."""
         if self.affinity is not None and self.replica is not None:
-            self.affinity.down(self.replica)
+            self.affinity.disable(self.replica)
 
 
 def route(body: Mapping[str, Any], adapter: str | None, tenant: bytes) -> Route:
@@ -83,10 +83,10 @@ def route(body: Mapping[str, Any], adapter: str | None, tenant: bytes) -> Route:
         extra += b"\0" + salt.encode()
     tokens = -(-len(data) // 4)
     if adapter is None:
-        names, ends = _names.words(data, extra)
+        names, ends = _names.hash_text(data, extra)
         return Route(names, ends, tokens)
     first = _adapter_name(adapter)
-    names, ends = _names.words(data, first + extra)
+    names, ends = _names.hash_text(data, first + extra)
     return Route([first, *names], [_LOADING, *(_LOADING + end for end in ends)], _LOADING + tokens)
 
 
@@ -111,7 +111,7 @@ class Affinity:
     def __attrs_post_init__(self) -> None:
         self._router = Router(self.slots, _BLOCK, _CAPACITY, shared=self.shared)
         for index in range(self.slots):
-            self._router.down(index)
+            self._router.disable(index)
 
     def update(self, replicas: Mapping[str, tuple[int, Iterable[str]]]) -> None:
         """Set the replicas that take requests: name -> tokens of its cache (0: unknown) and loaded
@@ -119,11 +119,11 @@ class Affinity:
         """
         with self._lock:
             for name in self._indices.keys() - replicas.keys():
-                self._router.lost(self._indices.pop(name))
+                self._router.remove(self._indices.pop(name))
             for name, (capacity, adapters) in replicas.items():
                 if name not in self._indices and len(self._indices) < self.slots:
                     self._indices[name] = index = self._free(name)
-                    self._router.up(index)
+                    self._router.enable(index)
                 if capacity:
                     self._router.prefixes.capacity = capacity
                 for adapter in adapters if name in self._indices else ():
@@ -142,7 +142,7 @@ class Affinity:
     def choose(self, route: Route) -> str | None:
         """Choose and record the replica for a request; None if no replica takes requests."""
         with self._lock:
-            self._router.ended(route.id)
+            self._router.record_end(route.id)
             route.affinity = self
             try:
                 index = self._router.send_named([route.id], route.names, route.ends, route.tokens)
@@ -152,38 +152,38 @@ class Affinity:
             route.replica = next(name for name, known in self._indices.items() if known == index)
             return route.replica
 
-    def sent(self, route: Route, replica: str) -> None:
+    def record_sent(self, route: Route, replica: str) -> None:
         """Record the replica that took a request; the chosen one may have been full."""
         if route.replica == replica:
             return
         with self._lock:
-            self._router.ended(route.id)
+            self._router.record_end(route.id)
             route.replica, index = replica, self._indices.get(replica)
             if index is not None:
-                self._router.sent(index, [route.id], route.names, route.ends, route.tokens)
+                self._router.record_sent(index, [route.id], route.names, route.ends, route.tokens)
 
-    def gave(self, route: Route) -> None:
+    def record_tokens(self, route: Route) -> None:
         """Record that a request is being answered."""
         with self._lock:
             index = self._router.replica(route.id)
             if index is not None:
-                self._router.gave(index, [route.id])
+                self._router.record_tokens(index, [route.id])
 
-    def ended(self, route: Route) -> None:
+    def record_end(self, route: Route) -> None:
         """Record the end of a request."""
         with self._lock:
-            self._router.ended(route.id)
+            self._router.record_end(route.id)
 
-    def heard(self, replica: str, requests: int) -> None:
+    def record_load(self, replica: str, requests: int) -> None:
         """Record how many requests a replica has, from all ingress replicas."""
         with self._lock:
             index = self._indices.get(replica)
             if index is not None:
-                self._router.heard(index, requests)
+                self._router.record_load(index, requests)
 
-    def down(self, replica: str) -> None:
+    def disable(self, replica: str) -> None:
         """Send no more requests to a replica, until Ray Serve reports a new one."""
         with self._lock:
             index = self._indices.get(replica)
             if index is not None:
-                self._router.down(index)
+                self._router.disable(index)

@@ -164,7 +164,7 @@ class Front:
             task.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await task
-            sent_by.ended()
+            sent_by.finish()
 
     async def _body(self, receive: Receive) -> bytes:
         body = bytearray()
@@ -234,12 +234,12 @@ async def _forward(handle: DeploymentHandle, call: Call, sent_by: Route, send: _
         answer = handle.ask.remote(call, sent_by)
         try:
             async for messages in answer:
-                sent_by.gave()
+                sent_by.mark_answering()
                 for message in messages:
                     await send(message)
             return
         except (RayActorError, EngineDead) as error:
-            sent_by.dead()
+            sent_by.mark_dead()
             if send.has_started or deaths + 1 == _DEATHS:
                 raise ReplicaDied(f"its replica is gone: {_cause(error)}") from error
             log.warning("a replica is gone, the request begins again: %s", _cause(error))

@@ -48,13 +48,13 @@ class PrefixRouter(MultiplexMixin, RequestRouter):
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """Forget a dead replica."""
         super().on_replica_actor_died(replica_id)
-        self._affinity.down(replica_id.unique_id)
+        self._affinity.disable(replica_id.unique_id)
 
     def on_new_queue_len_info(self, replica_id: ReplicaID, num_ongoing_requests: int) -> None:
         """Record the requests of a replica, including this one."""
         super().on_new_queue_len_info(replica_id, num_ongoing_requests)
         if self._affinity.shared:
-            self._affinity.heard(replica_id.unique_id, num_ongoing_requests)
+            self._affinity.record_load(replica_id.unique_id, num_ongoing_requests)
 
     async def choose_replicas(
         self,
@@ -79,7 +79,7 @@ class PrefixRouter(MultiplexMixin, RequestRouter):
         """Record the replica that took a request."""
         route = _route_of(pending_request)
         if route is not None:
-            self._affinity.sent(route, replica_id.unique_id)
+            self._affinity.record_sent(route, replica_id.unique_id)
 
 
 def _route_of(pending: PendingRequest | None) -> Route | None:

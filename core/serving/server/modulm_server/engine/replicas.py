@@ -24,9 +24,9 @@ from modulm.errors import EngineDead, EngineError, EngineStalled
 from modulm_fleet.announce import Announcements
 from modulm_fleet.placement import Placement
 from modulm_fleet.router import Router
-from modulm_server.engine.engine_calls import call_all, then, without_result
 from modulm_server.engine.client import ReplicaHealth
 from modulm_server.engine.core_client import EngineCoreClient, ReplicaEvents, ReplicaLost
+from modulm_server.engine.engine_calls import call_all, then, without_result
 from modulm_server.engine.process_client import ProcessCoreClient
 from modulm_server.engine.replica_processes import (
     Address,
