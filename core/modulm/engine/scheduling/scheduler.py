@@ -13,7 +13,7 @@ one runs. A result for a row that ended or was preempted in between is dropped.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +31,13 @@ from modulm.engine.scheduling.planner_hooks import PlannerHooks
 from modulm.engine.scheduling.prefix_reuse import PrefixReuse
 from modulm.engine.scheduling.request_queue import Entry, RequestQueue
 from modulm.engine.scheduling.row_table import RowTable
-from modulm.engine.scheduling.step import NextStep, StepInFlight, row_start
+from modulm.engine.scheduling.step import (
+    NextStep,
+    StepInFlight,
+    logprobs_by_request,
+    row_error,
+    row_start,
+)
 from modulm.engine.scheduling.token_runs import TokenRuns
 from modulm.errors import EngineError, QueueFull, RequestError, RowError
 
@@ -61,17 +67,7 @@ class BudgetScheduler(Scheduler):
         self.prefix_reuse = PrefixReuse(self.cache, self.table, limits.hash, limits.prefixes)
         self.planners: dict[str, PartPlanner] = {}
         for part in parts:
-            planner = part.planner(
-                PlannerContext(
-                    rows=self.table,
-                    cache=self.cache,
-                    prefixes=self.prefix_reuse,
-                    limits=limits,
-                    capacity=capacity,
-                    values=capacity.parts.get(part.name, {}),
-                )
-            )
-            if planner is not None:
+            if (planner := part.planner(self._context(part.name, capacity))) is not None:
                 self.planners[part.name] = planner
         self._hooks = PlannerHooks(self.planners)
         self.queue = RequestQueue(policy)
@@ -97,6 +93,16 @@ class BudgetScheduler(Scheduler):
         self._ones = np.ones(limits.rows, dtype=np.int64)
         self._ones32 = np.ones(limits.rows, dtype=np.int32)
         self._true = np.ones(limits.rows, dtype=np.bool_)
+
+    def _context(self, part: str, capacity: Capacity) -> PlannerContext:
+        return PlannerContext(
+            rows=self.table,
+            cache=self.cache,
+            prefixes=self.prefix_reuse,
+            limits=self.limits,
+            capacity=capacity,
+            values=capacity.parts.get(part, {}),
+        )
 
     @property
     def busy(self) -> bool:
@@ -301,7 +307,8 @@ class BudgetScheduler(Scheduler):
                 continue
             for limit in self._hooks.limit:
                 count = count and limit(entry.request, hit.tokens, count)
-            may_wait = not count and len(step.rows) > 0 and self._waits_in_row(entry)
+            waits = self._hooks.waits_in_row if not count and len(step.rows) else ()
+            may_wait = any(wait(entry.request) for wait in waits)
             if count is None or not (count or may_wait) or not self._admit(entry, hit, count):
                 break
             for note in self._hooks.joined:
@@ -329,10 +336,6 @@ class BudgetScheduler(Scheduler):
                 return None
             reach = max(reach, tokens)
         return hit, reach
-
-    def _waits_in_row(self, entry: Entry) -> bool:
-        """Whether the entry may wait in a row of its own, so that it lets others pass."""
-        return any(waits(entry.request) for waits in self._hooks.waits_in_row)
 
     def _load(self, entry: Entry, hit: Hit, reach: int) -> None:
         """The entry, which has a row, waits in it until its blocks up to `reach` are loaded."""
@@ -436,19 +439,10 @@ class BudgetScheduler(Scheduler):
         if not plan.idle:
             self._steps += 1
             self._released.clear()
-            self._in_flight.append(
-                StepInFlight(
-                    plan=plan,
-                    rows=rows,
-                    ends=ends,
-                    sampled=sampled,
-                    places=places,
-                    epochs=table.epoch[rows],
-                    generation=self._generation,
-                    started=step.started,
-                    seconds=time.perf_counter() - began,
-                )
-            )
+            flight = StepInFlight(plan, rows, ends, sampled, places, epochs=table.epoch[rows])
+            flight.generation, flight.started = self._generation, step.started
+            flight.seconds = time.perf_counter() - began
+            self._in_flight.append(flight)
         return plan
 
     # A step's result comes in.
@@ -483,7 +477,10 @@ class BudgetScheduler(Scheduler):
         drafted = draft_counts(flight, result, table)
         extras: dict[str, Any] = {}
         if result.logprobs or result.prompt_logprobs or self._hooks.events:
-            extras = self._extras(result, flight, runs, names)
+            rows = {row: table.names[row] for row in runs.rows.tolist()}
+            extras = logprobs_by_request(result, flight, rows, names)
+            for events in self._hooks.events:
+                extras.update(events(rows))
         finished = [
             self._end(int(runs.owners[i]), ids[i], bool(stopped[i]))
             for i in ended.nonzero()[0].tolist()
@@ -543,41 +540,10 @@ class BudgetScheduler(Scheduler):
         """End the rows that failed; an executor repeats errors until a row is released."""
         epochs = dict(zip(flight.rows.tolist(), flight.epochs.tolist(), strict=True))
         return [
-            self._finish(
-                row,
-                "error",
-                error=RowError(failure.message)
-                if failure.field is None
-                else RequestError(failure.message, failure.field or None),
-            )
+            self._finish(row, "error", error=row_error(failure))
             for row, failure in result.errors.items()
             if epochs.get(row) == int(self.table.epoch[row])
         ]
-
-    def _extras(
-        self, result: StepResult, flight: StepInFlight, runs: TokenRuns, tokens: list[str]
-    ) -> dict[str, Any]:
-        """What the executor gave beside tokens, by request instead of by row; tokens: whose the
-        step's tokens are.
-        """
-        names = {row: self.table.names[row] for row in runs.rows.tolist()}
-        starts = dict(zip(flight.rows.tolist(), flight.plan.starts.tolist(), strict=True))
-        counts = Counter(tokens)
-        extras: dict[str, Any] = {
-            "logprobs": {
-                names[row]: entries[: counts[names[row]]]
-                for row, entries in result.logprobs.items()
-                if row in names
-            },
-            "prompt_logprobs": {
-                names[row]: (starts[row] + 1, entries)
-                for row, entries in result.prompt_logprobs.items()
-                if row in names
-            },
-        }
-        for events in self._hooks.events:
-            extras.update(events(names))
-        return extras
 
     def _stats(
         self, flight: StepInFlight, result: StepResult, generated: int, drafted: DraftCounts

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from attrs import define, field
 
-from modulm.contracts.executor import Plan, RowStart
+from modulm.contracts.executor import Plan, RowFailure, RowStart, StepResult
 from modulm.contracts.requests import Start
 from modulm.engine.scheduling.request_queue import Entry
-from modulm.errors import EngineError
+from modulm.errors import EngineError, ModulmError, RequestError, RowError
 
-__all__ = ["NextStep", "StepInFlight", "row_start"]
+__all__ = ["NextStep", "StepInFlight", "logprobs_by_request", "row_error", "row_start"]
 
 
 @define(eq=False)
@@ -47,9 +48,9 @@ class StepInFlight:
     sampled: np.ndarray
     places: np.ndarray
     epochs: np.ndarray
-    generation: int
-    started: list[Start]
-    seconds: float
+    generation: int = 0
+    started: list[Start] = field(factory=list)
+    seconds: float = 0.0
 
 
 def row_start(entry: Entry, parts: Mapping[str, Any]) -> RowStart:
@@ -70,3 +71,32 @@ def row_start(entry: Entry, parts: Mapping[str, Any]) -> RowStart:
         text=request.text,
         parts=parts,
     )
+
+
+def row_error(failure: RowFailure) -> ModulmError:
+    """The error of a request whose row failed."""
+    if failure.field is None:
+        return RowError(failure.message)
+    return RequestError(failure.message, failure.field or None)
+
+
+def logprobs_by_request(
+    result: StepResult, flight: StepInFlight, names: Mapping[int, str], tokens: Sequence[str]
+) -> dict[str, Any]:
+    """The fields of `StepEvents` for log probabilities. names: row -> request, of rows that are
+    still there; tokens: whose the step's tokens are.
+    """
+    starts = dict(zip(flight.rows.tolist(), flight.plan.starts.tolist(), strict=True))
+    counts = Counter(tokens)
+    return {
+        "logprobs": {
+            names[row]: entries[: counts[names[row]]]
+            for row, entries in result.logprobs.items()
+            if row in names
+        },
+        "prompt_logprobs": {
+            names[row]: (starts[row] + 1, entries)
+            for row, entries in result.prompt_logprobs.items()
+            if row in names
+        },
+    }

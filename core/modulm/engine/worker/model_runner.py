@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from modulm.contracts.attention import AttentionSpec
 from modulm.contracts.executor import (
     Capacity,
     GroupCapacity,
-    PartReport,
     Plan,
     RowFailure,
     RowStart,
@@ -31,15 +30,16 @@ from modulm.contracts.step_part import (
     PartRunner,
     RanStep,
     RunnerContext,
-    Verified,
 )
 from modulm.engine.kv_cache.sizing import Sizing, agreed, allocate, cache_budget, share_out
 from modulm.engine.sampling.logits_processors import Processors, processor_classes
-from modulm.engine.sampling.sampler import Best, Sampler
+from modulm.engine.sampling.sampler import Sampler
 from modulm.engine.worker.input_batch import BatchBuilder, GroupPlanner, alone
 from modulm.engine.worker.launched_step import LaunchedStep
 from modulm.engine.worker.profiling import null_plan, record, step_memory
+from modulm.engine.worker.prompt_scorer import PromptScorer
 from modulm.engine.worker.runner_hooks import RunnerHooks
+from modulm.engine.worker.running_step import RunningStep
 from modulm.engine.worker.verified import last_of, verified_of
 from modulm.errors import ConfigError, EngineError, ModulmError, RequestError
 from modulm.loading.cache_groups import CacheGroup, extended
@@ -55,9 +55,6 @@ if TYPE_CHECKING:
     from modulm.plugins.manager import PluginManager
 
 __all__ = ["LaunchedStep", "ModelRunner", "build_processors"]
-
-#: Prompt positions whose logits are held at once for prompt_logprobs.
-_PROMPT_SLICE = 64
 
 
 class ModelRunner:
@@ -147,7 +144,7 @@ class ModelRunner:
         self._invariant = config.model.batch_invariant
         # What looks both ways, or keeps nothing between steps, cannot go token by token.
         self._whole = not all(_forward_only(group) for group in groups or (None,))
-        self._prompts: dict[int, tuple[np.ndarray, int]] = {}
+        self._scorer = PromptScorer(self.sampler, self._logits, self._tensor)
         self._failed: dict[int, RowFailure] = {}
         # The step in which a row was admitted: results of earlier ones are about others.
         self._since = np.zeros(rows, dtype=np.int64)
@@ -200,7 +197,7 @@ class ModelRunner:
         return LaunchedStep(self._begin(plan))
 
     def _begin(self, plan: Plan) -> Callable[[], StepResult]:
-        step = _Step(plan, time.perf_counter())
+        step = RunningStep(plan, time.perf_counter())
         with self.platform.queue():
             self._change_rows(step)
             self.builder.share(plan, self._mesh)
@@ -208,7 +205,7 @@ class ModelRunner:
                 self._launch(step)
         return partial(self._result, step)
 
-    def _launch(self, step: _Step) -> None:
+    def _launch(self, step: RunningStep) -> None:
         """Launch everything that rows are run for."""
         plan, ends = step.plan, np.cumsum(step.plan.counts)
         step.sampling = sampling = self._sampling(plan)
@@ -218,7 +215,7 @@ class ModelRunner:
         hidden, batch = self._hidden(plan, places)
         if not self._mesh.pipeline.last:
             return
-        step.scores = self._prompt_logprobs(plan, ends, hidden) if self._prompts else {}
+        step.scores = self._scorer.scores(plan, hidden)
         step.report(self.hooks.collect, plan, hidden)
         if len(rows):
             states = hidden
@@ -244,7 +241,7 @@ class ModelRunner:
 
     def _choose(
         self,
-        step: _Step,
+        step: RunningStep,
         rows: np.ndarray,
         ends: np.ndarray,
         drafts: np.ndarray | None,
@@ -269,7 +266,7 @@ class ModelRunner:
         step.verified = lambda: verified
 
     def _ran(
-        self, step: _Step, ends: np.ndarray, make: Callable[[], Batch], hidden: torch.Tensor
+        self, step: RunningStep, ends: np.ndarray, make: Callable[[], Batch], hidden: torch.Tensor
     ) -> RanStep:
         """The step as the parts see it whose turn is after its tokens are known."""
         plan, sampling, verified = step.plan, step.sampling, step.verified()
@@ -289,50 +286,22 @@ class ModelRunner:
             plan=plan, tokens=tokens, lasts=lasts, hidden=hidden, layers=self._layers, batch=make
         )
 
-    def _result(self, step: _Step) -> StepResult:
-        plan = step.plan
+    def _result(self, step: RunningStep) -> StepResult:
         for name, report in self.hooks.report:
             if (value := report()) is not None:
                 step.reports[name] = value
-        reports = tuple(
-            PartReport(name, value, self._mesh.world.rank) for name, value in step.reports.items()
-        )
         if not step.gives:
-            return StepResult(plan.step, np.zeros(0, dtype=np.int64), parts=reports)
-        verified, sampling = step.verified(), step.sampling
-        rows = plan.rows[sampling].tolist()
+            return step.empty_result(self._mesh.world.rank)
+        verified, rows = step.verified(), step.plan.rows[step.sampling].tolist()
         for place, failure in verified.errors.items():
-            if self._since[rows[place]] <= plan.step:
+            if self._since[rows[place]] <= step.plan.step:
                 self._failed.setdefault(rows[place], failure)
-        tokens, accepted = verified.tokens, verified.accepted
-        errors = {}
-        if self._failed:
-            errors = {row: self._failed[row] for row in plan.rows.tolist() if row in self._failed}
-            alive = np.array([row not in errors for row in rows], dtype=bool)
-            tokens, accepted = tokens[np.repeat(alive, accepted)], accepted * alive
-        each = not errors and plan.drafted is None
-        if sampling is not plan.samples:
-            runs, accepted, each = accepted, np.zeros_like(plan.counts), False
-            accepted[sampling] = runs
-            accepted = accepted[plan.samples]
-        return StepResult(
-            step=plan.step,
-            tokens=tokens,
-            accepted=None if each else accepted,
-            logprobs={
-                rows[place]: entries
-                for place, entries in verified.logprobs.items()
-                if rows[place] not in errors
-            },
-            prompt_logprobs={
-                row: tuple(entry for best in slices for _, entry in best.entries())
-                for row, slices in step.scores.items()
-            },
-            errors=errors,
-            unfinished=tuple(rows[place] for place in verified.unfinished),
-            parts=reports,
-            routed=None if self._mesh.spread is None else self._mesh.spread.report(),
-            seconds=time.perf_counter() - step.began,
+        spread = self._mesh.spread
+        return step.result(
+            verified,
+            self._failed,
+            rank=self._mesh.world.rank,
+            routed=None if spread is None else spread.report(),
         )
 
     def _hidden(self, plan: Plan, sample: np.ndarray) -> tuple[torch.Tensor, Batch | None]:
@@ -469,7 +438,7 @@ class ModelRunner:
             )
         return width
 
-    def _change_rows(self, step: _Step) -> None:
+    def _change_rows(self, step: RunningStep) -> None:
         """Do what comes before the rows run."""
         plan, values = step.plan, step.plan.parts
         for row in plan.release:
@@ -487,7 +456,7 @@ class ModelRunner:
 
     def _release(self, row: int) -> None:
         self._failed.pop(row, None)
-        self._prompts.pop(row, None)
+        self._scorer.release(row)
         self.sampler.release(row)
         for release in self.hooks.release:
             release(row)
@@ -504,8 +473,7 @@ class ModelRunner:
             if not any(start.row in part.tokenless for part in self.hooks.tokenless):
                 raise EngineError("this model does not pool")
             return
-        if params.prompt_logprobs is not None:
-            self._prompts[start.row] = (start.prompt, params.prompt_logprobs)
+        self._scorer.admit(start, params)
         if not self._mesh.gives:
             return
         constraint = params.structured_outputs
@@ -517,64 +485,6 @@ class ModelRunner:
             message = f"the request could not be started: {error}"[:300]
             field = (error.param or "") if isinstance(error, RequestError) else None
             self._failed[start.row] = RowFailure(message, field)
-
-    def _prompt_logprobs(
-        self, plan: Plan, ends: np.ndarray, hidden: torch.Tensor
-    ) -> dict[int, list[Best]]:
-        scores: dict[int, list[Best]] = {}
-        for i, row in enumerate(plan.rows.tolist()):
-            if row not in self._prompts:
-                continue
-            prompt, k = self._prompts[row]
-            start, count = int(plan.starts[i]), int(plan.counts[i])
-            targets = prompt[start + 1 : start + 1 + count]
-            if len(targets):
-                states = hidden[ends[i] - count :][: len(targets)]
-                scores[row] = self._score(states, targets, k, row, start)
-        return scores
-
-    def _score(
-        self, hidden: torch.Tensor, targets: np.ndarray, k: int, row: int, start: int
-    ) -> list[Best]:
-        """hidden: [n, hidden] of the row's tokens from `start` on, those before `targets`: [n]; k:
-        -1 for all tokens.
-        """
-        count = self.capacity.vocabulary if k == -1 else k
-        tokens = self._tensor(np.array(targets))
-        rows = np.full(len(targets), row)
-        positions = start + np.arange(len(targets))
-        slices = [slice(at, at + _PROMPT_SLICE) for at in range(0, len(targets), _PROMPT_SLICE)]
-        return [
-            self.sampler.best(
-                self._logits(hidden[part], rows[part], positions[part]).float(),
-                tokens[part],
-                count,
-            )
-            for part in slices
-        ]
-
-
-class _Step:
-    """A step under way: what is known of its result so far.
-
-    sampling: [rows] bool, those that are to give tokens; gives: whether this rank's result has
-    them; verified: waits for them.
-    """
-
-    def __init__(self, plan: Plan, began: float) -> None:
-        self.plan = plan
-        self.began = began
-        self.sampling = plan.samples
-        self.scores: Mapping[int, Sequence[Best]] = {}
-        self.verified: Callable[[], Verified] = partial(verified_of, None)
-        self.reports: dict[str, Any] = {}
-        self.gives = False
-
-    def report(self, hooks: Sequence[tuple[str, Any]], *arguments: Any) -> None:
-        """Keep what these methods of parts report."""
-        for name, hook in hooks:
-            if (value := hook(*arguments)) is not None:
-                self.reports[name] = value
 
 
 def _check(config: EngineConfig, model: Model) -> tuple[int, int]:

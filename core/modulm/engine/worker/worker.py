@@ -70,10 +70,10 @@ class Worker:
         self._plugins = plugins
         self.parts = open_parts(config, plugins) if parts is None else tuple(parts)
         self._platform, self._chosen = choose_platform(config, plugins)
-        part, parts = share or share_of(config.parallel, rank)
-        if parts > 1:
-            self._platform.take_share(part, parts)
-        binding = binding_of(config.device, part, parts)
+        slot, slots = share or share_of(config.parallel, rank)
+        if slots > 1:
+            self._platform.take_share(slot, slots)
+        binding = binding_of(config.device, slot, slots)
         if binding is not None:
             self._platform.bind(binding)
         self._platform.start(threads=config.device.cpu_threads)
