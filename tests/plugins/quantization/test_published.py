@@ -1042,7 +1042,7 @@ def test_settings_in_a_file_of_their_own(own, published):
     with pytest.raises(ModulmError, match="quant_algo: 'X'"):
         Session(folder, device="cpu", dtype="float32")
     (folder / "hf_quant_config.json").write_text("[]")
-    with pytest.raises(ModulmError, match=r"hf_quant_config.json: a table `quantization`"):
+    with pytest.raises(ModulmError, match=r"hf_quant_config.json: must have a table `quantization`"):
         Session(folder, device="cpu", dtype="float32")
 
 
