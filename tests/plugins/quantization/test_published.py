@@ -990,7 +990,7 @@ def test_names_of_vllm_that_nothing_reads_are_refused_with_what_there_is(publish
     config = EngineConfig.from_keywords(
         model=str(published("awq")[1]), device="cpu", quantization=name
     )
-    with pytest.raises(ConfigError, match=rf"{name}.*(did you mean|there are .*torchao)"):
+    with pytest.raises(ConfigError, match=rf"{name}.*(did you mean|available: .*torchao)"):
         resolve_checkpoint(config, manager.current())
 
 
